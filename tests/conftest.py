@@ -47,7 +47,7 @@ SHARED_BEFORE = pytest.StashKey[set[str]]()
 hypothesis.settings.register_profile("lmkv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("lmkv")
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before anybody imports gRPC: connections that break are no news
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before the first import of gRPC: broken connections are expected
 
 
 def pytest_configure() -> None:
@@ -76,7 +76,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Has one of two processes run all that has servers, and the other the rest, forked engines last.
 
-    Engines are in each other's way; so is whoever imports vLLM once more.
+    Engines compete for the processors; so does every further import of vLLM.
     """
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types

@@ -27,7 +27,7 @@ class Caller:
     """SHA-256 of its token."""
 
 
-ANONYMOUS_CALLER = Caller(name="anybody", role=Role.ADMIN)
+ANONYMOUS_CALLER = Caller(name="anonymous", role=Role.ADMIN)
 """The caller where no tokens are configured, and of health probes."""
 
 _current: ContextVar[Caller] = ContextVar("lmkv_caller", default=ANONYMOUS_CALLER)

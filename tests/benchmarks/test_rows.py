@@ -260,7 +260,7 @@ def test_every_row_of_the_committed_results_says_what_it_is() -> None:
         assert list(json.loads(file.read_text())["rows"][0]) == ROW_FIELDS
 
 
-def test_a_row_that_nobody_has_explained_is_found() -> None:
+def test_an_unexplained_row_is_found() -> None:
     assert meaning_of("ttft_own_ms_4000") == "TTFT of a hit in the node's pool; 4000 tokens"
     assert meaning_of("lookup_400_p50_ms") == "the engine asks its node: hit in the node's pool; 400 chunks"
     assert meaning_of("lookup_400_p50_ms", "control_plane") == "400 chunks among a million, over a stream"

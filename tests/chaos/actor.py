@@ -1,4 +1,4 @@
-"""Somebody who acts until the test ends. Each draws what it does next from a generator of its own, seeded by its name.
+"""An actor that acts until the test ends. Each actor has its own random generator, seeded by its name.
 
 What they do is the same for the same seed; how far each thing comes is up to the machine.
 """
@@ -35,7 +35,7 @@ class Actor(ABC):
 
 
 async def act(actors: Iterable[Actor], story: Coroutine[Any, Any, None]) -> None:
-    """Has everybody act until the story is over. Raises what it raises, or what the first actor finds wrong."""
+    """Runs all actors until the story is over. Raises what it raises, or the first fault that an actor finds."""
     tasks = [asyncio.create_task(actor.run(), name=actor.name) for actor in actors]
     tasks.append(asyncio.create_task(story))
     try:

@@ -1,4 +1,4 @@
-"""Somebody who asks coordinators who holds prompts, and needs no node for it."""
+"""A client that looks prompts up at coordinators, without a node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.victim import Coordinator
 
 
 class AskActor(Actor):
-    """Raises `Hangs` if a coordinator that was left alone has no answer, whatever happened to anybody else."""
+    """Raises `Hangs` if a coordinator without a fault does not answer, whatever the faults of other processes."""
 
     def __init__(self, coordinator: Coordinator, seed: int, counts: Counter[str]) -> None:
         super().__init__(f"asker of {coordinator.name}", seed, counts)

@@ -1,4 +1,4 @@
-"""What holds once nobody makes trouble any more: within a minute nothing is left, and everybody says the same."""
+"""The state after all faults end: within a minute nothing is left behind and all processes agree."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
     for node in fleet.nodes:
         await until(partial(left, node), node)
     for node in fleet.nodes:
-        await until(partial(told_once, node, fleet), node)
-        await until(partial(told, node, fleet.coordinators, watchers), node)
+        await until(partial(unshared, node, fleet), node)
+        await until(partial(disagreement, node, fleet.coordinators, watchers), node)
     for coordinator in fleet.coordinators:
         await until(partial(found, coordinator, fleet.nodes, watchers[0]), coordinator)
     held = [await contents(node, watchers[0].held(node.name, TIER_HOST)) for node in fleet.nodes]
     for victim in fleet.victims.values():
         log = victim.process.log()
-        assert "Traceback" not in log, f"{victim.name}: {victim.process.log_file} tells of a mistake"
-        assert DIFFERENCE not in log, f"{victim.name}: its layout map was wrong, as {victim.process.log_file} tells"
+        assert "Traceback" not in log, f"{victim.name}: {victim.process.log_file} contains an error"
+        assert DIFFERENCE not in log, f"{victim.name}: its layout map was wrong, as {victim.process.log_file} reporting"
     return sum(held)
 
 
@@ -109,19 +109,19 @@ async def left(node: Node) -> str:
     return f"keeps {kept}: {metrics}" if kept else ""
 
 
-async def told_once(node: Node, fleet: Fleet) -> str:
-    """How coordinators that share a layout map do not do so, or are not told the chunks of the node as they should."""
+async def unshared(node: Node, fleet: Fleet) -> str:
+    """Differences between coordinators that share a layout map, or between the map and the chunks of the node."""
     maps = {name: relay.map_ids.get(node.name, "") for name, relay in fleet.relays.items()}
-    tells = [relay.tells_chunks(node.name) for relay in fleet.relays.values()]
+    reporting = [relay.reports_chunks(node.name) for relay in fleet.relays.values()]
     if fleet.shares_map:
-        is_well = len(set(maps.values())) == 1 and all(maps.values()) and sorted(tells) == [[False], [True]]
+        is_well = len(set(maps.values())) == 1 and all(maps.values()) and sorted(reporting) == [[False], [True]]
     else:
-        is_well = not any(maps.values()) and tells == [[True], [True]]
-    return "" if is_well else f"tells its chunks over streams {tells} to coordinators with the maps {maps}"
+        is_well = not any(maps.values()) and reporting == [[True], [True]]
+    return "" if is_well else f"reports its chunks over streams {reporting} to coordinators with the maps {maps}"
 
 
-async def told(node: Node, coordinators: Sequence[Coordinator], watchers: Sequence[LayoutWatcher]) -> str:
-    """How what coordinators tell, in answers and to watchers, differs from each other or from what the node holds."""
+async def disagreement(node: Node, coordinators: Sequence[Coordinator], watchers: Sequence[LayoutWatcher]) -> str:
+    """Differences between what coordinators report, in answers and to watchers, and what the node holds."""
     metrics = await node.metrics()
     there = {TIER_HOST: metrics["chunks"]} | ({TIER_DISK: metrics["tier_chunks/disk"]} if node.has_disk else {})
     wrong = []
@@ -139,7 +139,7 @@ async def told(node: Node, coordinators: Sequence[Coordinator], watchers: Sequen
 
 
 async def found(coordinator: Coordinator, nodes: Sequence[Node], watcher: LayoutWatcher) -> str:
-    """How what a coordinator answers differs from what a watcher was told of who holds what."""
+    """Differences between the answers of a coordinator and the events that a watcher received."""
     keys = [key for prompt in PROMPTS for key in prompt]
     held = {node.name: watcher.held(node.name, TIER_HOST) | watcher.held(node.name, TIER_DISK) for node in nodes}
     wrong = 0

@@ -17,7 +17,7 @@ READY_SECONDS = 30.0
 _MOUNTED = "mounted"
 _MOUNT = f'for folder; do mount -t tmpfs -o size={SIZE_BYTES} tmpfs "$folder" || exit; done'
 _KEEP = f"echo {_MOUNTED}; exec sleep infinity"
-"""The namespace lasts as long as somebody is in it."""
+"""The namespace exists as long as a process is in it."""
 
 
 class Disks:

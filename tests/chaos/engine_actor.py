@@ -54,7 +54,7 @@ class EngineActor(Actor):
         return found
 
     async def _store(self, engine: Engine, prompt: list[ChunkKey]) -> None:
-        """Computes what nobody has."""
+        """Computes a prompt that is cached nowhere."""
         found = await self._lookup(engine, prompt)
         missing = prompt[len(found.own) + absent_count(found) :]
         extents = await engine.client.reserve(len(missing)) if missing else []

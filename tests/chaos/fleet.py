@@ -71,7 +71,7 @@ class Fleet:
         await self._stack.aclose()
 
     async def end(self) -> None:
-        """Asks everybody to end. Raises `Hangs` if one does not."""
+        """Stops all processes. Raises `Hangs` if one does not end."""
         await asyncio.gather(*(victim.end() for victim in self.victims.values()))
 
     async def _build(self) -> None:
@@ -106,7 +106,7 @@ class Fleet:
             self._start(node)
 
     async def _sharing(self, coordinator: str) -> dict[str, str]:
-        """How a coordinator is told where the store is, if there is one."""
+        """The configuration of the shared store for a coordinator, if there is one."""
         for store in self.stores:
             door = await (await self._link(coordinator, store.name)).open_door(store.port)
             return {"LAYOUT_MAP_URL": f"redis://{door}/0"}

@@ -61,7 +61,7 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def open_door(self, port: int) -> str:
-        """An address that leads to a port of this host, whether or not anybody listens there yet."""
+        """An address that leads to a port of this host, whether or not a process listens there yet."""
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if self._resets:

@@ -68,7 +68,7 @@ class Line:
 
 
 class MoveActor(Actor):
-    """Somebody who moves and copies prompts between nodes, clears some, and calls some of it off."""
+    """An operator that moves, copies and clears prompts, and cancels some of these operations."""
 
     def __init__(self, nodes: Sequence[Node], coordinators: Sequence[Coordinator], seed: int, counts: Counter[str]):
         super().__init__("mover", seed, counts)
@@ -85,7 +85,7 @@ class MoveActor(Actor):
                 (act,) = self.chance.choices((self._move, self._clear), weights=(9, 1))
                 booked = act(line)
                 is_called_off, after = self.chance.random() < 0.3, self.chance.uniform(0, 0.05)
-                with suppress(grpc.RpcError):  # nobody has it, or who has it is away
+                with suppress(grpc.RpcError):  # the prompt is cached nowhere, or its node is away
                     operation = await booked
                     if is_called_off:
                         await asyncio.sleep(after)
@@ -121,7 +121,7 @@ class MoveActor(Actor):
 
 
 class PinActor(Actor):
-    """Somebody who pins prompts, and looks whether they stay. Raises `PinBroken` if one does not."""
+    """An operator that pins prompts and checks that they stay. Raises `PinBroken` if one does not."""
 
     def __init__(self, nodes: Sequence[Node], coordinators: Sequence[Coordinator], seed: int, counts: Counter[str]):
         super().__init__("pinner", seed, counts)

@@ -68,11 +68,11 @@ class Relay(grpc.GenericRpcHandler, ABC):  # type: ignore[type-arg]  # not gener
 
     @abstractmethod
     def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
-        """What who asked is told."""
+        """The answer for the caller."""
 
 
 class PeerRelay(Relay):
-    """Before one node: tells its peers to take bytes by their links, too."""
+    """In front of one node: announces its links to peers, so that transfers pass them, too."""
 
     def __init__(self, port: int, bytes_address: Callable[[str], str]) -> None:
         """`bytes_address` is where a peer, by its name, reaches the node's port for bytes over TCP."""
@@ -94,16 +94,16 @@ class PeerRelay(Relay):
 
 
 class CoordinatorRelay(Relay):
-    """Before one coordinator: tells nodes to call each other by their links, and makes mischief with reports."""
+    """In front of one coordinator: announces links to nodes, and injects faults into reports."""
 
     def __init__(self, port: int, address_of: AddressOf) -> None:
         super().__init__(port)
         self.map_ids: dict[str, str] = {}
-        """Which layout map the coordinator shares, as each node was told last; empty for its own."""
+        """The layout map that the coordinator shares, as last announced to each node; empty for its own."""
         self._address_of = address_of
         self._mischief: Counter[tuple[str, Kind]] = Counter()
         self._streams: dict[Any, tuple[str, bool]] = {}
-        """Those that are open, by their call: the node, and whether it tells its chunks."""
+        """Open streams, by their call: the node, and whether it reports its chunks."""
 
     def service(self, details: Any) -> Any:
         """See `Relay`."""
@@ -119,9 +119,9 @@ class CoordinatorRelay(Relay):
         """Takes a `begin` back."""
         self._mischief[node, kind] -= 1
 
-    def tells_chunks(self, node: str) -> list[bool]:
-        """Whether a node tells its chunks, for each stream of reports that it has open."""
-        return [tells for of, tells in self._streams.values() if of == node]
+    def reports_chunks(self, node: str) -> list[bool]:
+        """Whether a node reports its chunks, for each of its open report streams."""
+        return [reports for of, reports in self._streams.values() if of == node]
 
     def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
         if method == REGISTER:

@@ -20,7 +20,7 @@ class Kind(StrEnum):
     FILL = "fill"
     """A node's disk is full."""
     CUT = "cut"
-    """A link passes nothing on, and tells nobody."""
+    """A link drops everything silently."""
     HALF_CUT = "half-cut"
     """A link passes questions on, and no answers."""
     HALF_OPEN = "half-open"

@@ -1,4 +1,4 @@
-"""The store where coordinators share a layout map: a real `redis-server`, killed and frozen like everybody else."""
+"""The store of a shared layout map: a real `redis-server`, killed and frozen like all other processes."""
 
 from __future__ import annotations
 

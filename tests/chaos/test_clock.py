@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.clock import Clock, compiled
 
-TELL_TIME = "import time\nwhile input(): print(time.time(), time.monotonic(), flush=True)"
+PRINT_TIME = "import time\nwhile input(): print(time.time(), time.monotonic(), flush=True)"
 
 
 @pytest.mark.parametrize("seconds", [-3600.25, 0.0, 20.75])
@@ -20,7 +20,7 @@ def test_a_clock_jumps_while_its_process_runs_and_no_other_does(tmp_path: Path, 
     library = compiled(tmp_path)
     assert library is not None, "cc is missing: install gcc"
     clock = Clock(library, tmp_path / "clock")
-    command = [sys.executable, "-c", TELL_TIME]
+    command = [sys.executable, "-c", PRINT_TIME]
     pipe, environment = subprocess.PIPE, os.environ | clock.environment
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         for jump in (0.0, seconds, 0.0):

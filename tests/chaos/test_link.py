@@ -15,7 +15,7 @@ SILENCE_SECONDS = 0.1
 
 
 class Caller:
-    """One connection to somebody who says everything back."""
+    """One connection to an echo server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -95,7 +95,7 @@ async def test_a_half_open_connection_stays_silent_and_a_new_one_works(parts: Pa
     await caller.say(b"hello")
     assert await caller.hear() == b"hello"
     parts.link.half_open()
-    await caller.say(b"anybody there?")
+    await caller.say(b"hello?")
     with pytest.raises(TimeoutError):
         await caller.hear(SILENCE_SECONDS)
     other = await parts.call()

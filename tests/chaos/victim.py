@@ -30,7 +30,7 @@ DISK_SIZE = "40MiB"
 UCX = {"UCX_TLS": "tcp"}
 """Where NIXL reads need their owner, as between hosts: what a frozen one owes is quarantined."""
 PATIENCE_SECONDS = 20.0
-"""Whoever has been left alone for so long and still does not answer hangs."""
+"""A process without a fault that does not answer for this long hangs."""
 END_SECONDS = 30.0
 
 
@@ -96,7 +96,7 @@ class Victim:
             self.frozen = False
 
     def overdue(self, error: BaseException) -> None:
-        """Somebody waited `PATIENCE_SECONDS` for it in vain. Raises `Hangs` if that is nobody's doing but its own."""
+        """A client waited `PATIENCE_SECONDS` for it in vain. Raises `Hangs` if no fault explains that."""
         if self.process.alive and not self.frozen and time.monotonic() - self._touched_at > PATIENCE_SECONDS + 1:
             raise Hangs(f"{self.name} did not answer for {PATIENCE_SECONDS:g} s") from error
 

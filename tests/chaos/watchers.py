@@ -22,11 +22,11 @@ from tests.chaos.victim import PATIENCE_SECONDS, Coordinator, Node
 
 
 class Died(Exception):
-    """A process ended though nobody killed it."""
+    """A process ended that no fault had killed."""
 
 
 class MetricsWatcher(Actor):
-    """Raises `WrongBytes` if a node found damage in its own pool, and `Died` if anybody ended by itself."""
+    """Raises `WrongBytes` if a node found damage in its own pool, and `Died` if a process ended without a fault."""
 
     def __init__(self, fleet: Fleet, seed: int, counts: Counter[str]) -> None:
         super().__init__("watcher", seed, counts)
@@ -62,7 +62,7 @@ class LayoutWatcher(Actor):
         self._held: defaultdict[tuple[str, int], set[ChunkKey]] = defaultdict(set)
 
     def held(self, node: str, tier: int) -> set[ChunkKey]:
-        """What a node holds in a tier, as far as it was told."""
+        """The chunks of a node in a tier, by the events received."""
         return self._held[node, tier]
 
     async def run(self) -> None:

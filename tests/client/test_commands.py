@@ -155,7 +155,7 @@ async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsy
     assert coordinator.asked == [LookupRequest(tokens=[1, 2, 3], model_name="llama", cache_salt="s", lora_name="l")]
 
 
-async def test_a_prompt_that_nobody_holds_is_an_answer(
+async def test_an_uncached_prompt_is_an_empty_answer(
     coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator.instances = [Instance(instance_id="lmkv-1")]
@@ -267,7 +267,7 @@ async def test_the_coordinators_refusal_is_one_line(
     assert capsys.readouterr().err == "lmkv: error: several models are served: a, b; name one\n"
 
 
-async def test_whom_the_coordinator_did_not_reach_is_told_in_its_words(
+async def test_unreached_instances_are_shown_with_the_coordinators_reason(
     coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator.failure = Unreachable("instance lmkv-1 did not answer in time", instance_id="lmkv-1")
@@ -289,7 +289,9 @@ async def test_whom_the_coordinator_did_not_reach_is_told_in_its_words(
         ["top"],
     ],
 )
-async def test_nobody_there_is_one_line_with_what_to_do(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_missing_server_is_one_line_with_the_fix(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await asyncio.to_thread(cli.main, (*command, "--coordinator", "127.0.0.1:1")) == 1
     assert capsys.readouterr().err == (
         "lmkv: error: no coordinator responds at 127.0.0.1:1; start one with `lmkv coordinator`, or name another with "

@@ -51,7 +51,7 @@ def test_import_writes_a_file_that_loads_without_notices(source: Path, tmp_path:
     assert config.notices == ()
 
 
-def test_import_writes_over_nothing_unless_told_to(source: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_import_overwrites_only_with_the_flag(source: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "lmkv.yaml"
     target.write_text("mine", encoding="utf-8")
     assert cli.main(["config", "import", str(source), "--output", str(target)]) == 2
@@ -79,7 +79,7 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, capsys: Capture, te
     assert shown.err.startswith("lmkv: error: " + message.format(file=file))
 
 
-def test_a_place_that_cannot_be_written_is_told(source: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_path_that_cannot_be_written_is_reported(source: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "none" / "lmkv.yaml"
     assert cli.main(["config", "import", str(source), "--output", str(target)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -99,7 +99,7 @@ def test_check_prints_all_keys_so_that_they_load_again(tmp_path: Path, capsys: C
     assert load(cls, file=printed, env={}) == load(cls, file=file, env={})
 
 
-def test_check_hides_secrets_reads_the_environment_and_tells_notices(
+def test_check_hides_secrets_reads_the_environment_and_prints_notices(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "lmkv.yaml"

@@ -120,7 +120,7 @@ async def test_chunks_that_stay_behind_are_in_the_result(coordinator: Coordinato
     assert [failure.chunk_keys for failure in result.failures] == [KEYS[2]]
 
 
-async def test_iteration_tells_progress_until_the_end(coordinator: Coordinator, fleet: Fleet) -> None:
+async def test_iteration_yields_progress_until_the_end(coordinator: Coordinator, fleet: Fleet) -> None:
     move = await start_paused(coordinator, fleet)
     done = []
     async for progress in move:
@@ -226,7 +226,7 @@ async def test_a_lookup_that_is_cancelled_leaves_the_stream_to_others(coordinato
         assert given_up.cancelled()
 
 
-async def test_a_closed_stream_of_lookups_tells_those_who_wait(fleet: Fleet) -> None:
+async def test_closing_a_lookup_stream_fails_pending_lookups(fleet: Fleet) -> None:
     async with Coordinator("127.0.0.1:1", timeout_seconds=5) as coordinator:
         stream = coordinator.lookup_stream()
         with pytest.raises(Unreachable, match=r"no coordinator responds at 127\.0\.0\.1:1"):
@@ -266,7 +266,7 @@ def _split(keys: bytes) -> list[bytes]:
     return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
-async def test_a_watcher_begins_anew_where_its_revision_is_not_known(coordinator: Coordinator) -> None:
+async def test_a_watcher_restarts_if_its_revision_is_unknown(coordinator: Coordinator) -> None:
     updates = coordinator.watch(7)
     update = await anext(updates)
     assert (update.reset, update.snapshot) == (True, True)

@@ -50,14 +50,14 @@ async def test_the_first_is_asked_until_it_is_gone_and_then_the_second(two: Two)
             await coordinator.instances()
 
 
-async def test_an_answer_is_an_answer_also_one_that_somebody_is_not_there(two: Two) -> None:
+async def test_an_error_of_a_live_coordinator_does_not_fail_over(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator:
         with pytest.raises(InstanceNotFound):
-            await coordinator.clear(everything=True, instance_id="nobody")
+            await coordinator.clear(everything=True, instance_id="unknown")
         assert coordinator.address == two.first.address
 
 
-async def test_a_watch_begins_anew_at_the_other(two: Two) -> None:
+async def test_a_watch_restarts_at_the_other_coordinator(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator:
         updates = coordinator.watch(retry_seconds=20)
         first = await anext(updates)

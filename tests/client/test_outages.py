@@ -97,7 +97,7 @@ async def watched(address: str, start_revision: int = 0) -> list[LayoutUpdate]:
             [0, 0, 9],
             [5, 6, 9, 9],
             [5, 9],
-            id="a slow watcher begins anew",
+            id="a slow watcher restarts",
         ),
         pytest.param(
             [[held(5), changed(6), LOST], [RevisionCompacted("old")], [held(9), changed(10)]],
@@ -109,7 +109,7 @@ async def watched(address: str, start_revision: int = 0) -> list[LayoutUpdate]:
         pytest.param([[changed(3)], [changed(4)]], [0, 3, 4], [3, 4], [3], id="an empty fleet has no snapshot"),
     ],
 )
-async def test_a_watch_goes_on_or_begins_anew(
+async def test_a_watch_resumes_or_restarts(
     stumbling: Stumbling, watches: Any, asked: list[int], revisions: list[int], resets: list[int]
 ) -> None:
     stumbling.watches = watches

@@ -101,16 +101,16 @@ def test_closing_is_final_and_leaves_no_thread() -> None:
 async def test_closing_ends_what_other_threads_wait_for(fleet: Fleet) -> None:
     def close_while_watching() -> None:
         coordinator = sync.Coordinator(fleet.address)
-        told = threading.Event()
+        received = threading.Event()
 
         def watch() -> None:
             for update in coordinator.watch():
                 if not update.snapshot:
-                    told.set()
+                    received.set()
 
         with ThreadPoolExecutor(1) as threads:
             watching = threads.submit(watch)
-            assert told.wait(10)
+            assert received.wait(10)
             coordinator.close()
             with pytest.raises(RuntimeError, match="was closed"):
                 watching.result(10)

@@ -38,7 +38,7 @@ async def test_the_sdk_and_its_twin_show_a_certificate(address: str, certificate
     assert await asyncio.to_thread(ask) == 0
 
 
-async def test_without_a_certificate_nobody_is_reached(address: str, certificates: Certificates) -> None:
+async def test_without_a_certificate_the_handshake_fails(address: str, certificates: Certificates) -> None:
     for credentials in (certificates.client, Credentials()):
         async with Coordinator(address, credentials=credentials, timeout_seconds=2) as coordinator:
             with pytest.raises(Unreachable):

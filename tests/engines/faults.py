@@ -46,7 +46,7 @@ HEAL_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPrompt:
-    """A prompt that nobody has seen, and what an engine makes of it that shares nothing."""
+    """A prompt that no engine has seen, and the output of an engine without a cache."""
 
     tokens: list[int]
     answer: tuple[int, ...]
@@ -249,7 +249,7 @@ class FaultyPair:
             engine.reset_prefix_cache(external=True)
             eventually(lambda name=engine.name: self._chunks(name) == 0, "all chunks are forgotten")  # type: ignore[misc]
             eventually(lambda name=engine.name: self._unexplained(name) <= 0, "nothing is kept in place")  # type: ignore[misc]
-        assert not (dead := zombies(self.pids())), f"nobody has waited for {dead}"
+        assert not (dead := zombies(self.pids())), f"zombies: {dead}"
 
     def _unexplained(self, name: str) -> int:
         """Bytes in use at a node that are neither chunks nor idle credits."""
@@ -279,7 +279,7 @@ def check(prompt: FaultPrompt, completion: Completion) -> None:
 
 @contextmanager
 def counting(*engines: EngineProcess) -> Iterator[Callable[..., float]]:
-    """Yields what tells, of a counter of the connector, by how much it has grown in here, at all engines together."""
+    """Yields a function that returns by how much a counter of the connector has grown, summed over all engines."""
 
     before = [engine.metrics() for engine in engines]
 
@@ -320,7 +320,7 @@ def state(pid: int) -> str:
 
 
 def unread_bytes(port: int) -> int:
-    """Bytes that have arrived at connections of a local TCP port, and that nobody has read."""
+    """Bytes that have arrived at connections of a local TCP port and were not read."""
     tables = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # gRPC's servers take IPv4 on IPv6 sockets
     rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
     return sum(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01")

@@ -126,7 +126,7 @@ class Answers:
 
 
 class LlmProcess:
-    """A vLLM `LLM`, float32 unless told otherwise, in a process of its own."""
+    """A vLLM `LLM` in its own process, in float32 by default."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class LlmProcess:
         return Answers(answers=answers, grown=said["grown"])
 
     def compute(self, *prompts: Sequence[int], max_tokens: int = 16, **sampling: Any) -> list[tuple[int, ...]]:
-        """What the engine says where nothing can be cached: each prompt alone, under a salt that nobody has used."""
+        """The output of the engine without any cache hit: each prompt alone, under a new salt."""
         tokens = []
         for prompt in prompts:
             answers = self.ask(prompt, max_tokens=max_tokens, salt=uuid.uuid4().hex, **sampling)
@@ -270,7 +270,7 @@ class LlmProcess:
 
     def _do(self, name: str, **fields: Any) -> Any:
         assert self.runs, f"{self.name} does not run"
-        with suppress(BrokenPipeError):  # told by the next line
+        with suppress(BrokenPipeError):  # the next line reports it
             self._say({"do": name, **fields})
         return self._hear()
 
@@ -384,7 +384,7 @@ class LlmFleet:
     """Engines around one runtime folder, with a coordinator if asked for: a context manager that leaves nothing."""
 
     def __init__(self, nursery: Nursery, model: Path, logs: Path, *, coordinator: bool = False) -> None:
-        """Engines use `model` unless told otherwise; `logs` gets everybody's log."""
+        """Engines use `model` by default; `logs` gets the logs of all processes."""
         self._nursery = nursery
         self._model = model
         self._logs = logs

@@ -105,7 +105,7 @@ class Trio:
     # --- Asking --------------------------------------------------------------------------------------------------
 
     def prompt(self, token_count: int) -> list[int]:
-        """A prompt that nobody has seen."""
+        """A prompt that no engine has seen."""
         return [self._random.randrange(2, 500) for _ in range(token_count)]
 
     def expected(self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class Trio:
         eventually(lambda: self.node_metric("decode", "handoff_received_bytes_total") > before, "chunks come")
 
     def check_nothing_is_left(self) -> None:
-        """Waits until nobody computes, hands over, or keeps room for anything."""
+        """Waits until all requests, handoffs and reservations have ended."""
         for engine in (self.prefill, self.decode):
             for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
                 eventually(lambda engine=engine, name=name: engine.metrics()[name] == 0, f"{engine.name}: {name} is 0")  # type: ignore[misc]

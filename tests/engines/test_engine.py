@@ -82,7 +82,7 @@ def test_metrics_are_summed_over_the_samples_that_carry_the_labels(engine: Engin
     assert engine.metrics(model_name="another") == {}
 
 
-def test_a_refused_request_is_told_in_the_engines_words(engine: EngineProcess) -> None:
+def test_a_refused_request_has_the_engines_message(engine: EngineProcess) -> None:
     with pytest.raises(LmkvError, match="out of vocabulary"):
         engine.complete([512])
     with pytest.raises(LmkvError, match="HTTP 400"):

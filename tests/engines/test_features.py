@@ -1,8 +1,8 @@
 """vLLM's other features with the connector on: every answer is that of an engine without lmkv, token by token.
 
 `bare` has no connector. `drafting` speculates by n-grams while it prefills in pieces, and publishes KV events.
-`forgetful` has no prefix cache of its own, and was told to fail requests whose loads fail. docs/guides/vllm.md lists
-every feature with its test.
+`forgetful` has no prefix cache of its own, and is configured to fail requests whose loads fail.
+docs/guides/vllm.md lists every feature with its test.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_an_engine_that_has_slept_answers_as_before(fleet: LlmFleet, bare: LlmPr
         assert (answers.token_ids, answers.loaded_tokens) == (bare.ask(prompt).token_ids, loaded)
 
 
-def test_vllms_kv_events_tell_what_is_stored_by_vllms_own_hashes(fleet: LlmFleet, events: str, seed: int) -> None:
+def test_vllms_kv_events_report_stores_by_vllms_hashes(fleet: LlmFleet, events: str, seed: int) -> None:
     drafting = fleet.engines["drafting"]
     prompt = make_prompt(seed, 3 * CHUNK + 100)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:

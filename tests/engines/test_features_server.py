@@ -90,7 +90,7 @@ def test_ranks_of_one_server_load_what_either_has_stored(cluster: Cluster, bare:
     assert len(cluster.node_pids()) == 1
 
 
-def test_a_server_that_is_told_to_end_finishes_its_answers_and_leaves_them_in_the_pool(
+def test_a_stopping_server_finishes_its_answers_and_leaves_them_in_the_pool(
     cluster: Cluster, fleet: LlmFleet, bare: LlmProcess, seed: int
 ) -> None:
     engine = cluster.engines[NAME]

@@ -1,4 +1,4 @@
-"""What is loaded is what was stored, and only whoever may have it gets it.
+"""Loads return what was stored, and only to clients that may have it.
 
 `owner` starts the node, all others attach to it too: `checker` and `halting-checker` verify what they load, the latter
 synchronously; `stranger` has another cluster secret; `writer` and `reader` have vLLM's roles of that kind.

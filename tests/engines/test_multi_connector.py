@@ -26,7 +26,7 @@ TO_BE_DECODED = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What vLLM's proxies tell a prefill."""
+"""The parameters that vLLM's proxies send to a prefill engine."""
 
 
 def both(role: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_lmkv_gives_what_it_has_before_nixl_is_asked(cluster: Cluster) -> None:
     assert grown(decode, before, "lmkv:loaded_tokens_total") == HELD_TOKENS
 
 
-def test_nobody_keeps_a_page_whoever_gave_the_prompt(cluster: Cluster) -> None:
+def test_no_page_stays_in_use_whatever_the_source_of_the_prompt(cluster: Cluster) -> None:
     prompt = make_prompt(4, PROMPT_TOKENS)
     for _ in ("by NIXL", "by lmkv"):
         handed_over(cluster, prompt)

@@ -60,7 +60,7 @@ def holders(fleet: LlmFleet, tokens: Sequence[int]) -> list[tuple[str, str, int]
     ]
 
 
-def test_a_lookup_of_a_short_prompt_tells_who_has_all_of_it(fleet: LlmFleet, keeper: LlmProcess) -> None:
+def test_a_lookup_of_a_short_prompt_names_complete_holders(fleet: LlmFleet, keeper: LlmProcess) -> None:
     assert keeper.ask(TOKENS).stored_tokens == 12
     fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
     assert holders(fleet, TOKENS) == [("keeper", "LocalCPUBackend", 12)]
@@ -106,7 +106,7 @@ def test_a_partial_chunk_serves_no_longer_prompt(keeper: LlmProcess) -> None:
     assert (again.token_ids, again.loaded_tokens) == (expected, 1100)
 
 
-def test_prompts_of_one_beginning_and_other_ends_are_told_apart(keeper: LlmProcess) -> None:
+def test_prompts_with_a_common_prefix_are_distinguished(keeper: LlmProcess) -> None:
     begin = make_prompt(5, 512)
     prompts = [make_prompt(seed, length, prefix=begin) for seed, length in ((6, 513), (7, 600), (8, 600), (9, 767))]
     expected = keeper.compute(*prompts)

@@ -54,7 +54,7 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine(trio: Tr
     assert decode["lmkv:load_failures_total"] == 0
 
 
-def test_the_logs_tell_what_was_handed_over(trio: Trio) -> None:
+def test_the_logs_show_handoffs(trio: Trio) -> None:
     trio.check(trio.prompt(PROMPT_TOKENS))
     eventually(
         lambda: re.search(r"Handoff \S+: 5 chunks sent, ", trio.prefill.log()) is not None, "the prefill logs it"
@@ -62,7 +62,7 @@ def test_the_logs_tell_what_was_handed_over(trio: Trio) -> None:
     places = "(own pool|(own pool and )?(peer|a handoff by) prefill)"  # some of it may be there already, or all
     taken = f"Retrieved {PROMPT_TOKENS} of {PROMPT_TOKENS} tokens from {places}, "
     assert re.search(taken, trio.decode.log())
-    eventually(lambda: "Prefill node TTFT stats:" in trio.proxy.log(), "the proxy tells its latencies")
+    eventually(lambda: "Prefill node TTFT stats:" in trio.proxy.log(), "the proxy logs its latencies")
 
 
 def test_vllms_own_benchmark_runs_against_the_proxy(trio: Trio, tiny_model: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_an_answer_that_is_not_streamed_is_the_same(trio: Trio) -> None:
 
 
 def test_a_chat_is_answered_as_by_one_engine(trio: Trio) -> None:
-    chat = {"messages": [{"role": "user", "content": "Tell me a story. " * 60}], "max_tokens": OUTPUT_TOKENS}
+    chat = {"messages": [{"role": "user", "content": "Write a story. " * 60}], "max_tokens": OUTPUT_TOKENS}
     with trio.counting(trio.decode) as decode:
         answer = trio.proxy.chat(**chat)
     assert answer == trio.decode.chat(**chat, cache_salt="alone")

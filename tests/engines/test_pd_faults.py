@@ -1,6 +1,6 @@
 """Whatever dies or freezes between prefill and decode: each client gets its right answer or a clear error, in time.
 
-Afterwards nothing is held for anybody, and prompts are handed over again.
+Afterwards nothing is held, and handoffs work again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def trio(shared_trio: Trio) -> Iterator[Trio]:
 
 
 def error_of(asked: Future[Completion]) -> LmkvError:
-    """What the client is told instead of an answer."""
+    """The error that the client receives instead of an answer."""
     error = asked.exception(REQUEST_TIMEOUT_SECONDS)
     assert isinstance(error, LmkvError)
     return error

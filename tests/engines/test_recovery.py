@@ -46,7 +46,7 @@ def test_a_frozen_coordinator_costs_lookups_only(pair: FaultyPair) -> None:
     with pair.frozen("coordinator"), counting(pair.second) as grown:
         check(held, pair.second.complete(held.tokens))
         assert grown("tier_tokens", "peers") == grown("load_failures") == 0
-        time.sleep(LEASE_SECONDS)  # the nodes notice, and register anew when it goes on
+        time.sleep(LEASE_SECONDS)  # the nodes notice, and register again when it continues
         for prompt in prompts:
             check(prompt, pair.second.complete(prompt.tokens))
         assert grown("node_losses") == 0
@@ -115,7 +115,7 @@ def break_things(pair: FaultyPair, random_: random.Random, answered: list[str]) 
     deadline = time.monotonic() + CHAOS_SECONDS
     while time.monotonic() < deadline:
         if random_.random() < 0.7:
-            eventually(pair.complete, "everybody is back")
+            eventually(pair.complete, "all processes are back")
             begin = len(answered)
             eventually(lambda: set(answered[begin:]) == {"engine-1", "engine-2"}, "both engines answer")  # noqa: B023
         time.sleep(random_.uniform(0.1, 2.0))
@@ -154,7 +154,7 @@ def test_a_second_node_of_one_instance_id_is_refused_and_its_engine_says_so(pair
         twin = pair.cluster.add_engine("twin", settings)
         twin.start()
         try:
-            with suppress(LmkvError):  # a node that takes very long to start is told of when it is there
+            with suppress(LmkvError):  # a node that starts very slowly is reported once it is ready
                 twin.wait_ready()
             eventually(lambda: "LMKV_INSTANCE_ID 'engine-1' is in use" in twin.log(), "the engine has said why")
         finally:

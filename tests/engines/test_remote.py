@@ -44,7 +44,7 @@ def test_an_engine_loads_what_another_has_computed_before_all_of_it_was_killed(
             first.kill()  # waits
             coordinator = cluster.coordinator
             assert coordinator
-            eventually(lambda: "engine-1" not in coordinator.instances(), "nobody looks for the prompt there any more")
+            eventually(lambda: "engine-1" not in coordinator.instances(), "the instance has left the fleet")
 
             with counting(second) as grown:
                 answer = second.complete(tokens)

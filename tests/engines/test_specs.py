@@ -1,4 +1,4 @@
-"""Engines whose KV is not the same share nothing and say why; engines that are told nonsense do not start.
+"""Engines whose KV differs share nothing and report why; engines with an invalid configuration do not start.
 
 All serve a model named `tiny`: `plain` in float32; `narrow` in bfloat16, `other` with other weights, `fine` with
 smaller blocks.
@@ -42,7 +42,7 @@ def fleet(
         fleet.add("fine", block_size=64)
         fleet.start()
         fleet.add("plain")
-        fleet.start()  # last: who comes later is told at once, the others some seconds later
+        fleet.start()  # last: an instance that joins later learns of conflicts at once, the others some seconds later
         yield fleet
 
 
@@ -75,11 +75,11 @@ def test_engines_of_different_kv_never_exchange_a_chunk(fleet: LlmFleet) -> None
     for name, engine in fleet.engines.items():
         engine.forget(external=True)
         answers = engine.ask(PROMPT)
-        assert (answers.cached_tokens, answers.peer_tokens) == (0, 0), f"{name} takes nobody else's"
+        assert (answers.cached_tokens, answers.peer_tokens) == (0, 0), f"{name} loads no chunks of others"
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_an_instance_tells_with_whom_it_shares_nothing_and_why(fleet: LlmFleet, name: str) -> None:
+def test_an_instance_shows_its_conflicts_and_their_reasons(fleet: LlmFleet, name: str) -> None:
     field, own_value, other_value = DIFFERENCES[name]
     deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
     while len(conflicts := instances(fleet)["plain"]["conflicts"]) < 3 and time.monotonic() < deadline:
@@ -136,7 +136,7 @@ def test_nonsense_ends_the_start_in_one_line_that_names_the_key(
     message = str(refused.value)
     assert key in message.lower(), "by its own name or by that of its variable"
     assert "\n" not in message
-    assert fleet.engines["plain"].ask_again(PROMPT).loaded_tokens == 768, "nobody else is disturbed"
+    assert fleet.engines["plain"].ask_again(PROMPT).loaded_tokens == 768, "other engines are not affected"
 
 
 def test_an_engine_that_was_configured_for_lmcache_takes_what_lmkvs_own_keys_leave_open(

@@ -1,4 +1,4 @@
-"""Chunks do not tell how many ranks made them: engines of any tensor-parallel size share them.
+"""Chunks do not depend on the number of ranks: engines of different tensor-parallel sizes share them.
 
 `halves` runs on two ranks; `whole`, its peer, and `guest`, on the node of `halves`, on one each.
 """

@@ -25,7 +25,7 @@ LOOKUP, ACQUIRE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.PeerService/Acquire"
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    """Where everybody exports to; it outlives them."""
+    """The receiver of all exporters; it outlives them."""
     with receiving() as receiver:
         yield receiver
 

@@ -1,4 +1,4 @@
-"""A real engine whose node keeps its pool: whoever of the two is killed, the next request hits in host memory."""
+"""A real engine whose node keeps its pool: after a kill of either, the next request hits in host memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def warm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             yield Warm(cluster, engine)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_a_node_that_ends_finds_its_memory_again_and_its_engine_hits(warm: Warm, how: signal.Signals) -> None:
     tokens, expected = warm.stored()
     warm.end_node(how)

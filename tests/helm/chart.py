@@ -27,7 +27,7 @@ def render(values: Mapping[str, Any]) -> list[Manifest]:
 
 
 def notes(values: Mapping[str, Any]) -> str:
-    """What is told to who installs it."""
+    """The notes that Helm prints after the installation."""
     with helm_python.Chart.load(CHART) as chart:
         return chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)["lmkv/templates/NOTES.txt"]
 
@@ -87,14 +87,14 @@ _Readable.add_representer(str, _text)
 def expected(case: str) -> str:
     """What a case's `expected.yaml` must say: what it renders, and of the default what it does not.
 
-    Of other cases than the default only what differs is told.
+    Of other cases than the default, it lists only what differs.
     """
     manifests = {name_of(manifest): manifest for manifest in manifests_of(case)}
     usual = {} if case == "default" else {name_of(manifest): manifest for manifest in manifests_of("default")}
-    told = [manifests[name] for name in sorted(manifests) if manifests[name] != usual.get(name)]
+    listed = [manifests[name] for name in sorted(manifests) if manifests[name] != usual.get(name)]
     gone = sorted(usual.keys() - manifests.keys())
     head = "".join(f"# gone: {name}\n" for name in gone)
-    return head + yaml.dump_all(told, Dumper=_Readable, width=110, explicit_start=True)
+    return head + yaml.dump_all(listed, Dumper=_Readable, width=110, explicit_start=True)
 
 
 if __name__ == "__main__":  # python -m tests.helm.chart: regenerates every expected.yaml

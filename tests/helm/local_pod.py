@@ -22,7 +22,7 @@ from tests.helm.chart import Manifest, containers, find
 
 BIN = Path(sys.executable).parent
 ANSWER_SECONDS = 5.0
-"""How long anybody asked may take to answer; what Kubernetes waits for it is in the probes."""
+"""Timeout of requests to processes; the probes have what Kubernetes allows."""
 
 Secrets = Mapping[str, Mapping[str, bytes]]
 
@@ -187,7 +187,7 @@ class LocalPod:
 
 
 def fetch(url: str, context: ssl.SSLContext | None = None, token: str = "") -> bytes:
-    """What a GET answers; like Kubernetes' probes it trusts anybody unless told whom. Raises `OSError`."""
+    """The answer to a GET; like Kubernetes' probes, it verifies no certificate by default. Raises `OSError`."""
     if context is None:
         context = ssl.create_default_context()
         context.check_hostname = False

@@ -225,9 +225,9 @@ def test_values_that_contradict_each_other_are_refused_with_the_fix(values: dict
     ],
 )
 def test_the_notes_say_what_to_type_next(case: str, command: str) -> None:
-    told = notes(values_of(case))
-    assert "helm test demo --namespace prod --logs" in told
-    assert command in told
+    printed = notes(values_of(case))
+    assert "helm test demo --namespace prod --logs" in printed
+    assert command in printed
 
 
 @pytest.mark.parametrize("case", ["default", "tls", "tokens", "mutual-tls", "network-policy"])

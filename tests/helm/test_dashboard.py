@@ -1,4 +1,4 @@
-"""Grafana's dashboard: Prometheus understands every panel, and asks for nothing that nobody measures."""
+"""Grafana's dashboard: Prometheus understands every panel, and every queried metric exists."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ ServeSubcommand().subparser_init(parser.add_subparsers())
 for command in json.load(sys.stdin):
     read = parser.parse_args(command)
     transfer = read.kv_transfer_config
-    told = [read.model_tag, read.host, read.port, read.shutdown_timeout, transfer.kv_connector, transfer.kv_role]
-    print("read:", json.dumps(told))
+    parsed = [read.model_tag, read.host, read.port, read.shutdown_timeout, transfer.kv_connector, transfer.kv_role]
+    print("read:", json.dumps(parsed))
 """
 """What vLLM makes of command lines, without starting anything."""
 
 
 @pytest.mark.timeout(240)
-def test_vllm_reads_what_the_chart_tells_engines() -> None:
+def test_vllm_accepts_the_arguments_of_the_chart() -> None:
     commands = {
         name.rpartition("-")[2]: pod["spec"]["containers"][0]["command"]
         for case in ("engines", "prefill-decode")
@@ -34,9 +34,9 @@ def test_vllm_reads_what_the_chart_tells_engines() -> None:
         if name.startswith("StatefulSet/demo-lmkv-engine-")
     }
     assert all(command[0] == "vllm" for command in commands.values())
-    told = json.dumps([command[1:] for command in commands.values()])
+    arguments = json.dumps([command[1:] for command in commands.values()])
     done = subprocess.run(
-        [sys.executable, "-c", READ], input=told, capture_output=True, text=True, timeout=230, check=False
+        [sys.executable, "-c", READ], input=arguments, capture_output=True, text=True, timeout=230, check=False
     )
     assert done.returncode == 0, done.stderr
     read = [json.loads(line.removeprefix("read:")) for line in done.stdout.splitlines() if line.startswith("read:")]

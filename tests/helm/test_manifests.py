@@ -1,4 +1,4 @@
-"""What holds of the manifests of every case: names meet, rights are few, and the processes know what they are told."""
+"""Properties of the manifests of every case: names match, privileges are minimal, configurations are valid."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_every_key_that_is_rendered_is_one_of_its_process(case: str) -> None:
     for manifest in manifests_of(case):
         if "lmkv.yaml" in manifest.get("data", {}):
             process = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
-            told = yaml.safe_load(manifest["data"]["lmkv.yaml"]) or {}
-            PROCESSES[process](**{name: raw for name, raw in told.items() if name in keys(PROCESSES[process])})
-            assert told.keys() <= keys(PROCESSES[process]).keys()
+            config = yaml.safe_load(manifest["data"]["lmkv.yaml"]) or {}
+            PROCESSES[process](**{name: raw for name, raw in config.items() if name in keys(PROCESSES[process])})
+            assert config.keys() <= keys(PROCESSES[process]).keys()
             seen.add(process)
     assert {"coordinator", "node"} <= seen
     for _, pod in pods(manifests_of(case)):
@@ -45,7 +45,7 @@ def test_every_key_that_is_rendered_is_one_of_its_process(case: str) -> None:
 @pytest.mark.parametrize("case", NAMES)
 def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
     manifests = manifests_of(case)
-    # Kubernetes itself tells pods of a StatefulSet by their number.
+    # Kubernetes itself labels pods of a StatefulSet by their number.
     labelled = [
         ({"apps.kubernetes.io/pod-index": str(number), **pod["metadata"]["labels"]}, ports_of(pod))
         for _, pod in pods(manifests)
@@ -57,7 +57,7 @@ def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
             found = [held for labels, held in labelled if selector.items() <= labels.items()]
             if name_of(manifest).startswith("NetworkPolicy") and not found:
                 continue  # who is let in may be elsewhere
-            assert found, f"{name_of(manifest)} selects nobody by {selector}"
+            assert found, f"{name_of(manifest)} selects no pod by {selector}"
             for held in found:
                 assert ports <= held, f"{name_of(manifest)}: {ports - held}"
             checked += 1
@@ -167,9 +167,9 @@ def test_engines_and_their_node_meet_at_one_socket() -> None:
         (node,) = (each for each in containers(of[owner]) if each["name"] == "node")
         (engine,) = of["StatefulSet/demo-lmkv-engine-llama"]["spec"]["containers"]
         assert variable(node, "LMKV_INSTANCE_ID") == variable(engine, "NODE_INSTANCE_ID")
-        told = yaml.safe_load(find(manifests_of(case), "ConfigMap/demo-lmkv-node")["data"]["lmkv.yaml"])
+        config = yaml.safe_load(find(manifests_of(case), "ConfigMap/demo-lmkv-node")["data"]["lmkv.yaml"])
         address = variable(engine, "LMKV_NODE_ADDRESS")["value"].replace("$(NODE_INSTANCE_ID)", "host-1")
-        assert address == str(NodeConfig(instance_id="host-1", **told).engine_socket)
+        assert address == str(NodeConfig(instance_id="host-1", **config).engine_socket)
         ends = [
             {volume["name"]: volume for volume in of[name]["spec"]["volumes"]}["runtime"]
             for name in (owner, "StatefulSet/demo-lmkv-engine-llama")
@@ -187,8 +187,8 @@ def test_the_coordinators_certificate_is_for_the_name_that_its_clients_dial() ->
     manifests = manifests_of("mutual-tls")
     names = find(manifests, "Certificate/demo-lmkv-server-tls")["spec"]["dnsNames"]
     for process in ("node", "proxy"):
-        told = yaml.safe_load(find(manifests, f"ConfigMap/demo-lmkv-{process}")["data"]["lmkv.yaml"])
-        assert told["coordinator_address"].partition(":")[0] in names
+        config = yaml.safe_load(find(manifests, f"ConfigMap/demo-lmkv-{process}")["data"]["lmkv.yaml"])
+        assert config["coordinator_address"].partition(":")[0] in names
     monitor = find(manifests, "ServiceMonitor/demo-lmkv-coordinator")["spec"]["endpoints"][0]
     assert monitor["tlsConfig"]["serverName"] in names
 
@@ -204,9 +204,9 @@ def test_coordinators_whose_number_follows_their_load_are_found_by_one_name() ->
     assert service["selector"].items() <= coordinators["template"]["metadata"]["labels"].items()
     names = find(manifests, "Certificate/demo-lmkv-server-tls")["spec"]["dnsNames"]
     for process in ("node", "proxy"):
-        told = yaml.safe_load(find(manifests, f"ConfigMap/demo-lmkv-{process}")["data"]["lmkv.yaml"])
-        assert told["coordinator_address"] == "demo-lmkv-coordinator-headless.prod.svc:9000"
-        assert told["coordinator_address"].partition(":")[0] in names
+        config = yaml.safe_load(find(manifests, f"ConfigMap/demo-lmkv-{process}")["data"]["lmkv.yaml"])
+        assert config["coordinator_address"] == "demo-lmkv-coordinator-headless.prod.svc:9000"
+        assert config["coordinator_address"].partition(":")[0] in names
 
 
 def test_clients_are_not_given_the_coordinators_key() -> None:
@@ -269,7 +269,7 @@ WAYS = {
 """Who reaches which ports of which component, where network policies are on."""
 
 
-def test_network_policies_let_in_those_who_have_to_and_nobody_else() -> None:
+def test_network_policies_admit_only_required_traffic() -> None:
     manifests = manifests_of("network-policy")
     ways: dict[str, set[str]] = {}
     for policy in (manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"):
@@ -282,7 +282,7 @@ def test_network_policies_let_in_those_who_have_to_and_nobody_else() -> None:
         }
     assert ways == WAYS
     components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for _, pod in pods(manifests)}
-    assert {component.partition("-")[0] for component in components} == {*WAYS, "test"}, "somebody has no policy"
+    assert {component.partition("-")[0] for component in components} == {*WAYS, "test"}, "a component has no policy"
 
 
 def who_of(peer: Manifest) -> str:

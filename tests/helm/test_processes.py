@@ -50,7 +50,7 @@ class Fleet:
         self._stack = ExitStack()
 
     def pod(self, owner: str, *, name: str, ip: str = "127.0.0.1", **names: str) -> LocalPod:
-        """A pod that somebody makes, for as long as the fleet is there."""
+        """A pod that runs as long as the fleet exists."""
         known = {COORDINATOR: "127.0.0.1", **names}
         pod = LocalPod(
             self._pods[owner], self.manifests, self._folder, name=name, ip=ip, secrets=self._secrets, names=known
@@ -70,16 +70,16 @@ class Fleet:
         return pod
 
     def ask(self, *arguments: str) -> Any:
-        """What the pod of `helm test` is told, with further arguments: an answer in JSON."""
+        """The JSON answer that the pod of `helm test` gets, with additional arguments."""
         command = self.pod("Pod/demo-lmkv-test", name="test").command("instances")
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=50, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def secrets_told(self) -> list[str]:
+    def announced_secrets(self) -> list[str]:
         """Secrets that a process has written into its log, which has all that there is to log."""
         logs = [process.log() for pod in self._made for process in pod.processes.values()]
-        assert all(logs), "somebody logs nothing at all"
+        assert all(logs), "a process logs nothing"
         hidden = [file for secret in self._secrets.values() for name, file in secret.items() if name not in OPEN_FILES]
         # Of a key its first line, behind the one that says what it is.
         texts = [file.decode().splitlines()[file.startswith(b"-----BEGIN")] for file in hidden]
@@ -166,7 +166,7 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
     def scraped(pod: LocalPod, container: str, monitored: Manifest) -> bytes:
         """What Prometheus is answered where a monitor sends it, with what it has it show."""
         context = ssl.create_default_context(cadata=secrets["server-tls"]["ca.crt"].decode())
-        context.check_hostname = False  # it is told another name than the address: `serverName`
+        context.check_hostname = False  # the certificate has another name than the address: `serverName`
         if "cert" in monitored.get("tlsConfig", {}):
             context.load_cert_chain(tmp_path / "tls" / "cert.pem", tmp_path / "tls" / "key.pem")
         shown = monitored.get("authorization", {}).get("credentials")
@@ -185,7 +185,7 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
         assert "Traceback" not in pod.processes[container].log()
         warnings = [line for line in pod.processes[container].log().splitlines() if "WARNING" in line]
         assert all("stopping: SIGTERM" in line for line in warnings), warnings
-    assert fleet.secrets_told() == []
+    assert fleet.announced_secrets() == []
 
 
 @pytest.mark.parametrize("security", ["none", "mutual-tls", "tokens"])
@@ -232,7 +232,7 @@ async def test_engines_find_their_hosts_node_and_the_proxy_its_engines(
                 with pytest.raises(urllib.error.HTTPError, match=str(code)):
                     await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/move", None, token)
             assert "token-of-a-stranger" not in coordinator.processes["coordinator"].log()
-        assert fleet.secrets_told() == []
+        assert fleet.announced_secrets() == []
     finally:
         await engine.stop()
 

@@ -69,7 +69,7 @@ struct Warp {
     shown[own] = value;
     swapcontext(&contexts[own], &scheduler);
     const std::uint64_t seen = own + distance < lanes ? shown[own + distance] : value;
-    swapcontext(&contexts[own], &scheduler);  // nobody shows the next before all have seen this one
+    swapcontext(&contexts[own], &scheduler);  // no thread publishes the next before all have seen this one
     return seen;
   }
 };

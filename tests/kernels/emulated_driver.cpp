@@ -1,6 +1,6 @@
 // The part of the CUDA driver's interface that lmkv uses, on the processor: for tests where there is no device.
 //
-// Streams do nothing until somebody waits for an event of theirs, or asks for it often enough; then they do only what
+// Streams do nothing until a caller waits for one of their events, or polls it often enough; then they do only what
 // that event waits for. So what is not ordered by events happens in the worst order, and a missing one shows.
 #include <cstdint>
 #include <cstdlib>

@@ -94,7 +94,7 @@ def test_the_first_living_holder_says_what_a_chunk_is() -> None:
     table.check()
 
 
-def test_a_staged_slot_is_seen_by_nobody_but_who_asks_for_it() -> None:
+def test_a_staged_slot_is_visible_only_on_request() -> None:
     table = ChunkTable()
     slot = table.open_slot()
     table.admit(slot, 2, b"f", CHUNK, keys(1, 2))

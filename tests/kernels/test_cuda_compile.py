@@ -68,6 +68,6 @@ def test_an_architecture_that_nvrtc_does_not_know_yet_gets_ptx_and_one_it_has_fo
         images.compile_kernels(found, 20)
 
 
-def test_what_does_not_compile_is_told_in_the_compilers_words() -> None:
+def test_compile_errors_contain_the_compilers_output() -> None:
     with pytest.raises(CompileError, match=r"broken\.cu.*undefined"):
         nvrtc.find().compile("broken.cu", "__global__ void kernel() { missing(); }", {}, 90)

@@ -156,7 +156,7 @@ def test_large_chunks_go_out_and_come_back(gpu: Gpu, way: CopyPath) -> None:
 
 
 @pytest.mark.parametrize("way", CopyPath)
-def test_forwards_and_copies_are_in_order_without_anybody_waiting(gpu: Gpu, way: CopyPath) -> None:
+def test_forwards_and_copies_are_ordered_without_waiting(gpu: Gpu, way: CopyPath) -> None:
     case = large_case(layer_count=8, chunk_count=8, inside="tokens")
     contents = [random_bytes(seed, case.memory.size) for seed in range(8)]
     with OnDevice(gpu, case, WAYS[way], 4 << 20) as there:

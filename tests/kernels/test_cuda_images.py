@@ -48,7 +48,7 @@ def test_an_architecture_is_compiled_once(compiler: Counting) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 100])
-def test_a_damaged_cache_is_compiled_anew(compiler: Counting, damage: bytes) -> None:
+def test_a_damaged_cache_is_recompiled(compiler: Counting, damage: bytes) -> None:
     images.load(90)
     file = images.cache_folder() / images.file_name(90)
     file.write_bytes(damage)

@@ -105,7 +105,7 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(capsys: pytest.CaptureF
     ("error", "code", "line"),
     [
         (ConfigError("port 9000 is in use;\n  set port"), 2, "port 9000 is in use; set port"),
-        (Unreachable("nobody answers"), 1, "nobody answers"),
+        (Unreachable("no answer"), 1, "no answer"),
         (LmkvError("no"), 1, "no"),
         (
             BaseExceptionGroup("in tasks", [ExceptionGroup("again", [ConfigError("port is in use")])]),

@@ -116,7 +116,7 @@ def test_extras_change_their_chunk_and_all_after_it() -> None:
 
 
 def test_no_tokens_can_imitate_extras() -> None:
-    """Extras that look like two more tokens are told apart by the mark, which is no token id."""
+    """Extras that look like two more tokens are distinguished by the mark, which is not a token id."""
     looks_alike = chunk_keys(as_tokens([1, 2]), ROOT, 2, extras={0: struct.pack("<2I", 3, 4)})
     assert looks_alike != chunk_keys(as_tokens([1, 2, 3, 4]), ROOT, 4)
     with pytest.raises(BadTokens):

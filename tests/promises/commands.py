@@ -1,4 +1,4 @@
-"""Commands that our pages tell people to type."""
+"""Commands on our pages that readers type."""
 
 from __future__ import annotations
 

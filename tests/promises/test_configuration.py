@@ -27,7 +27,7 @@ def read() -> set[str]:
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_every_key_is_read_by_somebody(process: type[Config], read: set[str]) -> None:
+def test_every_key_is_read(process: type[Config], read: set[str]) -> None:
     assert "no_such_key" not in read
     assert [key for key in keys(process) if key not in read] == []
 

@@ -36,7 +36,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session")
 def page() -> Page:
-    """What docs/guides/ray-serve.md tells people to write."""
+    """The files of docs/guides/ray-serve.md."""
     return Page(HERE.parents[1] / "docs" / "guides" / "ray-serve.md")
 
 

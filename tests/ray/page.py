@@ -1,4 +1,4 @@
-"""What docs/guides/ray-serve.md tells people to write, and what tests change of it: sizes, and the model."""
+"""The files of docs/guides/ray-serve.md, and how tests change them: sizes and model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIGABYTES = "0.25"
 
 
 class Page:
-    """The files on the page by their names, which their first lines tell."""
+    """The files on the page by name, which their first lines contain."""
 
     def __init__(self, file: Path) -> None:
         self.files = {name: text for _, name, text in BLOCK.findall(file.read_text())}

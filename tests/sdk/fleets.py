@@ -47,7 +47,7 @@ class Fleet:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What a test on Node.js is told of it."""
+        """The description of the fleet for a test on Node.js."""
         return {
             "address": self.coordinator.address,
             "tokens": PROMPT,
@@ -72,9 +72,9 @@ class Fleet:
         return list(self._instances[-1].records.values())
 
     async def go_on_with(self, records: list[OperationRecord]) -> None:
-        """Has an instance tell of operations that nobody sees through."""
+        """Makes an instance report operations that no coordinator runs."""
         for record in records:
-            await self._instances[-1].tell_record(record, orphaned=not record.operation.done)
+            await self._instances[-1].report_record(record, orphaned=not record.operation.done)
 
     def pause(self) -> None:
         """Has the instances hold back orders."""
@@ -89,7 +89,7 @@ class Fleet:
 
 @asynccontextmanager
 async def processes(folder: Path, sockets: Path) -> AsyncIterator[tuple[cluster.CoordinatorProcess, dict[str, Any]]]:
-    """A coordinator and two nodes, the first of which holds a prompt; and what a test on Node.js is told of them."""
+    """A coordinator and two nodes, the first of which holds a prompt, and their description for a test on Node.js."""
     keys = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
     async with AsyncExitStack() as stack:
         coordinator = stack.enter_context(cluster.CoordinatorProcess(folder))

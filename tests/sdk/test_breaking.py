@@ -1,4 +1,4 @@
-"""Who relies on the protos is told before they break: against the newest tag, or the first protos if there is none."""
+"""Breaking changes of the protos are reported, against the newest tag or, without one, the first protos."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Git = Callable[..., None]
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository with our protos, and nobody's tags."""
+    """A repository with our protos and without tags."""
     for name in ("protos", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "buf.yaml", tmp_path)
@@ -56,7 +56,7 @@ def breaking(clone: Path) -> tuple[int, str]:
 
 
 def change(clone: Path, old: str, new: str) -> None:
-    """Replaces a text, once, in the service that everybody calls."""
+    """Replaces a text once in a service that all clients call."""
     proto = clone / "protos/lmkv/v1/cache_service.proto"
     text = proto.read_text()
     assert old in text

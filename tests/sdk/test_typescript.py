@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(180)  # with the compiler, on a busy host
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package's tests are, compiled, and what the README shows, as if it stood in somebody's project."""
+    """The folder with the compiled tests of the package and the code of the README, as in a user's project."""
     (block,) = re.findall(r"^```ts\n(.*?)^```", (PACKAGE / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert '"localhost:9000"' in block
     example = block.replace('"localhost:9000"', 'JSON.parse(process.env.SETTING ?? "").address')
@@ -77,7 +77,7 @@ async def test_a_coordinator_and_nodes_are_asked_ordered_and_watched(
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # instances tell all they hold when they join
+    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # instances report all they hold when they join
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ STRANGE: tuple[Any, ...] = (
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
-    """One that somebody reports to, and that must still know it at the end."""
+    """A coordinator with a registered instance, which it must still know at the end."""
     async with (
         Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=3600.0, cluster_secret="hush") as coordinator,
         rpc.open_channel(coordinator.address) as channel,

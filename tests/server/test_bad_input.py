@@ -305,7 +305,7 @@ def keyed(**fields: Any) -> dict[str, Any]:
         ("Lookup", engine_pb.EngineServiceLookupRequest(**keyed(fingerprint=bytes(16))), "MODEL_NOT_FOUND"),
         ("Load", engine_pb.LoadRequest(**keyed(chunk_keys=bytes(33))), "BAD_CHUNK_KEY"),
         ("Load", engine_pb.LoadRequest(**keyed(fingerprint=b"")), "MODEL_NOT_FOUND"),
-        ("Release", engine_pb.EngineServiceReleaseRequest(engine_id="nobody", request_id="1"), "ENGINE_NOT_FOUND"),
+        ("Release", engine_pb.EngineServiceReleaseRequest(engine_id="unknown", request_id="1"), "ENGINE_NOT_FOUND"),
     ],
 )
 async def test_what_an_engine_service_is_asked_wrongly_gets_its_reason(
@@ -369,7 +369,7 @@ async def test_a_stream_that_makes_no_sense_ends_with_its_reason_and_leaves_noth
     _, reason, text = await outcome(servers, method, [message.SerializeToString() for message in messages])
     assert reason == expected, text
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while servers.node.engines.mapped_count > 1:  # noqa: ASYNC110  # nothing tells
+        while servers.node.engines.mapped_count > 1:  # noqa: ASYNC110  # no event for it
             await asyncio.sleep(0.01)
     assert servers.node.tier.used_bytes == used
     assert await serves(servers, "lmkv.v1.EngineService")

@@ -1,4 +1,4 @@
-"""Every server tells until when its certificate is valid."""
+"""Every server exports the expiry time of its certificate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def certificates(tmp_path: Path) -> Certificates:
     return issue(tmp_path / "tls")
 
 
-async def test_coordinator_node_and_proxy_tell_it(certificates: Certificates, runtime_dir: Path) -> None:
+async def test_coordinator_node_and_proxy_export_it(certificates: Certificates, runtime_dir: Path) -> None:
     _, end = validity(certificates.cert)
     cert, key = certificates.cert, certificates.key
     config = NodeConfig(
@@ -38,7 +38,7 @@ async def test_coordinator_node_and_proxy_tell_it(certificates: Certificates, ru
             assert registry.get_sample_value(METRIC_NAME) == end
 
 
-async def test_who_has_none_tells_nothing() -> None:
+async def test_a_node_without_one_reports_nothing() -> None:
     async with Coordinator(port=0, credentials=Credentials()) as coordinator:
         assert coordinator.metrics.get_sample_value(METRIC_NAME) is None
 

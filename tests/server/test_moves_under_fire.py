@@ -96,7 +96,7 @@ async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
 
 
 async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]:
-    """Begins a move of all that one of the nodes has, as soon as it has told what that is; that node and the move."""
+    """Begins a move of all chunks of a node, once it has reported them; returns that node and the move."""
     turns = itertools.cycle(NAMES if number % 2 == 0 else NAMES[::-1])
     async with asyncio.timeout(20), rpc.open_channel(coordinator.address) as channel:
         stub: Any = CacheServiceStub(channel)
@@ -107,7 +107,7 @@ async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]
                 new_position=Position(instance_id=destination),
                 chunk_keys=join_keys(KEYS),
             )
-            with suppress(grpc.RpcError):  # nobody has come back yet
+            with suppress(grpc.RpcError):  # no node is back yet
                 operation = await stub.Move(request, timeout=5)
                 progress = pb.MoveProgress()
                 assert operation.metadata.Unpack(progress)
@@ -121,7 +121,7 @@ async def state_of(coordinator: CoordinatorProcess, name: str) -> str:
     """What becomes of an operation of an earlier coordinator."""
     async with sdk.Coordinator(coordinator.address) as asked, asyncio.timeout(60):
         while True:
-            with suppress(Unreachable):  # its nodes have yet to tell it
+            with suppress(Unreachable):  # its nodes have not reported it yet
                 move = await asked.operation(name)
                 await move.wait()
                 return move.state

@@ -1,4 +1,4 @@
-"""`docs/prometheus`: the rules do what their own tests say, and ask for nothing that nobody measures."""
+"""`docs/prometheus`: the rules pass their own tests, and every queried metric exists."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ async def measured(runtime_dir: Path) -> set[str]:
         max_local_disk_size="16MB",  # type: ignore[arg-type]
         persist_pool=True,
         pool_path=str(runtime_dir / "pool"),
-        remote_url="redis://127.0.0.1:1",  # where nobody is
+        remote_url="redis://127.0.0.1:1",  # where no server listens
     )
-    shared_map = "redis://127.0.0.1:1"  # nobody there, either
+    shared_map = "redis://127.0.0.1:1"  # no server here, either
     async with Coordinator(port=0, layout_map_url=shared_map) as coordinator, Node(config) as node:
         known = {*names(coordinator.metrics), *names(node.metrics.registry), *names(Proxy(ProxyConfig()).metrics)}
     known |= {f"lmkv:{name}" for name in engine_metrics()}

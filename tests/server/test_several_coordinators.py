@@ -132,7 +132,7 @@ async def until_known(coordinator: Coordinator, name: str) -> None:
 
 
 async def served(coordinator: cluster.CoordinatorProcess) -> None:
-    """Waits until a coordinator knows that both nodes serve the spec: one that is frozen before cannot tell."""
+    """Waits until a coordinator knows that both nodes serve the spec: a frozen node cannot report it."""
     async with asyncio.timeout(20):
         while True:
             instances = await asyncio.to_thread(coordinator.instances)

@@ -106,7 +106,7 @@ class Host:
 
 
 class World:
-    """All of them, and somebody who asks."""
+    """All coordinators, and a client."""
 
     def __init__(self, folder: Path, logs: Path) -> None:
         self.server = RedisServer()
@@ -121,11 +121,11 @@ class World:
 
     @property
     def home(self) -> int:
-        """Which coordinator the first node tells its chunks."""
+        """The coordinator that receives the chunks of the first node."""
         return self.addresses.index(primaries(NAMES[0], dict.fromkeys(self.addresses, "m"))[self.addresses[0]])
 
     async def ask(self) -> None:
-        """Looks something up again and again. Raises if nobody answers."""
+        """Looks a prompt up repeatedly. Raises if no coordinator answers."""
         async with Coordinator(*self.addresses) as coordinator:
             while True:
                 await coordinator.lookup(keys=[chunk_key(1)])
@@ -223,7 +223,7 @@ async def test_whichever_process_is_killed_nothing_is_lost(tmp_path: Path, short
         finally:
             asking.cancel()
             with suppress(asyncio.CancelledError):
-                await asking  # raises what nobody answered
+                await asking  # raises if a lookup was not answered
         await compare(world)
         await fetch(world)
 

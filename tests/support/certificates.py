@@ -23,7 +23,7 @@ class Certificates:
 
     @property
     def server(self) -> Credentials:
-        """Of a server that lets anybody in."""
+        """A server that accepts clients without a certificate."""
         return Credentials(cert=self.cert, key=self.key)
 
     @property
@@ -43,7 +43,7 @@ class Certificates:
 
 
 def issue(folder: Path, *names: str, expired: bool = False) -> Certificates:
-    """A new issuer and a certificate for these names, `localhost` and `127.0.0.1` unless told otherwise."""
+    """A new issuer and a certificate for these names, by default `localhost` and `127.0.0.1`."""
     folder.mkdir(exist_ok=True)
     issuer = trustme.CA()
     span: dict[str, Any] = {

@@ -17,7 +17,7 @@ def sha256(token: str) -> str:
 
 
 def entry(role: str, tenant: str = "", name: str = "", **limits: int) -> Entry:
-    """Whoever shows the token `ROLE-token`, or `ROLE-of-TENANT-token`."""
+    """The caller with the token `ROLE-token` or `ROLE-of-TENANT-token`."""
     owner = f"{role}-of-{tenant}" if tenant else role
     of_tenant = {"tenant": tenant} if tenant else {}
     return {"name": name or owner, "role": role, "sha256": sha256(f"{owner}-token"), **of_tenant, **limits}

@@ -154,7 +154,7 @@ class ScriptedNode:
             self._act(self.unanswered.popleft())
 
     def deliver(self, count: int | None = None, *, done: bool = True) -> None:
-        """Brings in the next chunks of the oldest fetch; all of them unless told how many."""
+        """Completes the next chunks of the oldest fetch; all of them by default."""
         fetch = self.fetches[0]
         ticket = self.tickets[fetch.ticket]
         take = len(fetch.indexes) if count is None else count
@@ -191,7 +191,7 @@ class ScriptedNode:
         self.evict()
 
     def evict(self) -> None:
-        """Drops every chunk that nobody holds, and spoils its memory."""
+        """Drops every chunk that is not held, and damages its memory."""
         for key in [key for key, chunk in self.chunks.items() if not chunk.holds]:
             self._spoil(self.chunks.pop(key))
 

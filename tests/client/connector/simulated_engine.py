@@ -91,7 +91,7 @@ class ScriptedConnector(LMKVConnector):
         self.counts: dict[str, float] = {}
         """Everything that was counted so far."""
         self.events: list[KVCacheEvent] = []
-        """Everything that vLLM's subscribers were told so far."""
+        """All events that vLLM's subscribers have received so far."""
         self._worker = None
         self._scheduler = SchedulerSide(
             self.config,
@@ -303,7 +303,7 @@ class SimulatedEngine:
         self.side: SchedulerSide = connector.scheduler
         self.workers = [SimulatedWorker(rank, self.node) for rank in range(rank_count)]
         self.said: dict[str, list[int]] = {}
-        self.told: dict[str, dict[str, Any]] = {}
+        self.transfer_params: dict[str, dict[str, Any]] = {}
         """The `kv_transfer_params` of answers."""
         self.requests: dict[str, Request] = {}
         self.scheduled_tokens: dict[str, int] = {}
@@ -388,7 +388,7 @@ class SimulatedEngine:
             for one in outputs.outputs:
                 self.said[one.request_id] += one.new_token_ids
                 if one.kv_transfer_params is not None:
-                    self.told[one.request_id] = one.kv_transfer_params
+                    self.transfer_params[one.request_id] = one.kv_transfer_params
         return output
 
     def run(self, *request_ids: str) -> None:
@@ -444,7 +444,7 @@ class SimulatedEngine:
 
     @property
     def events(self) -> list[KVCacheEvent]:
-        """What vLLM's subscribers were told of the node so far."""
+        """The events of the node that vLLM's subscribers have received so far."""
         connector = self.scheduler.connector
         assert isinstance(connector, ScriptedConnector)
         return connector.events
@@ -520,7 +520,7 @@ class SimulatedEngine:
                 chain.extend(handed)
                 if chain.partial(handed) == key:
                     return list(kv_values(handed.tolist(), salt))
-        raise AssertionError("a key that is nobody's")
+        raise AssertionError("a key of no request")
 
 
 def make_scheduler(vllm_config: VllmConfig, block_count: int, window: int) -> Scheduler:
@@ -542,7 +542,7 @@ def make_scheduler(vllm_config: VllmConfig, block_count: int, window: int) -> Sc
             hash_block_size=BLOCK,
             log_stats=True,
         )
-    # vLLM gives images no room where the model takes none, and nobody computes them here.
+    # vLLM has no encoder cache for images if the model takes none, and nothing computes them here.
     scheduler.max_num_encoder_input_tokens = MOST_IMAGE_TOKENS
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=MOST_IMAGE_TOKENS)
     return scheduler

@@ -223,7 +223,7 @@ def test_every_rank_has_its_heads_and_each_head_one_rank_that_stores_it(
     assert [(share.first_head, share.is_writer) for share in found] == shares
 
 
-def test_token_major_chunks_do_not_tell_the_block_size(tiny_config: VllmConfig) -> None:
+def test_token_major_chunks_do_not_depend_on_the_block_size(tiny_config: VllmConfig) -> None:
     specs = [
         spec_of(tiny_config, cache_config(block_size=size), kv_format="token_major", chunk_size=100)
         for size in (32, 64)

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other, and how the ranks' reports become one."""
+"""Messages between the two sides of the connector, and the merge of the ranks' reports."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--prompt-tokens", "100"], "--prompt-tokens must be 512 to 16000, not 100"),
         (["--rounds", "0"], "--rounds must be 1 to 100, not 0"),
@@ -38,12 +38,12 @@ def run(*arguments: str) -> int:
         (["--prompt-tokens", "16000", "--rounds", "100"], "GiB of memory"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused_before_anything_starts(arguments: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_flags_that_make_no_sense_are_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         run(*arguments)
 
 
-def test_a_coordinator_that_cannot_start_is_told_in_one_line_with_the_place_of_the_logs(
+def test_a_coordinator_that_cannot_start_is_one_line_with_the_path_of_the_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault = "import sys\nif 'coordinator' in sys.orig_argv: raise SystemExit('PortError: taken')\n"

@@ -25,7 +25,7 @@ def test_another_seed_makes_other_weights_of_the_same_shape(tmp_path: Path) -> N
     assert one["tokenizer.json"] == other["tokenizer.json"]
 
 
-def test_a_finished_folder_is_left_alone_and_an_unfinished_one_is_made_anew(tmp_path: Path) -> None:
+def test_a_finished_folder_is_kept_and_an_unfinished_one_is_recreated(tmp_path: Path) -> None:
     weights = make_model(tmp_path) / "model.safetensors"
     weights.write_bytes(b"mine")
     assert make_model(tmp_path) == tmp_path

@@ -40,7 +40,7 @@ def test_what_it_prints_is_in_its_log_also_after_a_second_start(tmp_path: Path) 
     assert process.log() == "hello\nhello\n"
 
 
-def test_a_process_that_ends_early_is_told_with_the_cause_from_its_log(tmp_path: Path) -> None:
+def test_a_process_that_ends_early_is_reported_with_the_cause_from_its_log(tmp_path: Path) -> None:
     with server("raise ValueError('no such port')", tmp_path) as process:
         process.start()
         with pytest.raises(LmkvError, match=r"server exited before it was ready: ValueError: no such port") as caught:
@@ -72,7 +72,7 @@ def test_the_cause_is_what_a_person_would_pick_from_the_log(log: str, cause: str
     assert str(caught.value) == f"server exited before it was ready: {cause}"
 
 
-def test_a_process_that_never_gets_ready_is_told_after_the_timeout(tmp_path: Path) -> None:
+def test_a_process_that_never_gets_ready_is_reported_after_the_timeout(tmp_path: Path) -> None:
     with server(f"print('loading', flush=True); {SLEEP}", tmp_path) as process:
         process.start()
         process.wait_until(lambda: "loading" in process.log(), "up", 20)
@@ -116,7 +116,7 @@ def test_a_child_in_a_session_of_its_own_outlives_a_kill_and_is_found_by_its_env
     assert pids_with_environment(mark, "node") == []
 
 
-def test_settings_of_whoever_runs_it_do_not_reach_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_do_not_reach_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMKV_CONFIG_FILE", "/nowhere")
     program = "import os; print(sorted(name for name in os.environ if name.startswith('LMKV_')))"
     process = server(program, tmp_path, LMKV_CHUNK_SIZE="64")

@@ -205,7 +205,7 @@ def certificate(folder: Path, days: float) -> CoordinatorConfig:
         (31, "fail", "; check this host's clock"),
     ],
 )
-def test_certificates_are_told_by_how_long_they_last(days: float, level: str, message: str, tmp_path: Path) -> None:
+def test_certificates_are_checked_for_their_expiry(days: float, level: str, message: str, tmp_path: Path) -> None:
     found, text = the_only(check_tls(certificate(tmp_path, days)))
     assert found == level
     assert message in text
@@ -263,7 +263,7 @@ async def test_a_name_that_another_process_has_fails(fleet: Fleet, short_folder:
         assert (await of_fleet(config))["instance_id"] == ("ok", "a is this host's node, at 127.0.0.1:7000")
 
 
-async def test_nobody_there_fails_and_nobody_named_warns() -> None:
+async def test_a_missing_coordinator_fails_and_no_configured_one_warns() -> None:
     found = await of_fleet(ConnectorConfig(coordinator_address=("127.0.0.1:1",)))
     level, text = found["coordinator"]
     assert level == "fail"
@@ -349,7 +349,7 @@ def test_a_spec_that_this_host_reads_otherwise_fails() -> None:
     assert finding.text.startswith("llama of liar: fingerprint ")
 
 
-async def test_an_engines_token_is_told_what_is_not_compared(tmp_path: Path) -> None:
+async def test_an_engines_token_sees_which_checks_were_skipped(tmp_path: Path) -> None:
     async with guarded(tmp_path) as fleet:
         address, token = (fleet.coordinator.address,), token_of("engine")
         found = await of_fleet(ConnectorConfig(coordinator_address=address, auth_token=token))

@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tokens.yaml"
 
 
-def test_without_a_file_anybody_passes() -> None:
+def test_without_a_token_file_all_callers_pass() -> None:
     authenticator = Authenticator()
     assert authenticator.is_open
     assert authenticator.authenticate(MOVE, None) is ANONYMOUS_CALLER
@@ -41,7 +41,7 @@ def test_who_passes_is_the_caller_while_it_passes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, [], bearer(""), [("authorization", "reader-token")]])
-def test_who_shows_no_token_is_told_what_to_set(path: Path, metadata: list[tuple[str, str]] | None) -> None:
+def test_a_caller_without_a_token_learns_which_key_to_set(path: Path, metadata: list[tuple[str, str]] | None) -> None:
     authenticator = Authenticator(write(path, entry("reader")))
     with pytest.raises(Unauthenticated, match="the call has no token; set auth_token or auth_token_file"):
         authenticator.authenticate(LOOKUP, metadata)
@@ -89,7 +89,7 @@ def test_a_file_that_is_replaced_counts_at_once_also_for_streams(path: Path) -> 
         write(path, entry("engine"))
         with pytest.raises(Unauthenticated, match="was removed, or its role or tenant"):
             check_caller()
-    check_caller()  # nobody in particular
+    check_caller()  # the anonymous caller
     with pytest.raises(Unauthenticated):
         authenticator.authenticate(LOOKUP, bearer("reader-token"))
     path.write_text("nonsense")
@@ -136,7 +136,7 @@ def test_only_an_admin_without_a_tenant_calls_for_others(path: Path) -> None:
     for token in ("admin-of-a-token", "operator-token"):
         with pytest.raises(PermissionDenied, match="may not act for tenant b"):
             authenticator.authenticate(LOOKUP, bearer(token) + of_b)
-    with pytest.raises(PermissionDenied):  # nor does anybody make up tenants
+    with pytest.raises(PermissionDenied):  # nor can a caller invent a tenant
         authenticator.authenticate(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "c")])
 
 

@@ -77,6 +77,6 @@ def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
     assert callers.quotas.keys() == {"team-a"}
 
 
-def test_the_documentation_tells_of_every_role() -> None:
+def test_the_documentation_lists_every_role() -> None:
     page = (Path(__file__).parents[3] / "docs" / "operate" / "security.md").read_text(encoding="utf-8")
     assert all(f"| `{role}` |" in page for role in Role)

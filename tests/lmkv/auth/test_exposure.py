@@ -1,4 +1,4 @@
-"""What a process is told of itself that lets in more than it should."""
+"""Warnings of a process whose configuration admits more clients than intended."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_a_bad_value_names_the_variable_or_the_flag() -> None:
     assert refusal(flags={"load_timeout": "soon"}).startswith("--load-timeout must be a time above 0")
 
 
-def test_a_bad_secret_is_not_told() -> None:
+def test_a_bad_secret_is_not_logged() -> None:
     message = refusal(flags={"cluster_secret": 12345})
     assert (
         message

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kept(path: Path) -> Path:
-    """A file that somebody has closed, with something in it."""
+    """A closed pool file with content."""
     with opened(path) as file:
         file.pool.buffer[100:104] = b"pool"
         file.table[0:5] = b"table"
@@ -155,7 +155,7 @@ sys.stdin.readline()
 
 @contextmanager
 def holder(fd: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that maps the pool behind `fd`, and lets go when it is told."""
+    """A process that maps the pool behind `fd`, and unmaps it on request."""
     command = [sys.executable, "-c", HOLDER.format(size=MB), str(fd)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, pass_fds=[fd], text=True, **pipes) as process:  # type: ignore[call-overload]
@@ -192,7 +192,7 @@ def test_those_of_several_earlier_lives_are_seen_until_they_are_killed(kept: Pat
                 assert not third.has_earlier_users
 
 
-def test_who_only_reads_it_anew_is_nobody_to_wait_for(kept: Path) -> None:
+def test_a_reader_that_rereads_it_is_not_waited_for(kept: Path) -> None:
     with opened(kept) as file:
         peer = os.open(f"/proc/self/fd/{file.pool.fd}", os.O_RDONLY)
     with opened(kept) as file:
@@ -203,7 +203,7 @@ def test_who_only_reads_it_anew_is_nobody_to_wait_for(kept: Path) -> None:
 # ---- forgotten
 
 
-def test_a_file_that_nobody_has_can_be_forgotten(kept: Path) -> None:
+def test_an_unused_file_can_be_forgotten(kept: Path) -> None:
     with opened(kept):
         assert not remove_unused(kept)
         assert kept.exists()

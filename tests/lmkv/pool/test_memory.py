@@ -1,4 +1,4 @@
-"""How much memory may be taken, told from files as the kernel writes them."""
+"""The available memory, read from files in the kernel's format."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_size_need_not_be_whole_pages() -> None:
         assert len(pool.buffer) == 1000
 
 
-def test_nobody_can_resize_the_memory_under_others() -> None:
+def test_the_shared_memory_cannot_be_resized() -> None:
     with Pool.create(MB) as pool:
         assert fcntl.fcntl(pool.fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         for size in (0, 2 * MB):
@@ -225,7 +225,7 @@ def test_huge_pages_that_are_gone_when_they_are_asked_for_are_done_without(monke
     assert open_files() == files
 
 
-def test_populating_leaves_others_what_it_is_told_to() -> None:
+def test_populating_leaves_the_requested_memory_free() -> None:
     with Pool.create(2 * POPULATE_STEP_BYTES) as pool:
         with pytest.raises(ConfigError, match=r"^max_local_cpu_size: .* ended at 0 B: less than ") as raised:
             pool.populate(leave_bytes=1 << 60)

@@ -219,7 +219,7 @@ async def test_a_method_that_is_not_served_is_unimplemented(stub: Any, address: 
         assert rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_nobody_there_is_unreachable() -> None:
+async def test_a_missing_server_is_unreachable() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         stub: Any = CacheServiceStub(channel)
         _, error = await failure_of(lambda: stub.Lookup(LookupRequest(), timeout=DEADLINE))
@@ -282,7 +282,7 @@ async def test_health_answers_for_each_service(address: str) -> None:
         assert rpc_error.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_reflection_tells_what_is_served(address: str) -> None:
+async def test_reflection_lists_the_services(address: str) -> None:
     async with open_channel(address) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")

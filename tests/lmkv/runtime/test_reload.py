@@ -18,7 +18,7 @@ def number(path: Path) -> int:
         raise ConfigError(f"{path.name} holds no number") from None
 
 
-def test_a_value_is_made_anew_only_when_its_file_changes(tmp_path: Path) -> None:
+def test_a_value_is_reloaded_only_when_its_file_changes(tmp_path: Path) -> None:
     path = tmp_path / "number"
     path.write_text("1")
     made: list[int] = []
@@ -34,7 +34,7 @@ def test_a_value_is_made_anew_only_when_its_file_changes(tmp_path: Path) -> None
     assert made == [1, 22]
 
 
-def test_what_makes_no_value_leaves_the_last_one_and_is_told_once(
+def test_an_invalid_value_keeps_the_last_one_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "number"

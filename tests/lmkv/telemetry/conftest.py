@@ -22,7 +22,7 @@ def nothing_is_exported_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    """A receiver that nobody knows of yet."""
+    """A receiver without clients so far."""
     with receiving() as receiver:
         yield receiver
 

@@ -88,7 +88,7 @@ def test_a_record_inside_a_span_carries_its_ids(written: StringIO, exporting: Re
     ("log_format", "line"),
     [("text", "INFO hello\n"), ("json", '"level": "info", "logger": "root", "message": "hello", "service": "s"}\n')],
 )
-def test_a_process_logs_in_the_format_that_it_is_told(log_format: str, line: str) -> None:
+def test_a_process_logs_in_the_configured_format(log_format: str, line: str) -> None:
     program = (
         "import logging; from lmkv import telemetry\n"
         f"telemetry.set_up_logging('info', '{log_format}', '%(levelname)s %(message)s', service='s')\n"

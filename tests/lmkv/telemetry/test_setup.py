@@ -1,4 +1,4 @@
-"""Who exports, and where to: what the variables say, and what happens where nobody answers."""
+"""Exporters: enabled by environment variables, and harmless if no receiver answers."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class TestEngine:
         monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
         return exporter
 
-    def test_nothing_is_traced_unless_somebody_asks_for_it(self) -> None:
+    def test_nothing_is_traced_unless_configured(self) -> None:
         telemetry.trace_engine("i", engine_traces=False)
         assert not telemetry.tracing()
 
@@ -187,7 +187,7 @@ class TestEngine:
         telemetry.begin("a", parent="").end()
         assert [span.name for span in of_the_engine.get_finished_spans()] == ["a"]
 
-    def test_a_provider_of_somebody_else_is_used_and_not_replaced(
+    def test_an_existing_provider_is_used_and_not_replaced(
         self, of_the_engine: InMemorySpanExporter, exporting: Receiver
     ) -> None:
         before = trace.get_tracer_provider()
@@ -219,9 +219,9 @@ class TestEngine:
 def test_loggers_of_opentelemetry_say_what_went_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
         with caplog.at_level(logging.WARNING), telemetry.trace_process("s", "i"):
             telemetry.begin("a", parent="").end()
     assert "UNAVAILABLE" in caplog.text

@@ -1,4 +1,4 @@
-"""Spans: parents, attributes and errors as a receiver sees them; next to nothing where nobody traces."""
+"""Spans: parents, attributes and errors at a receiver; almost no cost without tracing."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def test_a_request_over_http_continues_its_headers_trace(exporting: Receiv
         ):
             await client.post("/lookup", json={"tokens": [1]}, headers={"traceparent": TRACEPARENT})
             await client.post("/made/up", json={}, headers={"traceparent": TRACEPARENT})
-            await client.post("/health", json={"instance_id": "nobody"})
+            await client.post("/health", json={"instance_id": "unknown"})
             await client.get("/healthz")
     lookup = exporting.span(SERVICE, "POST /lookup")
     assert (lookup.trace_id, lookup.parent_id, lookup.kind) == (TRACE_ID, SPAN_ID, "SERVER")

@@ -69,7 +69,7 @@ def content(seed: int, size_bytes: int = SIZE) -> NDArray[np.uint64]:
 
 
 class Owner:
-    """A process whose memory may be read. It serves until it is closed, or told to close its channel."""
+    """A process whose memory peers may read. It serves until it is closed, or its channel is closed on request."""
 
     def __init__(self, kind: str, name: str, folder: Path, seed: int = 1, size_bytes: int = SIZE) -> None:
         self.name = name

@@ -61,7 +61,7 @@ class Reader:
         reading = asyncio.create_task(
             self.channel.read(owner.name, whole(owner, self.memory), timeout_seconds, stops, GRANT_ID)
         )
-        while not self.memory.words[0] and not reading.done():  # noqa: ASYNC110 # memory does not tell that it changes
+        while not self.memory.words[0] and not reading.done():  # noqa: ASYNC110 # memory has no change events
             await asyncio.sleep(0)
         return reading, stops
 
@@ -419,7 +419,7 @@ async def warm_up(kind: str) -> None:
 
 
 def serve(kind: str) -> None:
-    """What the process does: runs the scenarios that it is told to run, and answers how each went."""
+    """Main function of the process: runs the requested scenarios and returns the result of each."""
     asyncio.run(warm_up(kind))
     for line in sys.stdin:
         try:

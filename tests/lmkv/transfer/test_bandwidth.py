@@ -78,7 +78,7 @@ def test_the_average_stays_between_what_was_measured_and_follows_what_comes(rate
     assert bandwidth.rate(1.0) == pytest.approx(last, rel=0.01)
 
 
-def test_the_quickest_counts_only_if_nobody_is_unknown() -> None:
+def test_the_fastest_counts_only_if_all_bandwidths_are_known() -> None:
     slow, fast = known(1e6), known(1e9)
     assert shortest_seconds([slow, fast], 1_000_000, 0) == pytest.approx(0.001)
     assert shortest_seconds([slow, Bandwidth(), fast], 1_000_000, 0) is None

@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 class Runner:
-    """A process that runs scenarios. It is started anew after a scenario that has ended it."""
+    """A process that runs scenarios. It is restarted after a scenario that has ended it."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._environment = KINDS[kind]

@@ -34,7 +34,7 @@ class Guarded:
     def __init__(self, coordinator: Coordinator, tokens: Path, stack: AsyncExitStack) -> None:
         self.coordinator = coordinator
         self.tokens = tokens
-        """The file, to be written anew."""
+        """The token file, to be overwritten."""
         self._stack = stack
         self._fleets: dict[str, dict[str, ScriptedInstance]] = {}
 

@@ -59,7 +59,7 @@ class ScriptedInstance:
         self.going.set()
         self.limit = 1 << 30
         self.stats = pb.InstanceStats()
-        """What it has done; its traffic rises with what orders fetch. Told when it joins, and by `tell_stats`."""
+        """Its counters; traffic rises with what orders fetch. Reported when it joins, and by `report_stats`."""
         self.cancelled: set[str] = set()
         self.epoch = next(_EPOCHS)
         self._registry: Any = RegistryServiceStub(channel)
@@ -81,7 +81,7 @@ class ScriptedInstance:
         await self.leave()
 
     async def join(self) -> None:
-        """Registers, and tells all it holds."""
+        """Registers, and reports all it holds."""
         instance = pb.Instance(
             instance_id=self.instance_id,
             epoch=self.epoch,
@@ -130,20 +130,20 @@ class ScriptedInstance:
             changes=[pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
         )
 
-    async def tell_stats(self) -> None:
+    async def report_stats(self) -> None:
         """Reports what it has done."""
         await self._report(stats=self.stats)
 
-    async def tell_chunks(self, keys: Iterable[ChunkKey]) -> None:
+    async def report_chunks(self, keys: Iterable[ChunkKey]) -> None:
         """Reports chunks that it holds."""
         await self._report(changes=[self._change({key: self.chunks[key] for key in keys})])
 
-    async def tell_record(self, record: pb.OperationRecord, *, orphaned: bool = False) -> None:
+    async def report_record(self, record: pb.OperationRecord, *, orphaned: bool = False) -> None:
         """Reports the record of an operation."""
-        told = pb.OperationRecord()
-        told.CopyFrom(record)
-        told.orphaned = orphaned
-        await self._report(records=[told])
+        copied = pb.OperationRecord()
+        copied.CopyFrom(record)
+        copied.orphaned = orphaned
+        await self._report(records=[copied])
 
     async def _report(self, **fields: Any) -> None:
         async with self._writing:  # a stream takes one message at a time

@@ -79,7 +79,7 @@ async def test_closing_twice_is_no_error_and_frees_the_port() -> None:
         pass
 
 
-async def test_lookups_are_partial_until_everybody_could_have_reported() -> None:
+async def test_lookups_are_partial_until_all_instances_could_have_reported() -> None:
     async with Coordinator(port=0, lease_ttl=2.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)

@@ -76,7 +76,7 @@ async def test_a_lookup_finds_the_tenants_own_instances_only(fleet: Guarded) -> 
     assert not (await nobodys.Lookup(BY_KEYS, timeout=5)).holders
 
 
-async def test_anothers_prefix_is_answered_as_one_that_nobody_has(fleet: Guarded) -> None:
+async def test_another_tenants_prefix_is_answered_as_a_miss(fleet: Guarded) -> None:
     await fleet.instance("b", "theirs", [])
     cache = await fleet.cache(token_of("engine", "b"))
     before = await cache.Lookup(BY_KEYS, timeout=5)
@@ -90,8 +90,8 @@ async def test_anothers_prefix_is_answered_as_one_that_nobody_has(fleet: Guarded
 
 
 @pytest.mark.parametrize("by", ["tokens", "keys"])
-async def test_anothers_prefix_is_looked_up_line_by_line_as_one_that_nobody_has(fleet: Guarded, by: str) -> None:
-    """What no clock can tell apart: a clock would need many lookups, and a quiet machine."""
+async def test_another_tenants_prefix_runs_the_same_lines_as_a_miss(fleet: Guarded, by: str) -> None:
+    """The work of lookups instead of their time: a clock would need many lookups and a quiet machine."""
     await fleet.instance("a", "ours", KEYS)
     await fleet.instance("b", "theirs", [])
     anothers = BY_TOKENS if by == "tokens" else BY_KEYS
@@ -176,7 +176,7 @@ async def test_another_tenants_instances_pins_and_operations_cannot_be_touched(f
     ]
     made_up = f"copy-{int(operation.name.removeprefix('copy-'), 16) + 1:016x}"
     nobodys = await error_of(operations.GetOperation(operations_pb2.GetOperationRequest(name=made_up), timeout=5))
-    # What nobody has ever booked is not there either, or may yet be told of: there is no telling.
+    # An operation that was never started has no record, or one that is not reported yet: the answers are equal.
     assert {refusal.code for refusal in refusals} <= {"NOT_FOUND", "FAILED_PRECONDITION", nobodys.code}
     assert refusals[2].reason == nobodys.reason
     assert not (await operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5)).operations

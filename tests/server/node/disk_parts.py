@@ -30,7 +30,7 @@ FINGERPRINT = SPEC.fingerprint
 
 
 class Host:
-    """A pool of so many chunks; what its tier gains and loses is told to the disk tier, as a node does."""
+    """A pool of a number of chunks whose tier sends its events to the disk tier, as in a node."""
 
     def __init__(self, chunk_count: int) -> None:
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")
@@ -101,7 +101,7 @@ class Host:
         return came
 
     def check(self) -> None:
-        """Nothing is left over, and everybody agrees on what is there."""
+        """Nothing is left over, and all parts agree on what is stored."""
         self.tier.check()
         assert not self.tier.reserved_count
         assert not any(chunk.holds for chunk in self.tier)

@@ -33,7 +33,7 @@ def absent_count(found: pb.FoundChunks | pb.EngineServiceLookupResponse) -> int:
 
 
 class EngineClient:
-    """One attached engine of the node, or of whoever listens at a socket. Answers are merged into `heard`."""
+    """One attached engine of the node, or of another server at a socket. Answers are merged into `heard`."""
 
     def __init__(
         self,

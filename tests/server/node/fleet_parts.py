@@ -151,7 +151,7 @@ class Wire:
         await self._server.wait_closed()
 
     def freeze(self) -> None:
-        """Nothing gets through, and nobody is told."""
+        """Drops all packets silently."""
         self._running.clear()
 
     def thaw(self) -> None:

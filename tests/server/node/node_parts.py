@@ -19,7 +19,7 @@ SIZE = "16MB"
 
 
 class NodeProcess:
-    """One `lmkv node`, with its sockets and its output in `folder` unless told otherwise."""
+    """One `lmkv node`, with its sockets and its output in `folder` by default."""
 
     def __init__(self, folder: Path, flags: Sequence[str], settings: Mapping[str, str]) -> None:
         values = {"instance_id": "n", "runtime_dir": str(folder), "max_local_cpu_size": SIZE, "enable_p2p": "false"}

@@ -1,4 +1,4 @@
-"""A coordinator by script: it registers everybody, gives orders, and keeps what it hears. Over real sockets."""
+"""A scripted coordinator: it registers every node, sends orders and records reports. Over real sockets."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ AWS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_M
 
 
 class Server:
-    """A process that answers at a port of loopback. Whoever starts it ends it."""
+    """A process that listens on a port of loopback. Its owner ends it."""
 
     process: subprocess.Popen[str]
     port: int
@@ -63,7 +63,7 @@ class Server:
         self.process.stdout.close()
 
     def freeze(self) -> None:
-        """It answers nobody, but its connections stand."""
+        """It does not answer, but keeps its connections."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -183,7 +183,7 @@ class Silent:
 
 
 class Host:
-    """A pool of so many chunks; what its tier gains and loses is told to the remote tier, as a node does."""
+    """A pool of a number of chunks whose tier sends its events to the remote tier, as in a node."""
 
     def __init__(self, chunk_count: int) -> None:
         self.pool = Pool.create(chunk_count * CHUNK_BYTES, huge_pages="never")

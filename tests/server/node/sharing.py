@@ -18,7 +18,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 
 
 class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
-    """Keeps what one instance tells it, as the protos say. To be used as an async context manager."""
+    """Records what one instance reports, by the rules of the protos. An async context manager."""
 
     def __init__(self, map_id: str = "", *, lease_seconds: float = 2.0) -> None:
         self.map_id = map_id
@@ -35,11 +35,11 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
         self.acking = True
         """Whether reports are acknowledged."""
         self.held: set[ChunkKey] = set()
-        """What the newest stream with chunks told, without regard to tiers."""
-        self.tells_chunks: bool | None = None
+        """The chunks of the newest stream that reports chunks, over all tiers."""
+        self.reports_chunks: bool | None = None
         """Whether chunks come over the stream that is open; None if there is none, or no snapshot yet."""
-        self.told_counts: Counter[ChunkKey] = Counter()
-        """How often each chunk was told as held."""
+        self.report_counts: Counter[ChunkKey] = Counter()
+        """The number of times that each chunk was reported as held."""
         self.counts: Counter[str] = Counter()
         """How often each thing came: `register`, `stream`, `snapshot`, `elsewhere`, `digest`, `usage`, `refused`,
         `bad`, `lookup`, `farewell`."""
@@ -85,7 +85,7 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
             await server.stop(None)
 
     def share(self, map_id: str) -> None:
-        """Turns sharing on or off: streams begin anew."""
+        """Turns sharing on or off: streams restart."""
         self.map_id = map_id
         self.resync()
 
@@ -184,27 +184,27 @@ class _Stream:
                 raise ResyncRequired("this coordinator keeps its own layout map")
             here.counts["elsewhere"] += 1
             self._reported_elsewhere = True
-            here.tells_chunks = False
+            here.reports_chunks = False
         here.counts["usage"] += bool(report.tiers)
         if self._reported_elsewhere:
             if report.changes or report.snapshot or report.snapshot_end or report.digests:
                 here.counts["bad"] += 1
-                raise BadMessage("chunks are told elsewhere")
+                raise BadMessage("chunks are reported elsewhere")
             return
         here.counts["digest"] += len(report.digests)
         for change in report.changes:
             admitted = split_keys(change.admitted_keys)
-            here.told_counts.update(admitted)
+            here.report_counts.update(admitted)
             held = here.held if self._is_synced else self._staged
             held |= set(admitted)
             held -= set(split_keys(change.evicted_keys))
         if report.snapshot_end:
-            here.held, self._is_synced, here.tells_chunks = self._staged, True, True
+            here.held, self._is_synced, here.reports_chunks = self._staged, True, True
             here.counts["snapshot"] += 1
 
     def close(self) -> None:
-        """It is over, and what it told is no longer told."""
+        """It has ended, and its reports are no longer valid."""
         if self._is_synced:
             self._coordinator.held = set()
         if self._is_synced or self._reported_elsewhere:
-            self._coordinator.tells_chunks = None
+            self._coordinator.reports_chunks = None

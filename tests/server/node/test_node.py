@@ -26,7 +26,7 @@ async def test_a_node_that_fails_to_start_leaves_nothing_behind(runtime_dir: Pat
         assert is_locked(config.lock_path)
 
 
-async def test_a_node_may_be_started_anew_in_one_process(runtime_dir: Path) -> None:
+async def test_a_node_can_be_restarted_in_one_process(runtime_dir: Path) -> None:
     epochs = []
     for _ in range(3):
         async with Node(node_config(runtime_dir, "n", enable_p2p=False)) as node:
@@ -36,7 +36,7 @@ async def test_a_node_may_be_started_anew_in_one_process(runtime_dir: Path) -> N
     assert epochs == sorted(set(epochs))
 
 
-async def test_a_node_knows_how_long_nobody_was_there(runtime_dir: Path) -> None:
+async def test_a_node_knows_how_long_it_was_idle(runtime_dir: Path) -> None:
     async with Node(node_config(runtime_dir, "n", enable_p2p=False, node_linger=0.2)) as node:
         async with EngineClient(node):
             lingering = asyncio.create_task(node.linger())

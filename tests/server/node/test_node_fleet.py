@@ -237,7 +237,7 @@ async def test_without_the_coordinator_the_own_chunks_are_still_found(fleet: Two
     assert len(found.own) == 1
 
 
-async def test_the_fleet_is_told_what_each_node_is(fleet: TwoNodes) -> None:
+async def test_the_properties_of_each_node_are_reported(fleet: TwoNodes) -> None:
     described = fleet.holder.describe()
     assert (described.instance_id, described.engine_count) == ("holder", 1)
     assert described.peer_address == fleet.holder.peer_address
@@ -246,7 +246,7 @@ async def test_the_fleet_is_told_what_each_node_is(fleet: TwoNodes) -> None:
     assert usage.capacity_bytes == fleet.holder.tier.size_bytes
 
 
-async def test_the_fleet_is_told_what_loads_took_and_what_they_avoided(fleet: TwoNodes) -> None:
+async def test_load_times_and_avoided_computation_are_reported(fleet: TwoNodes) -> None:
     release = pb.ReleaseChunks(request_id="1")
     release.load_duration.FromMilliseconds(250)
     release.avoided_prefill_duration.FromMilliseconds(3500)
@@ -259,7 +259,7 @@ async def test_the_fleet_is_told_what_loads_took_and_what_they_avoided(fleet: Tw
     assert stats.avoided_prefill_duration.ToMilliseconds() == 3500
 
 
-async def test_the_fleet_is_told_how_often_chunks_were_found_and_where_they_came_from(fleet: TwoNodes) -> None:
+async def test_hits_and_their_sources_are_reported(fleet: TwoNodes) -> None:
     await fleet.store([0, 1])
     await fleet.asking.store(chunk_keys(7))
     await fleet.asking.lookup("own", chunk_keys(7, 8))

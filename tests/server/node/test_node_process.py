@@ -42,7 +42,7 @@ def start_node(runtime_dir: Path) -> Iterator[StartNode]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_node_that_is_told_to_end_leaves_nothing(start_node: StartNode, number: signal.Signals) -> None:
+def test_a_stopped_node_leaves_nothing(start_node: StartNode, number: signal.Signals) -> None:
     node = start_node().ready()
     assert is_locked(node.config.lock_path)
     assert node.stop(number) == 0, node.output
@@ -143,7 +143,7 @@ def test_a_pool_on_a_file_system_has_no_name_there(start_node: StartNode, tmp_pa
     assert node.stop() == 0
 
 
-def test_a_node_that_nobody_needs_ends_by_itself(start_node: StartNode) -> None:
+def test_an_unused_node_exits(start_node: StartNode) -> None:
     node = start_node("--linger", node_linger="0.3").ready()
 
     async def attached() -> None:
@@ -186,15 +186,13 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_node_uses_no_processor_while_nobody_wants_anything(start_node: StartNode) -> None:
+def test_an_idle_node_uses_no_cpu(start_node: StartNode) -> None:
     node = start_node(enable_p2p="true").ready()
     wait_until(lambda: rests(lambda: cpu_seconds(node.process.pid), 2.0), "it rests once the pool is resident")
     assert node.stop() == 0
 
 
-async def test_two_nodes_of_one_id_in_a_fleet_are_told_apart_at_the_start(
-    start_node: StartNode, runtime_dir: Path
-) -> None:
+async def test_two_nodes_with_one_id_are_distinguished_at_the_start(start_node: StartNode, runtime_dir: Path) -> None:
     other = runtime_dir / "other"
     other.mkdir()
     async with Coordinator(port=0) as coordinator:

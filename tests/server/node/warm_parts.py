@@ -1,4 +1,4 @@
-"""Nodes whose pool outlives them, and chunks of which every word tells whose they are."""
+"""Nodes whose pool outlives them, and chunks whose words all contain their key."""
 
 from __future__ import annotations
 
@@ -130,4 +130,4 @@ class NodeProcess:
         if self.process.poll() is None:
             self.process.send_signal(how)
         self.process.wait(20)
-        self.socket.unlink(missing_ok=True)  # so that whoever waits for it waits for the next one
+        self.socket.unlink(missing_ok=True)  # so that clients wait for the socket of the next process

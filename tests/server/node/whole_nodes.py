@@ -44,7 +44,7 @@ async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count:
 
 
 async def until_free(node: Node) -> bool:
-    """Whether nobody holds or reserves anything, soon."""
+    """Waits until no chunk is held or reserved."""
     await until(lambda: not any(chunk.holds for chunk in node.tier))
     node.tier.check()
     return node.tier.reserved_count == 0

@@ -42,13 +42,13 @@ class ScriptedEngine:
         self.asked: list[tuple[str, Json, dict[str, str]]] = []
         """Path, body and headers of each request for tokens, probes left out."""
         self.ended: list[Json] = []
-        """Handoffs that it was told no request will load."""
+        """Handoffs that the proxy has reported as not needed."""
         self.url = ""
         self.port = 0
         self.health = 200
         """What it says of its health; 0: nothing."""
         self.health_count = 0
-        self.told = {"instance_id": instance_id} if instance_id else None
+        self.handoff_params = {"instance_id": instance_id} if instance_id else None
         self.refusals: list[int] = []
         """Statuses that the next requests are answered with."""
         self.die_after: int | None = None
@@ -133,7 +133,7 @@ class ScriptedEngine:
             return JSONResponse(self._whole(body, request.url.path, await self._run(body, request)))
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.refusals:
-            return _error(self.refusals.pop(0), "as it was told")
+            return _error(self.refusals.pop(0), "as scripted")
         if body.get("model") not in (MODEL, "tuned"):
             return _error(404, f"The model `{body.get('model')}` does not exist.")
         prompt = tokens_of(body)
@@ -203,7 +203,9 @@ class ScriptedEngine:
         if "chat" in path:
             answer["prompt_token_ids"] = prompt_ids
         asked = (body.get("kv_transfer_params") or {}).get("lmkv")
-        answer["kv_transfer_params"] = {"lmkv": self.told} if asked is not None and self.told else None
+        answer["kv_transfer_params"] = (
+            {"lmkv": self.handoff_params} if asked is not None and self.handoff_params else None
+        )
         return answer
 
     async def _events(self, body: Json, request: Request) -> AsyncIterator[bytes]:
@@ -216,7 +218,7 @@ class ScriptedEngine:
         async for token in self._tokens(body, request):
             if self.error_after is not None and len(tokens) >= self.error_after:
                 self.error_after = None
-                yield _event({"error": {"message": "as it was told", "type": "InternalServerError", "code": 500}})
+                yield _event({"error": {"message": "as scripted", "type": "InternalServerError", "code": 500}})
                 yield b"data: [DONE]\n\n"
                 return
             tokens.append(token)

@@ -32,7 +32,7 @@ RUN = [
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")} | {
     "PYTHONPATH": os.pathsep.join(sys.path)
 }
-BODY = {"model": MODEL, "prompt": "Tell me a story", "max_tokens": 100, "ignore_eos": True}
+BODY = {"model": MODEL, "prompt": "Write me a story", "max_tokens": 100, "ignore_eos": True}
 
 
 def said(log: Path) -> str:
@@ -154,14 +154,14 @@ def test_engines_may_be_written_in_several_ways(raw: object) -> None:
     assert config.engines == ("http://a:1", "http://b:2")
 
 
-def test_the_documentation_tells_every_flag() -> None:
+def test_the_documentation_lists_every_flag() -> None:
     page = (Path(__file__).parents[3] / "docs" / "guides" / "proxy.md").read_text(encoding="utf-8")
     for name, declared in keys(ProxyConfig).items():
         shown = name if declared.kind.secret else "--" + name.replace("_", "-")
         assert f"| `{shown}` | {declared.default} | {declared.doc} |" in page
 
 
-def test_the_documentation_tells_every_metric(make_metrics: Callable[[], set[str]]) -> None:
+def test_the_documentation_lists_every_metric(make_metrics: Callable[[], set[str]]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "guides" / "proxy.md").read_text(encoding="utf-8")
     names = make_metrics()
     assert len(names) > 10

@@ -117,7 +117,7 @@ def test_many_messages_sent_at_once_are_carried_out_in_order(make_link: MakeLink
     assert found == [str(number) for number in range(500)]
 
 
-def test_a_node_that_is_killed_is_replaced_and_the_engine_attached_anew(make_link: MakeLink, runtime_dir: Path) -> None:
+def test_a_killed_node_is_replaced_and_the_engine_reattached(make_link: MakeLink, runtime_dir: Path) -> None:
     link = make_link()
     first = attachment(link)
     link.send(first, pb.AttachRequest(reserve_count=1))

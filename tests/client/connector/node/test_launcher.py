@@ -156,7 +156,7 @@ def test_how_a_node_logs_and_where_it_shows_its_metrics_makes_no_other_node_of_i
     assert expected == make_launcher(log_format="json", metrics_port=9400).expected_config
 
 
-def test_the_last_error_since_the_start_counts_whoever_else_writes_to_the_log(tmp_path: Path) -> None:
+def test_the_last_error_since_the_start_counts_despite_other_writers(tmp_path: Path) -> None:
     log = tmp_path / "node.log"
     log.write_text("lmkv: error: of yesterday\n")
     mark = log.stat().st_size

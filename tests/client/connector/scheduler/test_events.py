@@ -19,7 +19,7 @@ PROMPT = list(range(3, 203))
 
 
 def stored(events: list[KVCacheEvent]) -> list[BlockStored]:
-    """The events, all of which tell of stores."""
+    """The events, all of which report stores."""
     assert all(isinstance(event, BlockStored) for event in events)
     return [event for event in events if isinstance(event, BlockStored)]
 
@@ -29,7 +29,7 @@ def hashes(request: Request, start: int, stop: int) -> list[ExternalBlockHash]:
     return [maybe_convert_block_hash(hash_) for hash_ in request.block_hashes[start:stop]]
 
 
-def test_each_chunk_that_is_committed_is_told_as_vllms_blocks(make_engine: MakeEngine) -> None:
+def test_each_committed_chunk_is_reported_as_vllms_blocks(make_engine: MakeEngine) -> None:
     engine = make_engine()
     request = engine.add("a", PROMPT, salt="tenant")
     engine.run()
@@ -43,20 +43,20 @@ def test_each_chunk_that_is_committed_is_told_as_vllms_blocks(make_engine: MakeE
     assert [event.extra_keys for event in events] == [[("tenant",), None], [None, None], [None, None]]
 
 
-def test_chunks_that_decoding_fills_are_told_too(make_engine: MakeEngine) -> None:
+def test_chunks_filled_by_decoding_are_reported_too(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.serve("a", PROMPT, output=60)
     assert len(stored(engine.events)) == 4
 
 
-def test_what_the_node_holds_already_is_not_told_again(make_engine: MakeEngine) -> None:
+def test_chunks_that_the_node_holds_are_not_reported_again(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.serve("a", PROMPT)
     engine.serve("b", PROMPT)
     assert len(stored(engine.events)) == 3
 
 
-def test_a_store_that_the_workers_skipped_is_told_when_it_is_made_up_for(make_engine: MakeEngine) -> None:
+def test_a_skipped_store_is_reported_once_it_is_repeated(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.workers[0].skips_stores = True
     engine.add("a", PROMPT, output=3)
@@ -67,19 +67,19 @@ def test_a_store_that_the_workers_skipped_is_told_when_it_is_made_up_for(make_en
     assert len(stored(engine.events)) == 3
 
 
-def test_blocks_that_begin_in_the_chunk_before_are_told_with_the_chunk_in_which_they_end(
+def test_blocks_are_reported_with_the_chunk_in_which_they_end(
     make_engine: MakeEngine,
 ) -> None:
     """Blocks of 32 tokens in chunks of 80: the chunks end blocks 0 and 1, 2 to 4, and 5."""
     request = make_engine().add("a", PROMPT)
     events = BlockEvents(block_size=BLOCK, chunk_size=80)
     events.follow(request)
-    told = [events.of_chunk("a", index) for index in (0, 1)]
-    assert [event and event.block_hashes for event in told] == [hashes(request, 0, 2), hashes(request, 2, 5)]
-    assert [event and event.token_ids for event in told] == [PROMPT[:64], PROMPT[64:160]]
+    reported = [events.of_chunk("a", index) for index in (0, 1)]
+    assert [event and event.block_hashes for event in reported] == [hashes(request, 0, 2), hashes(request, 2, 5)]
+    assert [event and event.token_ids for event in reported] == [PROMPT[:64], PROMPT[64:160]]
 
 
-def test_chunks_in_which_no_block_ends_and_requests_that_nobody_follows_have_no_event(make_engine: MakeEngine) -> None:
+def test_chunks_without_a_block_end_and_untracked_requests_have_no_event(make_engine: MakeEngine) -> None:
     request = make_engine().add("a", PROMPT)
     events = BlockEvents(block_size=BLOCK, chunk_size=16)
     assert events.of_chunk("a", 1) is None

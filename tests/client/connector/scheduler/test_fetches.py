@@ -46,7 +46,7 @@ def test_what_is_loaded_is_counted_by_where_it_was(make_engine: MakeEngine, asyn
     engine.check_nothing_is_left()
 
 
-def test_vllm_is_told_where_the_tokens_of_a_load_come_from(make_engine: MakeEngine) -> None:
+def test_vllm_learns_the_source_of_loaded_tokens(make_engine: MakeEngine) -> None:
     engine = with_peer(make_engine(), own_chunks=1)
     engine.node.on_disk = 1
     engine.node.fetches_at_once = False
@@ -69,7 +69,7 @@ def test_what_is_too_little_to_fetch_is_computed_behind_what_is_here(
     engine.check_nothing_is_left()
 
 
-def test_the_node_is_told_how_fast_prompts_are_computed_once_that_is_known(make_engine: MakeEngine) -> None:
+def test_the_node_learns_the_prefill_rate_once_it_is_known(make_engine: MakeEngine) -> None:
     engine = filled(make_engine())
     engine.serve("a", PROMPT)
     first, second = engine.node.lookups
@@ -105,7 +105,7 @@ def test_an_engine_that_has_computed_nothing_reports_no_savings(make_engine: Mak
     assert not any(release.HasField("avoided_prefill_duration") for release in engine.node.releases)
 
 
-def test_a_node_that_shall_refuse_nothing_is_not_told(make_engine: MakeEngine) -> None:
+def test_a_node_that_rejects_nothing_gets_no_order(make_engine: MakeEngine) -> None:
     engine = filled(make_engine(refuse_slow_fetches=False))
     engine.serve("a", PROMPT)
     assert [lookup.prefill_tokens_per_second for lookup in engine.node.lookups] == [0, 0]
@@ -244,6 +244,6 @@ def test_the_node_keeps_a_chunk_until_the_slowest_rank_has_read_it(
     engine = filled(make_engine(rank_count=2))
     for worker, steps in zip(engine.workers, order, strict=True):
         worker.steps_per_load = steps
-    engine.during_step = engine.node.evict  # spoils whatever nobody holds
+    engine.during_step = engine.node.evict  # damages all chunks that are not held
     assert engine.serve("a", PROMPT) == HIT
     engine.check_nothing_is_left()

@@ -61,18 +61,18 @@ def test_a_prefill_announces_at_once_and_ends_when_everything_is_committed(make_
     engine.check_nothing_is_left()
 
 
-def test_an_answer_tells_which_node_is_beside_the_engine(make_engine: MakeEngine) -> None:
+def test_an_answer_names_the_node_of_the_engine(make_engine: MakeEngine) -> None:
     engine = prefilled(make_engine)
-    assert engine.told == {"a": {"lmkv": {"instance_id": "node"}}}
+    assert engine.transfer_params == {"a": {"lmkv": {"instance_id": "node"}}}
     engine.add("probe", [1, 2, 3], output=1, transfer={"lmkv": {}})
     engine.add("other", [1, 2, 4], output=1)
     engine.run()
-    assert engine.told["probe"] == engine.told["a"]
-    assert "other" not in engine.told
+    assert engine.transfer_params["probe"] == engine.transfer_params["a"]
+    assert "other" not in engine.transfer_params
     engine.node.lose()
     engine.add("again", [1, 2, 5], output=1, transfer={"lmkv": {}})
     engine.run()
-    assert engine.told["again"] == {"lmkv": {"instance_id": ""}}
+    assert engine.transfer_params["again"] == {"lmkv": {"instance_id": ""}}
 
 
 def test_without_partial_chunks_only_full_ones_are_handed_over(make_engine: MakeEngine) -> None:
@@ -237,10 +237,10 @@ def test_an_answer_says_why_its_handoff_is_refused(make_engine: MakeEngine) -> N
     handed.status.code, handed.status.message = code_pb2.NOT_FOUND, "no such instance"
     engine.node.inbox.append(pb.AttachResponse(handed=[handed]))
     engine.run("a")
-    assert engine.told["a"]["lmkv"]["handoff_refused"] == "no such instance"
+    assert engine.transfer_params["a"]["lmkv"]["handoff_refused"] == "no such instance"
     engine.add("off", PROMPT, output=1, transfer={"lmkv": PREFILL["lmkv"] | {"prompt_token_count": -1}})
     engine.run("off")
-    assert "number of tokens" in engine.told["off"]["lmkv"]["handoff_refused"]
+    assert "number of tokens" in engine.transfer_params["off"]["lmkv"]["handoff_refused"]
     assert not engine.side._handoffs._refusals
 
 
@@ -287,8 +287,8 @@ def test_a_handoff_without_a_valid_proof_is_refused(
     engine.add("a", PROMPT, output=1, transfer=proof(params))
     engine.run("a")
     engine.check_answer("a")
-    assert why in engine.told["a"]["lmkv"]["handoff_refused"]
-    assert SECRET not in engine.told["a"]["lmkv"]["handoff_refused"]
+    assert why in engine.transfer_params["a"]["lmkv"]["handoff_refused"]
+    assert SECRET not in engine.transfer_params["a"]["lmkv"]["handoff_refused"]
     assert not engine.node.handoffs
     assert not engine.node.dropped_handoffs
     assert [lookup.handoff_id for lookup in engine.node.lookups] == [""]

@@ -131,10 +131,10 @@ def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> 
 
 @settings(max_examples=200, deadline=None)
 @given(case=cases(), data=st.data())
-def test_when_the_node_is_lost_only_what_the_workers_were_told_counts(case: Case, data: st.DataObject) -> None:
+def test_if_the_node_is_lost_only_orders_that_workers_have_count(case: Case, data: st.DataObject) -> None:
     loading = case.loading()
     loads: list[LoadPlan] = []
-    told: set[int] = set()
+    reported: set[int] = set()
     since: set[int] = set()
     for chunks in case.arrivals:
         loading.add_extents(chunks[0], [case.extent(chunk) for chunk in chunks])
@@ -142,16 +142,16 @@ def test_when_the_node_is_lost_only_what_the_workers_were_told_counts(case: Case
         if data.draw(st.booleans()):
             if load := loading.take():
                 loads.append(load)
-            told |= since
+            reported |= since
     loading.node_lost()
     if load := loading.take():
         loads.append(load)
     assert loads
     assert [load.final for load in loads] == [False] * (len(loads) - 1) + [True]
-    assert filled(loads, case.block_size) == case.pages(told)
-    assert loading.arrived_tokens == case.tokens(told)
+    assert filled(loads, case.block_size) == case.pages(reported)
+    assert loading.arrived_tokens == case.tokens(reported)
     wanted = set(range(loading.first_chunk, loading.stop_chunk))
-    assert {page for load in loads for page in load.failed_blocks} == set(case.pages(wanted - told))
+    assert {page for load in loads for page in load.failed_blocks} == set(case.pages(wanted - reported))
 
 
 SMALL = Case(

@@ -102,5 +102,5 @@ def test_the_same_image_at_the_same_place_in_a_later_chunk_has_the_same_extras()
     assert multimodal_extras([image("a", 3, 4)], 64)[0] == multimodal_extras([image("a", 67, 4)], 64)[1]
 
 
-def test_an_image_that_began_in_the_chunk_before_is_told_from_one_that_begins_here() -> None:
+def test_an_image_from_the_previous_chunk_differs_from_one_that_begins_here() -> None:
     assert multimodal_extras([image("a", 60, 10)], 64)[1] != multimodal_extras([image("a", 64, 6)], 64)[1]

@@ -55,7 +55,7 @@ def test_steps_without_tokens_and_ends_without_a_step_change_nothing() -> None:
     rate.planned(0, 1.0)
     rate.ended(2.0)
     assert rate.tokens_per_second == 0
-    for number in range(10 * MAX_STEPS):  # of which nobody tells the end
+    for number in range(10 * MAX_STEPS):  # whose end is never reported
         rate.planned(1000, float(number))
     rate.ended(1000.0)
     assert rate.tokens_per_second > 0

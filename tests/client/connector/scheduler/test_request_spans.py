@@ -91,7 +91,7 @@ def test_a_hit_is_a_lookup_and_a_load_that_begins_after_it(engine: SimulatedEngi
     assert load.start_time >= lookup.end_time  # type: ignore[operator]
 
 
-def test_lookups_and_loads_tell_from_where(engine: SimulatedEngine, book: Book) -> None:
+def test_lookups_and_loads_report_their_sources(engine: SimulatedEngine, book: Book) -> None:
     engine.node.move_to_peer()
     engine.node.on_disk, engine.node.in_remote = 2, 1
     engine.serve("a", PROMPT)
@@ -100,7 +100,7 @@ def test_lookups_and_loads_tell_from_where(engine: SimulatedEngine, book: Book) 
         assert (span.name, tokens) == (span.name, [2 * CHUNK, HELD - 3 * CHUNK, CHUNK])
 
 
-def test_an_answer_that_does_not_come_is_told_as_a_timeout(engine: SimulatedEngine, book: Book) -> None:
+def test_a_missing_answer_is_a_timeout(engine: SimulatedEngine, book: Book) -> None:
     engine.node.prompt = False
     engine.serve("a", PROMPT)
     (lookup, *_) = book.take()
@@ -119,7 +119,7 @@ def test_a_request_that_goes_away_ends_its_lookup(engine: SimulatedEngine, book:
     assert book.take() == []
 
 
-def test_a_load_that_brings_too_little_is_told_as_incomplete(engine: SimulatedEngine, book: Book) -> None:
+def test_a_short_load_is_reported_as_incomplete(engine: SimulatedEngine, book: Book) -> None:
     engine.node.move_to_peer()
     engine.node.fetches_at_once = False
     engine.add("a", PROMPT)

@@ -33,7 +33,7 @@ HITS = [
     (200, 0, 200, False, 0),
     (200, 1, 200, False, 64),
     (200, 3, 200, False, 192),  # full chunks only: the rest is computed
-    (192, 3, 192, False, 192),  # all of the request: vLLM computes its last token anew
+    (192, 3, 192, False, 192),  # all of the request: vLLM computes its last token again
     (192, 3, 192, True, 160),  # a synchronous load leaves at least one token, and whole blocks
     (193, 3, 193, True, 192),
     (193, 3, 193, False, 192),

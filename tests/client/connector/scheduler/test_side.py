@@ -14,7 +14,7 @@ from tests.client.connector.simulated_engine import BLOCK, CHUNK
 # ---- misses and hits
 
 
-def test_a_prompt_that_nobody_has_is_computed_and_stored(make_engine: MakeEngine) -> None:
+def test_an_uncached_prompt_is_computed_and_stored(make_engine: MakeEngine) -> None:
     engine = make_engine()
     assert engine.serve("a", PROMPT) == COLD
     assert len(engine.node.chunks) == 3
@@ -90,7 +90,7 @@ def test_pages_that_vllm_has_itself_are_not_loaded(
     engine.check_nothing_is_left()
 
 
-def test_when_vllm_has_all_itself_the_node_is_told_to_let_go(make_engine: MakeEngine) -> None:
+def test_if_vllm_has_all_chunks_the_node_releases_them(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.serve("a", PROMPT)
     assert engine.serve("b", PROMPT) == len(PROMPT) - len(PROMPT) // BLOCK * BLOCK + DECODED

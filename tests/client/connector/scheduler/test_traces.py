@@ -246,7 +246,7 @@ def value(metric: Any) -> float:
     return float(point.as_double)
 
 
-async def test_an_endpoint_that_does_not_answer_delays_nobody(
+async def test_an_endpoint_that_does_not_answer_delays_nothing(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as dead:

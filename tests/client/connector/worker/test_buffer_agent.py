@@ -231,7 +231,7 @@ async def test_a_request_that_came_to_another_engine_takes_nothing_out_of_the_bu
     assert await decode.hand("r", SECOND) is HandoffState.COMMITTED
     own = decode.engine
     async with EngineClient(decode.node, "other", spec=SPEC) as decode.engine:
-        assert decode.buffer is None, "nobody knows to which engine the next prompt's request will come"
+        assert decode.buffer is None, "the engine of the next request is unknown"
         assert await decode.load("r", SECOND) == []
         await decode.engine.release("r")
     await until(lambda: decode.buffer)

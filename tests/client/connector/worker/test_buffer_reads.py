@@ -122,10 +122,10 @@ def load(pages: Pages, buffer: DeviceBufferPart, copies: list[ChunkCopy]) -> Non
         made.close()
 
 
-async def test_a_read_that_cannot_begin_is_told_at_once_and_has_stopped(owner: Owner) -> None:
+async def test_a_read_that_cannot_begin_fails_at_once_and_has_stopped(owner: Owner) -> None:
     _, pages = make_cache("cpu")
     reading = Reading(pages)
-    await reading.reads.execute(order_of(owner, pages, peer_name="somebody:1"))
+    await reading.reads.execute(order_of(owner, pages, peer_name="unknown:1"))
     outside = order_of(owner, pages)
     outside.copies[0].remote_address = owner.address + OWNED_BYTES
     await reading.reads.execute(outside)
@@ -153,5 +153,5 @@ async def frozen_owner() -> None:
         await reading.aclose()
 
 
-def test_a_read_from_a_frozen_peer_is_told_twice() -> None:
+def test_a_read_from_a_frozen_peer_is_reported_twice() -> None:
     in_new_process(frozen_owner, UCX_TLS="tcp")

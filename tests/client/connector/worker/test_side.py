@@ -485,7 +485,7 @@ def test_a_worker_that_follows_to_a_new_node_lets_go_of_the_old_one(serve: Serve
     assert pages_equal(source, [5, 6], target, [1, 2])
 
 
-def test_while_the_node_is_lost_the_worker_keeps_the_pool_for_what_it_was_told_before(
+def test_while_the_node_is_lost_the_worker_keeps_the_pool_for_orders_it_has(
     serve: Serve, make_worker: MakeWorker
 ) -> None:
     served, source, target = serve(), caches(1), caches(None)
@@ -551,7 +551,7 @@ def test_of_the_ranks_that_have_one_head_one_stores_it(serve: Serve, make_worker
         assert torch.equal(tensor[7:9, 1], source[name][[3, 5], 1])
 
 
-def test_closing_tells_the_node(serve: Serve, make_worker: MakeWorker) -> None:
+def test_closing_notifies_the_node(serve: Serve, make_worker: MakeWorker) -> None:
     served = serve()
     worker = make_worker(caches(1))
     stored(worker, served, {0: [3, 17]})

@@ -1,4 +1,4 @@
-"""What is the NIXL channel's alone: quarantine behind frozen peers, a start that fails, an exit that nobody cleaned."""
+"""Behaviour of the NIXL channel only: quarantine behind frozen peers, failed starts, unclean exits."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_instances_that_share_one_of_several_specs_do_not_conflict() -> None:
     assert instances.models.conflicts(b.info, 10) == []
 
 
-def test_a_model_is_known_while_somebody_serves_it() -> None:
+def test_a_model_is_known_while_an_engine_serves_it() -> None:
     instances = Instances(lease_ttl=3)
     instances.register(said("a", 1, 1000, LLAMA), now=0)
     instances.register(said("b", 1, 2000, LLAMA), now=0)

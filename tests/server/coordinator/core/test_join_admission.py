@@ -38,7 +38,7 @@ def filled() -> tuple[JoinAdmission, list[Instance]]:
 
 
 def joined(registry: Registry, number: int) -> ReportStream:
-    """Told that it holds nothing."""
+    """A report that it holds nothing."""
     registry.register(said(number), 0.0)
     stream = registry.open_stream(f"node-{number}", 1, 0.0)
     stream.apply(
@@ -116,7 +116,7 @@ def put_off_seconds(registry: Registry, number: int, now: float) -> float | None
     arrivals=st.floats(0.0, 2.0, allow_nan=False),
 )
 def test_all_of_a_rush_join_and_never_too_many_at_once(count: int, seconds: float, arrivals: float) -> None:
-    """One after the other joins in so many seconds; those put off come back when they were told to."""
+    """Instances join in sequence, each for a number of seconds; rejected ones retry at the announced time."""
     registry = Registry(lease_ttl=1e6, now=0.0, admission=JoinAdmission(LIMIT))
     events = [(arrivals * number / count, number, "comes") for number in range(count)]
     heapq.heapify(events)

@@ -61,13 +61,13 @@ async def test_planted_records_take_no_more_than_one_instance_may(
     async with make("honest") as honest, make("evil") as evil:
         theirs = [record(done=True, request=b"") for _ in range(3)]
         for one in theirs:
-            await honest.tell_record(one)
+            await honest.report_record(one)
         await until(lambda: len(names(coordinator)) == len(theirs))
         for _ in range(60):
-            await evil.tell_record(record(done=done))
+            await evil.report_record(record(done=done))
         small = record(done=True, request=b"")
-        await honest.tell_record(small)  # comes after all of those, on a stream of its own
-        await evil.tell_stats()
+        await honest.report_record(small)  # comes after all of those, on a stream of its own
+        await evil.report_stats()
         reports = coordinator.tenants.unnamed.registry
         await until(lambda: small.operation.name in names(coordinator) and reports.report_count >= 60)
         await until(lambda: core.used_bytes > MAX_RECORD_BYTES // 2)
@@ -75,7 +75,7 @@ async def test_planted_records_take_no_more_than_one_instance_may(
         assert {one.operation.name for one in theirs} <= names(coordinator), "those of others stay"
         # Those that are known cannot be made larger, either.
         for one in theirs:
-            await evil.tell_record(record(done=True, name=one.operation.name, attempt=2, request=b""))
+            await evil.report_record(record(done=True, name=one.operation.name, attempt=2, request=b""))
         await until(lambda: core.get(theirs[-1].operation.name).attempt == 2)
         assert core.used_bytes <= MAX_RECORD_BYTES + (1 << 20)
 
@@ -88,12 +88,12 @@ async def test_planted_records_of_many_instances_take_no_more_than_a_tenant_may(
         async with make(f"evil-{number}") as evil:
             before = coordinator.tenants.unnamed.registry.report_count
             for _ in range(20):
-                await evil.tell_record(record(done=True))
+                await evil.report_record(record(done=True))
             await until(lambda: coordinator.tenants.unnamed.registry.report_count >= before + 20)  # noqa: B023
     assert operation_table.MAX_BYTES // 2 < core.used_bytes <= operation_table.MAX_BYTES
     last = record(done=True)
     async with make("last") as one:
-        await one.tell_record(last)
+        await one.report_record(last)
         await until(lambda: last.operation.name in names(coordinator))  # the oldest gave way
     assert core.used_bytes <= operation_table.MAX_BYTES
 

@@ -206,7 +206,7 @@ def test_one_instance_is_asked_for_its_prefix_in_one_tier_or_in_any() -> None:
     assert layout.match_at("a", 0, asked) == (0, 0)
 
 
-def test_a_held_key_tells_its_spec() -> None:
+def test_a_held_key_determines_its_spec() -> None:
     layout = LayoutMap()
     layout.apply("a", HOST, join_keys(KEYS[:1]), chunk_size=CHUNK, fingerprint=b"one")
     layout.apply("a", HOST, join_keys(KEYS[1:2]), chunk_size=CHUNK, fingerprint=b"two")

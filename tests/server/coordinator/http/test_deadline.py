@@ -1,4 +1,4 @@
-"""Clients that take their time: none of them keeps a connection, or anybody else from being served."""
+"""Slow clients: none of them keeps a connection, or prevents other clients from being served."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_who_sends_headers_without_end_is_cut_off_before_the_time_is_up(
         assert await rest(reader) == b""
 
 
-async def test_who_sends_a_body_byte_by_byte_is_told(coordinator: Coordinator) -> None:
+async def test_a_client_that_sends_a_body_byte_by_byte_gets_an_error(coordinator: Coordinator) -> None:
     async with connected(coordinator) as (reader, writer):
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n")
         dripping = asyncio.create_task(dripped(writer, b" " * 1000))

@@ -1,4 +1,4 @@
-"""Pages of others cannot use a coordinator through somebody's browser."""
+"""Pages of other sites cannot use a coordinator through the browser of a user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_its_own_pages_may_call(http: httpx.AsyncClient, coordinator: Coor
         assert (await http.post(INSTANCES, headers={"Host": name, "Origin": f"http://{name}"})).status_code == 200
 
 
-async def test_a_name_that_somebody_pointed_here_is_403(http: httpx.AsyncClient) -> None:
+async def test_a_foreign_host_name_is_403(http: httpx.AsyncClient) -> None:
     response = await http.post(INSTANCES, headers={"Host": "evil.example:9001", "Origin": "http://evil.example:9001"})
     assert response.status_code == 403
     assert "evil.example" in response.json()["message"]

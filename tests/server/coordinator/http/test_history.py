@@ -19,7 +19,7 @@ async def test_samples_of_the_fleet_and_of_an_instance_are_columns(
     async with a, make("b"):
         services.history.take(services.core.instances, time.time())
         a.stats.CopyFrom(InstanceStats(asked_chunks=8, own_chunks=6))
-        await a.tell_stats()
+        await a.report_stats()
         await until(lambda: services.core.instances.named("a", "").stats.asked_chunks == 8)
         services.history.take(services.core.instances, time.time())
         for query in ({}, {"instance_id": "a"}):
@@ -32,6 +32,6 @@ async def test_samples_of_the_fleet_and_of_an_instance_are_columns(
 
 
 async def test_the_history_of_an_unknown_instance_is_an_error(http: httpx.AsyncClient) -> None:
-    response = await http.get("/history", params={"instance_id": "nobody"})
+    response = await http.get("/history", params={"instance_id": "unknown"})
     assert response.status_code == 404
-    assert "nobody" in response.json()["detail"]
+    assert "unknown" in response.json()["detail"]

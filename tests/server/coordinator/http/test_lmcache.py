@@ -53,7 +53,7 @@ async def test_an_instance_cannot_take_the_place_of_another_field(http: httpx.As
 
 
 @pytest.mark.parametrize("tokens", [[], [7, 7, 7], PROMPT[1:]])
-async def test_what_nobody_holds_is_an_answer(http: httpx.AsyncClient, make: Make, tokens: list[int]) -> None:
+async def test_an_uncached_prompt_is_an_empty_answer(http: httpx.AsyncClient, make: Make, tokens: list[int]) -> None:
     async with make("a", CHUNKS):
         answer = await post(http, "/lookup", tokens=tokens)
     assert answer.keys() == {"event_id", "layout_info"}

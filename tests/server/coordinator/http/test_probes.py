@@ -31,7 +31,7 @@ async def test_it_is_alive_at_once_and_not_ready_before_the_map_is_whole(http: h
 
 
 @pytest.mark.parametrize("lease_ttl", [0.3])
-async def test_it_is_ready_once_everybody_could_have_come(http: httpx.AsyncClient) -> None:
+async def test_it_is_ready_once_all_instances_could_have_joined(http: httpx.AsyncClient) -> None:
     while (response := await http.get("/readyz")).status_code != 200:
         assert response.status_code == 503
     assert response.json() == {"status": "ok"}
@@ -45,7 +45,7 @@ async def test_it_names_whom_it_waits_for(http: httpx.AsyncClient, registry: Any
     assert response.json()["detail"] == "the layout map is being rebuilt: waiting for late"
 
 
-async def test_metrics_tell_of_fleet_and_work(http: httpx.AsyncClient, make: Make) -> None:
+async def test_metrics_describe_fleet_and_work(http: httpx.AsyncClient, make: Make) -> None:
     async with make("a", CHUNKS), make("b"):
         for tokens in (PROMPT, [7]):
             await http.post("/lookup", json={"tokens": tokens})

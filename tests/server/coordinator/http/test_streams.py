@@ -1,4 +1,4 @@
-"""What handlers stream, as lines or as events: from the first answer to whoever ends it."""
+"""Streams of handlers, as lines or as events, from the first answer to the end by either side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of several tenants: each is shown its own, and whoever runs the process has them all."""
+"""Metrics of several tenants: each sees its own, and the operator sees all."""
 
 from __future__ import annotations
 

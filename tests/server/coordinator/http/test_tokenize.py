@@ -87,7 +87,7 @@ async def test_a_body_that_names_no_text_is_refused(http: httpx.AsyncClient, bod
 async def test_a_file_that_broke_meanwhile_is_refused(http: httpx.AsyncClient, tokenizers: dict[str, str]) -> None:
     break_tokenizer(tokenizers["llama"])
     status, _, words = await refusal(http, prompt="t5")
-    assert status == 500  # whoever asks is not at fault
+    assert status == 500  # not the fault of the client
     assert "tokenizer.json is not a tokenizer" in words
 
 

@@ -30,7 +30,7 @@ _EPOCHS = itertools.count(1)
 class ScriptedNode:
     """Registers at every coordinator and reports there, again and again, as nodes do.
 
-    Of those that share a map it tells its chunks to the first one in `order` that answers.
+    Of the coordinators that share a map, it reports its chunks to the first in `order` that answers.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ScriptedNode:
         self.spec = spec
         self.chunks = dict(chunks or {})
         self.order = list(coordinators)
-        self.told: dict[str, list[str]] = {address: [] for address in coordinators}
+        self.stream_kinds: dict[str, list[str]] = {address: [] for address in coordinators}
         """What streams were about at each, in order: `own`, `home` or `elsewhere`."""
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         self._map_ids: dict[str, str] = {}
@@ -70,7 +70,7 @@ class ScriptedNode:
 
     @property
     def home(self) -> str:
-        """Who is told the chunks; empty if nobody shares a map."""
+        """The coordinator that receives the chunks; empty if no map is shared."""
         return next((address for address in self.order if self._map_ids.get(address)), "")
 
     def prefer(self, address: str) -> None:
@@ -82,25 +82,25 @@ class ScriptedNode:
     def admit(self, chunks: Mapping[ChunkKey, int]) -> None:
         """Holds more."""
         self.chunks.update(chunks)
-        self._tell(admitted=chunks)
+        self._report_changes(admitted=chunks)
 
     def evict(self, keys: Iterable[ChunkKey]) -> None:
         """Holds less."""
         gone = [key for key in keys if self.chunks.pop(key, None) is not None]
-        self._tell(evicted=gone)
+        self._report_changes(evicted=gone)
 
-    def tell_digests(self) -> None:
+    def report_digests(self) -> None:
         """Says what it should be known to hold."""
         for stream in self._streams.values():
-            if stream.is_told:
+            if stream.has_chunks:
                 part = digest(list(self.chunks))
-                told = pb.TierDigest(tier=HOST, chunk_count=part.chunk_count, key_sum=part.key_sum)
-                stream.add(pb.ReportRequest(digests=[told]))
+                message = pb.TierDigest(tier=HOST, chunk_count=part.chunk_count, key_sum=part.key_sum)
+                stream.add(pb.ReportRequest(digests=[message]))
 
-    def _tell(self, admitted: Mapping[ChunkKey, int] | None = None, evicted: Iterable[ChunkKey] = ()) -> None:
+    def _report_changes(self, admitted: Mapping[ChunkKey, int] | None = None, evicted: Iterable[ChunkKey] = ()) -> None:
         change = self._change(admitted or {}, evicted)
         for stream in self._streams.values():
-            if stream.is_told:
+            if stream.has_chunks:
                 stream.add(pb.ReportRequest(changes=[change]))
 
     def _change(self, admitted: Mapping[ChunkKey, int], evicted: Iterable[ChunkKey] = ()) -> pb.ChunkChange:
@@ -117,7 +117,7 @@ class ScriptedNode:
     def _choose(self) -> None:
         """Ends the streams of those that have become home, or ceased to be it."""
         for address, stream in self._streams.items():
-            if self._map_ids.get(address) and stream.is_told != (address == self.home):
+            if self._map_ids.get(address) and stream.has_chunks != (address == self.home):
                 stream.call.cancel()
 
     async def _stay(self, address: str) -> None:
@@ -141,16 +141,18 @@ class ScriptedNode:
                 )
                 self._map_ids[address] = answer.layout_map_id
                 self._choose()
-                is_told = not answer.layout_map_id or address == self.home
-                self.told[address].append("own" if not answer.layout_map_id else "home" if is_told else "elsewhere")
-                stream = _Stream(registry.Report(metadata=self._metadata), is_told)
+                has_chunks = not answer.layout_map_id or address == self.home
+                self.stream_kinds[address].append(
+                    "own" if not answer.layout_map_id else "home" if has_chunks else "elsewhere"
+                )
+                stream = _Stream(registry.Report(metadata=self._metadata), has_chunks)
                 await self._run(address, stream, answer.lease_ttl.ToNanoseconds() / 3e9)
         finally:
             self._map_ids.pop(address, None)
             self._choose()
 
     async def _run(self, address: str, stream: _Stream, beat_seconds: float) -> None:
-        if stream.is_told:
+        if stream.has_chunks:
             held = list(self.chunks.items())
             parts = [dict(held[start : start + PART]) for start in range(0, len(held), PART)]
             for part in parts:
@@ -180,9 +182,9 @@ class ScriptedNode:
 class _Stream:
     """One call, and what is on its way."""
 
-    def __init__(self, call: Any, is_told: bool) -> None:
+    def __init__(self, call: Any, has_chunks: bool) -> None:
         self.call = call
-        self.is_told = is_told
+        self.has_chunks = has_chunks
         self._waiting: list[pb.ReportRequest] = []
         self._wake = asyncio.Event()
 

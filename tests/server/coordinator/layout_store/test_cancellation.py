@@ -1,4 +1,4 @@
-"""Who is told to end while it waits for the store ends, wherever in a call it is."""
+"""A task that is cancelled while it waits for the store ends, at every await of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.server.node.disk_parts import WAIT_SECONDS
 from tests.server.node.remote_parts import RedisServer
 
 STEPS = 60
-"""Of the loop, at each of which somebody is told to end: a call takes fewer."""
+"""Steps of the loop at each of which a task is cancelled: a call takes fewer."""
 ROUNDS = 20
 
 
@@ -29,7 +29,7 @@ async def ask_for_ever(store: ValkeyClient) -> None:
 
 
 async def end_at_every_step(url: str) -> list[int]:
-    """The steps at which somebody was told to end, and did not."""
+    """The steps at which a task was cancelled and did not end."""
     store = ValkeyClient(parse_remote_url(url), held_seconds=60.0)
     await store.connect()
     ignored = []
@@ -49,6 +49,6 @@ async def end_at_every_step(url: str) -> list[int]:
     return ignored
 
 
-def test_nobody_who_is_told_to_end_in_a_call_goes_on(server: RedisServer) -> None:
+def test_a_task_that_is_cancelled_in_a_call_ends(server: RedisServer) -> None:
     with server, asyncio.Runner(loop_factory=fast_loop()) as runner:
         assert not runner.run(end_at_every_step(server.url))

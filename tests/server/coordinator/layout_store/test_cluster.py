@@ -110,8 +110,8 @@ async def test_each_process_of_the_cluster_is_killed_under_load_and_nothing_is_l
                 for node in nodes:
                     await until(
                         lambda: knows(coordinator, node.instance_id, node.chunks),  # noqa: B023 # awaited here
-                        f"{coordinator.address} knows {node.instance_id}; streams were {node.told}",
+                        f"{coordinator.address} knows {node.instance_id}; streams were {node.stream_kinds}",
                     )
         for node in nodes:
-            assert sum(told[-1] == "home" for told in node.told.values()) == 1
-            assert [told[-1] for told in node.told.values()].count("elsewhere") == 2
+            assert sum(kinds[-1] == "home" for kinds in node.stream_kinds.values()) == 1
+            assert [kinds[-1] for kinds in node.stream_kinds.values()].count("elsewhere") == 2

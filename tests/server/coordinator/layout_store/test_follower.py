@@ -1,4 +1,4 @@
-"""However loads, the log and a home that tells it all interleave: in the end a follower has what the home has."""
+"""A follower ends in its owner's state, however loads, the log and a direct stream interleave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinators that share a layout map on one real server: what one is told the others know, whatever happens to it."""
+"""Coordinators that share a layout map on one real server: reports to one reach all, with faults and without."""
 
 from __future__ import annotations
 
@@ -83,21 +83,21 @@ async def all_know(node: ScriptedNode, *coordinators: Coordinator) -> None:
     for coordinator in coordinators:
         await until(
             lambda at=coordinator: knows(at, node.instance_id, node.chunks),  # type: ignore[misc]
-            f"{coordinator.address} knows {node.instance_id}; streams were {node.told}",
+            f"{coordinator.address} knows {node.instance_id}; streams were {node.stream_kinds}",
         )
 
 
-async def test_what_one_is_told_the_other_knows(pair: tuple[Coordinator, Coordinator]) -> None:
+async def test_reports_to_one_coordinator_reach_the_other(pair: tuple[Coordinator, Coordinator]) -> None:
     home, other = pair
     assert map_id(home) == map_id(other) != ""
     async with ScriptedNode("a", addresses(*pair), CHUNKS) as node:
         await all_know(node, *pair)
-        assert node.told[other.address][-1] == "elsewhere"
+        assert node.stream_kinds[other.address][-1] == "elsewhere"
         node.admit(chunks_of("more", 100) | chunks_of("short", 10, tokens=3))
         await all_know(node, *pair)
         node.evict([*KEYS[1:], *list(chunks_of("more", 50))])
         await all_know(node, *pair)
-        node.tell_digests()
+        node.report_digests()
         node.admit(chunks_of("last", 1))
         await all_know(node, *pair)
         assert other.shared is not None
@@ -114,7 +114,7 @@ async def test_lookups_count_the_tokens_of_partial_chunks_everywhere(pair: tuple
             assert [(holder.instance_id, holder.matched_token_count) for holder in answer.holders] == [("a", 40)]
 
 
-async def test_a_coordinator_that_starts_late_knows_all_though_nobody_tells_it_chunks(start: Start) -> None:
+async def test_a_late_coordinator_knows_all_chunks_without_direct_reports(start: Start) -> None:
     first = await start()
     held = chunks_of("a", 20_000) | chunks_of("part", 3, tokens=7)
     async with ScriptedNode("a", addresses(first), held) as node:
@@ -136,11 +136,11 @@ async def test_a_coordinator_that_starts_late_knows_all_though_nobody_tells_it_c
             stream.cancel()
 
 
-async def test_a_snapshot_that_is_told_again_replaces_what_others_know(pair: tuple[Coordinator, Coordinator]) -> None:
+async def test_a_repeated_snapshot_replaces_the_state_of_others(pair: tuple[Coordinator, Coordinator]) -> None:
     home, _other = pair
     async with ScriptedNode("a", addresses(*pair), chunks_of("old", 500)) as node:
         await all_know(node, *pair)
-        node.chunks = chunks_of("new", 300)  # which nobody is told
+        node.chunks = chunks_of("new", 300)  # which are not reported
         home.tenants.unnamed.resync("a test wants it")
         await all_know(node, *pair)
 
@@ -152,13 +152,13 @@ async def test_another_home_takes_over(pair: tuple[Coordinator, Coordinator]) ->
         for number, coordinator in enumerate((other, home, other)):
             node.prefer(coordinator.address)
             node.admit(chunks_of(f"at {number}", 100))
-            await until(lambda at=coordinator: node.told[at.address][-1] == "home")  # type: ignore[misc]
+            await until(lambda at=coordinator: node.stream_kinds[at.address][-1] == "home")  # type: ignore[misc]
             await all_know(node, *pair)
             node.evict(list(chunks_of(f"at {number}", 50)))
             await all_know(node, *pair)
 
 
-async def test_two_that_are_told_the_same_at_once_agree_who_publishes(pair: tuple[Coordinator, Coordinator]) -> None:
+async def test_two_receivers_of_the_same_report_agree_on_the_publisher(pair: tuple[Coordinator, Coordinator]) -> None:
     async with (
         ScriptedNode("a", addresses(pair[0]), chunks_of("a", 50)) as node,
         ScriptedNode("a", addresses(pair[1]), chunks_of("a", 50)) as twin,
@@ -166,7 +166,7 @@ async def test_two_that_are_told_the_same_at_once_agree_who_publishes(pair: tupl
         twin.epoch = node.epoch
         node.admit(chunks_of("more", 50))
         twin.admit(chunks_of("more", 50))
-        await until(lambda: len(node.told[pair[0].address]) + len(twin.told[pair[1].address]) > 2)
+        await until(lambda: len(node.stream_kinds[pair[0].address]) + len(twin.stream_kinds[pair[1].address]) > 2)
         await all_know(node, *pair)
 
 
@@ -218,7 +218,7 @@ async def test_a_newer_epoch_replaces_what_the_older_one_held(pair: tuple[Coordi
         await all_know(node, *pair)
 
 
-async def test_without_the_server_all_is_told_to_each_and_with_an_empty_one_it_is_shared_again(
+async def test_without_the_store_nodes_report_to_all_and_with_an_empty_one_sharing_resumes(
     pair: tuple[Coordinator, Coordinator], server: RedisServer
 ) -> None:
     home, other = pair
@@ -228,13 +228,13 @@ async def test_without_the_server_all_is_told_to_each_and_with_an_empty_one_it_i
         lookups = [asyncio.create_task(look_up(coordinator.address)) for coordinator in pair]
         server.kill()
         await until(lambda: not map_id(home) and not map_id(other))
-        await until(lambda: node.told[other.address][-1] == "own")
+        await until(lambda: node.stream_kinds[other.address][-1] == "own")
         node.admit(chunks_of("meanwhile", 100))
         await all_know(node, *pair)
         server.start()
         await until(lambda: map_id(home) == map_id(other) != "")
         assert map_id(home) != before
-        await until(lambda: node.told[other.address][-1] == "elsewhere")
+        await until(lambda: node.stream_kinds[other.address][-1] == "elsewhere")
         await all_know(node, *pair)
         node.evict(list(chunks_of("meanwhile", 50)))
         await all_know(node, *pair)
@@ -342,19 +342,19 @@ async def test_a_server_that_freezes_is_done_without(
         await all_know(node, *pair)
 
 
-async def test_a_coordinator_starts_though_nobody_answers_at_the_url(server: RedisServer) -> None:
+async def test_a_coordinator_starts_without_its_store(server: RedisServer) -> None:
     server.kill()
     async with Coordinator(port=0, layout_map_url=server.url) as alone:
         assert not map_id(alone)
         async with ScriptedNode("a", addresses(alone), chunks_of("a", 10)) as node:
             await all_know(node, alone)
-            assert node.told[alone.address] == ["own"]
+            assert node.stream_kinds[alone.address] == ["own"]
             server.start()
-            await until(lambda: node.told[alone.address][-1] == "home")
+            await until(lambda: node.stream_kinds[alone.address][-1] == "home")
             await all_know(node, alone)
 
 
-async def test_what_was_lost_at_the_server_is_told_again(
+async def test_entries_that_the_store_lost_are_published_again(
     pair: tuple[Coordinator, Coordinator], server: RedisServer
 ) -> None:
     async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
@@ -366,7 +366,7 @@ async def test_what_was_lost_at_the_server_is_told_again(
         await until(lambda: any(":held:" in name for name in server.names()))
 
 
-async def test_who_misses_a_part_of_the_log_loads_anew(
+async def test_a_follower_that_misses_a_part_of_the_log_reloads(
     pair: tuple[Coordinator, Coordinator], server: RedisServer
 ) -> None:
     _home, other = pair
@@ -385,26 +385,26 @@ async def test_who_misses_a_part_of_the_log_loads_anew(
             await all_know(node, *pair)
 
 
-async def test_digests_that_go_on_differing_have_the_instance_tell_all_again(
+async def test_persistently_different_digests_cause_a_snapshot(
     pair: tuple[Coordinator, Coordinator], server: RedisServer
 ) -> None:
     home, other = pair
     async with ScriptedNode("a", addresses(*pair), chunks_of("a", 100)) as node:
         await all_know(node, *pair)
         term = home.tenants.unnamed.core.publications["a"].term
-        told: list[PendingEntry] = []
-        lossy = Publication(ChunkOwner("", "a"), node.epoch, term, told.append)
+        entries: list[PendingEntry] = []
+        lossy = Publication(ChunkOwner("", "a"), node.epoch, term, entries.append)
         lossy.publish_changes([Change(2, LLAMA.fingerprint, 16, b"", {}, join_keys(chunks_of("a", 10)))])
         store = await connected(server.url)
         await store.publish(
-            ChunkOwner("", "a").shard, told
+            ChunkOwner("", "a").shard, entries
         )  # the log says nothing of it, as after a failover that lost some
         await store.aclose()
         other.tenants.unnamed.core.followers["a"].request_load()
         await until(lambda: len(held(other, "a", list(node.chunks))) == 90)
 
         def is_mended() -> bool:
-            node.tell_digests()
+            node.report_digests()
             return knows(other, "a", node.chunks)
 
         await until(is_mended)
@@ -425,7 +425,7 @@ async def test_tenants_with_instances_of_one_name_do_not_mix(server: RedisServer
         for coordinator in (home, other):
             await until(lambda at=coordinator: knows(at, "a", red.chunks, "red"))  # type: ignore[misc]
             await until(lambda at=coordinator: knows(at, "a", blue.chunks, "blue"))  # type: ignore[misc]
-        assert red.told[home.address][-1] == blue.told[other.address][-1] == "home"
+        assert red.stream_kinds[home.address][-1] == blue.stream_kinds[other.address][-1] == "home"
 
 
 async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple[Coordinator, Coordinator]) -> None:
@@ -444,7 +444,7 @@ async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple
         assert rpc.from_rpc_error(caught.value).reason == "BAD_MESSAGE"
 
 
-async def test_who_shares_no_map_wants_to_be_told_itself() -> None:
+async def test_a_coordinator_without_a_shared_map_needs_its_own_reports() -> None:
     async with Coordinator(port=0) as alone, rpc.open_channel(alone.address) as channel:
         registry = RegistryServiceStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
@@ -473,10 +473,10 @@ async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(sta
         assert core.is_partial(now)
         store = await connected(server.url)
         owner = ChunkOwner("", "a")
-        told: list[PendingEntry] = []
-        publication = Publication(owner, 1, await store.next_term(owner), told.append)
+        entries: list[PendingEntry] = []
+        publication = Publication(owner, 1, await store.next_term(owner), entries.append)
         publication.publish_complete()
-        await store.publish(owner.shard, told)
+        await store.publish(owner.shard, entries)
         await store.aclose()
         await until(lambda: not core.is_partial(now))
         stream.cancel()

@@ -35,8 +35,8 @@ async def store(server: RedisServer) -> AsyncIterator[ValkeyClient]:
     await made.aclose()
 
 
-class Told:
-    """A publication, and what it has to say."""
+class RecordedPublication:
+    """A publication, and the entries that it has not sent yet."""
 
     def __init__(self, term: int) -> None:
         self.notes: list[PendingEntry] = []
@@ -67,15 +67,15 @@ def change(admitted: int, evicted: int = 0, partial: dict[int, int] | None = Non
 
 
 async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyClient) -> None:
-    told = Told(await store.next_term(OWNER))
-    term = told.publication.term
+    source = RecordedPublication(await store.next_term(OWNER))
+    term = source.publication.term
     before = await store.tail(OWNER.shard)
-    told.publication.publish_changes([change(5000, partial={4999: 7})])
-    assert await store.publish(OWNER.shard, told.take()) == [b"ok"]
+    source.publication.publish_changes([change(5000, partial={4999: 7})])
+    assert await store.publish(OWNER.shard, source.take()) == [b"ok"]
     assert await store.current(OWNER) is None
-    told.publication.publish_complete()
-    told.publication.publish_changes([change(0, evicted=3000)], [(2, 2000, 1 << 63)])
-    assert await store.publish(OWNER.shard, told.take()) == [b"ok", b"ok"]
+    source.publication.publish_complete()
+    source.publication.publish_changes([change(0, evicted=3000)], [(2, 2000, 1 << 63)])
+    assert await store.publish(OWNER.shard, source.take()) == [b"ok", b"ok"]
     assert await store.current(OWNER) == (term, EPOCH)
     found = await held(store, term)
     assert len(found) == 2000
@@ -89,19 +89,19 @@ async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyClient)
 
 
 async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(store: ValkeyClient) -> None:
-    told = Told(await store.next_term(OWNER))
-    told.publication.publish_changes([Change(1, b"", 0, bytes(16), {}, b"")])
-    await store.publish(OWNER.shard, told.take())
-    _, records = await store.scan(OWNER, told.publication.term, 0)
+    source = RecordedPublication(await store.next_term(OWNER))
+    source.publication.publish_changes([Change(1, b"", 0, bytes(16), {}, b"")])
+    await store.publish(OWNER.shard, source.take())
+    _, records = await store.scan(OWNER, source.publication.term, 0)
     assert list(admissions(records)) == [Change(1, b"", 0, bytes(16), {}, b"")]
 
 
 async def test_a_later_term_fences_an_earlier_one(store: ValkeyClient) -> None:
-    old = Told(await store.next_term(OWNER))
+    old = RecordedPublication(await store.next_term(OWNER))
     old.publication.publish_changes([change(3)])
     old.publication.publish_complete()
     await store.publish(OWNER.shard, old.take())
-    new = Told(await store.next_term(OWNER))
+    new = RecordedPublication(await store.next_term(OWNER))
     assert new.publication.term > old.publication.term
     position = await store.tail(OWNER.shard)
     old.publication.publish_changes([change(5)])
@@ -117,39 +117,39 @@ async def test_a_later_term_fences_an_earlier_one(store: ValkeyClient) -> None:
 
 
 async def test_who_leaves_leaves_nothing(store: ValkeyClient, server: RedisServer) -> None:
-    told = Told(await store.next_term(OWNER))
-    told.publication.publish_changes([change(3)])
-    told.publication.publish_complete()
-    told.publication.publish_gone()
-    told.publication.publish_changes([change(4)])
-    assert await store.publish(OWNER.shard, told.take()) == [b"ok"] * 3
+    source = RecordedPublication(await store.next_term(OWNER))
+    source.publication.publish_changes([change(3)])
+    source.publication.publish_complete()
+    source.publication.publish_gone()
+    source.publication.publish_changes([change(4)])
+    assert await store.publish(OWNER.shard, source.take()) == [b"ok"] * 3
     assert await store.current(OWNER) is None
     assert not [name for name in server.names() if ":held:" in name or ":current:" in name]
 
 
 async def test_nothing_stays_for_ever(store: ValkeyClient, server: RedisServer) -> None:
-    told = Told(await store.next_term(OWNER))
-    told.publication.publish_changes([change(3)])
-    told.publication.publish_complete()
-    await store.publish(OWNER.shard, told.take())
-    await store.renew(OWNER.shard, [(OWNER, told.publication.term, True)])
+    source = RecordedPublication(await store.next_term(OWNER))
+    source.publication.publish_changes([change(3)])
+    source.publication.publish_complete()
+    await store.publish(OWNER.shard, source.take())
+    await store.renew(OWNER.shard, [(OWNER, source.publication.term, True)])
     with server.client() as client:
         assert {name: client.pttl(name) > 0 for name in server.names()} == dict.fromkeys(server.names(), True)
 
 
 async def test_what_vanished_is_noticed(store: ValkeyClient, server: RedisServer) -> None:
-    told = Told(await store.next_term(OWNER))
-    told.publication.publish_complete()
-    await store.publish(OWNER.shard, told.take())
-    kept = (OWNER, told.publication.term, True)
+    source = RecordedPublication(await store.next_term(OWNER))
+    source.publication.publish_complete()
+    await store.publish(OWNER.shard, source.take())
+    kept = (OWNER, source.publication.term, True)
     assert await store.renew(OWNER.shard, [kept]) == [b"ok"]
     with server.client() as client:
         client.delete(*[name for name in server.names() if ":current:" in name])
         assert await store.renew(OWNER.shard, [kept]) == [b"lost"]
         client.delete(*[name for name in server.names() if ":held:" in name])
-    assert await store.renew(OWNER.shard, [(OWNER, told.publication.term, False)]) == [b"lost"]
-    told.publication.publish_changes([change(1)])
-    assert await store.publish(OWNER.shard, told.take()) == [b"lost"]
+    assert await store.renew(OWNER.shard, [(OWNER, source.publication.term, False)]) == [b"lost"]
+    source.publication.publish_changes([change(1)])
+    assert await store.publish(OWNER.shard, source.take()) == [b"lost"]
 
 
 @pytest.mark.parametrize("lost", [":term:", "term"])
@@ -178,14 +178,14 @@ async def test_terms_rise_strictly_though_the_clock_was_set_back_and_the_last_on
     assert await store.next_term(OWNER) > ahead
 
 
-async def test_long_changes_are_loaded_and_not_told(store: ValkeyClient) -> None:
-    told = Told(await store.next_term(OWNER))
-    told.publication.publish_complete()
-    told.publication.publish_changes([change(MAX_ENTRY_BYTES // 16)])
-    await store.publish(OWNER.shard, told.take())
+async def test_long_changes_are_loaded_instead_of_sent(store: ValkeyClient) -> None:
+    source = RecordedPublication(await store.next_term(OWNER))
+    source.publication.publish_complete()
+    source.publication.publish_changes([change(MAX_ENTRY_BYTES // 16)])
+    await store.publish(OWNER.shard, source.take())
     logged = [decode(entry.data) for entry in await store.read(OWNER.shard, (0, 0))]
     assert [(entry.kind, entry.changes) for entry in logged] == [(EntryKind.COMPLETE, []), (EntryKind.RELOAD, [])]
-    assert len(await held(store, told.publication.term)) == MAX_ENTRY_BYTES // 16
+    assert len(await held(store, source.publication.term)) == MAX_ENTRY_BYTES // 16
 
 
 async def test_a_server_that_was_emptied_is_another_map(store: ValkeyClient, server: RedisServer) -> None:
@@ -208,7 +208,7 @@ async def test_who_does_not_answer_is_lost_in_time() -> None:
         await store.aclose()
 
 
-async def test_a_wrong_password_is_told_without_it(server: RedisServer) -> None:
+async def test_a_wrong_password_is_reported_without_the_password(server: RedisServer) -> None:
     store = ValkeyClient(parse_remote_url(f"redis://:hush@127.0.0.1:{server.port}/0"), held_seconds=60)
     with pytest.raises(StoreLost) as caught:
         await store.connect()

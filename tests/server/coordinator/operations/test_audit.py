@@ -60,25 +60,25 @@ async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Gua
     await operations.CancelOperation(operations_pb2.CancelOperationRequest(name=moved.name), timeout=5)
     cleared = await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
     await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=5)  # looking is no act
-    told = lines(log)
-    assert [line["act"] for line in told] == ["copy", "pin", "unpin", "move", "cancel", "clear"]
-    assert {(line["caller"], line["role"], line["tenant"]) for line in told} == {("operator-of-a", "operator", "a")}
-    assert {line["outcome"] for line in told} == {"OK"}
-    assert [line.get("operation") for line in told] == [copied.name, None, None, moved.name, None, cleared.name]
-    assert told[1]["pin"] == told[2]["request"]["pin_id"] == pin.pin_id
-    assert told[0]["request"] == {
+    entries = lines(log)
+    assert [line["act"] for line in entries] == ["copy", "pin", "unpin", "move", "cancel", "clear"]
+    assert {(line["caller"], line["role"], line["tenant"]) for line in entries} == {("operator-of-a", "operator", "a")}
+    assert {line["outcome"] for line in entries} == {"OK"}
+    assert [line.get("operation") for line in entries] == [copied.name, None, None, moved.name, None, cleared.name]
+    assert entries[1]["pin"] == entries[2]["request"]["pin_id"] == pin.pin_id
+    assert entries[0]["request"] == {
         "old_position": {"instance_id": "n1"},
         "new_position": {"instance_id": "n2"},
         "tokens": f"{len(PROMPT)} tokens",
         "copy": True,
     }
-    assert told[3]["request"]["chunk_keys"] == f"{len(KEYS)} keys"
-    assert all(line["time"].endswith("Z") for line in told)
+    assert entries[3]["request"]["chunk_keys"] == f"{len(KEYS)} keys"
+    assert all(line["time"].endswith("Z") for line in entries)
 
 
-async def test_what_was_refused_is_told_and_no_salt_is(fleet: Guarded, log: Path) -> None:
+async def test_refusals_are_logged_without_the_salt(fleet: Guarded, log: Path) -> None:
     cache = await fleet.cache(token_of("operator", "a"))
-    pin = PinRequest(position=Position(instance_id="nobody"), tokens=PROMPT, cache_salt="pepper")
+    pin = PinRequest(position=Position(instance_id="unknown"), tokens=PROMPT, cache_salt="pepper")
     with pytest.raises(grpc.RpcError):
         await cache.Pin(pin, timeout=5)
     (line,) = lines(log)
@@ -88,9 +88,9 @@ async def test_what_was_refused_is_told_and_no_salt_is(fleet: Guarded, log: Path
     assert token_of("operator", "a") not in str(line)
 
 
-def test_whatever_a_request_says_can_be_told() -> None:
+def test_any_request_can_be_logged() -> None:
     request = PinRequest(position=Position(instance_id="n", tier=TIER_HOST), ttl=Duration(seconds=1, nanos=1 << 30))
-    request.position.tier = 77  # type: ignore[assignment]  # which nobody knows
+    request.position.tier = 77  # type: ignore[assignment]  # which is unknown
     assert redacted(request) == {
         "position": {"instance_id": "n", "tier": 77},
         "ttl": {"seconds": 1, "nanos": 1 << 30},  # more nanoseconds than JSON has a form for
@@ -106,14 +106,14 @@ async def test_http_leaves_the_same_lines(fleet: Guarded, log: Path) -> None:
     assert (line["act"], line["caller"], line["pin"]) == ("pin", "operator-of-a", answer["event_id"])
 
 
-async def test_without_tokens_anybody_did_it(coordinator: Any, cache: Any, log: Path) -> None:
+async def test_without_tokens_the_caller_is_anonymous(coordinator: Any, cache: Any, log: Path) -> None:
     with pytest.raises(grpc.RpcError):
         await cache.Clear(ClearRequest(instance_id="n1", all=True), timeout=5)
     (line,) = lines(log)
-    assert (line["caller"], line["outcome"]) == ("anybody", "INSTANCE_NOT_FOUND")
+    assert (line["caller"], line["outcome"]) == ("anonymous", "INSTANCE_NOT_FOUND")
 
 
-async def test_a_file_that_was_moved_away_is_begun_anew(fleet: Guarded, log: Path) -> None:
+async def test_a_file_that_was_moved_away_is_recreated(fleet: Guarded, log: Path) -> None:
     cache = await fleet.cache(token_of("operator", "a"))
     old = log.with_suffix(".old")
     for _ in range(2):

@@ -100,7 +100,7 @@ async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operatio
         assert list(a.chunks) == KEYS[:1]
 
 
-async def test_pinned_chunks_that_nobody_named_are_counted(make: Make, cache: Any, operations: Any) -> None:
+async def test_pinned_chunks_outside_the_request_are_counted(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS), make("b", CHUNKS):
         for instance_id, length in (("a", 16), ("b", 32)):
             await cache.Pin(PinRequest(position=Position(instance_id=instance_id), tokens=PROMPT[:length]), timeout=5)
@@ -136,7 +136,7 @@ async def test_what_cannot_begin_says_why(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS, LLAMA):
         assert (await refused(cache)).reason == "BAD_SELECTION"
         assert (await refused(cache, instance_id="a")).reason == "BAD_SELECTION"
-        assert "'nobody'" in str(await refused(cache, instance_id="nobody", all=True))
+        assert "'unknown'" in str(await refused(cache, instance_id="unknown", all=True))
         assert (await refused(cache, model_name="gpt")).reason == "MODEL_NOT_FOUND"
         assert (await refused(cache, tokens=[-3])).reason == "BAD_TOKENS"
 

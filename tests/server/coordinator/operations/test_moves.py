@@ -119,7 +119,7 @@ async def test_a_copy_leaves_the_source_as_it_is(make: Make, asker: Asker) -> No
         assert await asker.holders() == {"a": 40, "b": 40}
 
 
-async def test_the_source_is_told_to_drop_only_what_has_arrived_and_only_then(make: Make, asker: Asker) -> None:
+async def test_the_source_drops_only_chunks_that_have_arrived(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
         b.limit = 2
 
@@ -200,8 +200,8 @@ async def test_a_repeat_of_a_request_id_is_the_same_operation(make: Make, asker:
 
 async def test_what_cannot_begin_says_why(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS), make("b"), make("other", spec=LLAMA_FLOAT):
-        assert "'nobody'" in str(await asker.refusal("nobody", "b"))
-        assert (await asker.refusal("a", "nobody")).reason == "INSTANCE_NOT_FOUND"
+        assert "'unknown'" in str(await asker.refusal("unknown", "b"))
+        assert (await asker.refusal("a", "unknown")).reason == "INSTANCE_NOT_FOUND"
         assert (await asker.refusal("a", "a")).reason == "BAD_SELECTION"
         assert (await asker.refusal(tokens=[])).reason == "BAD_SELECTION"
         assert (await asker.refusal(chunk_keys=b"short")).reason == "BAD_CHUNK_KEY"
@@ -248,7 +248,7 @@ async def test_a_source_that_dies_before_the_drop_is_named(make: Make, asker: As
         await successor.leave()
 
 
-async def test_a_stream_that_breaks_is_told_the_order_again(make: Make, asker: Asker) -> None:
+async def test_an_order_is_sent_again_after_a_broken_stream(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
         b.going.clear()
         operation = await asker.start()

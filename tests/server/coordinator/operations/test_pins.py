@@ -61,7 +61,7 @@ async def test_a_prompt_of_an_adapter_is_pinned_by_the_adapters_name(
         assert list(a.pinned.values()) == [of_adapter]
 
 
-async def test_a_repeat_of_a_request_id_is_the_same_pin_and_lasts_anew(make: Make, cache: Any) -> None:
+async def test_a_repeated_request_id_is_the_same_pin_with_a_new_ttl(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS):
         first = await pin(cache, request_id="once", ttl=Duration(seconds=10))
         again = await pin(cache, request_id="once", ttl=Duration(seconds=100))
@@ -77,7 +77,7 @@ async def test_an_unpin_ends_it_and_may_be_repeated(make: Make, cache: Any) -> N
             await cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=5)
         assert a.pins == {}
         assert await listed(cache) == []
-        for gone in ("", "nonsense", "nobody/123"):
+        for gone in ("", "nonsense", "unknown/123"):
             await cache.Unpin(UnpinRequest(pin_id=gone), timeout=5)
 
 
@@ -98,7 +98,7 @@ async def test_pins_that_expired_are_not_listed(make: Make, cache: Any) -> None:
         assert await listed(cache) == []
 
 
-async def test_a_coordinator_that_starts_anew_hears_of_pins_from_their_owners(make: Make, cache: Any) -> None:
+async def test_a_restarted_coordinator_learns_of_pins_from_their_owners(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS) as a:
         pinned = await pin(cache)
         async with Coordinator(port=0) as another, rpc.open_channel(another.address) as channel:
@@ -113,7 +113,7 @@ async def test_a_coordinator_that_starts_anew_hears_of_pins_from_their_owners(ma
 
 async def test_what_cannot_be_pinned_says_why(make: Make, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make("a", CHUNKS) as a:
-        assert (await refused(cache, "nobody")).reason == "INSTANCE_NOT_FOUND"
+        assert (await refused(cache, "unknown")).reason == "INSTANCE_NOT_FOUND"
         assert (await refused(cache, tokens=[])).reason == "BAD_SELECTION"
         assert (await refused(cache, ttl=Duration(seconds=-1))).reason == "BAD_SELECTION"
         assert (await refused(cache, tokens=[1, 2])).reason == "CHUNK_NOT_FOUND"

@@ -1,4 +1,4 @@
-"""What a coordinator makes of the records that instances tell: it lists, follows, stops and goes on with operations."""
+"""Records that instances report: a coordinator lists, follows, cancels and continues their operations."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Elsewhere:
         self.b = ScriptedInstance(channel, fleet, "b", LLAMA)
 
     async def hear(self, record: OperationRecord, *, orphaned: bool = False) -> operations_pb2.Operation:
-        """Has `b` tell a record; the operation as it is then."""
-        await self.b.tell_record(record, orphaned=orphaned)
+        """Makes `b` report a record; returns the operation after that."""
+        await self.b.report_record(record, orphaned=orphaned)
         async with asyncio.timeout(20):
             while True:
                 with suppress(grpc.RpcError):
@@ -71,7 +71,7 @@ class Elsewhere:
 
 @pytest.fixture
 async def elsewhere(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Elsewhere]:
-    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # it began just now, and all that there is will have been told
+    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # it began just now, and all records will have been reported
     async with (
         Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush") as serving,
         rpc.open_channel(serving.address) as channel,
@@ -101,13 +101,13 @@ async def test_those_that_a_move_concerns_keep_its_record_until_after_its_end(ma
             assert kept.expire_time.ToNanoseconds() > record.expire_time.ToNanoseconds()
 
 
-async def test_what_runs_elsewhere_is_listed_and_ends_when_it_is_told(
+async def test_operations_of_another_coordinator_are_listed_and_end_when_reported(
     make: Make, cache: Any, elsewhere: Elsewhere
 ) -> None:
     async with make("a", CHUNKS), make("b") as b:
         record = await booked(cache, b)
         name = record.operation.name
-        assert (await elsewhere.refusal(name)).reason == "UNREACHABLE", "it may yet be told"
+        assert (await elsewhere.refusal(name)).reason == "UNREACHABLE", "it may be reported later"
         assert await elsewhere.hear(record) == record.operation
         assert (await elsewhere.cache.Move(MOVE, timeout=5)).name == name, "by its request_id"
         waiting = asyncio.create_task(elsewhere.wait(name))
@@ -119,9 +119,9 @@ async def test_what_runs_elsewhere_is_listed_and_ends_when_it_is_told(
         assert list(listed.operations) == [b.records[name].operation]
         await elsewhere.hear(record)  # older news
         assert (await elsewhere.get(name)).done
-        await until(lambda: elsewhere.b.records[name].operation.done)  # which it is told
+        await until(lambda: elsewhere.b.records[name].operation.done)  # which is reported to it
         await elsewhere.operations.DeleteOperation(operations_pb2.DeleteOperationRequest(name=name), timeout=5)
-        await elsewhere.b.tell_record(b.records[name])
+        await elsewhere.b.report_record(b.records[name])
         assert (await elsewhere.refusal(name)).reason == "OPERATION_NOT_FOUND"
 
 
@@ -130,7 +130,7 @@ async def test_what_is_orphaned_goes_on_where_it_was(make: Make, cache: Any, els
         record = await booked(cache, b)
     await elsewhere.a.evict(KEYS[:1])  # the first chunk was moved
     elsewhere.b.chunks[KEYS[0]] = CHUNKS[KEYS[0]]
-    await elsewhere.b.tell_chunks(KEYS[:1])
+    await elsewhere.b.report_chunks(KEYS[:1])
     await elsewhere.hear(record, orphaned=True)
     ended = await elsewhere.wait(record.operation.name)
     result = unpacked(ended.response, MoveResult)
@@ -141,7 +141,7 @@ async def test_what_is_orphaned_goes_on_where_it_was(make: Make, cache: Any, els
     assert elsewhere.b.records[record.operation.name].attempt == 2
 
 
-async def test_who_told_of_what_is_gone_on_with_is_in_the_audit_log(
+async def test_the_instance_that_reported_a_resumed_operation_is_in_the_audit_log(
     make: Make, cache: Any, elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make("a", CHUNKS), make("b") as b:
@@ -151,7 +151,7 @@ async def test_who_told_of_what_is_gone_on_with_is_in_the_audit_log(
         await elsewhere.wait(record.operation.name)
     lines = [json.loads(line.message) for line in caplog.records if line.name == "lmkv.audit"]
     line = lines[-1]  # the first may be of the booking
-    assert (line["act"], line["operation"], line["caller"]) == ("resume", record.operation.name, "anybody")
+    assert (line["act"], line["operation"], line["caller"]) == ("resume", record.operation.name, "anonymous")
     assert line["request"]["new_position"] == {"instance_id": "b"}
 
 
@@ -175,7 +175,7 @@ async def test_what_runs_elsewhere_is_cancelled_by_way_of_those_that_keep_it(
         await elsewhere.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=5)
         assert elsewhere.b.orders[-1].cancel.operation_name == name
         record.cancelled = True
-        await b.tell_record(record)
+        await b.report_record(record)
         await until(lambda: b.records[name].operation.done)
         assert isinstance(from_status(b.records[name].operation.error), OperationCancelled)
         assert a.chunks == CHUNKS
@@ -188,7 +188,7 @@ async def test_who_hears_that_another_took_over_stops(make: Make, cache: Any, el
         await elsewhere.hear(record, orphaned=True)
         await elsewhere.wait(name)
         await until(lambda: elsewhere.b.records[name].operation.done)
-        await b.tell_record(elsewhere.b.records[name])
+        await b.report_record(elsewhere.b.records[name])
         again = await cache.Move(MOVE, timeout=5)
         assert (again.name, again.done) == (name, True)
         b.going.set()

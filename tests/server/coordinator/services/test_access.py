@@ -64,7 +64,7 @@ async def code_of(channel: grpc.aio.Channel, method: str, request: bytes = b"") 
         under_way.cancel()
 
 
-async def test_nobody_calls_anything_without_a_token_but_probes(fleet: Guarded) -> None:
+async def test_all_calls_but_probes_need_a_token(fleet: Guarded) -> None:
     for token in ("", "unknown"):
         channel = await fleet.channel(token)
         codes = await asyncio.gather(*(code_of(channel, method) for method in SERVED))
@@ -99,7 +99,7 @@ async def test_the_same_holds_over_http(fleet: Guarded, role: str) -> None:
                 assert response.status_code not in (401, 403), path
 
 
-async def test_probes_need_no_token_and_are_told_no_names(fleet: Guarded) -> None:
+async def test_probes_need_no_token_and_see_no_names(fleet: Guarded) -> None:
     engines = await fleet.registry(token_of("engine"))
     instance = registry_service_pb2.Instance(instance_id="secretive", epoch=1, peer_address="10.0.0.1:1")
     await engines.Register(registry_service_pb2.RegisterRequest(instance=instance), timeout=5)
@@ -223,7 +223,7 @@ async def test_over_http_too(fleet: Guarded) -> None:
             assert "UNAUTHENTICATED" in [line async for line in lines][-1]
 
 
-async def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_client_that_exceeds_its_rate_gets_a_retry_delay(tmp_path: Path) -> None:
     async with guarded(tmp_path, [entry("reader", max_requests_per_second=1)]) as fleet:
         cache = await fleet.cache(token_of("reader"))
         await cache.Lookup(LookupRequest(), timeout=5)

@@ -23,7 +23,7 @@ FINGERPRINT = b"f" * 16
 
 
 class Watcher:
-    """Applies what it is told, as a router would."""
+    """Applies the events it receives, as a router would."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

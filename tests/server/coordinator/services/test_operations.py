@@ -56,7 +56,7 @@ async def test_operations_are_listed_newest_first_in_pages(cache: Any, operation
     assert listed == begun[::-1]
 
 
-async def test_a_filter_tells_those_that_run_from_those_that_are_over(make: Make, cache: Any, operations: Any) -> None:
+async def test_a_filter_separates_running_from_ended_operations(make: Make, cache: Any, operations: Any) -> None:
     over = await clear(cache)
     await operations.WaitOperation(pb.WaitOperationRequest(name=over), timeout=5)
     async with make("a", CHUNKS) as a:
@@ -127,7 +127,7 @@ async def test_a_request_id_is_free_again_once_its_operation_has_expired() -> No
         await eventually(is_another, expected=True)
 
 
-async def test_names_that_nobody_gave_are_not_found(operations: Any) -> None:
+async def test_unknown_names_are_not_found(operations: Any) -> None:
     for name in ("", "x", "move-zz", "move-" + "f" * 16):
         for call in (
             operations.GetOperation(pb.GetOperationRequest(name=name), timeout=5),

@@ -168,7 +168,7 @@ async def test_a_stale_epoch_is_refused_everywhere(registry: Any) -> None:
     assert (error.code, error.reason) == ("FAILED_PRECONDITION", "STALE_EPOCH")
 
 
-async def test_conflicts_are_told_on_both_sides(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_conflicts_are_reported_on_both_sides(registry: Any, caplog: pytest.LogCaptureFixture) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     response = await register(registry, "b", 1, 8000, dataclasses.replace(LLAMA, kv_dtype="float32"))
     (conflict,) = response.instance.conflicts
@@ -181,14 +181,14 @@ async def test_conflicts_are_told_on_both_sides(registry: Any, caplog: pytest.Lo
     assert warning == "instances a and b cannot share chunks of model llama: kv_dtype is bfloat16 there, float32 here"
 
 
-async def test_reports_are_acknowledged_and_what_they_tell_is_found(registry: Any, cache: Any) -> None:
+async def test_reports_are_acknowledged_and_their_chunks_are_found(registry: Any, cache: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     stream = registry.Report()
     await stream.write(report(changes=HELD))
     first = await stream.read()
     assert first.acked_sequence == 1
     assert await is_held(cache)
-    # Nobody waits for the answer to changes: the next report that says more brings it.
+    # Changes have no answer of their own: it arrives with the next report.
     await stream.write(report(2, changes=[ChunkChange(tier=chunk_pb2.TIER_HOST, evicted_keys=KEY)]))
     await stream.write(report(3))
     second = await stream.read()
@@ -319,7 +319,7 @@ async def test_many_instances_come_and_go_at_once(registry: Any) -> None:
     assert len((await listed(registry)).instances) == 0
 
 
-async def test_one_too_many_is_told_when_to_come_back(registry: Any) -> None:
+async def test_an_instance_beyond_the_limit_gets_a_retry_delay(registry: Any) -> None:
     for number in range(MAX_JOINING):
         await register(registry, f"instance-{number}", 1, 7000 + number, LLAMA)
     error = await refusal(register(registry, "instance-x", 1, 8000, LLAMA))
@@ -327,7 +327,7 @@ async def test_one_too_many_is_told_when_to_come_back(registry: Any) -> None:
     assert 0 < float(error.metadata["retry_seconds"]) < 1
 
 
-async def test_the_list_shows_what_reports_tell(registry: Any) -> None:
+async def test_the_list_shows_reported_values(registry: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     stream = registry.Report()
     usage = TierUsage(name="host", tier=chunk_pb2.TIER_HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)

@@ -78,7 +78,7 @@ async def test_who_is_known_and_sends_no_message_is_not_waited_for(
         await cache.Lookup(LookupRequest(), timeout=WAIT_SECONDS)  # it counts no more
 
 
-async def test_a_call_that_ends_without_a_message_is_told_so(tmp_path: Path) -> None:
+async def test_a_call_that_ends_without_a_message_has_an_explanation(tmp_path: Path) -> None:
     async with guarded(tmp_path, [entry("reader")]) as fleet:
         call = await opened(fleet, "reader-token")
         await call.done_writing()

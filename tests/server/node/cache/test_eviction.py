@@ -47,7 +47,7 @@ def use(queue: EvictionQueue, *numbers: int) -> None:
 
 
 def evicted(queue: EvictionQueue) -> list[int]:
-    """What leaves, in order, until nobody can."""
+    """The evicted chunks, in order, until none can be evicted."""
     gone = []
     while (key := queue.pop()) is not None:
         gone.append(number_of(key))
@@ -117,17 +117,17 @@ class QueueAgainstModel(RuleBasedStateMachine):
     def pop(self) -> None:
         key = self.queue.pop()
         if key is None:
-            assert not self.can_go(), "somebody could have gone"
+            assert not self.can_go(), "a chunk could have been evicted"
             return
         number = number_of(key)
         assert number in self.can_go(), "it was held, or a child of it is there"
         if self.policy == "lru":
             assert self.there[number] == 0
-            assert number == self.oldest(), "somebody else was used less recently"
+            assert number == self.oldest(), "another chunk was used less recently"
         del self.there[number]
 
     def oldest(self) -> int:
-        """Whose turn it is by recency: the oldest that nobody holds, or, if it has children, the last of them."""
+        """The next victim by recency: the oldest that is not held or, if it has children, the last of them."""
         return self.can_go()[0]
 
     @invariant()
@@ -204,7 +204,7 @@ def test_a_chunk_on_hold_keeps_all_before_it() -> None:
 
 
 @pytest.mark.parametrize("circle", [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 0), (2, 1)]])
-def test_keys_that_somebody_made_up_keep_nothing_for_ever(circle: list[tuple[int, int]]) -> None:
+def test_invented_keys_do_not_use_memory_for_ever(circle: list[tuple[int, int]]) -> None:
     queue = EvictionQueue()
     for number, parent in circle:
         queue.add(chunk_key(number), chunk_key(parent))

@@ -26,7 +26,7 @@ def chunk_key(number: int) -> ChunkKey:
 
 
 class Events:
-    """A listener that keeps what it is told, and so knows what is visible."""
+    """A listener that records its events, and so knows the visible chunks."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, ChunkKey]] = []

@@ -74,7 +74,7 @@ async def test_a_damaged_chunk_is_a_miss_and_its_room_is_used_again(runtime_dir:
         assert node.tier.used_bytes == 9 * SPEC.chunk_bytes
     async with a_node(runtime_dir) as (node, _):
         assert node.warm
-        assert (node.warm.stats().found_chunks, node.warm.stats().damaged_chunks) == (9, 0), "it is told once"
+        assert (node.warm.stats().found_chunks, node.warm.stats().damaged_chunks) == (9, 0), "it is reported once"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def shown(node: Node) -> str:
     return generate_latest(node.metrics.registry).decode()
 
 
-async def test_metrics_tell_what_was_found(runtime_dir: Path) -> None:
+async def test_metrics_count_hits(runtime_dir: Path) -> None:
     async with a_node(runtime_dir) as (node, engine):
         await store(engine, node.pool, 0, 1)
         assert "lmkv_node_warm_chunks_total 0.0" in shown(node)
@@ -185,7 +185,7 @@ async def test_the_fleet_hears_of_what_was_found_before_any_engine_comes(runtime
             await eventually(found, 3)  # once the coordinator knows
 
 
-async def test_an_engine_that_attaches_anew_beside_a_living_node_hits_at_once(runtime_dir: Path) -> None:
+async def test_an_engine_that_reattaches_to_a_running_node_hits_at_once(runtime_dir: Path) -> None:
     async with a_node(runtime_dir) as (node, engine):
         await store(engine, node.pool, 0, 1)
         await engine.aclose()

@@ -84,7 +84,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-async def test_what_is_stored_anew_meanwhile_stays_and_the_old_one_goes(path: Path) -> None:
+async def test_a_chunk_that_is_stored_again_meanwhile_stays_and_the_old_one_is_removed(path: Path) -> None:
     life = Life(path)
     async with GatedStart(life.file, life.ledger, life.tier) as warm:
         await until(warm.waits.is_set)

@@ -66,7 +66,7 @@ class Coordinating:
         self.orders = orders
 
     def outcome(self, given: pb.Order) -> pb.OrderOutcome | None:
-        """The outcome, if there is one; told until then."""
+        """The outcome, or the progress so far."""
         found = [outcome for outcome in self.orders.unacknowledged(GIVER) if outcome.order_id == given.order_id]
         assert len(found) <= 1
         return found[0] if found else None

@@ -139,7 +139,7 @@ async def test_when_the_source_is_killed_the_outcome_claims_what_came() -> None:
             assert claimed(again) == came
 
 
-async def test_an_order_ends_at_its_time_and_tells_how_far_it_came() -> None:
+async def test_an_order_ends_at_its_deadline_and_reports_its_progress() -> None:
     with Remote("owner") as remote:
         async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
             reader.put(KEYS[3])

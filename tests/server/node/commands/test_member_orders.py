@@ -1,4 +1,4 @@
-"""What coordinators order, over real sockets: carried out once, and its outcome told."""
+"""Orders of coordinators over real sockets: executed once, and their outcome reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def pinned(shelf: Shelf, ordering: Ordering, count: int, seconds: int = 60
     return pin_id
 
 
-async def test_an_order_is_carried_out_once_and_its_outcome_told_with_each_repeat() -> None:
+async def test_an_order_is_executed_once_and_each_repeat_gets_its_outcome() -> None:
     ordering, shelf = Ordering(), Shelf()
     shelf.keep(KEYS[:3])
     async with serving(ordering) as address, shelf.join(address):
@@ -47,7 +47,7 @@ async def test_an_order_is_carried_out_once_and_its_outcome_told_with_each_repea
         assert shelf.tier.get(KEYS[0]) is not None
         heard = ordering.report_count
         await until(lambda: ordering.report_count > heard + 2)
-        assert len(ordering.outcomes) == 2  # nobody tells what was heard
+        assert len(ordering.outcomes) == 2  # acknowledged outcomes are not repeated
 
 
 async def test_an_outcome_comes_behind_the_changes_that_its_order_made() -> None:
@@ -62,7 +62,7 @@ async def test_an_outcome_comes_behind_the_changes_that_its_order_made() -> None
             assert ordering.held_at_outcome[order_id] == set(KEYS[count + 4 :])
 
 
-async def test_an_outcome_is_told_to_the_coordinator_that_gave_the_order_and_pins_to_all() -> None:
+async def test_outcomes_are_reported_to_the_ordering_coordinator_and_pins_to_all() -> None:
     first, second, shelf = Ordering(), Ordering(), Shelf()
     shelf.keep(KEYS[:3])
     async with serving(first) as one, serving(second) as other, shelf.join(one, other):
@@ -75,7 +75,7 @@ async def test_an_outcome_is_told_to_the_coordinator_that_gave_the_order_and_pin
         assert await second.ended(again) == first.outcomes[0]
 
 
-async def test_outcomes_that_were_not_acknowledged_are_told_again_over_the_next_stream() -> None:
+async def test_unacknowledged_outcomes_are_reported_again_on_the_next_stream() -> None:
     ordering, shelf = Ordering(), Shelf()
     ordering.acking = False
     async with serving(ordering) as address, shelf.join(address):
@@ -93,7 +93,7 @@ async def test_outcomes_that_were_not_acknowledged_are_told_again_over_the_next_
         shelf.orders.check()
 
 
-async def test_pins_are_told_with_each_change_and_again_to_a_restarted_coordinator() -> None:
+async def test_pins_are_reported_at_each_change_and_to_a_restarted_coordinator() -> None:
     first, second, shelf = Ordering(), Ordering(), Shelf()
     shelf.keep(KEYS[:4])
     async with AsyncExitStack() as stack:
@@ -119,13 +119,13 @@ async def test_pins_are_told_with_each_change_and_again_to_a_restarted_coordinat
     shelf.orders.check()
 
 
-async def test_an_expired_pin_is_no_longer_told() -> None:
+async def test_an_expired_pin_is_no_longer_reported() -> None:
     ordering, shelf = Ordering(), Shelf()
     shelf.keep(KEYS[:1])
     async with serving(ordering) as address, shelf.join(address):
         pin = PinOrder(pin_id="short", chunk_keys=join_keys(KEYS[:1]), ttl=Duration(nanos=200_000_000))
         ordering.give(pin=pin)
-        await until(lambda: [len(told.pins) for told in ordering.pin_lists] == [0, 1, 0])
+        await until(lambda: [len(report.pins) for report in ordering.pin_lists] == [0, 1, 0])
         assert not len(shelf.orders.pins)
 
 
@@ -135,7 +135,7 @@ async def test_as_many_pins_as_there_may_be_travel_beside_a_full_report() -> Non
     for number in range(MAX_PINS):
         shelf.orders.pins.pin(f"{number:0{MAX_ID_BYTES}}", KEYS[:1], time.monotonic(), 3600)
     async with serving(ordering) as address, shelf.join(address):
-        await until(lambda: [len(told.pins) for told in ordering.pin_lists] == [MAX_PINS])
+        await until(lambda: [len(report.pins) for report in ordering.pin_lists] == [MAX_PINS])
         assert ordering.stream_count == 1
 
 

@@ -1,4 +1,4 @@
-"""Which records a node keeps, what it tells of them to whom, and whom it asks to go on with what nobody drives."""
+"""Which records a node keeps, what it reports to which coordinator, and which one it asks to continue an operation."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ def record(name: str = "move-1", attempt: int = 1, *, done: bool = False, expire
     return made
 
 
-def told(book: OperationLog, reader: str = "B", since: int = 0) -> list[tuple[str, int, bool, bool]]:
+def reported(book: OperationLog, reader: str = "B", since: int = 0) -> list[tuple[str, int, bool, bool]]:
     book.check()
     return [(one.operation.name, one.attempt, one.operation.done, one.orphaned) for one in book.since(since, reader)]
 
 
-def test_changes_are_told_once_in_their_order() -> None:
+def test_changes_are_reported_once_and_in_order() -> None:
     book = OperationLog()
     book.put(record("one"), "A")
     book.put(record("two"), "A")
-    assert told(book) == [("one", 1, False, False), ("two", 1, False, False)]
+    assert reported(book) == [("one", 1, False, False), ("two", 1, False, False)]
     heard = book.revision
-    assert told(book, since=heard) == []
+    assert reported(book, since=heard) == []
     book.put(record("one", done=True), "A")
-    assert told(book, since=heard) == [("one", 1, True, False)]
-    assert told(book) == [("two", 1, False, False), ("one", 1, True, False)]
+    assert reported(book, since=heard) == [("one", 1, True, False)]
+    assert reported(book) == [("two", 1, False, False), ("one", 1, True, False)]
 
 
 def test_the_later_attempt_counts_and_then_what_is_over() -> None:
     book = OperationLog()
     book.put(record(attempt=2), "B")
     book.put(record(attempt=1, done=True), "A")
-    assert told(book) == [("move-1", 2, False, False)]
+    assert reported(book) == [("move-1", 2, False, False)]
     book.put(record(attempt=2, done=True), "B")
     book.put(record(attempt=2), "A")
-    assert told(book) == [("move-1", 2, True, False)]
+    assert reported(book) == [("move-1", 2, True, False)]
     book.put(record(attempt=3), "C")
-    assert told(book) == [("move-1", 3, False, False)]
+    assert reported(book) == [("move-1", 3, False, False)]
 
 
 def test_orders_of_an_attempt_are_current_until_it_is_over_or_a_later_one_is_kept() -> None:
@@ -83,19 +83,19 @@ def test_who_is_back_in_time_is_asked_first_and_then_one_after_the_other() -> No
     assert book.next_due() is None
     book.disconnected("B", until=5.0)
     assert book.next_due() == 5.0
-    assert told(book, "B")[0] == ("move-1", 1, False, True)
-    assert told(book, "C")[0] == ("move-1", 1, False, False)
+    assert reported(book, "B")[0] == ("move-1", 1, False, True)
+    assert reported(book, "C")[0] == ("move-1", 1, False, False)
     book.reassign(now=4.0, until=7.0, coordinators=["A", "C"])
-    assert told(book, "C")[0][3] is False
+    assert reported(book, "C")[0][3] is False
     heard = book.revision
     book.reassign(now=5.0, until=8.0, coordinators=["A", "C"])
-    assert told(book, "C", heard) == [("move-1", 1, False, True)]
-    assert told(book, "A", heard) == [("move-1", 1, False, False)]
+    assert reported(book, "C", heard) == [("move-1", 1, False, True)]
+    assert reported(book, "A", heard) == [("move-1", 1, False, False)]
     book.reassign(now=8.0, until=11.0, coordinators=["A", "C"])
-    assert told(book, "A")[-1][3] is True
+    assert reported(book, "A")[-1][3] is True
     book.reassign(now=11.0, until=14.0, coordinators=[])
     assert book.next_due() == 14.0
-    assert told(book, "A")[-1][3] is True
+    assert reported(book, "A")[-1][3] is True
 
 
 def test_who_puts_a_record_again_sees_it_through() -> None:
@@ -120,7 +120,7 @@ def test_what_is_over_expires_and_what_runs_does_not() -> None:
     book.expire(9)
     assert len(book) == 2
     book.expire(10)
-    assert [name for name, *_ in told(book)] == ["running"]
+    assert [name for name, *_ in reported(book)] == ["running"]
 
 
 def test_there_is_only_so_much_room_and_what_is_over_gives_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +129,9 @@ def test_there_is_only_so_much_room_and_what_is_over_gives_way_first(monkeypatch
     for name in ("one", "two", "three"):
         book.put(record(name, done=name == "two"), "A")
     book.put(record("four"), "A")
-    assert [name for name, *_ in told(book)] == ["one", "three", "four"]
+    assert [name for name, *_ in reported(book)] == ["one", "three", "four"]
     book.put(record("five"), "A")
-    assert [name for name, *_ in told(book)] == ["three", "four", "five"]
+    assert [name for name, *_ in reported(book)] == ["three", "four", "five"]
     monkeypatch.setattr(record_book, "MAX_RECORD_BYTES", 1)
     book.put(record("six"), "A")
-    assert [name for name, *_ in told(book)] == ["six"]
+    assert [name for name, *_ in reported(book)] == ["six"]

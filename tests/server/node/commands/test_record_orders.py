@@ -1,4 +1,4 @@
-"""Orders about operations: a node keeps their records, tells of changes, and refuses attempts that are over."""
+"""Orders about operations: a node keeps their records, reports changes, and rejects attempts that are over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = count()
 
 
 class Node:
-    """Takes orders of two coordinators, and counts how often it has something to tell the second."""
+    """Takes orders of two coordinators, and counts how often it has something to report to the second."""
 
     def __init__(self, orders: OrderRunner) -> None:
         self.orders = orders
@@ -44,8 +44,8 @@ class Node:
         self.orders.acknowledge(giver, [outcome.order_id])
         return from_status(outcome.status).reason if outcome.status.code else ""
 
-    def told(self, reader: str) -> list[tuple[int, bool, bool]]:
-        """Attempt, cancelled, and orphaned, of each record as it is told to a coordinator."""
+    def reported(self, reader: str) -> list[tuple[int, bool, bool]]:
+        """Attempt, cancelled and orphaned of each record, as reported to a coordinator."""
         return [(one.attempt, one.cancelled, one.orphaned) for one in self.orders.records.since(0, reader)]
 
 
@@ -61,12 +61,12 @@ def keep(attempt: int) -> pb.RecordOrder:
     return pb.RecordOrder(record=pb.OperationRecord(operation=Operation(name="move-1"), attempt=attempt))
 
 
-async def test_a_record_is_told_to_every_coordinator_and_a_cancellation_too(node: Node) -> None:
+async def test_a_record_and_its_cancellation_reach_every_coordinator(node: Node) -> None:
     assert await node.reason(FIRST, record=keep(1)) == ""
     assert node.woken
-    assert node.told(FIRST) == node.told(SECOND) == [(1, False, False)]
+    assert node.reported(FIRST) == node.reported(SECOND) == [(1, False, False)]
     assert await node.reason(SECOND, cancel=pb.CancelOrder(operation_name="move-1")) == ""
-    assert node.told(FIRST) == [(1, True, False)]
+    assert node.reported(FIRST) == [(1, True, False)]
 
 
 async def test_what_an_earlier_attempt_orders_is_refused(node: Node) -> None:
@@ -85,10 +85,10 @@ async def test_another_coordinator_is_asked_once_the_first_is_gone_for_too_long(
     monkeypatch.setattr(module, "OFFER_SECONDS", 3600.0)
     await node.reason(FIRST, record=keep(1))
     node.orders.disconnected(FIRST, 3600.0)
-    assert node.told(SECOND) == [(1, False, False)]
-    assert node.told(FIRST) == [(1, False, True)], "if it is back in time"
+    assert node.reported(SECOND) == [(1, False, False)]
+    assert node.reported(FIRST) == [(1, False, True)], "if it is back in time"
     node.orders.records.put(keep(1).record, FIRST)
     node.orders.disconnected(FIRST, 0.0)
-    await until(lambda: node.told(SECOND) == [(1, False, True)])
+    await until(lambda: node.reported(SECOND) == [(1, False, True)])
     assert await node.reason(SECOND, record=keep(2)) == ""
-    assert node.told(FIRST) == node.told(SECOND) == [(2, False, False)]
+    assert node.reported(FIRST) == node.reported(SECOND) == [(2, False, False)]

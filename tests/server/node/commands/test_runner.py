@@ -116,7 +116,7 @@ async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() 
             assert (here.orders.stats().fetching_count, here.orders.stats().running_count) == (0, 0)
 
 
-async def test_an_order_goes_on_while_the_stream_is_broken_and_is_told_over_the_next() -> None:
+async def test_an_order_continues_while_the_stream_is_broken_and_is_reported_on_the_next() -> None:
     with Remote("owner") as remote:
         listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
         async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:

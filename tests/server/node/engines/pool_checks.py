@@ -12,7 +12,7 @@ LIMIT = CAPACITY // CREDIT_SHARE
 
 
 def is_clean(node: Node) -> bool:
-    """Whether nobody holds or has reserved anything."""
+    """Whether no chunk is held or reserved."""
     node.tier.check()
     return not node.tier.reserved_count and not any(chunk.holds for chunk in node.tier)
 

@@ -138,7 +138,7 @@ async def test_an_engine_that_is_killed_gives_everything_back(node: Node, engine
 
 async def test_a_worker_that_comes_after_its_engine_is_turned_away(node: Node) -> None:
     with pytest.raises(LmkvError, match="not attached"):
-        await asyncio.to_thread(attach, node.config.pool_socket, "nobody", 0, node.epoch, 5.0)
+        await asyncio.to_thread(attach, node.config.pool_socket, "unknown", 0, node.epoch, 5.0)
 
 
 async def test_holds_of_one_engine_take_at_most_its_share_of_the_pool(node: Node) -> None:

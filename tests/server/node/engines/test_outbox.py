@@ -26,7 +26,7 @@ async def test_answers_that_wait_are_merged_as_far_as_a_message_may_grow() -> No
     assert await outbox.take() is None
 
 
-async def test_conflicts_are_always_told_whole() -> None:
+async def test_conflicts_are_always_reported_completely() -> None:
     outbox = Outbox()
     for names in (["a", "b"], ["c"]):
         outbox.put(

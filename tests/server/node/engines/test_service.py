@@ -146,7 +146,7 @@ async def test_a_lookup_that_found_nothing_needs_no_release(node: Node, engine: 
     assert node.engines.session("engine").lease_count == 0
 
 
-async def test_of_two_engines_that_store_one_chunk_the_second_is_told_nothing_and_loses_nothing(node: Node) -> None:
+async def test_of_two_engines_that_store_one_chunk_the_second_gets_no_error_and_loses_nothing(node: Node) -> None:
     async with EngineClient(node, "one") as one, EngineClient(node, "two") as two:
         await one.store(chunk_keys(0))
         await two.store(chunk_keys(0))
@@ -184,7 +184,7 @@ async def test_chunks_that_an_engine_found_damaged_are_dropped(node: Node, engin
     assert len(node.tier) == 1
 
 
-async def test_conflicts_are_told_to_every_engine(node: Node, engine: EngineClient) -> None:
+async def test_conflicts_are_reported_to_every_engine(node: Node, engine: EngineClient) -> None:
     conflict = SpecConflict(instance_id="other", model_name="small", field="kv_dtype")
     node.conflicts_changed([conflict])
     assert await engine.hear("conflicts") == [conflict]
@@ -241,7 +241,7 @@ async def test_a_load_of_what_no_lookup_found_ends_at_once(engine: EngineClient,
     assert loaded.status.code
 
 
-async def test_a_load_of_what_nobody_has_ends_at_once(engine: EngineClient) -> None:
+async def test_a_load_without_holders_ends_at_once(engine: EngineClient) -> None:
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0, 1))
     load = pb.LoadChunks(request_id="1", first_chunk=1, chunk_count=1)
@@ -428,7 +428,7 @@ BAD_CALLS: dict[str, tuple[type[LmkvError], str, Any]] = {
     "release of an unknown engine": (
         EngineNotFound,
         "Release",
-        pb.EngineServiceReleaseRequest(engine_id="nobody", request_id="1"),
+        pb.EngineServiceReleaseRequest(engine_id="unknown", request_id="1"),
     ),
 }
 

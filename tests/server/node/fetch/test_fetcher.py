@@ -92,7 +92,7 @@ async def test_what_one_holder_has_lost_another_gives(owner: Parts, reader: Part
         taken.let_go()
 
 
-async def test_behind_a_hole_that_nobody_fills_nothing_is_handed_out(owner: Parts, reader: Parts) -> None:
+async def test_nothing_is_assigned_behind_a_missing_chunk(owner: Parts, reader: Parts) -> None:
     owner.tier.drop([KEYS[6]])
     taken = Taken(reader)
     fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
@@ -286,7 +286,7 @@ async def test_an_owner_that_grants_little_at_a_time_gives_everything_in_the_end
         await no_grants(owner)
 
 
-async def test_a_holder_that_restarted_is_introduced_anew_and_its_old_epoch_is_not_asked(
+async def test_a_restarted_holder_is_introduced_again_and_its_old_epoch_is_not_used(
     owner: Parts, reader: Parts
 ) -> None:
     gone = owner.holder(16)
@@ -303,7 +303,7 @@ async def test_a_holder_that_restarted_is_introduced_anew_and_its_old_epoch_is_n
     assert (await reader.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))).chunk_count == 0
 
 
-async def test_nobody_fetches_from_itself_or_from_nowhere(reader: Parts) -> None:
+async def test_no_node_fetches_from_itself_or_without_holders(reader: Parts) -> None:
     nowhere = Holder(instance_id="nowhere", epoch=1, peer_address="127.0.0.1:9", matched_chunk_count=16)
     empty = Holder(instance_id="empty", epoch=1, matched_chunk_count=16)
     async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
@@ -315,7 +315,7 @@ async def test_nobody_fetches_from_itself_or_from_nowhere(reader: Parts) -> None
 
 
 @pytest.mark.parametrize("present", [[99], [-1], [1, 0], [0, 0]])
-async def test_a_peer_that_grants_what_nobody_asked_for_has_failed_and_gets_its_grant_back(
+async def test_a_peer_that_grants_other_chunks_has_failed_and_its_grant_is_released(
     owner: Parts, reader: Parts, present: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acquire = PeerConnection.acquire

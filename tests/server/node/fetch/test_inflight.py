@@ -103,7 +103,7 @@ def test_those_who_wait_get_what_lands_and_hear_of_what_does_not() -> None:
     assert len(inflight) == 0
 
 
-def test_extents_are_given_back_only_once_nobody_writes_to_them() -> None:
+def test_extents_are_freed_only_after_the_last_write() -> None:
     tier = new_tier(2)
     writes = PendingWrites(tier)
     for index in range(2):
@@ -120,7 +120,7 @@ def test_extents_are_given_back_only_once_nobody_writes_to_them() -> None:
     assert tier.reserved_count == tier.used_bytes == 0
 
 
-def test_a_chunk_that_somebody_else_committed_first_is_taken_and_the_extent_given_back() -> None:
+def test_a_chunk_that_was_committed_first_elsewhere_is_used_and_the_extent_freed() -> None:
     tier = new_tier()
     first = put(tier, KEYS[0])
     assert put(tier, KEYS[0]) is first

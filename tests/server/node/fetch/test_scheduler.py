@@ -83,7 +83,7 @@ class World:
         self.plan.commit(holder, index, chunk, "peer")
 
     def run(self, rates: dict[int, float], lost: dict[int, set[int]], fails_after: dict[int, int]) -> float:
-        """Has everybody work until nobody has anything to do; when that was. Everything is by a holder's place."""
+        """Runs all holders until none has work; returns the time. Arguments are by the index of a holder."""
         place = {id(holder): number for number, holder in enumerate(self.holders)}
         events: list[tuple[float, int, list[int]]] = []
         given: dict[int, int] = {}
@@ -137,7 +137,7 @@ def world(count: int, *holders: HolderState, own_rate: float = float("inf")) -> 
 
 @settings(deadline=None)
 @given(st.data())
-def test_everything_that_somebody_has_is_brought_once_whoever_fails_or_has_lost_it(data: st.DataObject) -> None:
+def test_every_available_chunk_is_fetched_once_whichever_holder_fails(data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 60))
     numbers = range(data.draw(st.integers(1, 6)))
     in_order = data.draw(st.booleans())
@@ -240,7 +240,7 @@ def test_a_holder_whose_answer_takes_longer_than_the_rest_is_left_alone() -> Non
     assert it.plan.activate() == [fast]
 
 
-def test_where_the_own_side_takes_no_more_nobody_joins() -> None:
+def test_no_instance_joins_while_the_own_side_is_saturated() -> None:
     holders = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(40, *holders)
     for _ in range(2):
@@ -304,7 +304,7 @@ def test_what_a_late_holder_does_not_read_yet_is_moved_and_what_it_reads_is_aske
     assert other.assigned == {*range(12)}
     assert not late.pending or min(late.pending) >= 12
     world.check()
-    assert not world.plan.mark_late(other), "nobody else is on time"
+    assert not world.plan.mark_late(other), "no other holder is on time"
     other.is_late = False
     for index in reading[:1]:  # the late answer comes first after all
         world.land(late, index)

@@ -46,7 +46,7 @@ class Pair:
         self.ticket += 1
         return await self.engine.lookup(str(self.ticket), KEYS, reserve_count, prefill_tokens_per_second=rate)
 
-    async def told(self) -> None:
+    async def learned(self) -> None:
         """Waits until the coordinator knows, again, what the holder has."""
 
         async def known() -> int:
@@ -87,7 +87,7 @@ async def store(engine: EngineClient) -> None:
 
 
 def config(name: str, runtime_dir: Path, coordinator: Coordinator, **settings: str) -> dict[str, str]:
-    """What a node of these tests is told."""
+    """The configuration of a node in these tests."""
     return {
         "instance_id": name,
         "runtime_dir": str(runtime_dir),
@@ -104,7 +104,7 @@ async def asking(runtime_dir: Path, coordinator: Coordinator, **settings: str) -
     values: dict[str, Any] = config("asker", runtime_dir, coordinator, **settings)
     async with Node(NodeConfig(**values)) as node, EngineClient(node, "asking", SPEC) as engine:
         pair = Pair(engine, node)
-        await pair.told()
+        await pair.learned()
         yield pair
 
 
@@ -180,7 +180,7 @@ async def test_a_peer_that_becomes_slow_is_refused_by_an_engine_that_it_was_quic
                     async with mostly_frozen(process.pid):
                         await pair.fetch()
                     assert pair.expected_seconds() > seconds
-                    await pair.told()  # frozen for so long it may have been given up
+                    await pair.learned()  # frozen for so long it may have been given up
                     found = await pair.ask(rate)
                     assert (absent_count(found), found.refused_chunk_count) == (0, len(KEYS))
                     assert pair.refused() == 1

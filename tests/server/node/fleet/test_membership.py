@@ -1,4 +1,4 @@
-"""The fleet as a node sees it, over real sockets: who shares nothing with it, and who holds what, whoever is asked."""
+"""The fleet as a node sees it, over real sockets: spec conflicts, and the same holders from every coordinator."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator
         await until(lambda: fleet.stats().connected_count == 1)
         behind.remove(coordinator.address)
         await until(lambda: [session.coordinator_address for session in fleet.sessions] == [second.address])
-        behind.clear()  # for the moment nobody knows the name: who is there stays
+        behind.clear()  # for the moment the name resolves to nothing: existing members stay
         asked = len(resolved)
         await until(lambda: len(resolved) > asked + 1)
         assert fleet.stats().connected_count == 1

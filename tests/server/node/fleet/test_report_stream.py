@@ -40,7 +40,7 @@ class Coordinator(RegistryServiceServicer):
 
 
 class Unread:
-    """A call whose first reader has yet to learn that it is over, as gRPC tells writers before readers at times."""
+    """A call whose first reader learns of its end after the writers, as gRPC does at times."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -77,7 +77,7 @@ def stream() -> ReportStream:
     )
 
 
-@pytest.mark.parametrize(("error", "expected"), [(ResyncRequired("begin anew"), ResyncRequired), (None, Unreachable)])
+@pytest.mark.parametrize(("error", "expected"), [(ResyncRequired("restart"), ResyncRequired), (None, Unreachable)])
 async def test_a_report_on_a_call_that_is_over_fails_as_the_call_did(
     error: LmkvError | None, expected: type[LmkvError]
 ) -> None:

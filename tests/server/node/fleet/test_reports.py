@@ -18,7 +18,7 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(16, "little"))
 
 
-def test_only_the_last_state_of_a_chunk_is_told() -> None:
+def test_only_the_last_state_of_a_chunk_is_reported() -> None:
     changes = ChunkChanges()
     changes.admitted(HOST, ONE, key(1), 256)
     changes.evicted(HOST, ONE, key(1))
@@ -31,14 +31,14 @@ def test_only_the_last_state_of_a_chunk_is_told() -> None:
     assert split_keys(change.evicted_keys) == [key(1)]
 
 
-def test_nothing_to_tell_is_one_empty_report() -> None:
+def test_nothing_to_report_is_one_empty_report() -> None:
     changes = ChunkChanges()
     assert not changes
     (report,) = changes.reports(SIZES)
     assert not report.changes
 
 
-def test_tiers_and_specs_are_told_apart() -> None:
+def test_tiers_and_specs_are_distinguished() -> None:
     changes = ChunkChanges(
         [
             HeldChunk(tier=HOST, fingerprint=ONE, key=key(1), token_count=256),
@@ -69,8 +69,8 @@ def test_every_report_fits_into_a_message() -> None:
     reports = list(changes.reports(SIZES))
     assert len(reports) == 3
     assert max(report.ByteSize() for report in reports) < MAX_MESSAGE_BYTES
-    told = [k for report in reports for change in report.changes for k in split_keys(change.admitted_keys)]
-    assert told == [key(i) for i in range(count)]
+    admitted = [k for report in reports for change in report.changes for k in split_keys(change.admitted_keys)]
+    assert admitted == [key(i) for i in range(count)]
 
 
 def test_beyond_its_limit_it_keeps_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Which coordinator is told the chunks, of those that share a layout map."""
+"""The coordinator that receives the chunks, of those that share a layout map."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_map_has_one_home_among_those_that_share_it(instance_id: str, ids: 
 
 
 @given(st.text(min_size=1), map_ids)
-def test_whoever_keeps_its_own_map_is_told_itself(instance_id: str, ids: dict[str, str]) -> None:
+def test_a_coordinator_with_its_own_map_gets_its_own_reports(instance_id: str, ids: dict[str, str]) -> None:
     chosen = primaries(instance_id, ids)
     assert all(chosen[address] == address for address, map_id in ids.items() if not map_id)
 

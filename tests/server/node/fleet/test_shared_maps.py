@@ -1,4 +1,4 @@
-"""A node among coordinators that share a layout map: its chunks are told to one of them, and never to nobody."""
+"""A node among coordinators that share a layout map: it reports its chunks to exactly one of them."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ async def joined(shelf: Shelf, sharing: Sequence[Sharing], **options: float) -> 
         yield fleet
 
 
-def tells(sharing: Sequence[Sharing]) -> list[bool | None]:
-    """Whether each is told chunks; None where no stream has come so far."""
-    return [one.tells_chunks for one in sharing]
+def receiving(sharing: Sequence[Sharing]) -> list[bool | None]:
+    """Whether each receives chunks; None without a stream so far."""
+    return [one.reports_chunks for one in sharing]
 
 
-# --- Who is told ---------------------------------------------------------------------------------------------------
+# --- Which coordinator receives the chunks --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [2, 3])
-async def test_each_chunk_is_told_once_in_the_fleet(count: int) -> None:
+async def test_each_chunk_is_reported_once_in_the_fleet(count: int) -> None:
     shelf = Shelf()
     shelf.put(KEYS[:10])
     async with coordinators(*["m"] * count) as all_, joined(shelf, all_, digest_interval_seconds=0.01):
-        await until(lambda: tells(all_) == [True] + [False] * (count - 1))
+        await until(lambda: receiving(all_) == [True] + [False] * (count - 1))
         shelf.put(KEYS[10:20])
         shelf.take(KEYS[:5])
         await until(lambda: all_[0].held == set(KEYS[5:20]))
         await until(lambda: all_[0].counts["digest"] > 0)
-        assert [set(one.told_counts.values()) for one in all_] == [{1}] + [set()] * (count - 1)
+        assert [set(one.report_counts.values()) for one in all_] == [{1}] + [set()] * (count - 1)
         assert [one.counts["stream"] for one in all_] == [1] * count
         assert all(one.counts["bad"] == one.counts["digest"] == 0 for one in all_[1:])
     assert [one.counts["farewell"] for one in all_] == [1] * count
@@ -84,7 +84,7 @@ async def test_all_but_chunks_goes_to_each() -> None:
 
 async def test_both_are_asked_and_both_hear_how_full_it_is() -> None:
     async with coordinators("m", "m", lease_seconds=SHORT_LEASE_SECONDS) as all_, joined(Shelf(), all_) as fleet:
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         await until(lambda: all(one.counts["usage"] > 3 for one in all_))
         for _ in range(4):
             await fleet.lookup(KEYS, 5)
@@ -92,11 +92,11 @@ async def test_both_are_asked_and_both_hear_how_full_it_is() -> None:
         assert fleet.stats().connected_count == 2
 
 
-async def test_whoever_keeps_its_own_map_is_told_everything_besides() -> None:
+async def test_a_coordinator_with_its_own_map_gets_all_reports_in_addition() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("", "m", "m", "other") as all_, joined(shelf, all_):
-        await until(lambda: tells(all_) == [True, True, False, True])
+        await until(lambda: receiving(all_) == [True, True, False, True])
         shelf.put(KEYS[3:5])
         await until(lambda: [one.held for one in all_] == [set(KEYS[:5]), set(KEYS[:5]), set(), set(KEYS[:5])])
         assert [one.counts["stream"] for one in all_] == [1, 1, 1, 1]
@@ -110,40 +110,40 @@ async def test_a_coordinator_that_is_not_there_at_the_start_is_not_waited_for() 
         async with joined(shelf, all_):
             await until(lambda: all_[1].held == set(KEYS[:3]))
             await all_[0].start()
-            await until(lambda: tells(all_) == [True, False])
+            await until(lambda: receiving(all_) == [True, False])
             assert all_[0].held == set(KEYS[:3])
 
 
 # --- Homes that are lost -------------------------------------------------------------------------------------------
 
 
-async def test_where_the_home_dies_the_next_is_told_and_again_when_it_is_back() -> None:
+async def test_if_the_receiving_coordinator_dies_the_next_one_receives_chunks_until_it_is_back() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m", "m") as all_, joined(shelf, all_) as fleet:
-        await until(lambda: tells(all_) == [True, False, False])
+        await until(lambda: receiving(all_) == [True, False, False])
         await all_[0].stop()
-        shelf.put(KEYS[3:6])  # while nobody is told
+        shelf.put(KEYS[3:6])  # while no coordinator receives chunks
         shelf.take(KEYS[:1])
         await until(lambda: all_[1].held == set(KEYS[1:6]))
         assert all_[2].counts["stream"] == 1
         await all_[0].start()
         shelf.put(KEYS[6:8])
-        await until(lambda: tells(all_) == [True, False, False])
+        await until(lambda: receiving(all_) == [True, False, False])
         await until(lambda: all_[0].held == set(KEYS[1:8]))
         assert [one.counts["snapshot"] for one in all_] == [2, 1, 0]
         assert fleet.stats().connected_count == 3
 
 
-async def test_where_another_than_the_home_dies_nothing_is_told_anew() -> None:
+async def test_if_another_coordinator_dies_nothing_is_reported_again() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m") as all_, joined(shelf, all_) as fleet:
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         await all_[1].stop()
         await until(lambda: fleet.stats().connected_count == 1)
         await all_[1].start()
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         assert all_[0].counts["stream"] == 1
         assert all_[1].counts["snapshot"] == 0
 
@@ -159,12 +159,12 @@ async def test_a_home_that_freezes_is_given_up_after_its_lease() -> None:
         other = 1 - home
         fleet = await stack.enter_async_context(shelf.join(*(wire.address for wire in wires)))
         await fleet.started()
-        await until(lambda: (all_[home].tells_chunks, all_[other].tells_chunks) == (True, False))
+        await until(lambda: (all_[home].reports_chunks, all_[other].reports_chunks) == (True, False))
         wires[home].freeze()
         shelf.put(KEYS[3:5])
         await until(lambda: all_[other].held == set(KEYS[:5]))
         wires[home].thaw()
-        await until(lambda: (all_[home].tells_chunks, all_[other].tells_chunks) == (True, False))
+        await until(lambda: (all_[home].reports_chunks, all_[other].reports_chunks) == (True, False))
         await until(lambda: all_[home].held == set(KEYS[:5]))
 
 
@@ -174,7 +174,7 @@ async def test_a_home_goes_on_until_the_next_has_everything() -> None:
     async with coordinators("m", "m", lease_seconds=SHORT_LEASE_SECONDS) as all_:
         await all_[0].stop()
         async with joined(shelf, all_):
-            await until(lambda: tells(all_)[1] is True)
+            await until(lambda: receiving(all_)[1] is True)
             all_[0].acking = False
             await all_[0].start()
             await until(lambda: all_[0].counts["snapshot"] == 2)  # it was given up once already, and is tried again
@@ -182,7 +182,7 @@ async def test_a_home_goes_on_until_the_next_has_everything() -> None:
             await until(lambda: all_[1].held == set(KEYS[:5]))
             assert all_[1].counts["stream"] == 1
             all_[0].acking = True
-            await until(lambda: tells(all_) == [True, False])
+            await until(lambda: receiving(all_) == [True, False])
             assert all_[0].held == set(KEYS[:5])
 
 
@@ -198,20 +198,20 @@ async def test_a_home_that_comes_and_goes_costs_the_other_nothing() -> None:
             assert all_[1].counts["snapshot"] == 1
             assert all_[1].counts["stream"] <= 2  # the first one perhaps without chunks
             all_[0].breaks_streams = False
-            await until(lambda: tells(all_) == [True, False])
+            await until(lambda: receiving(all_) == [True, False])
             assert all_[0].held == set(KEYS[:5])
 
 
-async def test_a_home_that_dies_again_and_again_has_the_other_begin_anew_once_a_second_at_most() -> None:
+async def test_a_crash_looping_receiver_restarts_the_other_at_most_once_a_second() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m") as all_, joined(shelf, all_):
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(3):
-            await until(lambda: tells(all_) == [True, False])
+            await until(lambda: receiving(all_) == [True, False])
             await all_[0].stop()
-            await until(lambda: tells(all_)[1] is True)
+            await until(lambda: receiving(all_)[1] is True)
             await all_[0].start()
         changes = all_[1].counts["stream"] - 1
         assert changes <= 1 + (loop.time() - began)
@@ -222,7 +222,7 @@ async def test_one_that_is_put_off_is_no_home_but_is_asked() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m") as all_, joined(shelf, all_) as fleet:
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         all_[0].put_off_seconds = 0.1
         all_[0].resync()
         await until(lambda: all_[1].held == set(KEYS[:3]))
@@ -235,7 +235,7 @@ async def test_one_that_is_put_off_is_no_home_but_is_asked() -> None:
         assert all_[0].counts["lookup"] == asked + 1
         assert all_[1].counts["snapshot"] == 1
         all_[0].put_off_seconds = 0.0
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         assert all_[0].held == set(KEYS[:3])
 
 
@@ -253,7 +253,7 @@ async def test_a_home_that_asks_for_a_new_snapshot_stays_the_home() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m") as all_, joined(shelf, all_) as fleet:
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         all_[0].resync()
         shelf.put(KEYS[3:5])
         await until(lambda: all_[0].counts["snapshot"] == 2)
@@ -265,14 +265,14 @@ async def test_a_home_that_asks_for_a_new_snapshot_stays_the_home() -> None:
 # --- Maps that come, change and go ---------------------------------------------------------------------------------
 
 
-async def test_where_sharing_begins_one_goes_on_being_told_and_where_it_ends_both_are() -> None:
+async def test_when_sharing_begins_one_coordinator_receives_chunks_and_when_it_ends_both() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("", "") as all_, joined(shelf, all_) as fleet:
-        await until(lambda: tells(all_) == [True, True])
+        await until(lambda: receiving(all_) == [True, True])
         for one in all_:
             one.share("m")
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         shelf.put(KEYS[3:5])
         await until(lambda: all_[0].held == set(KEYS[:5]))
         for one in all_:
@@ -281,39 +281,39 @@ async def test_where_sharing_begins_one_goes_on_being_told_and_where_it_ends_bot
         assert fleet.stats().connected_count == 2
 
 
-async def test_where_only_the_home_stops_sharing_both_are_told() -> None:
+async def test_if_only_the_receiver_stops_sharing_both_receive_chunks() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m") as all_, joined(shelf, all_):
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         all_[0].share("")
         await until(lambda: [one.held for one in all_] == [set(KEYS[:3])] * 2)
         all_[0].share("m")
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
 
 
-async def test_where_the_map_is_another_its_home_is_told_anew() -> None:
+async def test_with_another_map_the_node_reports_to_its_coordinator_again() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m", "m") as all_, joined(shelf, all_):
-        await until(lambda: tells(all_) == [True, False, False])
+        await until(lambda: receiving(all_) == [True, False, False])
         snapshots = all_[0].counts["snapshot"]
         for one in all_:
             one.share("new")
-        await until(lambda: all_[0].counts["snapshot"] > snapshots and tells(all_) == [True, False, False])
+        await until(lambda: all_[0].counts["snapshot"] > snapshots and receiving(all_) == [True, False, False])
         assert all_[0].held == set(KEYS[:3])
 
 
-async def test_a_map_that_is_another_at_the_next_registration_has_streams_begin_anew() -> None:
+async def test_another_map_at_the_next_registration_restarts_streams() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m") as all_, joined(shelf, all_, register_interval_seconds=0.05):
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
         all_[1].map_id = "other"  # without a word over the stream
         await until(lambda: [one.held for one in all_] == [set(KEYS[:3])] * 2)
         assert all_[0].counts["stream"] == 1
         all_[1].map_id = "m"
-        await until(lambda: tells(all_) == [True, False])
+        await until(lambda: receiving(all_) == [True, False])
 
 
 async def test_where_sharing_ends_between_registration_and_report_the_node_registers_again() -> None:
@@ -337,4 +337,4 @@ async def test_one_that_refuses_for_good_is_not_asked_too_often() -> None:
             assert 3 < all_[1].counts["refused"] < 30
             assert all_[0].held == set(KEYS[:3])
             all_[1].refuses_elsewhere = False
-            await until(lambda: tells(all_) == [True, False])
+            await until(lambda: receiving(all_) == [True, False])

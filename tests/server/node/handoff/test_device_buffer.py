@@ -65,15 +65,15 @@ def test_a_part_that_cannot_be_is_refused(rank: int, size_bytes: int, error: str
         lent.lend(rank, size_bytes)
 
 
-def test_a_buffer_larger_than_the_node_wants_is_refused_and_so_is_one_of_nobody() -> None:
+def test_oversized_buffers_and_buffers_of_unknown_engines_are_refused() -> None:
     lent = Lent()
     with pytest.raises(BadMessage, match="takes no handoffs"):
         lent.lend(0, SIZE + 4096)
     with pytest.raises(EngineNotFound):
-        lent.lend(0, engine_id="nobody")
+        lent.lend(0, engine_id="unknown")
 
 
-def test_a_buffer_that_was_lost_is_told_of_once_and_not_lent_again_by_that_engine() -> None:
+def test_a_lost_buffer_is_reported_once_and_not_lent_again_by_that_engine() -> None:
     lent = Lent()
     lent.lend(0)
     lent.lend(1)
@@ -128,7 +128,7 @@ async def test_one_worker_that_fails_fails_the_read_and_the_last_to_stop_ends_it
     assert stops == [1]
 
 
-async def test_a_read_that_nobody_can_finish_is_stopped_once() -> None:
+async def test_a_read_that_cannot_finish_is_stopped_once() -> None:
     stops: list[int] = []
     read = WorkerRead([0], 1, lambda: stops.append(1))
     read.fail(LmkvError("the buffer is gone"))

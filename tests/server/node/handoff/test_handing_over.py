@@ -161,9 +161,7 @@ async def test_a_request_does_not_wait_longer_than_it_may(prefill: Parts, decode
     await ended
 
 
-async def test_a_handoff_that_nobody_announces_is_not_waited_for_long(
-    decode: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_handoff_that_is_never_announced_times_out(decode: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkv_server.node.handoff.receiver.ANNOUNCE_SECONDS", 0.05)
     assert (await follow(decode, "never", KEYS, seconds=FOREVER)).chunks == []
 
@@ -214,14 +212,14 @@ async def test_a_full_buffer_is_given_up_when_the_request_ends(prefill: Parts, d
     await first
 
 
-async def test_engines_that_share_nothing_are_told_so_before_anything_is_opened(prefill: Parts) -> None:
+async def test_engines_that_cannot_share_are_rejected_before_a_connection_is_opened(prefill: Parts) -> None:
     async with Parts("other", spec=replace(SMALL, kv_dtype="float16")) as other:
         handed = await prefill.hand("r", other.instance_id, KEYS)
         assert isinstance(handed.error, KvSpecMismatch)
         assert "kv_dtype" in str(handed.error)
 
 
-async def test_a_decode_that_was_started_anew_is_met_anew(prefill: Parts) -> None:
+async def test_a_restarted_decode_node_is_connected_again(prefill: Parts) -> None:
     prefill.put(KEYS[0])
     async with Parts("decode", chunk_count=32, transfer_channel="shm") as decode:
         assert (await prefill.hand("first", decode.instance_id, KEYS[:1])).error is None

@@ -57,12 +57,12 @@ def test_what_is_still_on_its_way_is_not_held_yet_and_is_asked_for_again() -> No
     first = begin(handoffs, "a", KEYS[:2])
     (reserved,) = first.begin([0], tier).values()
     second = begin(handoffs, "b", KEYS[:2])
-    assert second.missing == (0, 1), "a decode would read what nobody has written"
+    assert second.missing == (0, 1), "a decode engine would read unwritten memory"
     commit(tier, first, 0, reserved)
     assert begin(handoffs, "c", KEYS[:2]).missing == (1,)
 
 
-def test_what_somebody_else_brought_meanwhile_is_not_read_again() -> None:
+def test_chunks_that_another_fetch_committed_are_not_read_again() -> None:
     tier, handoffs = table()
     first, second = begin(handoffs, "first", KEYS[:3]), begin(handoffs, "second", KEYS[:4])
     take(tier, first, 0, 1, 2)

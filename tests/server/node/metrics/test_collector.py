@@ -45,7 +45,7 @@ async def scrape(port: int | None) -> dict[str, float]:
     }
 
 
-async def test_a_node_tells_what_it_holds_and_has_done(runtime_dir: Path) -> None:
+async def test_a_node_reports_its_chunks_and_counters(runtime_dir: Path) -> None:
     async with Node(node_config(runtime_dir)) as node, EngineClient(node) as engine:
         await engine.store(chunk_keys(1, 2))
         await engine.lookup("a", chunk_keys(1, 2, 3))
@@ -72,7 +72,7 @@ async def test_the_documentation_lists_every_metric_of_the_node(
     listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
     disk = {"local_disk": str(runtime_dir / "disk"), "max_local_disk_size": "16MB"}
     warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}
-    remote = {"remote_url": "redis://127.0.0.1:1"}  # where nobody is
+    remote = {"remote_url": "redis://127.0.0.1:1"}  # where no server listens
     plugin = {"tiers": [{"name": "example", "folder": str(runtime_dir / "example")}]}
     async with Node(node_config(runtime_dir, **disk, **warm, **remote, **plugin)) as node:
         families = {family.name for family in node.metrics.collect()}
@@ -84,7 +84,7 @@ def test_every_number_of_a_tier_is_a_metric() -> None:
     assert {field.name for field in fields(TierStats)} == TIER_COUNTERS.keys() | TIER_GAUGES.keys()
 
 
-async def test_a_node_without_peers_tells_nothing_of_them(runtime_dir: Path) -> None:
+async def test_a_node_without_peers_reports_nothing_about_them(runtime_dir: Path) -> None:
     async with Node(node_config(runtime_dir, enable_p2p=False)) as node:
         now = await scrape(node.metrics_port)
     assert "lmkv_node_chunks" in now

@@ -88,7 +88,7 @@ async def test_a_prompt_is_handed_to_registered_instances_and_to_no_address(node
             EngineClient(nodes["prefill"]) as engine,
         ):
             await store(engine, nodes["prefill"].pool, 1)
-            for name in (address, "foreign", "nobody"):
+            for name in (address, "foreign", "unknown"):
                 refused = await handed(engine, name, decode_address=address)
                 assert refused.status.code == grpc.StatusCode.NOT_FOUND.value[0]
                 assert "coordinator_address" in refused.status.message
@@ -105,7 +105,7 @@ async def test_an_instance_is_located_within_its_tenant(coordinator: Coordinator
         registry: Any = RegistryServiceStub(channel)
         found = await registry.LocateInstance(LocateInstanceRequest(instance_id="decode"), timeout=10)
         assert (found.epoch, found.peer_address) == (nodes["decode"].epoch, nodes["decode"].peer_address)
-        for name in ("foreign", "nobody", "x" * 10_000):
+        for name in ("foreign", "unknown", "x" * 10_000):
             with pytest.raises(grpc.RpcError) as refusal:
                 await registry.LocateInstance(LocateInstanceRequest(instance_id=name), timeout=10)
             assert isinstance(rpc.from_rpc_error(refusal.value), InstanceNotFound)

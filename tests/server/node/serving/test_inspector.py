@@ -48,7 +48,9 @@ async def reader() -> AsyncIterator[Parts]:
         parts.check_nothing_left()
 
 
-async def test_what_is_damaged_at_its_owner_is_dropped_and_told_there(owner: Parts, reader: Parts, gone: Gone) -> None:
+async def test_chunks_damaged_at_their_owner_are_dropped_and_logged_there(
+    owner: Parts, reader: Parts, gone: Gone
+) -> None:
     owner.damage(KEYS[2])
     owner.damage(KEYS[5])
     taken = Taken(reader)

@@ -18,7 +18,7 @@ KEYS = keys_of(4)
 
 
 def files(certificates: Certificates) -> dict[str, Any]:
-    """What a node of a fleet with certificates is told."""
+    """The configuration of a node in a fleet with certificates."""
     return {"tls_ca": certificates.ca, "tls_cert": certificates.cert, "tls_key": certificates.key}
 
 
@@ -41,10 +41,10 @@ async def test_peers_speak_tls_and_show_each_other_who_they_are(tmp_path: Path) 
         assert await fetched_count(reader, owner) == len(KEYS)
 
 
-@pytest.mark.parametrize("who", ["nobody", "of another issuer", "expired"])
+@pytest.mark.parametrize("who", ["without certificate", "of another issuer", "expired"])
 async def test_a_stranger_gets_neither_metadata_nor_chunks(tmp_path: Path, who: str) -> None:
     fleet, stranger = issue(tmp_path / "fleet"), issue(tmp_path / "stranger", expired=who == "expired")
-    shown = {} if who == "nobody" else files(stranger) | {"tls_ca": fleet.ca}
+    shown = {} if who == "without certificate" else files(stranger) | {"tls_ca": fleet.ca}
     async with (
         Parts("owner", transfer_channel="shm", **files(fleet)) as owner,
         Parts("reader", transfer_channel="shm", **shown) as reader,

@@ -1,4 +1,4 @@
-"""Peers that ask for tokens: a node's memory is told of to nodes of its own tenant, and to nobody else."""
+"""Peers with tokens: a node describes its memory only to nodes of its own tenant."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_chunks_go_to_nodes_of_the_same_tenant_only(path: str, tenant: str
         ("engine-of-b-token", "PERMISSION_DENIED"),
     ],
 )
-async def test_nobody_else_is_told_how_to_read_the_memory(path: str, token: str, code: str) -> None:
+async def test_no_other_tenant_learns_how_to_read_the_memory(path: str, token: str, code: str) -> None:
     async with (
         node("owner", path, "engine-of-a-token") as owner,
         rpc.open_channel(owner.address, Credentials(token=BearerToken(text=token))) as channel,

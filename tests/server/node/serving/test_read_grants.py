@@ -35,7 +35,7 @@ def put(tier: HostTier, number: int, size_bytes: int = ALIGNMENT) -> Chunk | Non
 
 
 class Granting:
-    """The grants of a tier, and sessions of callers by name; each caller has an identity of its own unless told."""
+    """The grants of a tier, and sessions of callers by name; each caller has its own identity by default."""
 
     def __init__(self, tier: HostTier) -> None:
         self.access = ReadAccess()

@@ -208,7 +208,7 @@ async def test_bad_requests_get_their_status_and_the_server_keeps_serving(
     assert list((await stub.Acquire(acquisition(owner, session), timeout=5)).present) == [0, 1, 2, 3]
 
 
-async def test_a_peer_that_has_its_share_is_told_to_come_back(
+async def test_a_peer_beyond_its_share_gets_a_retry_delay(
     stub: pb_grpc.PeerServiceAsyncStub, owner: Parts, session: str
 ) -> None:
     for key in KEYS[4:]:
@@ -270,7 +270,7 @@ async def test_names_that_a_caller_gives_itself_add_nothing_to_its_share(
     assert granted == 16, "all of them together may keep half of the pool in place"
 
 
-async def test_a_grant_that_nobody_releases_ends_by_itself() -> None:
+async def test_a_grant_that_is_never_released_expires() -> None:
     async with Parts("owner", grant_ttl_seconds=0.2) as owner, rpc.open_channel(owner.address) as channel:
         chunk = owner.put(KEYS[0])
         stub: pb_grpc.PeerServiceAsyncStub = pb_grpc.PeerServiceStub(channel)

@@ -89,7 +89,7 @@ def test_asking_for_no_credits_gives_none(engines: EngineSessions, count: int) -
     assert engines.attach("e", SPEC).reserve(count) == []
 
 
-def test_credits_evict_what_nobody_holds_and_nothing_else(tier: HostTier, engines: EngineSessions) -> None:
+def test_credits_evict_only_chunks_that_are_not_held(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
     for number in range(CAPACITY):
         admit(tier, SPEC, number)
@@ -304,7 +304,7 @@ def test_nothing_is_taken_back_while_the_stream_lives(tier: HostTier, engines: E
     assert everything_is_back(tier)
 
 
-def test_a_worker_that_connects_anew_before_its_old_connection_is_seen_to_end_still_counts(
+def test_a_worker_that_reconnects_before_its_old_connection_ends_still_counts(
     tier: HostTier, engines: EngineSessions
 ) -> None:
     session = granted(tier, engines)
@@ -337,4 +337,4 @@ def test_detaching_twice_takes_back_once(tier: HostTier, engines: EngineSessions
 
 def test_asking_for_an_engine_that_is_not_there_says_so(engines: EngineSessions) -> None:
     with pytest.raises(EngineNotFound):
-        engines.session("nobody")
+        engines.session("unknown")

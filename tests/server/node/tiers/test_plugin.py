@@ -87,8 +87,8 @@ async def test_another_node_finds_it_and_a_reset_removes_it(runtime_dir: Path) -
 @pytest.mark.usefixtures("package")
 async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
     async with Coordinator(port=0, http_ports={"127.0.0.1": 0}) as coordinator:
-        told = config(runtime_dir, "n", coordinator_address=coordinator.address)
-        async with Node(told) as node, EngineClient(node) as engine:
+        settings = config(runtime_dir, "n", coordinator_address=coordinator.address)
+        async with Node(settings) as node, EngineClient(node) as engine:
             await store(engine, node.pool, 0, 1, 2)
             (tier,) = node.stores
             await until(lambda: tier.stats().written_chunks == 3)
@@ -125,7 +125,7 @@ def test_tiers_are_configured_in_yaml_and_by_environment() -> None:
     ("tiers", "why"),
     [
         ([None], "must be a list of tiers"),
-        ([{"name": "nobody"}], "which is no tier: installed packages offer example"),
+        ([{"name": "unknown"}], "which is no tier: installed packages offer example"),
         ([{"name": "example"}, {"name": "example"}], "must not name a tier twice"),
         ([{"folder": "/mnt"}], "must be a list of tiers"),
         ("example", "must be a list of tiers"),

@@ -125,5 +125,5 @@ def test_vllm_accepts_the_requests_of_engines_and_the_responses_of_clients() -> 
         assert not (unknown := set(rest.model_extra or {}) | set(first.model_extra or {})), unknown
         joiner = ResponseJoiner(path, asked | {"max_tokens": 1}, first_answer(path, [1, 2], 3, "x"))
         for event in [*joiner.first_events(), *joiner.last_events()[:-1]]:
-            told = json.loads(data_of(event))
-            assert not event_type.model_validate(told).model_extra
+            parsed = json.loads(data_of(event))
+            assert not event_type.model_validate(parsed).model_extra

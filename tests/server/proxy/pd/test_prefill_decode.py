@@ -28,7 +28,7 @@ def chat(text: str, **parameters: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, **parameters}
 
 
-def told(response: httpx.Response) -> Any:
+def answer_of(response: httpx.Response) -> Any:
     """The content of a response without its id and time; of a stream the events, which must share both."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
@@ -49,7 +49,7 @@ def plain(answer: dict[str, Any]) -> dict[str, Any]:
 async def alone(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> Any:
     """The response of one engine alone, which does not record the request."""
     async with httpx.AsyncClient(base_url=engine.url, trust_env=False) as client:
-        said = told(await client.post(path, json=body))
+        said = answer_of(await client.post(path, json=body))
     engine.asked.pop()
     return said
 
@@ -106,7 +106,7 @@ async def test_the_answer_is_that_of_one_engine(
 ) -> None:
     for stream in ({}, {"stream": True}, USAGE):
         asked = body | stream
-        assert told(await front.ask(path, asked)) == await alone(decoder, path, asked)
+        assert answer_of(await front.ask(path, asked)) == await alone(decoder, path, asked)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -128,7 +128,7 @@ async def test_any_answer_is_that_of_one_engine(
 ) -> None:
     path, body = (CHAT, chat(prompt)) if is_chat else (COMPLETIONS, completion(prompt))
     body |= {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), **stream}
-    assert told(await front.ask(path, body)) == await alone(decoder, path, body)
+    assert answer_of(await front.ask(path, body)) == await alone(decoder, path, body)
 
 
 async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_twice(
@@ -172,9 +172,9 @@ async def test_a_request_that_cannot_go_on_is_generated_by_the_decode_engine_alo
     body = completion(PLAIN, max_tokens=20, presence_penalty=1.0, n=1, stop=["zzz"])
     await front.ask(COMPLETIONS, body)
     (rest,) = decoder.bodies()
-    told_decoder = rest.pop("kv_transfer_params")["lmkv"]
+    decoder_parameters = rest.pop("kv_transfer_params")["lmkv"]
     assert rest == body
-    assert told_decoder["prompt_token_count"] == len(PLAIN)
+    assert decoder_parameters["prompt_token_count"] == len(PLAIN)
     assert prefiller.bodies()[0]["max_tokens"] == 1
     await front.counts("lmkv_proxy_requests_total", 1, strategy="repeat", outcome="ok")
     await front.counts("lmkv_proxy_repeats_total", 1, reason="presence_penalty")
@@ -190,7 +190,7 @@ async def test_reasoning_is_left_to_one_engine(
 ) -> None:
     prefiller.thinks = decoder.thinks = True
     body = chat("hello", max_tokens=20)
-    assert told(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
+    assert answer_of(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
     await front.counts("lmkv_proxy_requests_total", 1, strategy="repeat")
 
 
@@ -201,7 +201,7 @@ async def test_no_parameter_that_clients_make_up_becomes_a_label(front: Front) -
 
 async def test_a_prompt_that_fills_the_model_ends_after_one_token(front: Front, decoder: ScriptedEngine) -> None:
     body = chat("x" * (MAX_MODEL_LEN - len("user: \nassistant: ") - 1))
-    assert told(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
+    assert answer_of(await front.ask(CHAT, body)) == await alone(decoder, CHAT, body)
     assert decoder.bodies() == []
 
 
@@ -241,7 +241,7 @@ async def test_without_an_instance_the_decode_engine_does_it_all(
     decoder = await make_engine()
     front = await make_proxy([prefiller], [decoder])
     body = completion(PLAIN)
-    assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
+    assert answer_of(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
     assert prefiller.bodies() == []
     await front.counts("lmkv_proxy_requests_total", 1, strategy="alone", outcome="ok")
 
@@ -331,12 +331,12 @@ async def test_the_handoff_of_a_client_that_leaves_is_ended(
 async def test_a_handoff_that_the_prefill_refuses_is_not_named_to_the_decode(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert prefiller.told is not None
-    prefiller.told["handoff_refused"] = "no proxy of this fleet has vouched for it"
+    assert prefiller.handoff_params is not None
+    prefiller.handoff_params["handoff_refused"] = "no proxy of this fleet has vouched for it"
     for more in ({}, {"presence_penalty": 1.0}):
         for _ in range(2):
             body = completion(PLAIN, **more)
-            assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
+            assert answer_of(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
     assert len(decoder.bodies()) == 4
     assert "lmkv" not in json.dumps(decoder.bodies())
     assert not decoder.ended

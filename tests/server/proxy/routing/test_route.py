@@ -16,7 +16,7 @@ from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
-from tests.server.proxy.pd.test_prefill_decode import CHAT, COMPLETIONS, alone, chat, completion, told
+from tests.server.proxy.pd.test_prefill_decode import CHAT, COMPLETIONS, alone, answer_of, chat, completion
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
 
 __all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
@@ -31,7 +31,7 @@ SPEC = KvSpec(
     chunk_size=16,
     vocab_size=257,
 )
-PROMPT = "a prompt of which somebody holds four chunks already, and more"
+PROMPT = "a prompt of which one node holds four chunks already, and more"
 
 
 def counts(engines: list[ScriptedEngine]) -> list[int]:
@@ -48,7 +48,7 @@ async def test_an_answer_is_passed_on_as_it_is(
 ) -> None:
     engine = await make_engine()
     front = await make_proxy(engines=[engine])
-    assert told(await front.ask(COMPLETIONS, body)) == await alone(engine, COMPLETIONS, body)
+    assert answer_of(await front.ask(COMPLETIONS, body)) == await alone(engine, COMPLETIONS, body)
     assert engine.bodies() == [body]
 
 
@@ -194,7 +194,7 @@ async def test_prefill_engines_are_chosen_by_what_they_hold(
     decoder = await make_engine("d")
     front = await make_proxy(prefillers, [decoder], policy="kv_aware", coordinator_address=holders, lookup_timeout=5)
     body = completion(PROMPT, max_tokens=9)
-    assert told(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
+    assert answer_of(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
     assert counts(prefillers) == [0, 0, 1]
 
 

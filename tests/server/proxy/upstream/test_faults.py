@@ -17,9 +17,9 @@ from tests.server.proxy.pd.test_prefill_decode import (
     PLAIN,
     USAGE,
     alone,
+    answer_of,
     chat,
     completion,
-    told,
 )
 from tests.server.proxy.scripted_engine import ScriptedEngine
 
@@ -45,7 +45,7 @@ async def test_a_request_fails_over_to_another_prefill_engine(
     front, prefillers, decoders = await fleet(make_engine, make_proxy, 2, 1)
     for prefiller in prefillers:
         prefiller.refusals = [status] if prefiller is prefillers[0] else []
-    assert told(await front.ask(COMPLETIONS, BODY)) == await alone(decoders[0], COMPLETIONS, BODY)
+    assert answer_of(await front.ask(COMPLETIONS, BODY)) == await alone(decoders[0], COMPLETIONS, BODY)
     first, second = prefillers[0].bodies()[0], prefillers[1].bodies()[0]
     assert first["kv_transfer_params"]["lmkv"]["request_id"] != second["kv_transfer_params"]["lmkv"]["request_id"]
     await front.counts("lmkv_proxy_retries_total", 1, role="prefill")
@@ -59,7 +59,7 @@ async def test_without_prefill_engines_the_decode_engine_computes(
     front, prefillers, decoders = await fleet(make_engine, make_proxy, 3, 1)
     for prefiller in prefillers:
         prefiller.refusals = [500, 500]
-    assert told(await front.ask(COMPLETIONS, body)) == await alone(decoders[0], COMPLETIONS, body)
+    assert answer_of(await front.ask(COMPLETIONS, body)) == await alone(decoders[0], COMPLETIONS, body)
     assert sum(len(prefiller.asked) for prefiller in prefillers) == 2, "no third one is tried"
     assert "kv_transfer_params" not in decoders[0].bodies()[0]
     await front.counts("lmkv_proxy_requests_total", 1, strategy="alone", outcome="ok")
@@ -69,7 +69,7 @@ async def test_a_prefill_that_was_given_up_is_no_first_token(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
 ) -> None:
     prefiller.abort_after = 0
-    assert told(await front.ask(COMPLETIONS, BODY | USAGE)) == await alone(decoder, COMPLETIONS, BODY | USAGE)
+    assert answer_of(await front.ask(COMPLETIONS, BODY | USAGE)) == await alone(decoder, COMPLETIONS, BODY | USAGE)
     await front.counts("lmkv_proxy_repeats_total", 1, reason="first_token")
 
 
@@ -94,11 +94,11 @@ async def test_a_prefill_engine_that_dies_is_unhealthy_until_it_restarts(
 ) -> None:
     front, (prefiller,), (decoder,) = await fleet(make_engine, make_proxy, 1, 1, health_interval=0.05)
     await prefiller.stop()
-    assert told(await front.ask(COMPLETIONS, BODY)) == await alone(decoder, COMPLETIONS, BODY)
+    assert answer_of(await front.ask(COMPLETIONS, BODY)) == await alone(decoder, COMPLETIONS, BODY)
     state = front.proxy.pools.engines[0]
     await until(lambda: not state.is_healthy)
     assert state.failure == "it cannot be reached (Connection refused)"
-    prefiller.told = {"instance_id": "p-new"}
+    prefiller.handoff_params = {"instance_id": "p-new"}
     await prefiller.start()
     await front.all_healthy()
     assert state.instance_id == "p-new"
@@ -117,7 +117,7 @@ async def test_another_decode_engine_continues_where_one_died(
     expected = await alone(decoders[0], path, body)
     setattr(decoders[0], fault, token_count)
     setattr(decoders[1], fault, None)
-    said = told(await front.ask(path, body))
+    said = answer_of(await front.ask(path, body))
     assert text(said) == text(expected)
     assert said[-1] == expected[-1], "usage counts each token once"
     assert [chunk["choices"][0]["finish_reason"] for chunk in said[:-1]][-1] == "length"
@@ -137,7 +137,7 @@ async def test_a_complete_response_survives_the_decode_engine(
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
     expected = await alone(decoders[0], COMPLETIONS, BODY)
     setattr(decoders[0], fault, 5)
-    assert told(await front.ask(COMPLETIONS, BODY)) == expected
+    assert answer_of(await front.ask(COMPLETIONS, BODY)) == expected
 
 
 async def test_a_stream_that_cannot_go_on_ends_with_an_error(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
@@ -158,7 +158,7 @@ async def test_a_repeated_answer_that_has_not_begun_is_another_engines(
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
     expected = await alone(decoders[1], COMPLETIONS, REPEATED | STREAM)
     decoders[0].die_after = 0
-    assert told(await front.ask(COMPLETIONS, REPEATED | STREAM)) == expected
+    assert answer_of(await front.ask(COMPLETIONS, REPEATED | STREAM)) == expected
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
@@ -169,7 +169,7 @@ async def test_a_request_fails_over_to_another_decode_engine(
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
     expected = await alone(decoders[1], COMPLETIONS, body)
     decoders[0].refusals = [status]
-    assert told(await front.ask(COMPLETIONS, body)) == expected
+    assert answer_of(await front.ask(COMPLETIONS, body)) == expected
     assert not decoders[0].refusals
     await front.counts("lmkv_proxy_retries_total", 1, role="decode")
 
@@ -187,14 +187,14 @@ async def test_a_refusal_behind_the_first_token_is_an_event(front: Front, decode
     response = await front.ask(COMPLETIONS, BODY | STREAM)
     first, error, done, _ = response.text.split("\n\n")
     assert json.loads(first.removeprefix("data: "))["choices"][0]["text"]
-    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "as it was told"
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "as scripted"
     assert done == "data: [DONE]"
 
 
 async def test_the_last_engines_own_words_are_passed_on(front: Front, decoder: ScriptedEngine) -> None:
     decoder.refusals = [503]
     response = await front.ask(COMPLETIONS, BODY)
-    assert (response.status_code, response.json()["error"]["message"]) == (503, "as it was told")
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "as scripted")
 
 
 @pytest.mark.parametrize("body", [BODY, BODY | STREAM, REPEATED, REPEATED | STREAM])
@@ -264,7 +264,7 @@ async def test_a_frozen_engine_is_replaced_amid_a_request(
         if engine is not frozen:
             engine.going.set()
     frozen.health = 0
-    assert text(told(await asking)) == text(expected)
+    assert text(answer_of(await asking)) == text(expected)
     await front.counts("lmkv_proxy_retries_total", 1, role=held)
     frozen.going.set()
 
@@ -376,7 +376,7 @@ async def test_odd_values_come_to_an_engine_and_to_no_harm(
     front: Front, decoder: ScriptedEngine, odd: dict[str, Any]
 ) -> None:
     await front.ask(COMPLETIONS, BODY | odd)
-    assert told(await front.ask(COMPLETIONS, BODY)) == await alone(decoder, COMPLETIONS, BODY)
+    assert answer_of(await front.ask(COMPLETIONS, BODY)) == await alone(decoder, COMPLETIONS, BODY)
     await front.counts("lmkv_proxy_requests_total", 2)
 
 
@@ -401,5 +401,5 @@ async def test_requests_under_way_get_a_moment_when_it_stops(
         refused = await other.post(COMPLETIONS, json=BODY)
         assert refused.status_code == 503
     decoder.going.set()
-    assert told(await asking) == await alone(decoder, COMPLETIONS, BODY | STREAM)
+    assert answer_of(await asking) == await alone(decoder, COMPLETIONS, BODY | STREAM)
     await stopping

@@ -167,7 +167,7 @@ export class Prompt {
     const found = holders.length
       ? `${counted(holders.length, "instance")} ${holders.length === 1 ? "holds" : "hold"} a beginning of it; ` +
         `the longest is ${percent(best, length)}.`
-      : "Nobody holds a beginning of it.";
+      : "No instance holds a prefix of it.";
     setText(byId("prompt-summary"), this.#answer.partial ? `${found} The map is being rebuilt: more may be held.` : found);
     show(byId("prompt-holders-field"), holders.length > 0);
     show(byId("prompt-actions"), holders.length > 0);

@@ -160,7 +160,7 @@ class ValkeyStore:
 
 
 class _Wire:
-    """The bytes of one answer, taken from the socket before anybody else sees them."""
+    """The bytes of one answer, taken from the socket before any other code sees them."""
 
     def __init__(self, connection: Connection, deadline: float) -> None:
         self._socket: socket.socket = connection._sock

@@ -79,7 +79,7 @@ async def test_an_operation_that_runs_is_cancelled(
     assert fleet["c"].chunks == {}
 
 
-async def test_what_failed_is_told_in_words(visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]) -> None:
+async def test_failures_are_explained(visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]) -> None:
     fleet["c"].limit = 2
     await start_copy(cache)
     page = await visitor.open()

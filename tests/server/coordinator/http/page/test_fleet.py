@@ -35,7 +35,7 @@ from tests.server.coordinator.http.page.visitor import (
 from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance, until
 
 
-async def test_every_file_that_the_page_names_is_served_and_asked_for_anew(http: httpx.AsyncClient) -> None:
+async def test_every_file_of_the_page_is_served_without_caching(http: httpx.AsyncClient) -> None:
     waiting, seen = ["/"], set[str]()
     while waiting:
         path = waiting.pop()
@@ -53,7 +53,7 @@ async def test_every_file_that_the_page_names_is_served_and_asked_for_anew(http:
     assert files == {path.rpartition("/")[2] or "index.html" for path in seen}
 
 
-async def test_an_empty_fleet_is_told_how_to_begin(visitor: Visitor) -> None:
+async def test_an_empty_fleet_shows_how_to_begin(visitor: Visitor) -> None:
     page = await visitor.open()
     await expect(page.locator("#instances-empty")).to_contain_text("lmkv node --instance-id")
     await expect(page.locator("#operations-empty")).to_be_visible()
@@ -125,11 +125,11 @@ async def test_hits_are_shown_by_where_they_were_found(visitor: Visitor, make: M
         await expect(bars.nth(1)).to_be_hidden()
         assert await parts(bars.nth(0)) == [["own", near(0.625)], ["peer", near(0.25)]]
         a.stats.CopyFrom(InstanceStats(asked_chunks=4, own_chunks=1))  # it has started again
-        await a.tell_stats()
+        await a.report_stats()
         await expect(words.nth(0)).to_have_text("25 %")
         assert await parts(bars.nth(0)) == [["own", near(0.25)], ["peer", near(0)]]
         a.stats.Clear()
-        await a.tell_stats()
+        await a.report_stats()
         await expect(words.nth(0)).to_have_text("–")
         await expect(bars.nth(0)).to_be_hidden()
 
@@ -150,29 +150,29 @@ async def test_traffic_is_what_instances_count(visitor: Visitor, make: Make) -> 
         )
         assert float(widths[0]) > float(widths[1])
         b.stats.traffic.add(instance_id="a", chunk_count=2, transferred_bytes=2 << 20)
-        await b.tell_stats()
+        await b.report_stats()
         await expect(titles.nth(1)).to_have_text("a → b: 2 chunks, 2.0 MiB")
         await expect(edges.nth(1)).to_have_attribute("data-state", "recent")
         await expect(edges.nth(0)).to_have_attribute("data-state", "past")
         del a.stats.traffic[1]  # a has started again, and has fetched a little since
         a.stats.traffic[0].CopyFrom(PeerTraffic(instance_id="b", chunk_count=1, transferred_bytes=1 << 20))
-        await a.tell_stats()
+        await a.report_stats()
         await expect(titles).to_have_text(["a → b: 2 chunks, 2.0 MiB", "b → a: 1 chunk, 1.0 MiB"])
         await expect(page.locator("#traffic-total")).to_have_text("3.0 MiB fetched")
         await expect(edges.nth(1)).to_have_attribute("data-state", "recent")
         a.stats.Clear()
-        await a.tell_stats()
+        await a.report_stats()
         await expect(titles).to_have_text(["a → b: 2 chunks, 2.0 MiB"])
 
 
 async def test_operations_show_what_runs_and_add_no_bytes(visitor: Visitor) -> None:
     page = await visitor.open()
-    script = """async told => {
+    script = """async given => {
         const { Flows } = await import("/static/flows.js");
         const flows = new Flows();
         const traffic = [{instanceId: "a", chunkCount: "5", transferredBytes: "50"}];
         flows.note([{instanceId: "b", stats: {traffic}}], 0);
-        return told.map(([from, to, bytes, age]) => flows.list([{
+        return given.map(([from, to, bytes, age]) => flows.list([{
             source: {instanceId: from}, destination: {instanceId: to}, bytes, done: age !== null,
             endTime: age === null ? null : Date.now() / 1000 - age,
         }]).map(flow => [flow.from, flow.to, flow.bytes, flow.isRunning, flow.isRecent]));
@@ -183,12 +183,12 @@ async def test_operations_show_what_runs_and_add_no_bytes(visitor: Visitor) -> N
         (["a", "b", 7, 0], [["a", "b", 50, False, True]]),
         (["a", "b", 7, 60], [counted]),
         (["a", "c", 0, None], [counted, ["a", "c", 0, True, True]]),
-        (["a", "c", 7, 0], [counted, ["a", "c", 0, False, True]]),  # c has yet to tell
+        (["a", "c", 7, 0], [counted, ["a", "c", 0, False, True]]),  # c has not reported yet
         (["a", "c", 0, 0], [counted]),  # c held it all
         (["a", "a", 7, None], [counted]),  # from one tier to another
     ]
-    told = [operation for operation, _ in operations_and_flows]
-    assert await page.evaluate(script, told) == [flows for _, flows in operations_and_flows]
+    operations = [operation for operation, _ in operations_and_flows]
+    assert await page.evaluate(script, operations) == [flows for _, flows in operations_and_flows]
 
 
 async def test_flows_glow_after_a_rise_that_was_seen_to_happen(visitor: Visitor) -> None:
@@ -241,7 +241,7 @@ async def test_a_larger_fleet_is_a_heat_map(visitor: Visitor, make: Make) -> Non
         assert min(strong) > 0.1
         await expect(page.locator(".cell[data-state=recent]")).to_have_count(0)
         b.stats.traffic[0].transferred_bytes += 1
-        await b.tell_stats()
+        await b.report_stats()
         await expect(page.locator(".cell[data-state=recent] title")).to_have_text("a → b: 3 chunks, 1.0 GiB")
 
 
@@ -294,9 +294,9 @@ async def test_the_table_is_filtered_by_text_and_state(
 
 async def test_conflicts_are_grouped_by_reason(visitor: Visitor) -> None:
     page = await visitor.open()
-    script = """async told => {
+    script = """async given => {
         const { reasonsOf } = await import("/static/conflicts.js");
-        const instances = told.map(([instanceId, fingerprint, fields]) => ({
+        const instances = given.map(([instanceId, fingerprint, fields]) => ({
             instanceId, specs: [{modelName: "m", fingerprint, ...fields}], conflicts: [{modelName: "m"}],
         }));
         return reasonsOf(instances).map(({field, values}) => [field, [...values]]);
@@ -320,7 +320,7 @@ async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator
         a.stats.CopyFrom(InstanceStats(asked_chunks=100, own_chunks=50, peer_chunks=25, load_count=4))
         a.stats.load_duration.FromMilliseconds(1000)
         a.stats.avoided_prefill_duration.FromMilliseconds(9000)
-        await a.tell_stats()
+        await a.report_stats()
         await until(lambda: services.core.instances.named("a", "").stats.asked_chunks == 100)
         samples.take(services.core.instances, now)
         page = await visitor.open()
@@ -347,7 +347,7 @@ async def test_a_name_opens_the_details_of_its_instance(
 ) -> None:
     fleet["a"].stats.CopyFrom(InstanceStats(asked_chunks=8, own_chunks=4, peer_chunks=2))
     fleet["a"].stats.traffic.add(instance_id="b", chunk_count=9, transferred_bytes=9 << 20)
-    await fleet["a"].tell_stats()
+    await fleet["a"].report_stats()
     async with make("odd", spec=LLAMA_FLOAT):
         page = await visitor.open()
         await page.get_by_role("button", name="a", exact=True).press("Enter")

@@ -171,7 +171,7 @@ async def test_a_prompt_of_several_models_offers_them(visitor: Visitor, make: Ma
         await page.get_by_label("Model", exact=True).select_option("llama")
         await page.get_by_label("Cache salt").fill("other")
         await page.get_by_role("button", name="Look up").click()
-        await expect(page.locator("#prompt-summary")).to_contain_text("Nobody holds a beginning of it.")
+        await expect(page.locator("#prompt-summary")).to_contain_text("No instance holds a prefix of it.")
         await page.get_by_label("Cache salt").fill("")
         await page.get_by_role("button", name="Look up").click()
         await expect(page.locator(".holder .name")).to_have_text(["a"])

@@ -34,12 +34,12 @@ async def test_the_page_recovers_when_the_coordinator_comes_back(
     async with (
         Coordinator(port=0, http_ports=ports, cluster_secret="hush") as successor,
         rpc.open_channel(successor.address) as channel,
-        ScriptedInstance(channel, {}, "anew", LLAMA, CHUNKS),
+        ScriptedInstance(channel, {}, "restarted", LLAMA, CHUNKS),
     ):
         await expect(page.locator("#state")).to_have_text(re.compile("Live|Rebuilding"))
         await expect(page.locator("#lost")).to_be_hidden()
-        await expect(page.locator(NAMES)).to_have_text(["anew"])
-        await expect(page.locator(".holder .name")).to_have_text(["anew"])
+        await expect(page.locator(NAMES)).to_have_text(["restarted"])
+        await expect(page.locator(".holder .name")).to_have_text(["restarted"])
         await page.close()
 
 
@@ -47,10 +47,10 @@ async def test_the_page_recovers_when_the_coordinator_comes_back(
 async def test_it_says_when_the_map_is_being_rebuilt(visitor: Visitor) -> None:
     page = await visitor.open()
     await look_up(page)
-    await expect(page.locator("#prompt-summary")).to_contain_text("Nobody holds a beginning of it.")
+    await expect(page.locator("#prompt-summary")).to_contain_text("No instance holds a prefix of it.")
     # A lease after the start all are back who would come.
     await expect(page.locator("#state")).to_have_text("Live")
-    await expect(page.locator("#prompt-summary")).to_have_text("Nobody holds a beginning of it.")
+    await expect(page.locator("#prompt-summary")).to_have_text("No instance holds a prefix of it.")
 
 
 async def test_rows_are_changed_in_place(visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]) -> None:
@@ -89,7 +89,7 @@ async def test_it_keeps_the_newest_operations_and_reads_only_what_is_new(
         await expect(page.locator(".operation")).to_have_count(200)
 
 
-async def test_it_does_not_ask_while_nobody_looks(visitor: Visitor, make: Make) -> None:
+async def test_a_hidden_page_does_not_poll(visitor: Visitor, make: Make) -> None:
     page = await visitor.open()
     await rounds(page, 1)
     look = "isHidden => { Object.defineProperty(document, 'hidden', {value: isHidden, configurable: true}); }"

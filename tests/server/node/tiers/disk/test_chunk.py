@@ -1,4 +1,4 @@
-"""Names of files say all there is to know of a chunk, and nothing that somebody made of them is believed."""
+"""Names of files describe a chunk completely, and names that lmkv has not written are ignored."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime
         assert (absent_count(found), found.refused_chunk_count) == (2, 0)
 
 
-async def test_metrics_tell_of_the_disk(runtime_dir: Path) -> None:
+async def test_metrics_describe_the_disk(runtime_dir: Path) -> None:
     async with engine_at_node(runtime_dir) as (node, engine):
         await store(engine, node.pool, 0, 1)
         await written(node, 2)
@@ -252,7 +252,7 @@ class NodeProcess:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        self.socket.unlink()  # so that whoever waits for it waits for the next one
+        self.socket.unlink()  # so that clients wait for the socket of the next process
 
 
 async def test_after_kill_9_a_node_serves_what_it_had_written(runtime_dir: Path) -> None:

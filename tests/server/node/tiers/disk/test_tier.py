@@ -217,7 +217,7 @@ async def test_a_chunk_that_host_memory_loses_before_its_turn_is_skipped(folder:
     async with host_with_disk(folder) as host:
         for number in range(8):
             host.store(number)
-        host.drop(*range(8))  # nobody had a turn yet
+        host.drop(*range(8))  # before any write
         await flushed(host)
         assert host.disk.stats().skipped_chunks == 8
         assert not host.on_disk
@@ -237,7 +237,7 @@ class Trouble(PlainIo):
         super().write(fd, memory)
 
 
-async def test_a_slow_disk_holds_nobody_up_and_is_used_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_slow_disk_delays_nothing_and_is_used_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     trouble = Trouble()
     host = Host(8)
     async with DiskTier(

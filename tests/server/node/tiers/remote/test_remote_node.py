@@ -193,7 +193,7 @@ async def test_a_reset_forgets_what_all_share(runtime_dir: Path, redis: RedisSer
         await until(lambda: redis.names() == set())
 
 
-async def test_metrics_tell_of_the_store(runtime_dir: Path, redis: RedisServer) -> None:
+async def test_metrics_describe_the_store(runtime_dir: Path, redis: RedisServer) -> None:
     async with engine_at_node(runtime_dir, "a", redis.url) as (node, engine):
         await store(engine, node.pool, 0, 1)
         await until(lambda: remote_tier(node).stats().written_chunks == 2)

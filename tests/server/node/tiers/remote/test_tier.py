@@ -87,7 +87,7 @@ async def test_what_one_node_stores_another_finds_and_reads(server: AnyServer) -
         assert second.remote.stats().written_chunks == 0, "what came from there is not put again"
 
 
-async def test_a_chunk_is_put_once_whoever_has_it(server: AnyServer) -> None:
+async def test_a_chunk_is_written_once_whichever_node_holds_it(server: AnyServer) -> None:
     async with host_with(server.store()) as first, host_with(server.store()) as second:
         first.store(0, 1)
         await first.flushed()
@@ -136,7 +136,7 @@ async def test_a_bucket_is_asked_few_questions_and_a_gap_is_noticed_by_the_load(
         assert 10 not in await host.read(*range(30))
         host.store(10)
         await host.flushed()
-        assert name_of(10) in s3.names(), "whoever computes it fills the gap"
+        assert name_of(10) in s3.names(), "the next store fills the gap"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ async def test_what_no_chunk_could_be_is_not_even_read(server: AnyServer) -> Non
 
 
 async def test_a_clear_removes_what_is_ours_and_nothing_else(server: AnyServer) -> None:
-    server.replace("somebody/elses", b"bytes")
+    server.replace("another/application", b"bytes")
     other = ROOT + "ff" * 16 + "/" + "00" * 16
     server.replace(other, b"of another spec")
     async with host_with(server.store()) as host:
@@ -196,9 +196,9 @@ async def test_a_clear_removes_what_is_ours_and_nothing_else(server: AnyServer) 
         assert await host.count(*range(5)) == 4
         assert await host.clear(SPEC.fingerprint) == 4
         assert await host.count(*range(5)) == 0
-        assert server.names() == {"somebody/elses", other}
+        assert server.names() == {"another/application", other}
         assert await host.clear() == 1
-    assert server.names() == {"somebody/elses"}
+    assert server.names() == {"another/application"}
 
 
 async def test_a_store_that_refuses_what_it_is_asked_says_why(
@@ -290,7 +290,7 @@ async def test_tls_is_spoken_and_the_certificate_verified(tmp_path: Path) -> Non
     with RedisServer(*arguments) as server:
         url = f"rediss://127.0.0.1:{tls_port}/0"
         async with host_with(server.store(url), ready=False) as host:
-            assert not host.remote.usable, "its certificate is nobody's that is known"
+            assert not host.remote.usable, "its issuer is unknown"
         async with host_with(server.store(f"{url}?ssl_ca_certs={files.ca}")) as host:
             host.store(*range(8))
             await host.flushed()
@@ -309,7 +309,7 @@ async def test_a_frozen_store_costs_one_lookup_its_time_and_the_others_nothing(r
         assert not host.remote.usable
         for _ in range(100):
             assert await host.count(1) == 0
-        assert host.remote.stats().late_lookups == 1, "nobody asks meanwhile"
+        assert host.remote.stats().late_lookups == 1, "no lookup is sent meanwhile"
         redis.thaw()
         await host.open()
         assert await host.count(0) == 1
@@ -343,7 +343,7 @@ async def test_a_store_that_stays_frozen_is_lost_and_back_when_it_thaws(redis: R
         redis.freeze()
         assert await host.read(0) == []
         assert not host.remote.backend.health.is_open
-        host.store(1)  # nobody waits
+        host.store(1)  # without waiting
         redis.thaw()
         await host.open()
         await host.flushed()
@@ -415,7 +415,7 @@ async def test_what_was_to_be_cleared_while_the_store_was_away_is_cleared_before
 async def test_a_chunk_that_host_memory_loses_before_its_turn_is_skipped(redis: RedisServer) -> None:
     async with host_with(redis.store()) as host:
         host.store(*range(8))
-        host.drop(*range(8))  # nobody had a turn yet
+        host.drop(*range(8))  # before any write
         await host.flushed()
         assert host.remote.stats().skipped_chunks == 8
         assert redis.names() == set()
