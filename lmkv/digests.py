@@ -23,12 +23,6 @@ class Digest:
             chunk_count=self.chunk_count + other.chunk_count, key_sum=(self.key_sum + other.key_sum) % (1 << 64)
         )
 
-    def minus(self, other: Digest) -> Digest:
-        """The digest of the set without a subset."""
-        return Digest(
-            chunk_count=self.chunk_count - other.chunk_count, key_sum=(self.key_sum - other.key_sum) % (1 << 64)
-        )
-
 
 EMPTY_DIGEST = Digest()
 

@@ -1,4 +1,4 @@
-"""The errors of lmkv. Each class has one reason and one gRPC status code.
+"""The errors of lmkv. Each class has one reason, made of its name, and one gRPC status code.
 
 A cache miss is never an error. `lmkv.rpc.error_status` converts errors to gRPC statuses and back.
 
@@ -19,6 +19,7 @@ A cache miss is never an error. `lmkv.rpc.error_status` converts errors to gRPC 
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -31,10 +32,12 @@ class LmkvError(Exception):
     code: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
     reason: ClassVar[str] = "INTERNAL"
-    """`ErrorInfo.reason`, unique per class."""
+    """`ErrorInfo.reason`, unique per class: by default its name, as `BAD_TOKENS` of `BadTokens`."""
     by_reason: ClassVar[dict[str, type[LmkvError]]] = {}
 
     def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
         LmkvError.by_reason[cls.reason] = cls
 
     def __init__(self, message: str, **metadata: object) -> None:
@@ -46,49 +49,34 @@ class BadRequest(LmkvError):
     """The request can never succeed as it is."""
 
     code = "INVALID_ARGUMENT"
-    reason = "BAD_REQUEST"
 
 
 class BadChunkKey(BadRequest):
     """A list of chunk keys is not a multiple of 16 bytes, or too long."""
 
-    reason = "BAD_CHUNK_KEY"
-
 
 class BadTokens(BadRequest):
     """A token id is negative or beyond the vocabulary, or a request names chunks in two ways."""
-
-    reason = "BAD_TOKENS"
 
 
 class BadKvSpec(BadRequest):
     """A spec's fingerprint is not the digest of its fields, its chunks are too large, or a served model is invalid."""
 
-    reason = "BAD_KV_SPEC"
-
 
 class BadInstance(BadRequest):
     """An instance has no id, or an invalid address."""
-
-    reason = "BAD_INSTANCE"
 
 
 class BadMessage(BadRequest):
     """A message cannot be decoded, did not arrive, has a time out of range, or is out of order in a stream."""
 
-    reason = "BAD_MESSAGE"
-
 
 class BadPageToken(BadRequest):
     """A page token does not come from this RPC."""
 
-    reason = "BAD_PAGE_TOKEN"
-
 
 class BadSelection(BadRequest):
     """A request selects no chunks."""
-
-    reason = "BAD_SELECTION"
 
 
 class Missing(LmkvError):
@@ -101,123 +89,85 @@ class Missing(LmkvError):
 class ModelNotFound(Missing):
     """No registered spec has this model name or fingerprint."""
 
-    reason = "MODEL_NOT_FOUND"
-
 
 class InstanceNotFound(Missing):
     """The instance is not registered."""
-
-    reason = "INSTANCE_NOT_FOUND"
 
 
 class EngineNotFound(Missing):
     """No such engine is attached."""
 
-    reason = "ENGINE_NOT_FOUND"
-
 
 class GrantNotFound(Missing):
     """The grant has expired, was released, or never existed."""
-
-    reason = "GRANT_NOT_FOUND"
 
 
 class SessionNotFound(Missing):
     """The caller has no such session at the node; `Init` opens one."""
 
-    reason = "SESSION_NOT_FOUND"
-
 
 class ChunkNotFound(Missing):
     """A chunk is not in the tier from which it was to be read."""
 
-    reason = "CHUNK_NOT_FOUND"
-
 
 class OperationNotFound(Missing):
     """No operation has this name, or its record has expired."""
-
-    reason = "OPERATION_NOT_FOUND"
 
 
 class Conflict(LmkvError):
     """The current state does not allow the request."""
 
     code = "FAILED_PRECONDITION"
-    reason = "CONFLICT"
 
 
 class ModelAmbiguous(Conflict):
     """Several specs are registered and the request does not say which."""
 
-    reason = "MODEL_AMBIGUOUS"
-
 
 class KvSpecMismatch(Conflict):
     """The chunks of the two sides are not interchangeable."""
-
-    reason = "KV_SPEC_MISMATCH"
 
 
 class TierUnsupported(Conflict):
     """The instance has no such tier."""
 
-    reason = "TIER_UNSUPPORTED"
-
 
 class P2pDisabled(Conflict):
     """Transfers between nodes are disabled at this node (`enable_p2p`)."""
-
-    reason = "P2P_DISABLED"
 
 
 class StaleEpoch(Conflict):
     """A newer process has registered this instance id."""
 
-    reason = "STALE_EPOCH"
-
 
 class ResyncRequired(Conflict):
     """A report was lost; the node must send a snapshot."""
-
-    reason = "RESYNC_REQUIRED"
 
 
 class WrongInstance(Conflict):
     """The address belongs to another instance, or to another epoch of it."""
 
-    reason = "WRONG_INSTANCE"
-
 
 class ChannelUnsupported(Conflict):
     """The two nodes have no transfer channel in common."""
-
-    reason = "CHANNEL_UNSUPPORTED"
 
 
 class RequestTooLarge(Conflict):
     """The request is larger than the capacity of this node."""
 
-    reason = "REQUEST_TOO_LARGE"
-
 
 class ConfigConflict(Conflict):
     """The node's configuration differs from the one that the engine expects."""
 
-    reason = "CONFIG_CONFLICT"
-
 
 class ChunkPinned(Conflict):
     """A chunk that was to be dropped is pinned."""
-
-    reason = "CHUNK_PINNED"
 
 
 class Full(LmkvError):
     """There is no capacity now."""
 
     code = "RESOURCE_EXHAUSTED"
-    reason = "FULL"
 
     @property
     def retry_seconds(self) -> float:
@@ -231,77 +181,60 @@ class Full(LmkvError):
 class NoFreeExtents(Full):
     """The pool is full of chunks that cannot be evicted."""
 
-    reason = "NO_FREE_EXTENTS"
-
 
 class WatcherTooSlow(Full):
     """The watcher's bounded queue overflowed."""
-
-    reason = "WATCHER_TOO_SLOW"
 
 
 class TooManyRequests(Full):
     """The caller exceeds its rate limit or its number of concurrent requests."""
 
-    reason = "TOO_MANY_REQUESTS"
-
 
 class QuotaExceeded(Full):
     """The tenant has reached its quota."""
-
-    reason = "QUOTA_EXCEEDED"
 
 
 class Unauthenticated(LmkvError):
     """The call has no token, or an unknown one."""
 
     code = "UNAUTHENTICATED"
-    reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(LmkvError):
     """The role of the caller does not allow the call."""
 
     code = "PERMISSION_DENIED"
-    reason = "PERMISSION_DENIED"
 
 
 class InstanceIdInUse(LmkvError):
     """Another live process has registered this instance id."""
 
     code = "ALREADY_EXISTS"
-    reason = "INSTANCE_ID_IN_USE"
 
 
 class OperationCancelled(LmkvError):
     """The operation was cancelled before it was done."""
 
     code = "CANCELLED"
-    reason = "OPERATION_CANCELLED"
 
 
 class OperationTakenOver(LmkvError):
     """Another coordinator has taken over the operation; orders of earlier attempts are refused."""
 
     code = "ABORTED"
-    reason = "OPERATION_TAKEN_OVER"
 
 
 class RevisionCompacted(LmkvError):
     """The requested revision was compacted."""
 
     code = "OUT_OF_RANGE"
-    reason = "REVISION_COMPACTED"
 
 
 class Unreachable(LmkvError):
     """A peer did not answer in time, or the bytes that it sent are incomplete or damaged."""
 
     code = "UNAVAILABLE"
-    reason = "UNREACHABLE"
 
 
 class ConfigError(LmkvError):
     """The configuration is invalid. The message names the key and the fix; the exit code is 2."""
-
-    reason = "CONFIG_ERROR"

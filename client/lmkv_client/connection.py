@@ -12,7 +12,8 @@ from google.longrunning import operations_pb2_grpc
 
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc.endpoints import PLAINTEXT, from_rpc_error, open_channel
+from lmkv.rpc.endpoints import PLAINTEXT, open_channel
+from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.failover import Failover
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from google.longrunning.operations_pb2 import GetOperationRequest, ListOperationsRequest
@@ -74,9 +73,7 @@ class Coordinator:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES, from_status
+from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import CoordinatorConnection, CoordinatorConnections
@@ -42,9 +42,7 @@ class LookupStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc.endpoints import from_status
+from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
 from lmkv_client.connection import CoordinatorConnections, RetryDeadline
 

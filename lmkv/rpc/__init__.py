@@ -7,20 +7,15 @@ Start with `endpoints`.
 
 from lmkv.rpc.endpoints import (
     CHANNEL_OPTIONS,
-    DOMAIN,
     MAX_MESSAGE_BYTES,
-    MAX_TEXT,
     PLAINTEXT,
     SERVER_OPTIONS,
     add_port,
     call,
-    from_rpc_error,
-    from_status,
     make_server,
     open_channel,
-    short,
-    to_status,
 )
+from lmkv.rpc.error_status import DOMAIN, MAX_TEXT, from_rpc_error, from_status, short, to_status
 
 __all__ = [
     "CHANNEL_OPTIONS",

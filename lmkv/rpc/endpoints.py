@@ -15,28 +15,11 @@ from lmkv import telemetry
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
-from lmkv.rpc.error_status import DOMAIN, MAX_TEXT, from_rpc_error, from_status, short, to_status
+from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.interceptor import Interceptor
 from lmkv.rpc.reloading_channel import ReloadingChannel
 from lmkv.runtime.reload import Reloadable
 from lmkv.telemetry.calls import ServerCalls
-
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "DOMAIN",
-    "MAX_MESSAGE_BYTES",
-    "MAX_TEXT",
-    "PLAINTEXT",
-    "SERVER_OPTIONS",
-    "add_port",
-    "call",
-    "from_rpc_error",
-    "from_status",
-    "make_server",
-    "open_channel",
-    "short",
-    "to_status",
-]
 
 Response = TypeVar("Response")
 

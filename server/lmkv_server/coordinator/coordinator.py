@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -158,9 +157,7 @@ class Coordinator:
         self._sweeper = asyncio.create_task(_sweep(tenants), name="lmkv-coordinator-sweeper")
         stack.push_async_callback(_stop_sweeping, self._sweeper)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def wait(self) -> None:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from types import TracebackType
 
 from google.protobuf import duration_pb2
 
@@ -92,9 +91,7 @@ class Node:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def _start(self) -> None:

@@ -15,17 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from lmkv.errors import BadTokens, Full, LmkvError, NoFreeExtents, Unreachable
-from lmkv.rpc.endpoints import (
-    CHANNEL_OPTIONS,
-    DOMAIN,
-    MAX_MESSAGE_BYTES,
-    SERVER_OPTIONS,
-    from_rpc_error,
-    from_status,
-    make_server,
-    open_channel,
-    to_status,
-)
+from lmkv.rpc.endpoints import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS, make_server, open_channel
+from lmkv.rpc.error_status import DOMAIN, from_rpc_error, from_status, to_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from lmkv.v1.registry_service_pb2 import ReportRequest, ReportResponse

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from lmkv import rpc
@@ -82,9 +81,7 @@ class FleetMembership:
         self._resolving = asyncio.create_task(self._resolve_periodically(), name="lmkv-fleet")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -96,9 +95,7 @@ class CoordinatorSession:
         self._task = asyncio.create_task(self._run(), name=f"lmkv-session-{self.coordinator_address}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

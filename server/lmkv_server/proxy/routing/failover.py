@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self, TypeVar
 
 from lmkv_server.proxy.engine import Engine
@@ -49,9 +48,7 @@ class EngineFailover:
         self._choose()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._load.close()
 
     async def run(self, attempt: Callable[[Engine], Awaitable[T]]) -> T:

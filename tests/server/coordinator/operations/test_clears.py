@@ -10,7 +10,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv.errors import LmkvError
 from lmkv.keys import join_keys
-from lmkv.rpc.endpoints import from_rpc_error, from_status
+from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc.endpoints import from_rpc_error, from_status
+from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.tiers import format_position
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveProgress, MoveRequest, MoveResult, PinRequest

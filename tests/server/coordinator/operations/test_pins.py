@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.rpc.endpoints import from_rpc_error
+from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import ListPinsRequest, PinRequest, UnpinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub

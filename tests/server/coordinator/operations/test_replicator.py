@@ -16,7 +16,7 @@ from google.longrunning.operations_pb2_grpc import OperationsStub
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, OperationCancelled
-from lmkv.rpc.endpoints import from_rpc_error, from_status
+from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, MoveRequest, MoveResult
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position

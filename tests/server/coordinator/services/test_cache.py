@@ -11,7 +11,7 @@ import pytest
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc.endpoints import from_rpc_error, from_status
+from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import (

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys, split_keys
-from lmkv.rpc.endpoints import from_rpc_error
+from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import WatchRequest, WatchResponse
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.services import layout_watch as watch

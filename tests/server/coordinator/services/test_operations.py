@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.rpc.endpoints import from_rpc_error
+from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator

@@ -13,7 +13,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.rpc.endpoints import from_rpc_error
+from lmkv.rpc.error_status import from_rpc_error
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest

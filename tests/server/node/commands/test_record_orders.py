@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.longrunning.operations_pb2 import Operation
 
-from lmkv.rpc.endpoints import from_status
+from lmkv.rpc.error_status import from_status
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands import runner as module
