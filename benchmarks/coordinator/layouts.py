@@ -17,7 +17,7 @@ from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
-from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 
@@ -73,7 +73,7 @@ def fill_map(pairs: int) -> float:
     before = resident_bytes()
     layout = LayoutMap()
     for instance, keys in reports:
-        layout.apply(f"instance-{instance}", TIER_HOST, keys, chunk_size=CHUNK_SIZE, fingerprint=FINGERPRINT)
+        layout.apply(f"instance-{instance}", Change(TIER_HOST, FINGERPRINT, CHUNK_SIZE, keys))
     assert len(layout) == pairs
     return resident_bytes() - before
 

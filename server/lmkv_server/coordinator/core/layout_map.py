@@ -9,9 +9,10 @@ Keys are passed as one string of bytes, 16 for each, so that no code here handle
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +29,19 @@ MAX_TOKENS = ChunkTable.MAX_TOKENS
 MIN_FINGERPRINTS = 256
 """Fingerprints that are stored before those without chunks are removed."""
 
-_NO_PARTIALS: Mapping[int, int] = {}
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """Chunks that one instance gained, then chunks that it lost, in one tier; keys are 16 bytes each."""
+
+    tier: int
+    fingerprint: bytes
+    """Of their spec; empty if it is not known."""
+    chunk_size: int
+    """Tokens of each admitted chunk, except of those in `partial_token_counts`."""
+    admitted: bytes = b""
+    partial_token_counts: dict[int, int] = {}
+    """The tokens of other chunks, by index in `admitted`."""
+    evicted: bytes = b""
 
 
 class MatchRun(NamedTuple):  # five times faster than a dataclass; every lookup creates some
@@ -112,35 +125,28 @@ class LayoutMap:
 
     # --- Writing -------------------------------------------------------------------------------------------------
 
-    def apply(
-        self,
-        instance_id: str,
-        tier: int,
-        admitted: bytes = b"",
-        evicted: bytes = b"",
-        partial_token_counts: Mapping[int, int] = _NO_PARTIALS,
-        *,
-        chunk_size: int,
-        fingerprint: bytes = b"",
-    ) -> int:
-        """Adds, then removes chunks of an instance in one tier; returns the revision afterwards.
+    def apply(self, target: str | Snapshot, change: Change) -> int:
+        """Applies a change to an instance, or to its open snapshot; returns the revision afterwards.
 
-        `partial_token_counts` maps an index into `admitted` to the chunk's tokens; every other one has `chunk_size`.
         Known keys that are admitted, and unknown ones that are evicted, change nothing. A chunk's tokens and spec are
         those that its first holder reported. Raises `Full` if there are chunks of too many specs, `ValueError` if a
         chunk has more than `MAX_TOKENS`.
         """
-        slot = self._live.get(instance_id)
+        if isinstance(target, Snapshot):
+            assert target in self._staged, "the snapshot has ended"
+            target.record(change.tier, change.fingerprint, *self._write(target.slot, change))
+            return self.revision
+        slot = self._live.get(target)
         if slot is None:
-            if not admitted:
+            if not change.admitted:
                 return self.revision
             slot = self._table.open_slot()
-            self._show(instance_id, slot)
-        gained, lost = self._write(slot, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
+            self._show(target, slot)
+        gained, lost = self._write(slot, change)
         if gained or lost:
             self.revision += 1
             if self.listener is not None:
-                self.listener.changed(self.revision, instance_id, tier, fingerprint, gained, lost)
+                self.listener.changed(self.revision, target, change.tier, change.fingerprint, gained, lost)
         return self.revision
 
     def stage(self, instance_id: str) -> Snapshot:
@@ -148,22 +154,6 @@ class LayoutMap:
         staged = Snapshot(instance_id, self._table.open_slot(), kept=self.listener is not None)
         self._staged.add(staged)
         return staged
-
-    def apply_staged(
-        self,
-        staged: Snapshot,
-        tier: int,
-        admitted: bytes = b"",
-        evicted: bytes = b"",
-        partial_token_counts: Mapping[int, int] = _NO_PARTIALS,
-        *,
-        chunk_size: int,
-        fingerprint: bytes = b"",
-    ) -> None:
-        """As `apply`, into an open snapshot."""
-        assert staged in self._staged, "the snapshot has ended"
-        gained, lost = self._write(staged.slot, tier, admitted, evicted, partial_token_counts, chunk_size, fingerprint)
-        staged.record(tier, fingerprint, gained, lost)
 
     def install(self, staged: Snapshot) -> int:
         """Replaces the instance's chunks by the snapshot atomically; returns the revision afterwards."""
@@ -273,26 +263,18 @@ class LayoutMap:
         slot = self._live.get(instance_id)
         return [] if slot is None else self._table.holdings(slot)
 
-    def _write(
-        self,
-        slot: int,
-        tier: int,
-        admitted: bytes,
-        evicted: bytes,
-        partial_token_counts: Mapping[int, int],
-        chunk_size: int,
-        fingerprint: bytes,
-    ) -> tuple[bytes, bytes]:
+    def _write(self, slot: int, change: Change) -> tuple[bytes, bytes]:
         """Writes into an open slot; returns the keys that it gained and lost."""
+        partials = sorted(change.partial_token_counts.items())
         try:
             gained = self._table.admit(
-                slot, tier, fingerprint, chunk_size, admitted, sorted(partial_token_counts.items())
+                slot, change.tier, change.fingerprint, change.chunk_size, change.admitted, partials
             )
         except OverflowError:
             raise Full("there are chunks of too many specs; retry when some are removed", retry_seconds=1.0) from None
         if gained:
-            self._add_fingerprint(fingerprint)
-        return gained, self._table.evict(slot, tier, evicted)
+            self._add_fingerprint(change.fingerprint)
+        return gained, self._table.evict(slot, change.tier, change.evicted)
 
     def _add_fingerprint(self, fingerprint: bytes) -> None:
         """Stores the fingerprint of admitted chunks; removes those without chunks once there are many."""

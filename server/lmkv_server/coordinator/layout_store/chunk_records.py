@@ -11,9 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-import msgspec
-
 from lmkv.keys import KEY_BYTES
+from lmkv_server.coordinator.core.layout_map import Change
 
 FINGERPRINT_BYTES = 16
 PREFIX_BYTES = 1 + FINGERPRINT_BYTES
@@ -25,35 +24,24 @@ MARKER = bytes(RECORD_BYTES)
 _TOKENS = struct.Struct("<I")
 
 
-class Change(msgspec.Struct, array_like=True, frozen=True):
-    """Chunks that one instance gained, then chunks that it lost, in one tier; the arguments of `LayoutMap.apply`."""
+def size_of(change: Change) -> int:
+    """Approximate size in memory."""
+    return len(change.admitted) + len(change.evicted) + 16 * len(change.partial_token_counts) + 64
 
-    tier: int
-    fingerprint: bytes
-    chunk_size: int
-    admitted: bytes
-    partial_token_counts: dict[int, int]
-    evicted: bytes
 
-    @property
-    def size_bytes(self) -> int:
-        """Approximate size in memory."""
-        return len(self.admitted) + len(self.evicted) + 16 * len(self.partial_token_counts) + 64
+def field_prefix(change: Change) -> bytes:
+    """The first bytes of the fields of its chunks: tier and fingerprint."""
+    return bytes([change.tier]) + change.fingerprint.ljust(FINGERPRINT_BYTES, b"\0")
 
-    @property
-    def field_prefix(self) -> bytes:
-        """The first bytes of the fields of its chunks: tier and fingerprint."""
-        return bytes([self.tier]) + self.fingerprint.ljust(FINGERPRINT_BYTES, b"\0")
 
-    @property
-    def tokens(self) -> bytes:
-        """The values of its admitted chunks; a single value if all are equal."""
-        if not self.partial_token_counts:
-            return _TOKENS.pack(self.chunk_size)
-        counts = [self.chunk_size] * (len(self.admitted) // KEY_BYTES)
-        for index, tokens in self.partial_token_counts.items():
-            counts[index] = tokens
-        return struct.pack(f"<{len(counts)}I", *counts)
+def token_values(change: Change) -> bytes:
+    """The values of its admitted chunks; a single value if all are equal."""
+    if not change.partial_token_counts:
+        return _TOKENS.pack(change.chunk_size)
+    counts = [change.chunk_size] * (len(change.admitted) // KEY_BYTES)
+    for index, tokens in change.partial_token_counts.items():
+        counts[index] = tokens
+    return struct.pack(f"<{len(counts)}I", *counts)
 
 
 def admissions(records: bytes) -> Iterator[Change]:
@@ -67,4 +55,4 @@ def admissions(records: bytes) -> Iterator[Change]:
     for (prefix, tokens), keys in groups.items():
         if prefix[0]:  # 0 is the marker
             fingerprint = prefix[1:] if any(prefix[1:]) else b""
-            yield Change(prefix[0], fingerprint, _TOKENS.unpack(tokens)[0], b"".join(keys), {}, b"")
+            yield Change(prefix[0], fingerprint, _TOKENS.unpack(tokens)[0], b"".join(keys))

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from lmkv.errors import LmkvError
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.layout_map import LayoutMap, Snapshot
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER, Change, admissions
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Snapshot
+from lmkv_server.coordinator.layout_store.chunk_records import MARKER, admissions, size_of
 from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, LogPosition
 
 MAX_BUFFERED_BYTES = 8 << 20
@@ -40,7 +40,7 @@ class SnapshotLoad:
 
     def buffer(self, entry: LogEntry) -> None:
         """Keeps an entry that was read during the load."""
-        self.buffered_bytes += 64 + sum(change.size_bytes for change in entry.changes)
+        self.buffered_bytes += 64 + sum(size_of(change) for change in entry.changes)
         if entry.kind is EntryKind.RELOAD or self.buffered_bytes > MAX_BUFFERED_BYTES:
             self.is_stale = True
             self.buffered.clear()
@@ -254,13 +254,7 @@ class InstanceFollower:
     # --- Inside --------------------------------------------------------------------------------------------------
 
     def _apply(self, change: Change, staged: Snapshot | None = None) -> None:
-        arguments = (change.tier, change.admitted, change.evicted, change.partial_token_counts)
-        chunk_size, fingerprint = change.chunk_size, change.fingerprint
-        if staged is not None:
-            self._layout.apply_staged(staged, *arguments, chunk_size=chunk_size, fingerprint=fingerprint)
-        else:
-            instance_id = self.instance.info.instance_id
-            self._layout.apply(instance_id, *arguments, chunk_size=chunk_size, fingerprint=fingerprint)
+        self._layout.apply(staged or self.instance.info.instance_id, change)
 
     def _fail(self) -> None:
         self.failure_count += 1

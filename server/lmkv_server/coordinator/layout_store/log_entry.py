@@ -9,7 +9,7 @@ from zlib import crc32
 import msgspec
 
 from lmkv.digests import Digest
-from lmkv_server.coordinator.layout_store.chunk_records import Change
+from lmkv_server.coordinator.core.layout_map import Change
 
 SHARD_COUNT = 4
 """Shards of the map. A cluster keeps the keys of a shard on one server, so that a script can change them together.

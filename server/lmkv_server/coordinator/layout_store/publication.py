@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmkv_server.coordinator.layout_store.chunk_records import Change
+from lmkv_server.coordinator.core.layout_map import Change
+from lmkv_server.coordinator.layout_store.chunk_records import size_of
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, EntryKind, LogEntry
 
 MAX_BACKLOG_BYTES = 64 << 20
@@ -30,7 +31,7 @@ class PendingEntry:
     @property
     def size_bytes(self) -> int:
         """Approximate size in memory."""
-        return 128 + sum(change.size_bytes for change in self.entry.changes)
+        return 128 + sum(size_of(change) for change in self.entry.changes)
 
 
 class Publication:

@@ -22,7 +22,7 @@ from valkey.exceptions import ValkeyError
 from lmkv.errors import ConfigError
 from lmkv.remote_url import RemoteUrl
 from lmkv_server.coordinator.layout_store import scripts
-from lmkv_server.coordinator.layout_store.chunk_records import FIELD_BYTES, MARKER
+from lmkv_server.coordinator.layout_store.chunk_records import FIELD_BYTES, MARKER, field_prefix, token_values
 from lmkv_server.coordinator.layout_store.log_entry import (
     MAX_ENTRY_BYTES,
     READ_ENTRIES,
@@ -131,7 +131,7 @@ class ValkeyClient:
             keys += _publication_keys(entry.owner, entry.term)
             arguments += [entry.kind.name.lower(), entry.term, entry.epoch, _encoded(pending), len(entry.changes)]
             for change in entry.changes:
-                arguments += [change.field_prefix, change.tokens, change.admitted, change.evicted]
+                arguments += [field_prefix(change), token_values(change), change.admitted, change.evicted]
         return list(await self._run(scripts.PUBLISH, shard, keys, *arguments))
 
     async def renew(self, shard: int, terms: Sequence[tuple[ChunkOwner, int, bool]]) -> list[bytes]:

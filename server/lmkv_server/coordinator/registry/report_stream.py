@@ -9,8 +9,8 @@ from lmkv.errors import BadMessage, ResyncRequired
 from lmkv.keys import KEY_BYTES, check_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
-from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, LayoutMap, Snapshot
-from lmkv_server.coordinator.layout_store.chunk_records import FINGERPRINT_BYTES, Change
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change, LayoutMap, Snapshot
+from lmkv_server.coordinator.layout_store.chunk_records import FINGERPRINT_BYTES
 from lmkv_server.coordinator.layout_store.publication import Publication
 
 
@@ -108,13 +108,9 @@ class ReportStream:
         chunk_size = self._instance.chunk_size(change.fingerprint)
         if chunk_size > MAX_TOKENS:
             raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
-        arguments = (change.tier, admitted, evicted, partials)
-        if self._staged is not None:
-            self._layout.apply_staged(self._staged, *arguments, chunk_size=chunk_size, fingerprint=change.fingerprint)
-        else:
-            instance_id = self._instance.info.instance_id
-            self._layout.apply(instance_id, *arguments, chunk_size=chunk_size, fingerprint=change.fingerprint)
-        return Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
+        applied = Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
+        self._layout.apply(self._staged or self._instance.info.instance_id, applied)
+        return applied
 
     def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
         known = self._layout.digest(self._instance.info.instance_id, claimed.tier)

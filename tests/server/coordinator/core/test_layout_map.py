@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lmkv.digests import EMPTY_DIGEST, Digest, digest
 from lmkv.keys import ChunkKey, join_keys, split_keys
-from lmkv_server.coordinator.core.layout_map import LayoutMap, Match, MatchRun, Snapshot
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Match, MatchRun, Snapshot
 
 GPU, HOST, DISK = 1, 2, 3
 CHUNK = 256
@@ -19,11 +19,11 @@ KEYS = [ChunkKey(sha256(bytes([i])).digest()[:16]) for i in range(12)]
 
 
 def admit(layout: LayoutMap, instance_id: str, keys: list[ChunkKey], tier: int = HOST) -> int:
-    return layout.apply(instance_id, tier, join_keys(keys), chunk_size=CHUNK)
+    return layout.apply(instance_id, Change(tier, b"", CHUNK, join_keys(keys)))
 
 
 def evict(layout: LayoutMap, instance_id: str, keys: list[ChunkKey], tier: int = HOST) -> int:
-    return layout.apply(instance_id, tier, evicted=join_keys(keys), chunk_size=CHUNK)
+    return layout.apply(instance_id, Change(tier, b"", CHUNK, b"", {}, join_keys(keys)))
 
 
 def lookup(layout: LayoutMap, keys: list[ChunkKey], excluded: str = "") -> list[Match]:
@@ -114,7 +114,7 @@ def test_runs_follow_the_fastest_tier() -> None:
 
 def test_a_partial_chunk_counts_its_own_tokens() -> None:
     layout = LayoutMap()
-    layout.apply("a", HOST, join_keys(KEYS[:3]), partial_token_counts={2: 12}, chunk_size=CHUNK)
+    layout.apply("a", Change(HOST, b"", CHUNK, join_keys(KEYS[:3]), {2: 12}))
     assert tokens(layout, KEYS[:3]) == {"a": 524}
     assert lookup(layout, KEYS[:3])[0].runs == (MatchRun(tier=HOST, chunk_count=3, token_count=524),)
     assert tokens(layout, KEYS[:2]) == {"a": 512}
@@ -135,8 +135,8 @@ def test_a_snapshot_is_invisible_until_it_replaces_everything_at_once() -> None:
     layout = LayoutMap()
     admit(layout, "a", KEYS[:4])
     staged = layout.stage("a")
-    layout.apply_staged(staged, HOST, join_keys(KEYS[:1]), chunk_size=CHUNK)
-    layout.apply_staged(staged, HOST, join_keys(KEYS[1:2]), chunk_size=CHUNK)
+    layout.apply(staged, Change(HOST, b"", CHUNK, join_keys(KEYS[:1])))
+    layout.apply(staged, Change(HOST, b"", CHUNK, join_keys(KEYS[1:2])))
     assert tokens(layout, KEYS) == {"a": 1024}
     layout.install(staged)
     assert tokens(layout, KEYS) == {"a": 512}
@@ -147,7 +147,7 @@ def test_a_snapshot_is_invisible_until_it_replaces_everything_at_once() -> None:
 def test_an_abandoned_snapshot_leaves_nothing() -> None:
     layout = LayoutMap()
     staged = layout.stage("a")
-    layout.apply_staged(staged, HOST, join_keys(KEYS), chunk_size=CHUNK)
+    layout.apply(staged, Change(HOST, b"", CHUNK, join_keys(KEYS)))
     layout.discard(staged)
     layout.discard(staged)
     assert lookup(layout, KEYS) == []
@@ -182,17 +182,17 @@ def test_swept_slots_are_used_again() -> None:
 
 def test_chunks_are_counted_per_spec() -> None:
     layout = LayoutMap()
-    layout.apply("a", HOST, join_keys(KEYS[:3]), chunk_size=CHUNK, fingerprint=b"one")
-    layout.apply("a", HOST, join_keys(KEYS[3:5]), chunk_size=CHUNK, fingerprint=b"two")
-    layout.apply("a", HOST, evicted=join_keys(KEYS[:1]), chunk_size=CHUNK, fingerprint=b"one")
+    layout.apply("a", Change(HOST, b"one", CHUNK, join_keys(KEYS[:3])))
+    layout.apply("a", Change(HOST, b"two", CHUNK, join_keys(KEYS[3:5])))
+    layout.apply("a", Change(HOST, b"one", CHUNK, b"", {}, join_keys(KEYS[:1])))
     assert layout.chunk_counts("a") == {(HOST, b"one"): 2, (HOST, b"two"): 2}
     assert layout.digest("a", HOST) == digest(KEYS[1:5])
 
 
 def test_one_instance_is_asked_for_its_prefix_in_one_tier_or_in_any() -> None:
     layout = LayoutMap()
-    layout.apply("a", HOST, join_keys(KEYS[:3]), partial_token_counts={2: 12}, chunk_size=CHUNK)
-    layout.apply("a", DISK, join_keys(KEYS[1:5]), chunk_size=CHUNK)
+    layout.apply("a", Change(HOST, b"", CHUNK, join_keys(KEYS[:3]), {2: 12}))
+    layout.apply("a", Change(DISK, b"", CHUNK, join_keys(KEYS[1:5])))
     asked = join_keys(KEYS[:6])
     assert layout.match_at("a", HOST, asked) == (3, 524)
     assert layout.match_at("a", DISK, asked) == (0, 0)
@@ -208,12 +208,12 @@ def test_one_instance_is_asked_for_its_prefix_in_one_tier_or_in_any() -> None:
 
 def test_a_held_key_determines_its_spec() -> None:
     layout = LayoutMap()
-    layout.apply("a", HOST, join_keys(KEYS[:1]), chunk_size=CHUNK, fingerprint=b"one")
-    layout.apply("a", HOST, join_keys(KEYS[1:2]), chunk_size=CHUNK, fingerprint=b"two")
+    layout.apply("a", Change(HOST, b"one", CHUNK, join_keys(KEYS[:1])))
+    layout.apply("a", Change(HOST, b"two", CHUNK, join_keys(KEYS[1:2])))
     assert [layout.fingerprint_of(key) for key in KEYS[:3]] == [b"one", b"two", None]
     layout.drop_instance("a")
     assert layout.fingerprint_of(KEYS[0]) is None
-    layout.apply("b", HOST, join_keys(KEYS[:1]), chunk_size=16, fingerprint=b"three")
+    layout.apply("b", Change(HOST, b"three", 16, join_keys(KEYS[:1])))
     assert layout.fingerprint_of(KEYS[0]) == b"three"
     assert tokens(layout, KEYS) == {"b": 16}
 
@@ -261,8 +261,8 @@ def test_a_listener_hears_what_really_changed() -> None:
     evict(layout, "a", KEYS[2:])
     assert mirror.held == {"a": {(HOST, b""): set(KEYS[:2])}}
     staged = layout.stage("a")
-    layout.apply_staged(staged, HOST, join_keys(KEYS[:5]), join_keys(KEYS[:1]), chunk_size=CHUNK, fingerprint=b"one")
-    layout.apply_staged(staged, DISK, join_keys(KEYS[:1]), chunk_size=CHUNK, fingerprint=b"one")
+    layout.apply(staged, Change(HOST, b"one", CHUNK, join_keys(KEYS[:5]), {}, join_keys(KEYS[:1])))
+    layout.apply(staged, Change(DISK, b"one", CHUNK, join_keys(KEYS[:1])))
     assert mirror.held == {"a": {(HOST, b""): set(KEYS[:2])}}
     assert layout.install(staged) == mirror.revision
     assert mirror.held == {"a": {(HOST, b"one"): set(KEYS[1:5]), (DISK, b"one"): set(KEYS[:1])}}
@@ -304,7 +304,7 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(instance_id=instance_ids, tier=tiers, admitted=key_lists, evicted=key_lists)
     def report(self, instance_id: str, tier: int, admitted: list[ChunkKey], evicted: list[ChunkKey]) -> None:
         self.layout.apply(
-            instance_id, tier, join_keys(admitted), join_keys(evicted), partials(admitted), chunk_size=CHUNK
+            instance_id, Change(tier, b"", CHUNK, join_keys(admitted), partials(admitted), join_keys(evicted))
         )
         held = self.model.setdefault(instance_id, {}).setdefault(tier, set())
         held |= set(admitted)
@@ -319,9 +319,7 @@ class AgainstModel(RuleBasedStateMachine):
         self, snapshot: tuple[Snapshot, str, Contents], tier: int, admitted: list[ChunkKey], evicted: list[ChunkKey]
     ) -> None:
         slot, _, contents = snapshot
-        self.layout.apply_staged(
-            slot, tier, join_keys(admitted), join_keys(evicted), partials(admitted), chunk_size=CHUNK
-        )
+        self.layout.apply(slot, Change(tier, b"", CHUNK, join_keys(admitted), partials(admitted), join_keys(evicted)))
         held = contents.setdefault(tier, set())
         held |= set(admitted)
         held -= set(evicted)
@@ -433,8 +431,8 @@ def test_a_loss_while_a_snapshot_is_staged_is_a_loss_in_that_tier_only() -> None
     layout.listener = heard
     staged = layout.stage("a")
     for tier in (HOST, DISK):
-        layout.apply_staged(staged, tier, join_keys(KEYS[:3]), chunk_size=CHUNK)
-    layout.apply_staged(staged, HOST, evicted=join_keys(KEYS[1:2]), chunk_size=CHUNK)
+        layout.apply(staged, Change(tier, b"", CHUNK, join_keys(KEYS[:3])))
+    layout.apply(staged, Change(HOST, b"", CHUNK, b"", {}, join_keys(KEYS[1:2])))
     layout.install(staged)
     assert heard.held == {"a": {HOST: [KEYS[0], KEYS[2]], DISK: KEYS[:3]}}
     (match,) = lookup(layout, KEYS[:3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmkv_server.coordinator.layout_store.chunk_records import Change
+from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, EntryKind, LogEntry
 from lmkv_server.coordinator.layout_store.publication import MAX_BATCH_ENTRIES, Backlog, PendingEntry
 from tests.server.coordinator.layout_store.parts import names_in_shard

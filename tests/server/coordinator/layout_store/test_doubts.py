@@ -5,8 +5,8 @@ from __future__ import annotations
 from lmkv.digests import Digest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.layout_map import LayoutMap
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER, Change
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
+from lmkv_server.coordinator.layout_store.chunk_records import MARKER
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry
 
@@ -48,7 +48,7 @@ class Parts:
 
 def test_digests_that_are_right_are_no_news() -> None:
     parts = Parts()
-    parts.layout.apply("b", TIER, KEY, chunk_size=16)
+    parts.layout.apply("b", Change(TIER, b"", 16, KEY))
     parts.handle_entry(parts.layout.digest("b", TIER))
     assert parts.follower.is_current
     assert not parts.follower.difference
@@ -56,7 +56,7 @@ def test_digests_that_are_right_are_no_news() -> None:
 
 def test_a_wrong_digest_is_described_and_the_instance_is_loaded_again_until_it_has_to_resync() -> None:
     parts = Parts()
-    parts.layout.apply("b", TIER, KEY + OTHER, chunk_size=16)
+    parts.layout.apply("b", Change(TIER, b"", 16, KEY + OTHER))
     wrong = parts.layout.digest("b", TIER)
     parts.handle_entry(wrong)
     assert parts.follower.difference == ("instance a holds 2 chunks in tier 1, the layout map has 1, or other keys")

@@ -22,8 +22,8 @@ from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store import publisher as publisher_module
-from lmkv_server.coordinator.layout_store.chunk_records import Change
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher

@@ -9,7 +9,8 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv.remote_url import parse_remote_url
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER, RECORD_BYTES, Change, admissions
+from lmkv_server.coordinator.core.layout_map import Change
+from lmkv_server.coordinator.layout_store.chunk_records import MARKER, RECORD_BYTES, admissions
 from lmkv_server.coordinator.layout_store.log_entry import MAX_ENTRY_BYTES, ChunkOwner, EntryKind, decode
 from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost

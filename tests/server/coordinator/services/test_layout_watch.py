@@ -14,7 +14,7 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import WatchRequest, WatchResponse
-from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
 from lmkv_server.coordinator.services import layout_watch as watch
 from tests.server.coordinator.cases import CHUNKS, KEYS, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make
@@ -143,7 +143,7 @@ async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     layout = LayoutMap(100)
     watched = watch.LayoutWatch(layout)
     for index in range(5):
-        layout.apply("a", 2, bytes([index]) * 16, chunk_size=16, fingerprint=FINGERPRINT)
+        layout.apply("a", Change(2, FINGERPRINT, 16, bytes([index]) * 16))
     with pytest.raises(LmkvError, match="is not between 102 and 105"):
         await anext(watched.watch(101))
     response = await anext(watched.watch(102))
@@ -157,7 +157,7 @@ async def test_a_watcher_that_does_not_read_is_cut_off_and_costs_no_memory(monke
     responses = watched.watch(0)
     await anext(responses)
     for index in range(100):
-        layout.apply("a", 2, bytes([index]) * 16, chunk_size=16, fingerprint=FINGERPRINT)
+        layout.apply("a", Change(2, FINGERPRINT, 16, bytes([index]) * 16))
     (watcher,) = watched._watchers
     assert not watcher.queue.events
     with pytest.raises(LmkvError, match="start_revision 0"):
@@ -170,7 +170,7 @@ async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.M
     layout = LayoutMap(100)
     watched = watch.LayoutWatch(layout)
     keys = [ChunkKey(index.to_bytes(16, "little")) for index in range(200)]
-    layout.apply("a", 2, join_keys(keys[:100]), chunk_size=16, fingerprint=FINGERPRINT)
+    layout.apply("a", Change(2, FINGERPRINT, 16, join_keys(keys[:100])))
     held: set[ChunkKey] = set()
     step = 0
     async for response in watched.watch(0):
@@ -178,7 +178,7 @@ async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.M
             held |= set(split_keys(change.admitted_keys))
             held -= set(split_keys(change.evicted_keys))
         if step < 100:
-            layout.apply("a", 2, keys[100 + step], keys[step], chunk_size=16, fingerprint=FINGERPRINT)
+            layout.apply("a", Change(2, FINGERPRINT, 16, keys[100 + step], {}, keys[step]))
             step += 1
         elif response.revision == layout.revision:
             break
