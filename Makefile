@@ -6,14 +6,17 @@ RAY_STAMP := .venv-ray/.lmkv-setup
 PROTOS := $(wildcard protos/lmkv/v1/*.proto)
 NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
+IMAGES ?= ghcr.io/lmkv
+TARGETS ?= lmkv lmkv-node lmkv-vllm
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin/buf || echo buf)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-ray chaos docs protos verify \
-	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript \
+.PHONY: help setup setup-ray demo test test-ray chaos docs docs-publish protos wheel sdist wheels images chart version verify \
+	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows \
 	fix-format fix-lint fix-protos fix-typescript
 
 help: ## list the targets
@@ -47,12 +50,41 @@ benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an 
 chaos: $(STAMP) ## inject faults into a fleet for ten minutes and check that no data is wrong and nothing is left behind
 	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)
 
-docs: $(STAMP) ## build the documentation site into build/site; ARGS=--serve serves it while you write
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --quiet)
+docs: build/tools/docs ## build the documentation site into build/site; ARGS=--serve serves it while you write
+	@NO_MKDOCS_2_WARNING=1 build/tools/docs/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --quiet)
+
+docs-publish: build/tools/docs ## add the site to the branch gh-pages: make docs-publish ARGS="0.1 latest"
+	@PATH=$(CURDIR)/build/tools/docs/bin:$(PATH) mike deploy --push $(ARGS)
+
+wheel: $(STAMP) ## build the sdist and a manylinux_2_28 wheel for this Python into dist/
+	@scripts/wheel
+
+sdist: build/tools/package ## build the sdist into dist/
+	@build/tools/package/bin/python -m build --no-isolation --sdist --outdir dist
+
+wheels: build/tools/package ## build the wheels of a release with cibuildwheel into dist/; needs Docker
+	@build/tools/package/bin/python -m cibuildwheel --platform linux --output-dir dist $(ARGS)
+
+images: ## build the container images; needs Docker; IMAGES=ghcr.io/lmkv names their registry, TARGETS="lmkv" selects
+	@for target in $(TARGETS); do \
+		docker build --file docker/Dockerfile --target $$target --tag $(IMAGES)/$$target:$(VERSION) . || exit 1; \
+	done
+
+chart: build/tools/chart ## lint the Helm chart and package it into dist/
+	@build/tools/chart/bin/python scripts/chart
+
+version: ## print lmkv's version
+	@echo $(VERSION)
+
+# The tools of one dependency group, where nothing else is needed.
+build/tools/%: pyproject.toml
+	@python3 -m venv --clear $@
+	@$@/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$@/bin/python -m pip install -qq --group $*
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 
-verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript ## run all checks below
+verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows ## run all checks below
 
 verify-format: $(STAMP) ## check the formatting
 	@$(BIN)/ruff format --check --diff
@@ -84,6 +116,9 @@ verify-typescript: $(STAMP) ## check format, style and types of the TypeScript p
 
 fix-typescript: $(STAMP) ## format it and apply automatic lint fixes
 	@cd client/typescript && npm run --silent fix
+
+verify-workflows: $(STAMP) ## check the GitHub workflows with actionlint
+	@$(BIN)/actionlint
 
 verify-floors: $(STAMP) ## check the import contracts
 	@$(BIN)/lint-imports

@@ -38,7 +38,7 @@ def load(folder: str | Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError:
-        raise ConfigError("tokenizing text needs the package tokenizers: `pip install tokenizers`") from None
+        raise ConfigError("tokenizing text needs the package tokenizers: `pip install 'lmkv[tokenizers]'`") from None
     try:
         return Tokenizer(Inner.from_file(str(file)))
     except Exception as error:  # the package raises plain `Exception`

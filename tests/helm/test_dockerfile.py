@@ -48,7 +48,7 @@ def test_images_speak_as_the_charts_user() -> None:
 def test_only_vllms_image_has_torch() -> None:
     assert "torch" not in "".join(re.findall(r"pip install.*", DOCKERFILE.read_text()))
     extras = set(re.findall(r"\[([a-z0-9,]+)\]", DOCKERFILE.read_text()))
-    assert extras == {"telemetry,valkey", "telemetry,valkey,s3"}
+    assert extras == {"telemetry,tokenizers,valkey", "telemetry,valkey,s3"}
     wanted = [each for names in extras for name in names.split(",") for each in optional(name)]
     assert wanted
     assert not any(re.match("torch|vllm|nixl|lmkv", each) for each in wanted)

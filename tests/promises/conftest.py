@@ -32,12 +32,14 @@ def pyproject() -> dict[str, Any]:
 
 @pytest.fixture
 def run() -> Run:
-    """Runs a command in the repository, this environment's tools first; fails the test with its output if it fails."""
+    """Runs a command with this environment's tools first; fails the test with its output if it fails."""
 
-    def run_command(*command: str | Path, timeout_seconds: float = 50.0) -> subprocess.CompletedProcess[str]:
+    def run_command(
+        *command: str | Path, cwd: Path = ROOT, timeout_seconds: float = 50.0
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(part) for part in command],
-            cwd=ROOT,
+            cwd=cwd,
             env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1"},
             capture_output=True,
             text=True,

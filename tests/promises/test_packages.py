@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
+import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmkv_kernels.cuda import images
+from tests.promises.conftest import ROOT
 
 if TYPE_CHECKING:
     from tests.promises.conftest import Run
@@ -73,16 +78,24 @@ def test_every_command_goes_by_the_name_of_its_entry_point(pyproject: dict[str, 
         assert EntryPoint(name, value, "lmkv.commands").load().name == name
 
 
-@pytest.mark.timeout(240)
-def test_the_wheel_holds_all_four_packages_with_types_stubs_kernels_and_nothing_else(
-    root: Path, run: Run, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built once for this file."""
+    folder = tmp_path_factory.mktemp("wheel")
     has_build_tools = all(importlib.util.find_spec(name) for name in ("scikit_build_core", "nanobind"))
     isolation = ["--no-build-isolation"] if has_build_tools else []
-    build_dir = f"--config-settings=build-dir={tmp_path / 'build'}"
+    build_dir = f"--config-settings=build-dir={folder / 'build'}"
     pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", *isolation, build_dir]
-    run(*pip, "--wheel-dir", tmp_path, ".", timeout_seconds=200)
-    (wheel,) = tmp_path.glob("*.whl")
+    done = subprocess.run(
+        [*pip, "--wheel-dir", str(folder), "."], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.timeout(450)
+def test_the_wheel_holds_all_four_packages_with_types_stubs_kernels_and_nothing_else(root: Path, wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     sources = {
         f"{package}/{file.relative_to(root / folder)}"
@@ -101,3 +114,80 @@ def test_the_wheel_holds_all_four_packages_with_types_stubs_kernels_and_nothing_
     own = {name for name in held if not name.startswith("lmkv-")} - compiled - device_sources
     assert not own - sources, "not wanted in the wheel"
     assert any(name.endswith("licenses/LICENSE") for name in held)
+
+
+COORDINATOR = """
+import pathlib, sys
+import lmkv, lmkv_kernels, lmkv_server
+from lmkv_client.demo import command, measure, table
+from lmkv_client.demo.cluster import Cluster
+
+folder = pathlib.Path(sys.argv[1])
+with Cluster(folder, folder / "model") as cluster:
+    assert cluster.coordinator.is_ready()
+    assert cluster.coordinator.instances() == {}
+    print(cluster.coordinator.holders([1, 2, 3]))
+print(*(pathlib.Path(module.__file__).parents[5] for module in (lmkv, lmkv_kernels, lmkv_server)))
+"""
+"""Starts the demo's coordinator, looks a prompt up, and prints the environments that the packages are from."""
+
+
+@pytest.mark.timeout(450)
+def test_the_wheel_runs_in_an_environment_without_vllm(
+    wheel: Path, run: Run, tmp_path: Path, short_folder: Path
+) -> None:
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python, lmkv = home / "bin" / "python", home / "bin" / "lmkv"
+    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", wheel, timeout_seconds=300)
+    assert re.search(r"^vllm +not installed$", run(lmkv, "version").stdout, re.MULTILINE)
+    assert "--prompt-tokens" in run(lmkv, "demo", "--help").stdout
+    (tmp_path / "lmkv.yaml").write_text("chunk_size: 128\n")
+    assert "chunk_size: 128" in run(lmkv, "config", "check", tmp_path / "lmkv.yaml").stdout
+    # Not in the repository, whose packages Python would import instead of the wheel's.
+    answers = run(python, "-c", COORDINATOR, short_folder, cwd=tmp_path).stdout
+    assert answers == f"{{}}\n{' '.join([str(tmp_path)] * 3)}\n"
+    demo = subprocess.run([lmkv, "demo"], capture_output=True, text=True, timeout=50, check=False)
+    assert demo.returncode == 2
+    assert "the demo needs vLLM" in demo.stderr
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_more(root: Path, run: Run, tmp_path: Path) -> None:
+    build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    folders = (*PACKAGES.values(), "kernels/csrc")
+    outside = {name for name in held if not name.startswith(tuple(f"{folder}/" for folder in folders))}
+    assert outside == {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
+    compiled = {".so", ".pyc"}
+    sources = {
+        str(file.relative_to(root))
+        for folder in folders
+        for file in (root / folder).rglob("*")
+        if file.is_file() and file.suffix not in compiled and "built" not in file.parts
+    }
+    assert held - outside == sources
+
+
+def test_the_metadata_names_the_projects_pages_and_pythons(pyproject: dict[str, Any]) -> None:
+    project = pyproject["project"]
+    assert project["urls"]["Repository"] == "https://github.com/lmkv/lmkv"
+    assert project["urls"]["Documentation"] == "https://lmkv.github.io/lmkv/"
+    minors = {match[1] for each in project["classifiers"] if (match := re.search(r":: 3\.(\d+)$", each))}
+    assert minors == set(re.findall(r"cp3(\d+)-", pyproject["tool"]["cibuildwheel"]["build"]))
+    assert project["requires-python"] == f">=3.{min(minors, key=int)}"
+
+
+def test_every_extra_and_group_that_pages_and_scripts_install_exists(root: Path, pyproject: dict[str, Any]) -> None:
+    files = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "scripts").iterdir(), root / "Makefile"]
+    files += [*(root / "docker").iterdir(), *(root / ".github").rglob("*.yml")]
+    text = "\n".join(file.read_text() for file in files if file.is_file())
+    for folder in PACKAGES.values():
+        text += "\n".join(file.read_text() for file in (root / folder).rglob("*.py"))
+    extras = {each for names in re.findall(r"(?:\blmkv|'\.|whl\))\[([a-z0-9,-]+)\]", text) for each in names.split(",")}
+    groups = set(re.findall(r"--group[ =]([a-z]+)", text))
+    assert {"vllm", "cpu", "nixl"} <= extras
+    assert extras <= pyproject["project"]["optional-dependencies"].keys()
+    assert {"dev"} <= groups <= pyproject["dependency-groups"].keys()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
@@ -22,12 +22,10 @@ from lmkv_client.connector.stats import ConnectorCounters, tier_tokens
 
 logger = init_logger("vllm.lmkv")
 
-HIT_SOURCES = {
-    OWN: CacheHitSource.HOST,
-    DISK: CacheHitSource.DISK,
-    PEERS: CacheHitSource.P2P,
-    HANDOFF: CacheHitSource.P2P,
-}
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+HIT_SOURCES = {OWN: "HOST", DISK: "DISK", PEERS: "P2P", HANDOFF: "P2P"}
 """vLLM's name of each tier; it counts all others as `EXTERNAL_UNSPECIFIED`."""
 
 
@@ -100,13 +98,15 @@ class Loads:
 
     def hit_sources(self, request_id: str, token_count: int) -> dict[CacheHitSource, int]:
         """The first `token_count` tokens of a request's load by vLLM's name of their source."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # vLLM 0.31, which never calls this, has none
+
         load_state = self._load_states.get(request_id)
         if load_state is None:
             return {CacheHitSource.HOST: token_count}
         sources: dict[CacheHitSource, int] = {}
         for tier, count in load_state.tokens_by_tier(token_count).items():
             if count:
-                source = HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                source = CacheHitSource[HIT_SOURCES.get(tier, "EXTERNAL_UNSPECIFIED")]
                 sources[source] = sources.get(source, 0) + count
         return sources
 

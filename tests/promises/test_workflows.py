@@ -1,0 +1,77 @@
+"""GitHub workflows: free of the faults that actionlint knows, pinned, and built on the targets that people use."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.promises.conftest import ROOT
+
+ACTIONLINT = Path(sys.executable).with_name("actionlint")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+NAMES = {"chart", "docs", "images", "release", "test", "wheels"}
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    """All steps of a workflow's jobs."""
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step for job in jobs for step in job.get("steps", [])]
+
+
+def lint(*files: Path) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [ACTIONLINT, "-no-color", *files]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_actionlint_finds_nothing() -> None:
+    assert {workflow.stem for workflow in WORKFLOWS} == NAMES
+    done = lint(*WORKFLOWS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_actionlint_finds_a_job_that_does_not_exist(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yml"
+    broken.write_text((ROOT / ".github/workflows/docs.yml").read_text().replace("needs: build", "needs: compile"))
+    done = lint(broken)
+    assert done.returncode == 1
+    assert "compile" in done.stdout
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_and_permissions_are_minimal(workflow: Path) -> None:
+    uses = [step["uses"] for step in steps(workflow) if "uses" in step]
+    assert [each for each in uses if not re.fullmatch(r"[\w./-]+@v\d+\.\d+\.\d+", each)] == []
+    content = yaml.safe_load(workflow.read_text())
+    assert content["permissions"] == {"contents": "read"}
+    assert all("uses" in job or job["timeout-minutes"] <= 180 for job in content["jobs"].values())
+
+
+def test_workflows_call_the_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    scripts = "\n".join(step.get("run", "") for workflow in WORKFLOWS for step in steps(workflow))
+    called = set(re.findall(r"\bmake (?:--silent )?([a-z-]+)", scripts))
+    assert called >= {"chart", "docs", "images", "sdist", "setup", "test", "verify", "wheels"}
+    assert called <= targets
+    assert not re.search(r"\b(?:pytest|mypy|ruff|mkdocs|cibuildwheel|docker build)\b", scripts)
+
+
+def test_issue_templates_owners_and_hooks_refer_to_what_exists() -> None:
+    github = ROOT / ".github"
+    for form in ("bug", "feature"):
+        content = yaml.safe_load((github / "ISSUE_TEMPLATE" / f"{form}.yml").read_text())
+        assert content["name"]
+        assert any(field.get("validations", {}).get("required") for field in content["body"])
+    owned = [line.split()[0] for line in (github / "CODEOWNERS").read_text().splitlines() if line and line[0] != "#"]
+    assert owned[0] == "*"
+    assert [path for path in owned[1:] if not (ROOT / path.strip("/")).exists()] == []
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = {hook["entry"].removeprefix("make ") for hook in hooks if hook["entry"].startswith("make ")}
+    assert made
+    assert made <= targets
