@@ -41,6 +41,20 @@ def test_prometheus_understands_every_question(panels: list[dict[str, Any]], tmp
     assert f"{len(asked)} rules found" in done.stdout
 
 
+def test_every_panel_has_a_description_whose_alerts_exist(panels: list[dict[str, Any]]) -> None:
+    groups = yaml.safe_load((CHART / "files" / "rules.yaml").read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    named = [name for panel in panels for name in re.findall(r"\bLmkv\w+", panel["description"])]
+    assert len(named) > 15
+    assert set(named) - alerts == set()
+
+
+def test_rows_cover_tiers_disaggregated_prefill_and_coordinators() -> None:
+    everything = json.loads(DASHBOARD.read_text())["panels"]
+    rows = [panel["title"] for panel in everything if panel["type"] == "row"]
+    assert {"Engines", "Nodes", "Tiers", "Disaggregated prefill", "Coordinators", "Proxy"} <= set(rows)
+
+
 def test_panels_have_names_and_places_of_their_own(panels: list[dict[str, Any]]) -> None:
     assert len({panel["title"] for panel in panels}) == len(panels) > 15
     everything = json.loads(DASHBOARD.read_text())["panels"]
