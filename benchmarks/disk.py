@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 class DiskBench:
-    """A pool full of chunks, and what a node would tell its disk tier."""
+    """A full pool, and the events that a node sends to its disk tier."""
 
     def __init__(self, chunk_count: int, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes

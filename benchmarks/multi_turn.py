@@ -27,7 +27,7 @@ from lmkv_client.demo.engine import EngineProcess
 ANSWER_TOKENS = 24
 MESSAGE_TOKENS = 200
 CHATS_IN_CACHE = 2
-"""So many chats at their end fit into the engine's own cache."""
+"""The number of complete chats that fit into the engine's own cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

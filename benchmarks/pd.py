@@ -34,9 +34,9 @@ from benchmarks.systems.prefill_decode import (
 from lmkv.errors import LmkvError
 
 NAMED_TOKENS = 2048
-"""The length that rows without one in their name speak of: computed in one step, handed over when all is computed."""
+"""The prompt length of rows without a length in their name: computed in one step, then transferred."""
 LENGTHS = (NAMED_TOKENS, 2 * STEP_TOKENS)
-"""The longer one takes two steps: the first half is handed over while the second is computed."""
+"""The longer prompt takes two steps: the first half is transferred while the second is computed."""
 WARM_UP_TOKENS = (512, 1024)
 TIMES = ("ttft", "second_token", "itl", "total")
 STEP_ROUNDS = 3
@@ -227,7 +227,7 @@ def in_words(name: str, answer: TimedResponse) -> str:
 
 BENCHMARK = Benchmark(
     name="pd",
-    description="Measures prompts that one engine computes and another goes on with, beside one engine and others' PD.",
+    description="Measures disaggregated prefill, compared with one engine and other systems' P/D.",
     measure=measure,
     add_arguments=add_arguments,
 )

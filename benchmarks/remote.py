@@ -63,7 +63,7 @@ def spec_of(chunk_bytes: int) -> KvSpec:
 
 
 class RemoteBench:
-    """A pool full of chunks, and what a node would tell its remote tier."""
+    """A full pool, and the events that a node sends to its remote tier."""
 
     def __init__(self, chunk_count: int, chunk_bytes: int) -> None:
         self.spec = spec_of(chunk_bytes)

@@ -115,7 +115,7 @@ async def whole(client: Client, count: int) -> None:
 
 @contextmanager
 def nodes(addresses: Sequence[str], count: int, logs: Path) -> Iterator[None]:
-    """So many nodes, over a few processes; each is a member at every address."""
+    """A number of nodes in a few processes; each is a member at every address."""
     with ExitStack() as stack:
         for index in range(PROCESS_COUNT):
             first, last = (1 + count * at // PROCESS_COUNT for at in (index, index + 1))

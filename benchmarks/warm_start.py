@@ -1,7 +1,7 @@
 """How soon a node has its pool back: `python -m benchmarks.warm_start [--gigabytes 4] [--chunk-mib 2]`.
 
 A node stores chunks and ends; the next one finds them. `serves` is when engines may attach, `verified` when the last
-chunk can be found, `longest pause` what the event loop kept anybody waiting for meanwhile.
+chunk can be found, `longest pause` the longest time that the event loop was blocked.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SimulatedInstance:
         self._sequence = 0
 
     async def join(self, channel: grpc.aio.Channel, specs: Sequence[KvSpec] = ()) -> None:
-        """Registers, and tells what it holds; done when the coordinator has all of it."""
+        """Registers and reports its chunks; returns when the coordinator has all of them."""
         stub: Any = RegistryServiceStub(channel)
         said = Instance(
             instance_id=self.instance_id,

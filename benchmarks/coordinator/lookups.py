@@ -135,7 +135,7 @@ async def _measure_last_of_many(
 async def _measure_many(
     run: BenchmarkRun, channel: grpc.aio.Channel, coordinator: CoordinatorProcess, questions: Questions
 ) -> None:
-    """So many lookups in flight: of one client over one stream, or of as many clients, each over its own."""
+    """A number of lookups in flight: of one client on one stream, or of many clients, each on its own stream."""
     async with Client(coordinator.address) as client, client.lookup_stream() as stream:
 
         async def ask(request: LookupRequest) -> object:

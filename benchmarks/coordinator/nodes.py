@@ -70,7 +70,7 @@ class ScaledNode:
             yield fleet
 
     async def live(self, coordinator_addresses: Sequence[str], started: asyncio.Semaphore) -> None:
-        """Joins, and stores and evicts for ever. So many join at a time as `started` lets in."""
+        """Joins, then stores and evicts until cancelled. `started` limits concurrent joins."""
         async with AsyncExitStack() as stack:
             async with started:
                 fleet = await stack.enter_async_context(self.member(coordinator_addresses))

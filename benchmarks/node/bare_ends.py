@@ -54,7 +54,7 @@ class BareReader(Protocol):
 
 def bare_owner(transfer_channel: str, pool: Pool) -> BareOwner:
     """The owning end of a channel's limit."""
-    kinds: dict[str, type[BareOwner]] = {MEMCPY: Nobody, NIXL: NixlOwner, SOCKET: SocketOwner}
+    kinds: dict[str, type[BareOwner]] = {MEMCPY: NoOwner, NIXL: NixlOwner, SOCKET: SocketOwner}
     kind: Any = kinds[LIMITS[transfer_channel]]
     owner: BareOwner = kind(pool)
     return owner
@@ -68,7 +68,7 @@ def bare_reader(transfer_channel: str, pool: Pool, metadata: bytes) -> BareReade
     return reader
 
 
-class Nobody:
+class NoOwner:
     """The owning end where none is needed."""
 
     metadata = b""

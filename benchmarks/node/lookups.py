@@ -1,4 +1,4 @@
-"""Lookups: by an engine at its node, by anybody at the coordinator; and the keys that they are made with."""
+"""Lookups by an engine at its node and by clients at the coordinator, and their keys."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _tokens(seed: int, chunk_count: int) -> Tokens:
     return random.integers(0, SPEC.vocab_size, chunk_count * SPEC.chunk_size, dtype=np.uint32)
 
 
-OWN, PEER, NOBODY = 1, 2, 3
+OWN, PEER, MISS = 1, 2, 3
 """Seeds of the prompts, by holder."""
 
 
@@ -163,12 +163,12 @@ def attached(socket: Path) -> Iterator[tuple[NodeClient, Attachment]]:
 
 def measure_engine(run: BenchmarkRun, link: NodeClient, attachment: Attachment) -> None:
     """Adds rows for lookups as the connector's scheduler side makes them: over `Attach`, from its thread."""
-    seeds = {OWN: "lookup", PEER: "lookup_peer", NOBODY: "lookup_miss"}
+    seeds = {OWN: "lookup", PEER: "lookup_peer", MISS: "lookup_miss"}
     count = 100 if run.quick else 2000
     for chunk_count, suffix in CHUNK_COUNTS.items():
         for seed, name in seeds.items():
             ask = EngineLookup(link, attachment, prompt(seed, chunk_count), f"{name}{suffix}")
-            expected = {OWN: (chunk_count, 0), PEER: (0, chunk_count), NOBODY: (0, 0)}[seed]
+            expected = {OWN: (chunk_count, 0), PEER: (0, chunk_count), MISS: (0, 0)}[seed]
             if (found := ask.once()) != expected:
                 raise LmkvError(f"{name}: found {found} chunks, not {expected}")
             (seconds,) = samples(count, ask.once)
@@ -213,7 +213,7 @@ def measure_coordinator(run: BenchmarkRun, address: str) -> None:
         for chunk_count, suffix in CHUNK_COUNTS.items():
             requests = {
                 "cache_lookup": LookupRequest(chunk_keys=join_keys(prompt(PEER, chunk_count))),
-                "cache_lookup_miss": LookupRequest(chunk_keys=join_keys(prompt(NOBODY, chunk_count))),
+                "cache_lookup_miss": LookupRequest(chunk_keys=join_keys(prompt(MISS, chunk_count))),
                 "cache_lookup_tokens": LookupRequest(tokens=_tokens(PEER, chunk_count).tolist()),
             }
             for name, request in requests.items():

@@ -70,7 +70,7 @@ def _measure_round(
     *,
     is_odd: bool,
 ) -> ShortHitRound:
-    """Asks one prompt of everybody. Raises `LmkvError` if a hit is none."""
+    """Sends one prompt to every engine. Raises `LmkvError` if an expected hit is a miss."""
     first.complete(prompt, 1)
     coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_SECONDS)
     first.reset_prefix_cache()

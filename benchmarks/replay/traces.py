@@ -7,7 +7,7 @@
 - `api` has the shape of trace B of "KVCache Cache in the Wild" (Wang et al., USENIX ATC '25, with the Qwen-Bailian
   traces): programs ask, without a second turn, each with a prompt's beginning of its own, most of it again within
   seconds; 54 % of the tokens were sent before.
-- `scan` is `conversation` with batch jobs between that read long documents once: nobody asks for those again.
+- `scan` is `conversation` with batch jobs between that read long documents once: these are never requested again.
 - `loop` asks for the same documents round and round, more of them than fit: the worst case of LRU.
 
 Arrivals, turns, pauses and lengths are drawn so that counts, mean lengths and the share that was sent before are those;

@@ -46,7 +46,7 @@ class BenchmarkRun:
         return self.report.quick
 
     def say(self, line: str) -> None:
-        """Prints what is going on, with the seconds since the start."""
+        """Prints a progress message with the seconds since the start."""
         seconds = time.monotonic() - self.started_at
         self.console.print(f"{seconds:5.1f} s  {line}", soft_wrap=True, markup=False)
 

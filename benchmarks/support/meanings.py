@@ -83,7 +83,7 @@ _MEANINGS = {
     r"pd_(ttft|total)_after_aborts": "prefill and decode in two, after 100 clients left, in a small buffer: {}",
     r"pd_identical": "prompts with equal completions at all systems",
     r"pd_rpcs_per_request": "RPCs between the two nodes for each prompt",
-    r"pd_handover_gb_per_s": "the decode's node reads from the prefill's: RPCs, checksums and commits included",
+    r"pd_handoff_gb_per_s": "the decode's node reads from the prefill's: RPCs, checksums and commits included",
     r"(conversation|tool_agent|api|scan|loop)_unbounded": "{}: highest possible hit rate",
     r"(conversation|tool_agent|api|scan|loop)_(500k|2m|8m)_(arc|s3_fifo|sieve|two_queues)": "{}: hit rate, {}, {}",
     r"lmcache_report_ingest_per_s": "LMCache's controller: changes that it applies per second of one core",

@@ -39,7 +39,7 @@ class PdCounts:
         yield Row(name=f"pd_rpcs_per_request{suffix}", value=sum(self.rpcs.values()) / request_count, unit="RPCs")
         if self.handed_seconds > 0:
             speed = self.handed_bytes / GB / self.handed_seconds
-            yield Row(name=f"pd_handover_gb_per_s{suffix}", value=speed, unit="GB/s")
+            yield Row(name=f"pd_handoff_gb_per_s{suffix}", value=speed, unit="GB/s")
 
     def in_words(self, request_count: int) -> str:
         """The number of RPCs per request."""

@@ -29,7 +29,7 @@ class ChatPlan:
     dtype: str
     context_tokens: int
     chats_in_cache: int
-    """So many chats of full length fit into the engine's own cache."""
+    """The number of full-length chats that fit into the engine's own cache."""
     pool_bytes: int
     """Host memory for what does not."""
 

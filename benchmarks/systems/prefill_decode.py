@@ -30,7 +30,7 @@ from tests.support.plain_nixl import plain_nixl
 from tests.support.proxy import ProxyProcess
 
 STEP_TOKENS = 2048
-"""Most tokens that an engine computes in one step. Longer prompts take several, and can be handed over meanwhile."""
+"""Maximum tokens per step of an engine. Longer prompts take several steps, with the transfer in parallel."""
 PROMPTS_IN_CACHE = 2
 PATIENCE = engines.PATIENCE | {"LMKV_PD_TIMEOUT": "60"}
 """Prefills take seconds here. A node calls every third of `pd_timeout` to say that one is still at work."""
@@ -205,7 +205,7 @@ def nixl_system(plan: PairPlan) -> Iterator[System]:
 
 @contextmanager
 def lmcache_system(plan: PairPlan, python: Path) -> Iterator[System]:
-    """LMCache's PD. The client does what LMCache's proxy does: it shows the first token once all was handed over.
+    """LMCache's PD. The client does what LMCache's proxy does: it returns the first token after the transfer.
 
     The prefill writes into the decode's memory, with its help: both run until the decode has the prompt.
     """
@@ -351,9 +351,9 @@ def _lmcache_engine(plan: PairPlan, python: Path, name: str, role: str, own: Map
 
 
 def wait_for_notice(notices: zmq.Socket[bytes], request_id: str, timeout_seconds: float) -> None:
-    """Waits for LMCache's word that a prompt was handed over. Raises `LmkvError` if it does not come."""
+    """Waits until LMCache reports the end of a transfer. Raises `LmkvError` after a timeout."""
     deadline = time.monotonic() + timeout_seconds
     while (left := deadline - time.monotonic()) > 0:
         if notices.poll(round(1e3 * left)) and msgspec.msgpack.decode(notices.recv()).get("req_id") == request_id:
             return
-    raise LmkvError(f"LMCache did not say within {timeout_seconds:.0f} s that {request_id} was handed over")
+    raise LmkvError(f"LMCache did not report the transfer of {request_id} within {timeout_seconds:.0f} s")

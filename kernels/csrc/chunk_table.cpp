@@ -340,7 +340,7 @@ std::string ChunkTable::check() const {
       ++in_shard;
       const std::uint64_t hash = entry.key.hash();
       if (&shard_of(hash) != &shard || shard.find(entry.key, hash) != &entry) return "an entry cannot be found";
-      if (sets_[entry.holders].empty()) return "a chunk is kept that nobody holds";
+      if (sets_[entry.holders].empty()) return "a chunk is kept without a holder";
       if (retained.size() <= entry.holders) retained.resize(entry.holders + 1);
       ++retained[entry.holders];
       if (spec_id_of(entry) >= specs_.size()) return "a chunk has no spec";
@@ -373,7 +373,7 @@ std::string ChunkTable::check() const {
     if (sets_.retained(id) != retained[id]) return "a set is retained as often as it is not used";
     set_count += retained[id] > 0;
   }
-  if (set_count != sets_.size()) return "a set exists that nobody uses";
+  if (set_count != sets_.size()) return "a set exists that is not used";
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     auto key = [](const Holding& one) { return std::tuple(one.tier, one.spec, one.chunk_count, one.key_sum); };
     auto noted = slots_[slot].holdings;

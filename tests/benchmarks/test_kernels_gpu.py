@@ -1,4 +1,4 @@
-"""The GPU benchmark, as far as it goes without one: its code runs, and it says what is missing."""
+"""The GPU benchmark, without a GPU: its code runs, and it reports the missing GPU."""
 
 from __future__ import annotations
 

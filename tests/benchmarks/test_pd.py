@@ -79,7 +79,7 @@ def test_calls_are_those_of_the_requests_between_two_moments() -> None:
     before = PdCounts(rpcs=none | {"Init": 2, "Allocate": 3, "Commit": 3}, handed_bytes=1 << 30, handed_seconds=1.0)
     after = PdCounts(rpcs=none | {"Init": 2, "Allocate": 5, "Commit": 7}, handed_bytes=3 << 30, handed_seconds=1.5)
     rows = {row.name: row.value for row in (after - before).rows(2, "_4096")}
-    assert rows == {"pd_rpcs_per_request_4096": 3.0, "pd_handover_gb_per_s_4096": 4.0}
+    assert rows == {"pd_rpcs_per_request_4096": 3.0, "pd_handoff_gb_per_s_4096": 4.0}
     assert (after - before).in_words(2) == "Allocate 1, Commit 2"
     assert all(meaning_of(name) for name in rows)
 

@@ -17,7 +17,7 @@ import grpc
 from lmkv.errors import LmkvError
 
 TROUBLE = (LmkvError, grpc.RpcError, TimeoutError, OSError, AssertionError, asyncio.InvalidStateError)
-"""What an engine may see of a node that is killed or frozen; `EngineClient` asserts that its stream goes on."""
+"""Errors that an engine may get from a killed or frozen node; `EngineClient` asserts that its stream continues."""
 
 
 class Actor(ABC):

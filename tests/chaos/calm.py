@@ -25,7 +25,7 @@ READY_SECONDS = 60.0
 CALM_SECONDS = 90.0
 """So long it may take until nothing is left: a grant expires after four seconds, a full disk is tried after sixty."""
 LOOKUPS = 50
-"""So many are on their way to a node at a time."""
+"""Maximum lookups in flight to a node."""
 DIFFERENCE = "the layout map has"
 """What a coordinator logs when digests differ: it mends that, but must never have to."""
 NOTHING_LEFT = (

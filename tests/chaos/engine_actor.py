@@ -15,7 +15,7 @@ from tests.server.node.engine_client import absent_count
 
 NOBODYS = ChunkKey(bytes(16))
 ATTACHED_ACTS = 60
-"""After so many acts an engine leaves and comes back."""
+"""Number of acts after which an engine detaches and attaches again."""
 
 
 class EngineActor(Actor):

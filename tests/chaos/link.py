@@ -165,7 +165,7 @@ class _Connection:
                 data = await reader.read(BUFFER_BYTES)
             await self._link.passable(way)
             if self._is_lost and way is Way.ANSWERS:
-                return  # as far as the near end can see nothing happened
+                return  # invisible to the near end
             if self._is_lost and data:
                 continue
             if not data:

@@ -89,7 +89,7 @@ class Victim:
         self.frozen = True
 
     def thaw(self) -> None:
-        """Lets it go on, if it is frozen."""
+        """Resumes it if it is frozen."""
         if self.frozen:
             self._touch()
             os.kill(self.process.pid, signal.SIGCONT)

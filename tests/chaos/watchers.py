@@ -79,7 +79,7 @@ class LayoutWatcher(Actor):
             await asyncio.sleep(0.1)
 
     def _lost(self, error: LmkvError) -> None:
-        self.counts["watches that went on"] += 1
+        self.counts["watches that resumed"] += 1
         if isinstance(error, RevisionCompacted | WatcherTooSlow):
             self._revision = 0
 

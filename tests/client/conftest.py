@@ -30,7 +30,7 @@ class Fleet:
             instance.going.clear()
 
     def resume(self) -> None:
-        """Has the instances go on."""
+        """Resumes the instances."""
         for instance in (self.a, self.b):
             instance.going.set()
 

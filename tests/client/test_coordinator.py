@@ -154,7 +154,7 @@ async def test_pins_are_set_listed_and_ended(coordinator: Coordinator, fleet: Fl
     assert [one.pin_id for one in await coordinator.pins()] == [pin.pin_id]
     await coordinator.unpin(pin.pin_id)
     assert await coordinator.pins() == []
-    await coordinator.unpin(pin.pin_id)  # one that is gone is no error
+    await coordinator.unpin(pin.pin_id)  # idempotent
 
 
 async def test_a_clear_forgets_what_is_named_after_saying_what_it_would(coordinator: Coordinator) -> None:

@@ -67,7 +67,7 @@ async def test_a_watch_restarts_at_the_other_coordinator(two: Two) -> None:
         await updates.aclose()
 
 
-async def test_a_stream_of_lookups_goes_on_at_the_other(two: Two) -> None:
+async def test_a_stream_of_lookups_continues_at_the_other(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator, coordinator.lookup_stream() as stream:
         assert not (await stream.lookup([1] * 256)).holders
         await two.first.aclose()

@@ -70,7 +70,7 @@ async def test_no_wait_returns_what_to_follow(fleet: Fleet, run_command: RunComm
     assert capsys.readouterr().out.startswith(f"{name}: 3 chunks (40 tokens) arrived")
 
 
-async def test_a_wait_that_runs_out_says_how_to_go_on(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
+async def test_a_timeout_prints_the_next_command(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
     fleet.pause()
     assert await run_command("move", "--from", "a", "--to", "b", "--tokens", TOKENS, "--timeout", "100ms") == 1
     assert re.fullmatch(

@@ -89,7 +89,7 @@ async def watched(address: str, start_revision: int = 0) -> list[LayoutUpdate]:
 @pytest.mark.parametrize(
     ("watches", "asked", "revisions", "resets"),
     [
-        pytest.param([[held(5), changed(6)], [changed(7)]], [0, 6, 7], [5, 6, 7], [5], id="it goes on after an end"),
+        pytest.param([[held(5), changed(6)], [changed(7)]], [0, 6, 7], [5, 6, 7], [5], id="it resumes after an end"),
         pytest.param([[held(5), changed(6), LOST], [changed(7)]], [0, 6, 7], [5, 6, 7], [5], id="and after a loss"),
         pytest.param([[held(5), LOST], [held(6), changed(7)]], [0, 0, 7], [5, 6, 7], [5, 6], id="half a snapshot"),
         pytest.param(

@@ -23,7 +23,7 @@ def certificates(tmp_path: Path) -> Certificates:
 
 @pytest.fixture
 async def address(certificates: Certificates) -> AsyncIterator[str]:
-    """Where a coordinator is that lets in only whom the issuer knows."""
+    """The address of a coordinator that requires client certificates of the issuer."""
     async with server.Coordinator(port=0, credentials=certificates.strict_server) as serving:
         yield serving.address
 

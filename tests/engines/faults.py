@@ -149,7 +149,7 @@ class FaultyPair:
         raise AssertionError("the engine stored ten prompts faster than this test could freeze it")
 
     def held(self, engine: EngineProcess, prompt: FaultPrompt) -> int:
-        """Tokens of a prompt that the engine's node holds, as far as is known."""
+        """Tokens of a prompt that the engine's node is known to hold."""
         return self.coordinator.holders(prompt.tokens).get(engine.name, 0)
 
     def fetching(self, prompt: FaultPrompt) -> Future[Completion]:
@@ -198,7 +198,7 @@ class FaultyPair:
             thaw([pid])
 
     def thaw(self) -> None:
-        """Lets everything go on that is frozen."""
+        """Resumes all frozen processes."""
         thaw(self.pids())
 
     # --- Healing -------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def kill(pid: int) -> None:
 
 
 def thaw(pids: Sequence[int]) -> None:
-    """Lets frozen processes go on; those that are gone are ignored."""
+    """Resumes frozen processes; ended ones are ignored."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

@@ -206,15 +206,15 @@ class Trio:
             thaw([pid])
 
     def heal(self) -> None:
-        """Starts what was killed, and waits until a fresh prompt is handed over again, and answered rightly."""
+        """Restarts killed processes, and waits until a handoff of a new prompt works and its answer is correct."""
         self.cluster.start_engines()
         if not self.proxy.alive:
             self.proxy.start()
         self.proxy.wait_ready()
-        eventually(self._hands_over, "prompts are handed over again", 60.0)
+        eventually(self._has_handoff, "handoffs work again", 60.0)
         self.check_nothing_is_left()
 
-    def _hands_over(self) -> bool:
+    def _has_handoff(self) -> bool:
         prompt = self.prompt(600)
         try:
             with self.counting(self.decode) as grown:

@@ -49,7 +49,7 @@ def test_a_kill_during_a_fetch_from_the_peer(pair: FaultyPair, victim: str) -> N
         check(held, asked.result(REQUEST_TIMEOUT_SECONDS))
         if victim.startswith("node"):
             assert grown("load_failures") == 1
-        elif stopped_seconds < LOAD_TIMEOUT_SECONDS / 2:  # the fetch has nothing to do with it, and goes on
+        elif stopped_seconds < LOAD_TIMEOUT_SECONDS / 2:  # the fetch does not need it and continues
             assert grown("tier_tokens", "peers") == HELD_TOKENS
     pair.restart()
     pair.heal()

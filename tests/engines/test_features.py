@@ -72,7 +72,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def test_drafts_that_are_rejected_are_never_stored(fleet: LlmFleet, bare: LlmProcess, seed: int) -> None:
-    """Answers fill the chunk that their prompt began: the next turn goes on as if it had computed them."""
+    """Answers fill the chunk that their prompt began: the next turn hits as if it had computed them."""
     drafting = fleet.engines["drafting"]
     few: dict[str, Any] = {"max_tokens": 60, "allowed_token_ids": [5, 6, 7]}  # so that some guesses are right
     prompts = [make_prompt(seed + number, CHUNK - 20) for number in range(3)]

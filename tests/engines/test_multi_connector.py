@@ -67,7 +67,7 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield cluster
 
 
-def handed_over(cluster: Cluster, prompt: list[int]) -> Completion:
+def disaggregated(cluster: Cluster, prompt: list[int]) -> Completion:
     """The decode's answer to a prompt that the prefill has computed, the way vLLM's own proxies ask."""
     prefilled = cluster.engines["prefill"].answer(prompt, 1, kv_transfer_params=TO_BE_DECODED)
     params: Mapping[str, object] = prefilled["kv_transfer_params"]
@@ -80,11 +80,11 @@ def grown(engine: EngineProcess, before: Mapping[str, float], name: str) -> floa
     return engine.metrics()[name] - before[name]
 
 
-def test_nixl_hands_over_what_lmkv_does_not_have(cluster: Cluster) -> None:
+def test_nixl_transfers_what_lmkv_does_not_have(cluster: Cluster) -> None:
     prompt = make_prompt(1, PROMPT_TOKENS)
     decode = cluster.engines["decode"]
     before = decode.metrics()
-    answer = handed_over(cluster, prompt)
+    answer = disaggregated(cluster, prompt)
     assert grown(decode, before, "vllm:external_prefix_cache_hits_total") >= PROMPT_TOKENS - 1
     assert grown(decode, before, "lmkv:loaded_tokens_total") == 0
     assert answer.token_ids == decode.complete(prompt, extra={"cache_salt": "alone"}).token_ids
@@ -93,11 +93,11 @@ def test_nixl_hands_over_what_lmkv_does_not_have(cluster: Cluster) -> None:
 def test_lmkv_gives_what_it_has_before_nixl_is_asked(cluster: Cluster) -> None:
     prompt = make_prompt(2, PROMPT_TOKENS)
     prefill, decode = cluster.engines["prefill"], cluster.engines["decode"]
-    expected = handed_over(cluster, prompt)
+    expected = disaggregated(cluster, prompt)
     for engine in (prefill, decode):
         engine.reset_prefix_cache()
     before, before_prefill = decode.metrics(), prefill.metrics()
-    again = handed_over(cluster, prompt)
+    again = disaggregated(cluster, prompt)
     assert again.token_ids == expected.token_ids
     assert grown(prefill, before_prefill, "lmkv:loaded_tokens_total") == HELD_TOKENS
     assert grown(decode, before, "lmkv:loaded_tokens_total") == HELD_TOKENS
@@ -106,7 +106,7 @@ def test_lmkv_gives_what_it_has_before_nixl_is_asked(cluster: Cluster) -> None:
 def test_no_page_stays_in_use_whatever_the_source_of_the_prompt(cluster: Cluster) -> None:
     prompt = make_prompt(4, PROMPT_TOKENS)
     for _ in ("by NIXL", "by lmkv"):
-        handed_over(cluster, prompt)
+        disaggregated(cluster, prompt)
         for engine in cluster.engines.values():
             engine.reset_prefix_cache()  # refused for as long as a request, finished or not, has pages
 

@@ -155,7 +155,7 @@ def test_a_buffer_that_is_too_small_for_all_makes_some_wait_and_all_right(trio: 
     assert "was not announced" not in trio.node_log("decode"), "a decode waited for a handoff that was refused"
 
 
-def test_a_client_of_an_engine_cannot_have_its_node_connect_or_hand_over(trio: Trio) -> None:
+def test_a_client_of_an_engine_cannot_start_a_handoff(trio: Trio) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.setblocking(False)
         address = f"127.0.0.1:{stranger.getsockname()[1]}"

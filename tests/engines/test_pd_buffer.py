@@ -53,7 +53,7 @@ def test_a_prompt_comes_into_the_buffer_and_its_answer_is_that_of_one_engine(tri
     assert decode["lmkv:load_failures_total"] == 0
 
 
-def test_a_prompt_that_is_handed_over_again_is_not_sent_again(trio: Trio) -> None:
+def test_a_repeated_handoff_is_not_sent_again(trio: Trio) -> None:
     prompt = trio.prompt(PROMPT_TOKENS)
     expected = trio.expected(prompt)
     answers = []

@@ -33,7 +33,7 @@ def error_of(asked: Future[Completion]) -> LmkvError:
     return error
 
 
-def test_a_prefill_engine_is_killed_while_its_prompt_is_handed_over(trio: Trio) -> None:
+def test_a_prefill_engine_is_killed_during_a_handoff(trio: Trio) -> None:
     prompt = trio.prompt(LONG_TOKENS)
     expected = trio.expected(prompt)
     asked = trio.ask(prompt)
@@ -41,11 +41,11 @@ def test_a_prefill_engine_is_killed_while_its_prompt_is_handed_over(trio: Trio) 
     trio.kill_engine("prefill")
     assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected, "the decode computes what it has not got"
     prompt = trio.prompt(700)
-    trio.check(prompt)  # the decode goes on alone
+    trio.check(prompt)  # the decode engine continues alone
     trio.heal()
 
 
-def test_a_prefills_node_is_killed_while_it_hands_over(trio: Trio) -> None:
+def test_a_prefill_node_is_killed_during_a_handoff(trio: Trio) -> None:
     prompt = trio.prompt(LONG_TOKENS)
     expected = trio.expected(prompt)
     asked = trio.ask(prompt)
@@ -66,7 +66,7 @@ def test_a_decodes_node_is_killed_while_it_receives(trio: Trio) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_node_is_frozen_while_a_prompt_is_handed_over(trio: Trio, side: str) -> None:
+def test_a_node_is_frozen_during_a_handoff(trio: Trio, side: str) -> None:
     prompt = trio.prompt(LONG_TOKENS)
     expected = trio.expected(prompt)
     asked = trio.ask(prompt)
@@ -95,7 +95,7 @@ def test_a_decode_engine_is_killed_while_it_answers(trio: Trio) -> None:
     trio.heal()
 
 
-def test_the_proxy_is_killed_amid_requests(trio: Trio) -> None:
+def test_the_proxy_is_killed_during_requests(trio: Trio) -> None:
     asked = [trio.ask(trio.prompt(LONG_TOKENS), 200) for _ in range(4)]
     trio.receiving()
     trio.proxy.kill()

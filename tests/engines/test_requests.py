@@ -49,7 +49,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return zlib.crc32(request.node.nodeid.encode())
 
 
-def test_requests_that_are_preempted_go_on_where_they_were(engine: LlmProcess, seed: int) -> None:
+def test_preempted_requests_resume_where_they_were(engine: LlmProcess, seed: int) -> None:
     prompts = [make_prompt(seed + number, 700) for number in range(4)]
     expected = engine.compute(*prompts, max_tokens=120)
     first = engine.ask(*prompts, max_tokens=120)
@@ -74,7 +74,7 @@ def test_many_requests_at_once_share_their_prefixes(engine: LlmProcess, seed: in
     assert again.loaded_tokens + backwards.loaded_tokens >= 512
 
 
-def test_a_conversation_goes_on_from_what_was_decoded(engine: LlmProcess, seed: int) -> None:
+def test_the_next_turn_of_a_conversation_hits_decoded_tokens(engine: LlmProcess, seed: int) -> None:
     prompt = make_prompt(seed, 400)
     first = engine.ask(prompt, max_tokens=400)
     follow_up = make_prompt(seed + 1, 900, prefix=[*prompt, *first.token_ids[0]])

@@ -56,7 +56,7 @@ def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
         for selector, ports in selections(manifest):
             found = [held for labels, held in labelled if selector.items() <= labels.items()]
             if name_of(manifest).startswith("NetworkPolicy") and not found:
-                continue  # who is let in may be elsewhere
+                continue  # admitted peers may be elsewhere
             assert found, f"{name_of(manifest)} selects no pod by {selector}"
             for held in found:
                 assert ports <= held, f"{name_of(manifest)}: {ports - held}"
@@ -248,8 +248,8 @@ def test_a_nodes_memory_is_that_of_its_pool_and_some_more() -> None:
 def test_network_policies_let_nodes_use_exactly_the_ports_of_their_channels() -> None:
     def ports(case: str) -> list[dict[str, int]]:
         policy = find(manifests_of(case), "NetworkPolicy/demo-lmkv-node")
-        let_in: list[dict[str, int]] = policy["spec"]["ingress"][0]["ports"]
-        return let_in
+        admitted_ports: list[dict[str, int]] = policy["spec"]["ingress"][0]["ports"]
+        return admitted_ports
 
     assert ports("network-policy") == [{"port": 9200}, {"port": 9201}, {"port": 9210, "endPort": 9229}]
     assert ports("network-policy-sidecar") == [{"port": 9200}, {"port": 9201}]
@@ -286,7 +286,7 @@ def test_network_policies_admit_only_required_traffic() -> None:
 
 
 def who_of(peer: Manifest) -> str:
-    """Whom a policy lets in: the component of this release, or the one label that others are known by."""
+    """The peers that a policy admits: components of this release, or the one label of others."""
     (selector,) = peer.values()
     labels = selector["matchLabels"]
     if "app.kubernetes.io/component" not in labels:

@@ -1,4 +1,4 @@
-// What CUDA C++ adds to C++, as far as the kernels use it, so that their source compiles for the processor and runs there.
+// The extensions of CUDA C++ that the kernels use, so that their source compiles for the processor and runs there.
 // The threads of a warp are fibers: they take turns at each shuffle, as lanes that wait for each other.
 #pragma once
 
@@ -63,7 +63,7 @@ struct Warp {
     }
   }
 
-  // All lanes show a value before any goes on.
+  // All lanes publish a value before any continues.
   std::uint64_t shuffle(std::uint64_t value, unsigned distance) {
     const unsigned own = lane;
     shown[own] = value;

@@ -65,7 +65,7 @@ def test_what_the_driver_would_not_take_is_forgotten(compiler: Counting) -> None
     assert compiler.asked == [90, 90]
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(compiler: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_ignored(compiler: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert images.load(90) == images.load(90) == b"image 90"
     assert compiler.asked == [90, 90]

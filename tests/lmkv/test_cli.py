@@ -281,7 +281,7 @@ def test_a_process_that_cannot_start_leaves_with_2_and_no_traceback(installed: P
     assert err == "lmkv: error: unknown key LMKV_P2P_PRT in the environment; did you mean LMKV_P2P_PORT?\n"
 
 
-def test_a_reader_that_goes_away_is_no_error(installed: Path) -> None:
+def test_a_reader_that_goes_away_is_ignored(installed: Path) -> None:
     with started(installed, "speak") as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -35,7 +35,7 @@ def bash_blocks(page: Path) -> list[list[str]]:
 
 
 def joined(block: str) -> list[str]:
-    """The lines of a code block; those that end in a backslash go on with the next one."""
+    """The lines of a code block; a backslash at the end joins a line with the next one."""
     return re.sub(r"\\\n\s*", "", block).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""What README, the pages that get people started, and CONTRIBUTING tell people to type exists.
+"""What README, the pages that get people started, and CONTRIBUTING name exists.
 
 `tests/engines/test_typed_commands.py` runs it; what it cannot run is checked here.
 """

@@ -39,17 +39,17 @@ def counters(hosts: Hosts, name: str) -> dict[str, float]:
     }
 
 
-def test_nixl_hands_over_what_is_less_than_a_chunk(served: Endpoint, hosts: Hosts, alone: LlmProcess) -> None:
+def test_nixl_transfers_less_than_a_chunk(served: Endpoint, hosts: Hosts, alone: LlmProcess) -> None:
     prompt = make_prompt(11, 200)
     (expected,) = alone.compute(prompt)
     before, loaded = counters(hosts, EXTERNAL_HITS), counters(hosts, LOADED_TOKENS)
     answer = served.complete(prompt, stream=False)
     assert answer.token_ids == expected
 
-    def handed_over() -> bool:
+    def transferred() -> bool:
         return counters(hosts, EXTERNAL_HITS)["Decode:"] - before["Decode:"] >= len(prompt) - 1
 
-    until(handed_over, "the decode had the prompt from elsewhere")
+    until(transferred, "the decode had the prompt from elsewhere")
     assert counters(hosts, LOADED_TOKENS) == loaded
 
 

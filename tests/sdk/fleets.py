@@ -60,18 +60,18 @@ class Fleet:
         await self._stack.aclose()
 
     async def restart(self) -> None:
-        """Another coordinator, at the same place, that hears of what the first one had begun."""
+        """Another coordinator at the same address, which learns the operations of the first one."""
         records = self.records
         await self.stop()
         await self.start()
-        await self.go_on_with(records)
+        await self.continue_operations(records)
 
     @property
     def records(self) -> list[OperationRecord]:
         """What the instances keep of operations."""
         return list(self._instances[-1].records.values())
 
-    async def go_on_with(self, records: list[OperationRecord]) -> None:
+    async def continue_operations(self, records: list[OperationRecord]) -> None:
         """Makes an instance report operations that no coordinator runs."""
         for record in records:
             await self._instances[-1].report_record(record, orphaned=not record.operation.done)
@@ -82,7 +82,7 @@ class Fleet:
             instance.going.clear()
 
     def resume(self) -> None:
-        """Has the instances go on."""
+        """Resumes the instances."""
         for instance in self._instances:
             instance.going.set()
 
@@ -116,7 +116,7 @@ async def processes(folder: Path, sockets: Path) -> AsyncIterator[tuple[cluster.
 
 
 async def _until_known(address: str, chunk_count: int) -> None:
-    """Waits until the coordinator knows of two nodes, one of which holds so many chunks."""
+    """Waits until the coordinator knows of two nodes, one of which holds this number of chunks."""
     async with asyncio.timeout(20), Coordinator(address) as coordinator:
         async for update in coordinator.watch():
             if any(len(change.admitted_keys) == 16 * chunk_count for change in update.changes):

@@ -109,7 +109,7 @@ async def test_of_two_coordinators_the_second_takes_over(compiled: Path, fleet: 
     async def stop() -> None:
         records = fleet.records
         await fleet.stop()
-        await other_fleet.go_on_with(records)
+        await other_fleet.continue_operations(records)
 
     await run_node(compiled / "failover.test.js", setting, {"stop the first": stop})
 
@@ -119,7 +119,7 @@ async def test_a_token_says_who_calls(compiled: Path, tmp_path: Path) -> None:
         await run_node(compiled / "token.test.js", {"address": serving.coordinator.address})
 
 
-async def test_tls_lets_in_and_keeps_out(compiled: Path, tmp_path: Path) -> None:
+async def test_tls_accepts_and_rejects(compiled: Path, tmp_path: Path) -> None:
     certificates = issue(tmp_path / "ours")
     files = {"ca": certificates.ca, "cert": certificates.cert, "key": certificates.key}
     stranger = issue(tmp_path / "another's")

@@ -23,7 +23,7 @@ from tests.server.coordinator.scripted_instance import ScriptedInstance
 
 FUZZ_SECONDS = 4.0
 FUZZ_ROUNDS = 20
-"""At least so many, on a busy machine too: then every kind of answer was seen."""
+"""Minimum number, also on a busy machine, so that every kind of answer occurs."""
 """How long each port is sent nonsense."""
 SOCKET_SECONDS = 0.3
 """How long an answer to nonsense is waited for."""
@@ -69,7 +69,7 @@ async def coordinator() -> AsyncIterator[Coordinator]:
         async with httpx.AsyncClient(base_url=f"http://{coordinator.http_address}") as http:
             assert (await http.post("/lookup", json={"tokens": PROMPT})).json()["a"] == ["LocalCPUBackend", 40]
         async with asyncio.timeout(20):
-            while descriptors() > open_before + 2:  # noqa: ASYNC110 # gRPC closes what was cut off by and by
+            while descriptors() > open_before + 2:  # noqa: ASYNC110 # gRPC closes broken connections after a while
                 await asyncio.sleep(0.05)
 
 

@@ -119,7 +119,7 @@ def call(address: str, method: MethodDescriptor, requests: Sequence[bytes]) -> t
                 list(channel.stream_stream(path, **options)(iter(requests), timeout=TIMEOUT_SECONDS))
             elif method.server_streaming:
                 stream: Any = channel.unary_stream(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
-                next(stream, None)  # it may go on for ever
+                next(stream, None)  # it may be endless
                 stream.cancel()
             else:
                 channel.unary_unary(path, **options)(requests[0], timeout=TIMEOUT_SECONDS)
@@ -250,7 +250,7 @@ class Nonsense:
         return made
 
     def begin_well(self, request: Message) -> None:
-        """Makes a stream's first message one that its server goes on from."""
+        """Makes a stream's first message one after which its server continues."""
         if isinstance(request, engine_pb.AttachRequest):
             request.hello.CopyFrom(hello("".join(self.random.choices(string.ascii_letters, k=12))))
         if isinstance(request, registry_pb.ReportRequest):
@@ -375,7 +375,7 @@ async def test_a_stream_that_makes_no_sense_ends_with_its_reason_and_leaves_noth
     assert await serves(servers, "lmkv.v1.EngineService")
 
 
-async def test_credits_that_the_engine_does_not_have_are_refused_one_by_one_and_the_stream_goes_on(
+async def test_foreign_credits_are_refused_one_by_one_and_the_stream_continues(
     servers: Servers,
 ) -> None:
     stub = engine_service_pb2_grpc.EngineServiceStub(servers.channels["lmkv.v1.EngineService"])

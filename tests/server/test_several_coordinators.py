@@ -1,4 +1,4 @@
-"""Two coordinators of their own processes, two nodes, and a client: whichever coordinator is killed, all goes on."""
+"""Two coordinator processes, two nodes and a client: whichever coordinator is killed, service continues."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
 
 
 async def until_known(coordinator: Coordinator, name: str) -> None:
-    """Waits until a coordinator has heard of an operation: after its start its nodes have yet to come back."""
+    """Waits until a coordinator knows an operation: after its start, its nodes must reconnect first."""
     async with asyncio.timeout(30):
         while True:
             with suppress(Unreachable):
@@ -176,7 +176,7 @@ async def test_moves_whose_coordinator_is_killed_are_seen_through_by_the_other(w
     await world.all_done(world.addresses[0], names)
 
 
-async def test_a_single_coordinator_goes_on_after_its_restart(world: World) -> None:
+async def test_a_single_coordinator_continues_after_its_restart(world: World) -> None:
     with world.frozen(world.pid("node-2")):
         names = await world.book_many(world.addresses[0])
         for coordinator in world.coordinators:

@@ -132,7 +132,7 @@ class World:
                 self.answered_count += 1
                 await asyncio.sleep(0.005)
 
-    async def goes_on(self) -> None:
+    async def check_service(self) -> None:
         """Returns when many more lookups were answered, and chunks stored."""
         answered, stored = self.answered_count, self.hosts[1].last
         await until(lambda: self.answered_count > answered + 100 and self.hosts[1].last > stored + 20)
@@ -196,11 +196,11 @@ async def test_whichever_process_is_killed_nothing_is_lost(tmp_path: Path, short
     async with started(short_folder, tmp_path) as world:
         asking = asyncio.create_task(world.ask())
         try:
-            await world.goes_on()
+            await world.check_service()
             await world.whole()
             for number in (world.home, 1 - world.home):
                 world.coordinators[number].kill()
-                await world.goes_on()
+                await world.check_service()
                 await world.whole(of=1 - number)
                 world.coordinators[number].start()
                 await asyncio.to_thread(world.coordinators[number].wait_ready)
@@ -209,16 +209,16 @@ async def test_whichever_process_is_killed_nothing_is_lost(tmp_path: Path, short
 
             world.server.kill()
             await world.sharing(False)
-            await world.goes_on()
+            await world.check_service()
             await world.whole()
             world.server.start()  # empty
             await world.sharing()
             await world.whole()
 
             await world.hosts[0].kill()
-            await world.goes_on()
+            await world.check_service()
             await world.hosts[0].start()
-            await world.goes_on()
+            await world.check_service()
             await world.whole()
         finally:
             asking.cancel()

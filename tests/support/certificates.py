@@ -28,7 +28,7 @@ class Certificates:
 
     @property
     def strict_server(self) -> Credentials:
-        """Of a server that lets in only whom the issuer knows."""
+        """A server that requires client certificates of the issuer."""
         return Credentials(cert=self.cert, key=self.key, client_ca=self.ca)
 
     @property

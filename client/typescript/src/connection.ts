@@ -1,4 +1,4 @@
-/** The line to one coordinator: its services, how to call them, and what it means when a call fails. */
+/** The connection to one coordinator: its services, calls, and the mapping of errors. */
 
 import { type CallOptions, type Client, Code, ConnectError, createClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
@@ -24,13 +24,13 @@ interface Page {
 }
 
 export interface ConnectionOptions {
-  /** Most time that an answer may take. */
+  /** Timeout of a call. */
   timeoutSeconds: number;
   tls: Tls | undefined;
   token: Token | undefined;
 }
 
-/** What says who calls, or answers it anew for each call, since tokens are replaced. */
+/** The token of the caller, or a function that returns it for each call, so that tokens can be rotated. */
 export type Token = string | (() => string);
 
 export class Connection {
@@ -124,7 +124,7 @@ export class Connection {
   }
 }
 
-/** Sends the token along. */
+/** Adds the token to a call. */
 function showing(token: Token): Interceptor {
   return (next) => async (request) => {
     request.header.set("authorization", `Bearer ${typeof token === "string" ? token : token()}`);

@@ -1,4 +1,4 @@
-/** The lines to all coordinators of a fleet, of which one is asked until it does not answer. */
+/** The connections to all coordinators of a fleet; one is used until it does not answer. */
 
 import type { CallOptions } from "@connectrpc/connect";
 
@@ -17,7 +17,7 @@ export class Connections {
     this.all = [new Connection(address, options), ...others.map((other) => new Connection(other, options))];
   }
 
-  /** Whom to ask. */
+  /** The current connection. */
   get current(): Connection {
     return this.all[this.at] ?? this.all[0];
   }
@@ -43,7 +43,7 @@ export class Connections {
       try {
         return await question(connection);
       } catch (error) {
-        if (!connection.isSilent(error)) throw error; // also where somebody else is unreachable: that is an answer
+        if (!connection.isSilent(error)) throw error; // an answer, even if it reports another process as unreachable
         this.failed(connection);
       }
     }

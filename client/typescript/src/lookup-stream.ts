@@ -1,8 +1,7 @@
 /**
- * Lookups over one standing call, for who asks often: they cost less than calls of their own.
+ * Lookups on one stream, for clients that look up often: they are cheaper than single calls.
  *
- * What is asked while a message is on its way goes out together with the next one, so that many in flight cost little
- * more than a few.
+ * Lookups that arrive while a message is being sent are batched into the next one.
  */
 
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
@@ -19,12 +18,12 @@ import {
   type LookupStreamRequestSchema,
 } from "./gen/lmkv/v1/cache_service_pb.js";
 
-/** Lookups that may wait for their answers; more wait for their turn. */
+/** Maximum number of lookups in flight; further ones are queued. */
 const MAX_IN_FLIGHT = 256;
-/** Questions are merged into messages of at most this size. */
+/** Maximum size of a batch. */
 const MERGED_BYTES = MAX_MESSAGE_BYTES / 2;
 
-/** A standing call to look prompts up with. It opens when first used, and after a loss again where somebody answers. */
+/** A stream of lookups. It opens at the first lookup, and reopens after a loss at a coordinator that answers. */
 export class LookupStream implements Disposable {
   private line: Line | undefined;
 
@@ -137,7 +136,7 @@ class Line {
 
   /** The questions of the next message. */
   private take(): LookupRequest[] {
-    this.unsent = this.unsent.filter((question) => !question.isOver); // nobody waits for those any more
+    this.unsent = this.unsent.filter((question) => !question.isOver); // their callers have given up
     const taken: Question[] = [];
     let sizeBytes = 0;
     for (const question of this.unsent) {

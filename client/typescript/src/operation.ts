@@ -1,4 +1,4 @@
-/** Work that the coordinator does in the background, a move or a clear, as its caller sees it. */
+/** Long-running operations of the coordinator: move, copy and clear. */
 
 import { createRegistry, equals, type Message } from "@bufbuild/protobuf";
 import { type Any, anyUnpack, durationFromMs } from "@bufbuild/protobuf/wkt";
@@ -18,11 +18,11 @@ import {
 } from "./gen/lmkv/v1/cache_service_pb.js";
 import { RetryDeadline } from "./retry-deadline.js";
 
-/** More than the coordinator gives any operation. */
+/** Longer than the maximum duration of an operation. */
 const WAIT_SECONDS = 900;
-/** How often progress is told, if there is any. */
+/** Interval of progress updates. */
 const POLL_SECONDS = 0.5;
-/** How long the coordinator is asked to hold back an answer until there is something to tell. */
+/** Maximum time that the coordinator waits for a change before it answers. */
 const HOLD_SECONDS = 20;
 
 const KINDS = createRegistry(MoveProgressSchema, MoveResultSchema, ClearProgressSchema, ClearResultSchema);
@@ -30,12 +30,12 @@ const KINDS = createRegistry(MoveProgressSchema, MoveResultSchema, ClearProgress
 export type OperationState = "running" | "done" | "failed" | "cancelled";
 
 /**
- * An operation, in the state that it was last heard of: `wait`, `refresh` and iteration ask anew.
+ * An operation in its last known state; `wait`, `refresh` and iteration update it.
  *
- * It goes on whether or not anybody waits, and is known by its name for some time after its end. Every method throws
- * `OPERATION_NOT_FOUND` once it is not, and `UNREACHABLE`.
+ * It runs independently of its clients, and keeps its name for some time after its end. All methods throw
+ * `OPERATION_NOT_FOUND` after that, and `UNREACHABLE`.
  *
- * Every coordinator knows it. If the one that sees it through is lost, another one does.
+ * All coordinators know it. If the one that runs it is lost, another one continues it.
  */
 export class Operation<
   Progress extends Message = Message,
@@ -61,23 +61,23 @@ export class Operation<
     return this.name.split("-", 1)[0] ?? "";
   }
 
-  /** Whether it is over, one way or the other. */
+  /** Whether it has ended. */
   get done(): boolean {
     return this.message.done;
   }
 
-  /** How far it is. */
+  /** Its progress. */
   get progress(): Progress {
     return unpack(this.message.metadata) as Progress;
   }
 
-  /** What it did; undefined while it runs, and if it failed. */
+  /** Its result; undefined while it runs or if it failed. */
   get result(): Result | undefined {
     const { result } = this.message;
     return result.case === "response" ? (unpack(result.value) as Result) : undefined;
   }
 
-  /** Why it failed, `OPERATION_CANCELLED` if somebody wanted it to; undefined while it runs, and if it did not. */
+  /** Its error, `OPERATION_CANCELLED` if it was cancelled; undefined while it runs or if it succeeded. */
   get error(): LmkvError | undefined {
     const { result } = this.message;
     return result.case === "error" ? fromStatus(result.value) : undefined;
@@ -89,22 +89,22 @@ export class Operation<
     return this.error.code === "CANCELLED" ? "cancelled" : "failed";
   }
 
-  /** Asks what has become of it. */
+  /** Updates its state. */
   async refresh(): Promise<void> {
     const request = { name: this.name };
     this.message = await this.connections.call((to, options) => to.operations.getOperation(request, options));
   }
 
-  /** Asks for it to stop, which takes a moment: `wait` tells. What it has done so far stays done. */
+  /** Requests its cancellation; `wait` returns when it has ended. Finished work is not undone. */
   async cancel(): Promise<void> {
     const request = { name: this.name };
     await this.connections.call((to, options) => to.operations.cancelOperation(request, options));
   }
 
   /**
-   * Waits for its end, also through the loss of its coordinator, and returns what it did.
+   * Waits for its end, across failovers of coordinators, and returns its result.
    *
-   * A result may list chunks that it failed for. Throws the error that the operation ended with, and a `DOMException`
+   * A result may list chunks that failed. Throws the error that the operation ended with, and a `DOMException`
    * called `TimeoutError` if it does not end in time; it then still runs.
    */
   async wait(timeoutSeconds = WAIT_SECONDS): Promise<Result> {
@@ -121,21 +121,21 @@ export class Operation<
     throw this.error ?? new LmkvError(`${this.name} has neither a result nor an error`, "INTERNAL", "INTERNAL");
   }
 
-  /** Tells how far it is, now and whenever that has changed, until it is over. */
+  /** Yields its progress, now and after each change, until it ends. */
   async *[Symbol.asyncIterator](): AsyncGenerator<Progress, void, void> {
     const deadline = new RetryDeadline();
-    let told = this.progress;
-    yield told;
+    let last = this.progress;
+    yield last;
     while (!this.done) {
       await this.poll(POLL_SECONDS, deadline);
-      if (!areEqual(this.progress, told)) {
-        told = this.progress;
-        yield told;
+      if (!areEqual(this.progress, last)) {
+        last = this.progress;
+        yield last;
       }
     }
   }
 
-  /** Hears of it once it is over, or after so many seconds. */
+  /** Updates its state when it ends, or after this number of seconds. */
   private async poll(seconds: number, deadline: RetryDeadline): Promise<void> {
     const request = { name: this.name, timeout: durationFromMs(Math.ceil(seconds * 1000)) };
     try {

@@ -1,29 +1,29 @@
-/** Following the layout map: a snapshot, then every change, through restarts and losses. */
+/** Watches the layout map: a snapshot, then every change, across restarts and losses. */
 
 import type { Connections } from "./connections.js";
 import type { LayoutChange } from "./gen/lmkv/v1/cache_service_pb.js";
 import { RetryDeadline } from "./retry-deadline.js";
 
-/** What a watcher learns at once. Without changes it is a bookmark: nothing happened up to `revision`. */
+/** One update of a watch. Without changes it is a bookmark: there were no changes up to `revision`. */
 export interface LayoutUpdate {
-  /** What to give `watch` to go on from here; not from within a snapshot. */
+  /** Revision to resume from with `watch`; not valid within a snapshot. */
   revision: bigint;
-  /** Whether a snapshot begins with this update: all that was known before is void. */
+  /** Whether a snapshot begins with this update: discard all earlier state. */
   reset: boolean;
   /** Whether the changes are part of a snapshot. */
   snapshot: boolean;
   changes: LayoutChange[];
 }
 
-/** What `Coordinator.watch` takes. */
+/** Options of `Coordinator.watch`. */
 export interface WatchOptions {
-  /** Only what changed after this revision; 0, or nothing, asks for all that is held first. */
+  /** Changes after this revision only; 0 or undefined begins with a snapshot. */
   startRevision?: bigint;
-  /** Fingerprint of a spec, 16 bytes: leaves out the chunks of all others. */
+  /** Fingerprint of a spec, 16 bytes: excludes the chunks of all others. */
   fingerprint?: Uint8Array;
-  /** How long the coordinator may stay away. */
+  /** Time for reconnections after a loss. */
   retrySeconds?: number;
-  /** Ends the watch, quietly. */
+  /** Ends the watch without an error. */
   signal?: AbortSignal;
 }
 
@@ -51,7 +51,7 @@ export async function* watch(
           deadline.extend();
           yield { revision: response.revision, reset, snapshot: response.snapshot, changes: response.changes };
           reset = false;
-          if (!response.snapshot) revision = response.revision; // a snapshot that breaks off is worth nothing
+          if (!response.snapshot) revision = response.revision; // an incomplete snapshot is discarded
         }
       } catch (thrown) {
         if (end.aborted) return;

@@ -14,12 +14,12 @@ after(() => {
   coordinator.close();
 });
 
-test("an answer is an answer, also one that somebody is not there", async () => {
-  await assert.rejects(coordinator.pin({ tokens, position: "nobody" }), refusal("INSTANCE_NOT_FOUND"));
+test("an error of a live coordinator does not fail over", async () => {
+  await assert.rejects(coordinator.pin({ tokens, position: "unknown" }), refusal("INSTANCE_NOT_FOUND"));
   assert.equal(coordinator.address, addresses[0]);
 });
 
-test("everything goes on at the other coordinator: watches, streams, orders, questions", async () => {
+test("everything continues at the other coordinator: watches, streams, orders, lookups", async () => {
   using stream = coordinator.lookupStream();
   assert.equal((await stream.lookup({ tokens })).holders[0]?.instanceId, source);
   const watching = coordinator.watch();
@@ -40,7 +40,7 @@ test("everything goes on at the other coordinator: watches, streams, orders, que
   await watching.return();
 
   const lookup = () => stream.lookup({ tokens });
-  const answer = await lookup().catch(lookup); // the first may still be told of the loss
+  const answer = await lookup().catch(lookup); // the first may still fail because of the loss
   assert.equal(answer.holders[0]?.instanceId, destination);
   assert.equal((await coordinator.instances()).length, 2);
   assert.deepEqual(await coordinator.pins(), []);

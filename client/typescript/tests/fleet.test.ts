@@ -21,7 +21,7 @@ async function holders(): Promise<Record<string, number>> {
   return Object.fromEntries(answer.holders.map((holder) => [holder.instanceId, holder.matchedChunkCount]));
 }
 
-/** What instances hold, by what a watcher is told. */
+/** The chunks of instances, by the updates of a watcher. */
 class LayoutMap {
   readonly held = new Map<string, Set<string>>();
 
@@ -165,7 +165,7 @@ test("a watcher sees what is held, then the move that it waits for, and comes ba
   }
 });
 
-test("a watcher begins anew where its revision is not known", async () => {
+test("a watcher restarts if its revision is unknown", async () => {
   for await (const update of coordinator.watch({ startRevision: 7n })) {
     assert.deepEqual([update.reset, update.snapshot], [true, true]);
     break;
@@ -206,7 +206,7 @@ test("what is pinned stays; the rest is cleared after it was said what would be"
   assert.deepEqual([would.chunkCount, done.chunkCount], [keys.length - 1, keys.length - 1]);
   assert.equal((await holders())[source], 1);
   await coordinator.unpin(pin.pinId);
-  await coordinator.unpin(pin.pinId); // one that is gone is no error
+  await coordinator.unpin(pin.pinId); // idempotent
   assert.deepEqual(await coordinator.pins(), []);
   const rest = await coordinator.clear({ instanceId: source, everything: true });
   assert.equal((await rest.wait(20)).chunkCount, 1);
@@ -219,7 +219,7 @@ test("a watch and a stream of lookups outlast a coordinator that is killed", asy
   let isAsked = false;
   for await (const update of coordinator.watch()) {
     map.apply(update);
-    if (isAsked && map.count(destination) === keys.length) break; // the nodes have told the new one
+    if (isAsked && map.count(destination) === keys.length) break; // the nodes have reported to the new one
     if (!isAsked && !update.snapshot) {
       ask("kill");
       isAsked = true;
@@ -242,9 +242,9 @@ test("what is closed says so", async () => {
   await assert.rejects(closed.lookupStream().lookup({ keys }), refusal("CLOSED"));
 });
 
-test("where nobody is, calls and watches say that nobody answers", async () => {
-  using nobody = new Coordinator("127.0.0.1:1");
-  await assert.rejects(nobody.instances(), refusal("UNREACHABLE", { address: "127.0.0.1:1" }));
-  await assert.rejects(nobody.lookupStream().lookup({ keys }), refusal("UNREACHABLE"));
-  await assert.rejects(nobody.watch({ retrySeconds: 0 }).next(), refusal("UNREACHABLE"));
+test("without a coordinator, calls and watches are unreachable", async () => {
+  using missing = new Coordinator("127.0.0.1:1");
+  await assert.rejects(missing.instances(), refusal("UNREACHABLE", { address: "127.0.0.1:1" }));
+  await assert.rejects(missing.lookupStream().lookup({ keys }), refusal("UNREACHABLE"));
+  await assert.rejects(missing.watch({ retrySeconds: 0 }).next(), refusal("UNREACHABLE"));
 });

@@ -34,7 +34,7 @@ test("waiting too long leaves the operation running, and a cancelled one throws 
   assert.equal(move.state, "cancelled");
 });
 
-test("iteration tells progress until the end", async () => {
+test("iteration yields progress until the end", async () => {
   const copy = await coordinator.copy({ tokens, source, destination });
   const done = [];
   for await (const progress of copy) {
@@ -46,7 +46,7 @@ test("iteration tells progress until the end", async () => {
   assert.equal(copy.state, "done");
 });
 
-test("waiting outlasts a restart of the coordinator, which goes on with what it ran", async () => {
+test("waiting outlasts a restart of the coordinator, which continues its operations", async () => {
   ask("pause");
   const move = await startPaused();
   const waiting = move.wait(30);

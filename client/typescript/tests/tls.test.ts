@@ -1,4 +1,4 @@
-/** The SDK towards a coordinator that speaks TLS and lets in only whom its issuer knows. */
+/** The SDK with a coordinator that requires mutual TLS. */
 
 import assert from "node:assert/strict";
 import { copyFileSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
@@ -16,7 +16,7 @@ async function instances(tls?: Tls): Promise<unknown[]> {
   return await coordinator.instances();
 }
 
-test("who shows a certificate is let in", async () => {
+test("a client with a certificate is accepted", async () => {
   assert.deepEqual(await instances({ ca, cert, key }), []);
 });
 
@@ -28,7 +28,7 @@ test("a coordinator of another issuer is not spoken to", async () => {
   await assert.rejects(instances({ ca: otherCa, cert, key }), refusal("UNREACHABLE"));
 });
 
-test("without TLS nobody is reached", async () => {
+test("without TLS the coordinator is unreachable", async () => {
   await assert.rejects(instances(), refusal("UNREACHABLE"));
 });
 

@@ -19,7 +19,7 @@ test("who shows a token is known, also in streams", async () => {
   }
 });
 
-test("who shows none, or one that nobody knows, is not", async () => {
+test("a missing or unknown token is rejected", async () => {
   for (const token of [undefined, "another"]) {
     using stranger = caller(token);
     await assert.rejects(stranger.instances(), refusal("UNAUTHENTICATED"));
@@ -28,7 +28,7 @@ test("who shows none, or one that nobody knows, is not", async () => {
   }
 });
 
-test("who may only read is told so", async () => {
+test("a read-only token gets an explanation", async () => {
   using reader = caller("reader-token");
   await assert.rejects(reader.clear({ everything: true }), { code: "PERMISSION_DENIED", reason: "PERMISSION_DENIED" });
 });

@@ -86,7 +86,7 @@ class UcxServer:
         self._loops[endpoint] = self._serve(endpoint), []
 
     def _advance(self, endpoint: Any) -> None:
-        """Advances the coroutine of a reader as far as possible without waiting."""
+        """Advances the coroutine of a reader until it has to wait."""
         loop, waiting = self._loops[endpoint]
         try:
             while all(request.completed for request in waiting):

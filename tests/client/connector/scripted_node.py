@@ -79,7 +79,7 @@ class ScriptedNode:
         self.chunks: dict[ChunkKey, Stored] = {}
         self.peer_chunks: dict[ChunkKey, Stored] = {}
         self.on_disk = self.in_remote = 0
-        """So many of the chunks that are brought in, the first and the last, come from disk and from a shared store."""
+        """The number of fetched chunks, first and last ones, that come from disk and from a shared store."""
         self.tickets: dict[str, Ticket] = {}
         self.orphans: list[Ticket] = []
         """What was granted over a line that is broken: kept until the workers have let go of the pool."""

@@ -310,7 +310,7 @@ class SimulatedEngine:
         """Tokens computed for each request, not loaded."""
         self.steps = 0
         self.during_step: Callable[[], None] = lambda: None
-        """Called when the workers are done with a step, before the scheduler hears of it."""
+        """Called after the workers have finished a step, before the scheduler gets their output."""
         self._aggregator = KVOutputAggregator(rank_count)
         self._hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
         self._attachment: Attachment | None = None
@@ -515,7 +515,7 @@ class SimulatedEngine:
                 count = (chain.keys.index(key) + 1) * CHUNK
                 return list(kv_values(seen(request), salt))[:count]
             prompt = as_tokens(request.prompt_token_ids or [])
-            for handed in (prompt, prompt[:-1]):  # a decode's prompt goes on behind the prefill's
+            for handed in (prompt, prompt[:-1]):  # a decode's prompt has more tokens than the prefill's
                 chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
                 chain.extend(handed)
                 if chain.partial(handed) == key:

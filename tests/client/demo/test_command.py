@@ -1,4 +1,4 @@
-"""`lmkv demo` as far as it goes without engines."""
+"""The parts of `lmkv demo` that need no engines."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_settings_of_the_user_do_not_reach_the_process(tmp_path: Path, monkeypat
     assert process.log() == "['LMKV_CHUNK_SIZE']\n"
 
 
-def test_ending_processes_that_are_gone_is_no_error() -> None:
+def test_ending_processes_is_idempotent() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     end_processes([gone.pid])

@@ -186,7 +186,7 @@ def test_a_backend_that_does_not_start_fails_with_what_nixl_says(
 
 
 def certificate(folder: Path, days: float) -> CoordinatorConfig:
-    """A coordinator whose certificate ends in so many days."""
+    """A coordinator whose certificate expires in this number of days."""
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     begin = end - datetime.timedelta(days=30)
     issued = trustme.CA().issue_cert("localhost", not_before=begin, not_after=end)

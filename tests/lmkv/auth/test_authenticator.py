@@ -93,10 +93,10 @@ def test_a_file_that_is_replaced_counts_at_once_also_for_streams(path: Path) -> 
     with pytest.raises(Unauthenticated):
         authenticator.authenticate(LOOKUP, bearer("reader-token"))
     path.write_text("nonsense")
-    assert authenticator.authenticate(LOOKUP, bearer("engine-token")).name == "engine"  # it goes on as before
+    assert authenticator.authenticate(LOOKUP, bearer("engine-token")).name == "engine"  # unchanged
 
 
-def test_a_token_that_becomes_another_role_is_not_what_was_let_in(path: Path) -> None:
+def test_a_token_that_changes_its_role_is_another_caller(path: Path) -> None:
     authenticator = Authenticator(write(path, entry("operator")))
     with authenticator.authorized_call(MOVE, bearer("operator-token")):
         write(path, entry("operator") | {"role": "reader"})
@@ -140,7 +140,7 @@ def test_only_an_admin_without_a_tenant_calls_for_others(path: Path) -> None:
         authenticator.authenticate(LOOKUP, [*bearer("admin-token"), (TENANT_HEADER, "c")])
 
 
-def test_a_nodes_gate_lets_in_its_own_tenant(path: Path) -> None:
+def test_a_node_accepts_its_own_tenant(path: Path) -> None:
     file = write(path, entry("engine", "a"), entry("engine", "b"))
     authenticator = Authenticator(file, BearerToken(text="engine-of-a-token"))
     assert authenticator.authenticate(INIT, bearer("engine-of-a-token")).tenant == "a"

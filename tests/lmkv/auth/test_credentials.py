@@ -78,7 +78,7 @@ async def test_a_server_of_another_name_is_refused(tmp_path: Path) -> None:
             await ask(port, elsewhere.client)
 
 
-async def test_a_strict_server_lets_in_only_whom_its_issuer_knows(certificates: Certificates, tmp_path: Path) -> None:
+async def test_a_strict_server_requires_certificates_of_its_issuer(certificates: Certificates, tmp_path: Path) -> None:
     stranger = issue(tmp_path)
     unknown = Credentials(ca=certificates.ca, cert=stranger.cert, key=stranger.key)
     async with serving(certificates.strict_server) as port:
@@ -123,7 +123,7 @@ async def test_certificates_are_replaced_under_running_ends(tmp_path: Path) -> N
             await ask(port, first.known_client)
         swap(tmp_path / "client", second)
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
-        assert not watch.done()  # what was under way goes on
+        assert not watch.done()  # existing calls continue
         watch.cancel()
 
 

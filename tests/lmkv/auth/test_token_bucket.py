@@ -8,7 +8,7 @@ from lmkv.auth.token_bucket import TokenBucket
 from lmkv.errors import TooManyRequests
 
 
-def test_requests_are_let_in_at_their_rate_after_a_burst() -> None:
+def test_requests_are_admitted_at_their_rate_after_a_burst() -> None:
     allowance = TokenBucket(8, 0, 100.0)
     for _ in range(8):
         allowance.acquire(100.0)
@@ -24,7 +24,7 @@ def test_requests_are_let_in_at_their_rate_after_a_burst() -> None:
         allowance.acquire(200.0)
 
 
-def test_only_so_many_are_under_way() -> None:
+def test_requests_in_flight_are_limited() -> None:
     allowance = TokenBucket(0, 2, 0.0)
     allowance.acquire(0.0)
     allowance.acquire(0.0)
@@ -46,7 +46,7 @@ def test_each_question_of_a_request_counts_like_one() -> None:
     assert allowance.in_flight_count == 1
 
 
-def test_without_limits_everything_is_let_in() -> None:
+def test_without_limits_everything_is_admitted() -> None:
     allowance = TokenBucket(0, 0, 0.0)
     for _ in range(100):
         allowance.acquire(0.0)

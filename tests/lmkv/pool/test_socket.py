@@ -1,4 +1,4 @@
-"""The pool's hand-over between real processes."""
+"""Passing of the pool between real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv import fd_passing as handover
+from lmkv import fd_passing
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket, attach
@@ -156,13 +156,13 @@ async def test_a_hello_that_makes_no_sense_is_refused_and_the_next_worker_served
     try:
         assert b'"error"' in await asyncio.to_thread(greet)
     except ConnectionResetError:  # it had not read all of the line
-        assert len(hello) > handover.MAX_LINE_BYTES
+        assert len(hello) > fd_passing.MAX_LINE_BYTES
     (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 5.0)).close()
     await until(lambda: len(node.events) == 2)
 
 
 async def test_a_worker_that_says_nothing_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(fd_passing, "HELLO_SECONDS", 0.05)
 
     def wait() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:

@@ -157,7 +157,7 @@ async def test_an_error_ends_a_stream_both_ways(address: str) -> None:
     assert error.metadata == {"sequence": "2"}
 
 
-async def test_an_unexpected_failure_is_internal_and_the_server_goes_on(
+async def test_an_unexpected_failure_is_internal_and_the_server_continues(
     cache: Cache, stub: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.failure = ZeroDivisionError("oops")
@@ -186,7 +186,7 @@ async def test_a_handler_may_abort_in_its_own_words(cache: Cache, stub: Any) -> 
     assert str(error) == "DATA_LOSS: its own words"
 
 
-async def test_a_message_over_the_limit_is_refused_and_the_server_goes_on(address: str) -> None:
+async def test_a_message_over_the_limit_is_refused_and_the_server_continues(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         stub: Any = CacheServiceStub(channel)
         too_large = LookupRequest(chunk_keys=bytes(MAX_MESSAGE_BYTES))

@@ -72,7 +72,7 @@ def token_of(role: str, tenant: str = "") -> str:
 async def guarded(
     folder: Path, entries: Iterable[Entry] = ENTRIES, quotas: dict[str, dict[str, int]] | None = None
 ) -> AsyncIterator[Guarded]:
-    """A coordinator that lets in those whom a tokens file knows."""
+    """A coordinator that requires tokens of a file."""
     path = folder / "tokens.yaml"
     gate = Authenticator(write(path, *entries, **(quotas or {})))
     async with (

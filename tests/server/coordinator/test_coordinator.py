@@ -67,7 +67,7 @@ async def test_a_host_that_is_not_here_is_named_with_the_fix(host: str) -> None:
         await Coordinator(host=host, port=0).__aenter__()
 
 
-async def test_closing_twice_is_no_error_and_frees_the_port() -> None:
+async def test_closing_is_idempotent_and_frees_the_port() -> None:
     coordinator = Coordinator(port=0)
     async with coordinator:
         waiting = asyncio.create_task(coordinator.wait())

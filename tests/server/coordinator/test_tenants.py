@@ -82,7 +82,7 @@ async def test_another_tenants_prefix_is_answered_as_a_miss(fleet: Guarded) -> N
     before = await cache.Lookup(BY_KEYS, timeout=5)
     await fleet.instance("a", "ours", KEYS)
     assert await cache.Lookup(BY_KEYS, timeout=5) == before == await cache.Lookup(UNKNOWN, timeout=5)
-    # And in the same time, since it takes the same steps: the map that is asked has never heard of it.
+    # And in the same time, since it takes the same steps: the queried map does not contain it.
     tenants = fleet.coordinator.tenants
     assert len(tenants.of("a").core.layout) == len(KEYS)
     assert len(tenants.of("b").core.layout) == 0

@@ -119,7 +119,7 @@ def content(number: int, size_bytes: int) -> bytes:
 async def host_with_disk(
     paths: Path | Sequence[Path], *, host_chunks: int = 8, disk_chunks: int = 32, nixl: bool = False, **seconds: float
 ) -> AsyncIterator[Host]:
-    """A host tier and a disk tier of so many chunks."""
+    """A host tier and a disk tier for a number of chunks."""
     host = Host(host_chunks)
     folders = [paths] if isinstance(paths, Path) else list(paths)
     try:

@@ -39,7 +39,7 @@ def test_the_table_is_in_the_unit_that_it_names() -> None:
     assert "Total" not in table, "of which there is nothing"
 
 
-def test_only_so_many_samples_are_kept() -> None:
+def test_the_number_of_samples_is_limited() -> None:
     statistics = LatencyStatistics()
     for number in range(MAX_SAMPLES + 10):
         statistics.record_first_token(float(number))

@@ -107,7 +107,7 @@ def _try_port(host: str, port: int, host_key: str, port_key: str) -> Iterator[Fi
 
 
 def _existing(path: Path) -> Path:
-    """The path, or what leads to it as far as it exists."""
+    """The path, or its closest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 

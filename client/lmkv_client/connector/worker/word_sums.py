@@ -7,7 +7,7 @@ import torch
 HALF = 0xFFFF_FFFF
 LOW_FACTOR, HIGH_FACTOR = 0x9E37_79B1, 0x85EB_CA77
 SLICE_WORDS = 1 << 20
-"""So many words are summed at a time: each takes some 64 bytes of the device for a moment."""
+"""Words summed at a time; each temporarily takes about 64 bytes of device memory."""
 
 
 def word_sums(words: torch.Tensor, first_words: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ MAX_PINS = 1000
 MAX_ID_BYTES = 320
 """Longest id of a pin: room for that of an instance, and still all pins travel in one message."""
 MAX_TTL_SECONDS = 86_400.0
-"""Whoever wants a pin for longer repeats it meanwhile."""
+"""Clients renew a pin by repeating the request."""
 
 
 @dataclass(kw_only=True, slots=True)

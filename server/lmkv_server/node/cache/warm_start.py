@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 4
 """Threads that sum; more hardly gain anything, and engines need them."""
 BATCH_BYTES = 64 << 20
-"""What a thread sums before the loop hears of it: some 10 ms."""
+"""Bytes that a thread sums before it reports to the loop: about 10 ms."""
 BATCH_CHUNKS = 256
 LOOK_SECONDS = 0.1
 """How often it looks whether workers of an earlier life have let go of the pool."""

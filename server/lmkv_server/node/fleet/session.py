@@ -144,7 +144,7 @@ class CoordinatorSession:
 
     @property
     def state(self) -> SessionState:
-        """The session, as far as the roles of streams depend on it."""
+        """The part of the session that the roles of streams depend on."""
         is_synced = self._stream is not None and self._stream.is_synced
         return SessionState(map_id=self._map_id, role=self._role, is_synced=is_synced)
 

@@ -17,7 +17,7 @@ class StreamRole(NamedTuple):
 
 
 class SessionState(NamedTuple):
-    """A coordinator session, as far as roles depend on it."""
+    """The part of a coordinator session that roles depend on."""
 
     map_id: str | None
     """The layout map of its coordinator, empty if it keeps its own; None while nothing can be reported to it."""

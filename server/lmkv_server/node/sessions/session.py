@@ -108,7 +108,7 @@ class EngineSession:
         return len(lease.chunks)
 
     def reserve(self, count: int) -> list[Reserved]:
-        """Grants up to `count` write credits of one full chunk each, as far as the limit and the pool allow."""
+        """Grants up to `count` write credits of one full chunk each, within the limit and the pool's free space."""
         granted: list[Reserved] = []
         for _ in range(min(count, self.credit_limit - len(self._credits))):
             reserved = self._tier.reserve(self.spec.chunk_bytes)

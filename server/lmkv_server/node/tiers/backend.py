@@ -72,7 +72,7 @@ class Backend(Protocol[C]):
         """Whether chunks can be written now."""
 
     def has_room(self, size_bytes: int, /) -> bool:
-        """Whether a chunk fits without an eviction, as far as is known."""
+        """Whether a chunk is known to fit without an eviction."""
 
     def find(self, key: ChunkKey) -> C | None:
         """The chunk, if the backend is known to hold it. Does not count as a use."""

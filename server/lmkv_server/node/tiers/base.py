@@ -73,7 +73,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropped:
-    """The number of chunks that were dropped, and of tokens in them, as far as the tier knows these."""
+    """The number of dropped chunks, and of their tokens where the tier knows these."""
 
     chunk_count: int = 0
     token_count: int = 0

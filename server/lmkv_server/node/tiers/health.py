@@ -91,7 +91,7 @@ class BackendHealth:
             try:
                 await self._open_backend()
             except OSError as error:
-                self._fail(f"cannot be used, going on without it: {_text(error)}")
+                self._fail(f"cannot be used, continuing without it: {_text(error)}")
                 self.attempted.set()
             else:
                 opened = time.monotonic()
@@ -112,14 +112,14 @@ class BackendHealth:
     def close(self, error: OSError) -> None:
         """Marks the backend closed after a failure, until it is opened again. Idempotent."""
         if self.is_open and not self._is_ended:
-            self._fail(f"is lost, going on without it: {_text(error)}")
+            self._fail(f"is lost, continuing without it: {_text(error)}")
             self.is_open = False
             self._on_closed()
             self._failed.set()
 
     def full(self, error: OSError, retry: Callable[[], None] = lambda: None) -> None:
         """Notes that the backend takes no new chunks; `retry` is called when it is tried again."""
-        self._fail(f"takes no more, going on with what it has: {_text(error)}")
+        self._fail(f"accepts no more writes, continuing with its contents: {_text(error)}")
         self._full_until = time.monotonic() + self._full_seconds
 
         def end() -> None:
@@ -135,7 +135,7 @@ class BackendHealth:
         if not done:
             self._late.add(call)
             call.add_done_callback(self._end_late)
-            self._log(f"is slow, going on without it: no answer for {self._stall_seconds:g} s")
+            self._log(f"is slow, continuing without it: no answer for {self._stall_seconds:g} s")
             await asyncio.wait([call])
             self._logged = ""
         return call.result()

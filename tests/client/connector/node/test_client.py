@@ -338,7 +338,7 @@ def test_merged_messages_mean_what_they_meant_one_after_the_other(sent: list[pb.
     assert summed([act for message in merged for act in acts(message)]) == summed(expected)
 
 
-def test_neighbours_are_merged_only_as_far_as_a_message_may_grow() -> None:
+def test_neighbours_are_merged_up_to_the_message_limit() -> None:
     keys = join_keys([ChunkKey(bytes(16))] * 10_000)
     sent = [
         pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=keys)]) for number in range(20)

@@ -38,7 +38,7 @@ def prefilled(make_engine: MakeEngine, **config: Any) -> SimulatedEngine:
 
 
 def decoding(make_engine: MakeEngine, prefill: SimulatedEngine, **config: Any) -> SimulatedEngine:
-    """An engine whose node is brought what the other one has handed over."""
+    """A decode engine whose node receives the handoffs of the other engine."""
     engine = make_engine(save_partial_chunks=True, **config)
     engine.node.peer_chunks = dict(prefill.node.chunks)
     return engine
@@ -75,7 +75,7 @@ def test_an_answer_names_the_node_of_the_engine(make_engine: MakeEngine) -> None
     assert engine.transfer_params["again"] == {"lmkv": {"instance_id": ""}}
 
 
-def test_without_partial_chunks_only_full_ones_are_handed_over(make_engine: MakeEngine) -> None:
+def test_without_partial_chunks_handoffs_have_full_ones_only(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=False)
     engine.add("a", PROMPT, output=1, transfer=PREFILL)
     (handoff,) = engine.node.handoffs
@@ -93,7 +93,7 @@ def test_the_handoff_of_an_aborted_prefill_is_dropped(make_engine: MakeEngine) -
     engine.check_nothing_is_left()
 
 
-def test_a_cache_that_is_switched_off_keeps_only_what_is_handed_over(make_engine: MakeEngine) -> None:
+def test_a_disabled_cache_keeps_handoffs_only(make_engine: MakeEngine) -> None:
     engine = make_engine(local_cpu=False, save_partial_chunks=True)
     engine.serve("other", [9, *PROMPT])
     assert not engine.node.commits
@@ -132,7 +132,7 @@ def test_a_lost_node_loses_its_handoffs_and_nothing_else(make_engine: MakeEngine
 # ---- the decode's part
 
 
-def test_a_decode_goes_on_from_the_first_token_and_computes_only_that(make_engine: MakeEngine) -> None:
+def test_a_decode_continues_from_the_first_token_and_computes_only_that(make_engine: MakeEngine) -> None:
     prefill = prefilled(make_engine)
     decode = decoding(make_engine, prefill)
     first = prefill.said["a"]

@@ -20,7 +20,7 @@ def prompt_of(token_count: int, *, partial: bool = False) -> RequestState:
 
 
 def growing(all_tokens: list[int], *, partial: bool = False) -> RequestState:
-    """A prompt whose request goes on in `all_tokens`."""
+    """A prompt whose request continues with `all_tokens`."""
     return RequestState("r", as_tokens(all_tokens), all_tokens, KeyChain(ROOT, CHUNK), partial=partial)
 
 

@@ -83,7 +83,7 @@ def test_pages_that_vllm_has_itself_are_not_loaded(
     make_engine: MakeEngine, asynchronous: bool, own_blocks: int
 ) -> None:
     engine = filled(make_engine(enable_async_loading=asynchronous))
-    engine.serve("own", PROMPT[: own_blocks * BLOCK + 1])  # leaves so many whole blocks in vLLM's own cache
+    engine.serve("own", PROMPT[: own_blocks * BLOCK + 1])  # leaves this number of whole blocks in vLLM's own cache
     before = engine.count("loaded_tokens")
     assert engine.serve("a", PROMPT) == HIT
     assert engine.count("loaded_tokens") - before == 3 * CHUNK - own_blocks * BLOCK

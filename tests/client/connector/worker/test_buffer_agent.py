@@ -61,7 +61,7 @@ class Decode:
         return handoff.state if handoff else None
 
     async def meet(self) -> None:
-        """Hands over a first prompt, by the pool: the two nodes do not know each other before."""
+        """Transfers a first prompt by the pool, which connects the two nodes."""
         await until(lambda: self.buffer)
         assert await self.hand("first", FIRST) is HandoffState.COMMITTED
         assert all(self.node.tier.get(key) for key in FIRST)
@@ -105,7 +105,7 @@ def workers() -> Iterator[LendingWorkers]:
 
 @pytest.fixture
 async def make(workers: LendingWorkers) -> AsyncIterator[Make]:
-    """Makes a `Decode` of so many workers, once."""
+    """Makes one `Decode` with this number of workers."""
     async with AsyncExitStack() as stack:
 
         async def start(rank_count: int = 1) -> Decode:
@@ -156,7 +156,7 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     assert not any(chunk.holds for chunk in buffer.tier)
     buffer.tier.check()
 
-    # What is handed over again is not sent again, and is still right.
+    # A repeated handoff is not sent again, and still correct.
     received = decode.receiver.stats().received_bytes
     assert await decode.hand("again", SECOND) is HandoffState.COMMITTED
     assert decode.receiver.stats().received_bytes == received
@@ -191,7 +191,7 @@ async def test_a_damaged_chunk_is_not_taken(make: Make) -> None:
     await decode.engine.release("r")
 
 
-async def test_a_frozen_worker_costs_one_handoff_and_its_room_is_kept_until_it_goes_on(
+async def test_a_frozen_worker_costs_one_handoff_and_its_memory_is_kept_until_it_resumes(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "READ_SECONDS", 0.5)

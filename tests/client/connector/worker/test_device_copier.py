@@ -151,7 +151,7 @@ def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
 
 
 class ShortPool(Pool):
-    """Memory ends after so many bytes."""
+    """Memory ends after this number of bytes."""
 
     there_bytes = 0
 

@@ -45,7 +45,7 @@ SPEC = KvSpec(
 
 
 class ServedPool:
-    """A node as far as workers see it: a pool and its socket, on a thread of its own."""
+    """The parts of a node that workers use: a pool and its socket, in a thread."""
 
     def __init__(self, path: Path, epoch: int, size_bytes: int = POOL_BYTES) -> None:
         self.pool = Pool.create(size_bytes)

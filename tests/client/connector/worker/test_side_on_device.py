@@ -53,7 +53,7 @@ class OnDevice:
         return attachment
 
     def report(self) -> WorkerReport:
-        """What the worker says once it has something to say; steps go on meanwhile."""
+        """The next report of the worker; steps continue meanwhile."""
         deadline = time.monotonic() + WAIT_SECONDS
         while (report := self.worker.take_report()) is None:
             assert time.monotonic() < deadline

@@ -54,7 +54,7 @@ async def test_both_ports_speak_tls_and_nothing_else(certificates: Certificates)
                 await trusts_others.get("/healthz")
 
 
-async def test_a_strict_coordinator_lets_in_only_whom_its_issuer_knows(certificates: Certificates) -> None:
+async def test_a_strict_coordinator_accepts_only_certificates_of_its_issuer(certificates: Certificates) -> None:
     async with make_coordinator(certificates.strict_server) as coordinator:
         async with make_client(coordinator, certificates.known_client) as known:
             assert (await known.get("/healthz")).status_code == 200

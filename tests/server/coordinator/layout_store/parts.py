@@ -24,7 +24,7 @@ TIER = 2
 
 
 def chunks_of(name: str, count: int, tokens: int = 16) -> dict[ChunkKey, int]:
-    """So many chunks of one's own."""
+    """A number of chunks that only this owner holds."""
     return {ChunkKey(sha256(f"{name}/{number}".encode()).digest()[:16]): tokens for number in range(count)}
 
 

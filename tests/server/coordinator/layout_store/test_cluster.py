@@ -22,7 +22,7 @@ from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
 NODES = 6
 CHUNKS = 200
 
-pytestmark = pytest.mark.timeout(180)  # a cluster notices by and by that one of its processes is gone, or back
+pytestmark = pytest.mark.timeout(180)  # a cluster takes its time to notice that a process is gone, or back
 
 
 @pytest.fixture

@@ -304,7 +304,7 @@ async def test_each_loss_of_the_map_is_counted_and_logged_once(
         assert "sharing the layout map" in caplog.text
 
 
-async def test_who_waits_for_room_goes_on_as_soon_as_there_is_some(
+async def test_a_publisher_that_waits_for_space_continues_once_there_is_some(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "ROOM_SECONDS", 600.0)

@@ -136,7 +136,7 @@ async def test_a_ttl_out_of_the_range_of_durations_is_an_invalid_argument(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_the_longest_ttl_is_granted_as_far_as_a_pin_may_last(make: Make, cache: Any) -> None:
+async def test_the_ttl_of_a_pin_is_capped(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS):
         pinned = await pin(cache, ttl=Duration(seconds=315_576_000_000))
         assert time.time() < pinned.expire_time.seconds < time.time() + 86_410

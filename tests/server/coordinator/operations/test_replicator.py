@@ -125,7 +125,7 @@ async def test_operations_of_another_coordinator_are_listed_and_end_when_reporte
         assert (await elsewhere.refusal(name)).reason == "OPERATION_NOT_FOUND"
 
 
-async def test_what_is_orphaned_goes_on_where_it_was(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
+async def test_an_orphaned_operation_continues_where_it_was(make: Make, cache: Any, elsewhere: Elsewhere) -> None:
     async with make("a", CHUNKS), make("b") as b:
         record = await booked(cache, b)
     await elsewhere.a.evict(KEYS[:1])  # the first chunk was moved
@@ -195,7 +195,7 @@ async def test_who_hears_that_another_took_over_stops(make: Make, cache: Any, el
         assert a.chunks == CHUNKS, "it has not dropped anything itself"
 
 
-async def test_an_instance_that_has_cleared_says_so_again_to_who_goes_on(
+async def test_an_instance_that_has_cleared_repeats_its_outcome_to_the_next_coordinator(
     make: Make, cache: Any, elsewhere: Elsewhere
 ) -> None:
     async with make("a", CHUNKS), make("b", CHUNKS) as b:

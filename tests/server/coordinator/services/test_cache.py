@@ -311,7 +311,7 @@ async def test_many_lookups_in_one_message_are_answered_in_parts(cache: Any) -> 
     assert max(parts) <= MAX_ANSWERS, "the coordinator does nothing else while it makes one"
 
 
-async def test_a_stream_answers_each_lookup_in_turn_and_goes_on_after_an_error(registry: Any, cache: Any) -> None:
+async def test_a_stream_answers_each_lookup_in_order_and_continues_after_an_error(registry: Any, cache: Any) -> None:
     _a = await holds(registry, "a", keys_of(PROMPT), last_tokens=8)
     stream = cache.LookupStream(timeout=10)
     requests = [

@@ -130,7 +130,7 @@ async def test_a_revision_that_is_not_known_is_refused(make: Make, cache: Any) -
                 assert (await watcher.error()).reason == "REVISION_COMPACTED"
 
 
-async def test_there_is_room_for_only_so_many(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_watchers_is_limited(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MAX_WATCHERS", 1)
     async with watching(cache) as first:
         await first.read()
@@ -185,7 +185,7 @@ async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.M
     assert held == set(keys[100:])
 
 
-async def test_a_watcher_that_leaves_amid_a_large_change_misses_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watcher_that_leaves_during_a_large_change_misses_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "FRAME_BYTES", 160)
     layout = LayoutMap(100)
     watched = watch.LayoutWatch(layout)

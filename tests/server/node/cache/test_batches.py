@@ -12,9 +12,7 @@ class Thing:
 
 
 @given(st.lists(st.builds(Thing, st.integers(0, 10))), st.integers(1, 20), st.integers(1, 5))
-def test_nothing_is_lost_and_no_piece_goes_on_once_it_is_full(
-    things: list[Thing], size_bytes: int, max_count: int
-) -> None:
+def test_nothing_is_lost_and_no_batch_exceeds_its_limit(things: list[Thing], size_bytes: int, max_count: int) -> None:
     cut = list(batched(things, size_bytes, max_count))
     assert [thing for piece in cut for thing in piece] == things
     assert all(0 < len(piece) <= max_count for piece in cut)

@@ -1,4 +1,4 @@
-"""A node whose memory ends while it is taken: it goes on with what it has, or refuses with the reason."""
+"""A node whose memory ends during allocation: it uses what it got, or exits with the reason."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ asyncio.run(main())
 """
 
 
-def test_a_node_goes_on_with_the_memory_that_it_got(tmp_path: Path) -> None:
+def test_a_node_uses_the_memory_that_it_got(tmp_path: Path) -> None:
     printed = on_small_tmpfs(tmp_path, 4 * STEP + (1 << 20), SCRIPT.format(step=STEP, theirs=2)).splitlines()
     assert printed == [f"{2 * STEP} {3 * STEP} {2 * STEP}", f"4 {3 * STEP // 2}"]
 
 
-def test_a_node_that_got_next_to_nothing_does_not_go_on(tmp_path: Path) -> None:
+def test_a_node_that_got_too_little_memory_exits(tmp_path: Path) -> None:
     printed = on_small_tmpfs(tmp_path, 3 * STEP + (1 << 20), SCRIPT.format(step=STEP, theirs=3)).splitlines()
     assert re.match(r"max_local_cpu_size: memory for a pool of [\d.]+ MiB ended at \S+ \S+: ", printed[-1])

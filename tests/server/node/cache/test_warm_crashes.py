@@ -102,7 +102,7 @@ async def test_a_worker_that_outlives_its_node_keeps_the_next_one_from_overwriti
         node.end()
 
 
-# ---- a tier by itself, killed in the midst of many changes a millisecond
+# ---- a tier without a node, killed during many changes per millisecond
 
 SIZE = 4096
 TIER_CHUNKS = 32
@@ -140,9 +140,7 @@ while True:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_tier_that_is_killed_in_the_midst_of_changes_leaves_nothing_but_whole_chunks(
-    tmp_path: Path, seed: int
-) -> None:
+def test_a_tier_that_is_killed_during_changes_leaves_only_whole_chunks(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "pool"
     command = [sys.executable, "-c", CHURN, str(path), str(seed), str(POOL_BYTES), str(SIZE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -166,7 +166,7 @@ async def test_metrics_count_hits(runtime_dir: Path) -> None:
         assert "lmkv_node_warm" not in shown(node)
 
 
-async def test_the_fleet_hears_of_what_was_found_before_any_engine_comes(runtime_dir: Path) -> None:
+async def test_recovered_chunks_are_reported_before_any_engine_attaches(runtime_dir: Path) -> None:
     async with Coordinator(port=0) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True}
         async with a_node(runtime_dir, **more) as (node, engine):

@@ -1,4 +1,4 @@
-"""A warm start by itself: what is stored meanwhile, an end in the midst of it, and records that make no sense."""
+"""A warm start without a node: stores during it, a stop during it, and invalid records."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ OTHER_SPEC = small_spec(layer_count=4)
 
 
 def order(seconds: float = 10.0, **action: Any) -> pb.Order:
-    """An order whose time is up so many seconds from now."""
+    """An order that expires in this number of seconds."""
     made = pb.Order(order_id=f"o{next(NUMBERS)}", **action)
     made.expire_time.FromNanoseconds(time.time_ns() + round(seconds * 1e9))
     return made

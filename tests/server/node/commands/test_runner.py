@@ -74,16 +74,16 @@ async def test_what_came_before_a_fetch_was_cancelled_is_kept_and_claimed() -> N
             remote.signal(signal.SIGCONT)
 
 
-async def test_cancelling_what_is_over_or_unknown_is_no_error(owner: Parts, here: Coordinating) -> None:
+async def test_cancelling_is_idempotent(owner: Parts, here: Coordinating) -> None:
     given = fetch(owner.holder(0))
     assert reason(await here.carried_out(given)) == ""
-    for order_id in (given.order_id, "never heard of"):
+    for order_id in (given.order_id, "unknown"):
         assert reason(await here.carried_out(order(cancel=pb.CancelOrder(order_id=order_id)))) == ""
     here.orders.start(given, GIVER)
     assert len([o for o in here.orders.unacknowledged(GIVER) if o.order_id == given.order_id]) == 1
 
 
-async def test_only_so_many_run_and_wait_and_those_that_wait_can_be_cancelled() -> None:
+async def test_running_and_queued_orders_are_limited_and_queued_ones_can_be_cancelled() -> None:
     with Remote("owner") as remote:
         async with Parts("reader", spec=LARGE) as reader, coordinating(reader) as here:
             remote.signal(signal.SIGSTOP)

@@ -10,7 +10,7 @@ from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines.outbox import MERGED_BYTES, Outbox
 
 
-async def test_answers_that_wait_are_merged_as_far_as_a_message_may_grow() -> None:
+async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
     outbox = Outbox()
     for number in range(40):
         found = pb.FoundChunks(request_id=str(number), peer_instance_id="x" * 100_000)

@@ -200,7 +200,7 @@ async def rejected(engine: EngineClient, commit: pb.CommitChunk) -> LmkvError:
     return rpc.from_status(answer.status)
 
 
-async def test_a_commit_without_credit_is_rejected_and_the_stream_goes_on(node: Node, engine: EngineClient) -> None:
+async def test_a_commit_without_credit_is_rejected_and_the_stream_continues(node: Node, engine: EngineClient) -> None:
     commit = pb.CommitChunk(
         chunk_key=chunk_key(0), offset=4096, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
     )
@@ -219,7 +219,7 @@ async def test_a_commit_of_a_wrong_size_is_rejected_and_keeps_its_credit(engine:
     assert len((await engine.lookup("1", chunk_keys(0))).own) == 1
 
 
-async def test_a_credit_that_the_engine_does_not_hold_cannot_be_given_back_and_the_stream_goes_on(
+async def test_returning_a_foreign_credit_is_rejected_and_the_stream_continues(
     node: Node, engine: EngineClient
 ) -> None:
     await engine.store(chunk_keys(0))

@@ -25,7 +25,7 @@ def forget_failures(reader: Parts, owner: Remote) -> None:
     connection._retry_at = 0.0
 
 
-async def test_when_the_best_holder_is_killed_midway_the_next_one_goes_on(large_reader: Parts) -> None:
+async def test_if_the_best_holder_is_killed_midway_the_next_one_continues(large_reader: Parts) -> None:
     with Remote("best") as best, Remote("next") as second:
         second.holder.matched_chunk_count = 15
         taken = Taken(large_reader, then=lambda: best.signal(signal.SIGKILL))

@@ -71,7 +71,7 @@ async def test_a_partial_chunk_keeps_its_token_count(owner: Parts, reader: Parts
     taken.let_go()
 
 
-async def test_a_holder_matches_only_as_far_as_it_says(owner: Parts, reader: Parts) -> None:
+async def test_a_holder_matches_only_the_reported_prefix(owner: Parts, reader: Parts) -> None:
     taken = Taken(reader)
     fetched = await reader.fetch(SMALL, KEYS, [owner.holder(5)], 5.0, taken)
     assert (fetched.chunk_count, fetched.error) == (5, None)

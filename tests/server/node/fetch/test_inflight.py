@@ -84,7 +84,7 @@ def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
     assert progress.result().size_bytes == 0
 
 
-def test_those_who_wait_get_what_lands_and_hear_of_what_does_not() -> None:
+def test_waiters_get_committed_chunks_and_learn_of_failed_ones() -> None:
     tier, inflight = new_tier(), InflightFetches()
     handed: list[int] = []
     progress = Progress(tier, SMALL, KEYS[:3], 0, lambda chunks: handed.extend(index for index, _ in chunks))

@@ -42,7 +42,7 @@ class Pair:
         self.ticket = 0
 
     async def ask(self, rate: int, reserve_count: int = 0) -> pb.FoundChunks:
-        """Looks the prompt up for an engine that computes so many tokens per second."""
+        """Looks the prompt up for an engine with a prefill rate in tokens per second."""
         self.ticket += 1
         return await self.engine.lookup(str(self.ticket), KEYS, reserve_count, prefill_tokens_per_second=rate)
 

@@ -62,7 +62,7 @@ async def test_an_instance_that_shares_nothing_is_named_once_with_the_reason(
     assert caplog.text.count(text) == 1
 
 
-async def test_a_node_that_was_first_hears_of_those_that_share_nothing(coordinator: Coordinator) -> None:
+async def test_the_first_node_learns_of_later_conflicts(coordinator: Coordinator) -> None:
     async with Shelf("a").join(coordinator.address, register_interval_seconds=0.05) as first:
         await first.started()
         assert first.conflicts == []
@@ -178,7 +178,7 @@ async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_
         assert fleet.stats().lookup_failures == 1
 
 
-async def test_a_coordinator_that_has_yet_to_hear_of_everything_is_asked_only_if_there_is_no_other(
+async def test_an_incomplete_coordinator_is_used_only_if_there_is_no_other(
     coordinator: Coordinator,
 ) -> None:
     async with AsyncExitStack() as stack:

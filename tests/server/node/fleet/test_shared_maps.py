@@ -168,7 +168,7 @@ async def test_a_home_that_freezes_is_given_up_after_its_lease() -> None:
         await until(lambda: all_[home].held == set(KEYS[:5]))
 
 
-async def test_a_home_goes_on_until_the_next_has_everything() -> None:
+async def test_a_receiver_stays_until_the_next_one_has_a_snapshot() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:3])
     async with coordinators("m", "m", lease_seconds=SHORT_LEASE_SECONDS) as all_:

@@ -25,7 +25,7 @@ from tests.server.node.handoff_tables import (
 from tests.server.node.peer_parts import SMALL
 
 
-def test_a_prompt_is_handed_over_chunk_by_chunk() -> None:
+def test_a_handoff_transfers_chunk_by_chunk() -> None:
     tier, handoffs = table()
     handoff = begin(handoffs, "r", KEYS[:3])
     assert (handoff.state, handoff.missing) == (HandoffState.ALLOCATED, (0, 1, 2))
@@ -236,7 +236,7 @@ def test_a_chunk_that_comes_damaged_ends_the_handoff() -> None:
     assert handoff.promised(0) == 1
 
 
-def test_one_handoff_goes_wrong_and_others_go_on() -> None:
+def test_one_handoff_fails_and_others_continue() -> None:
     tier, handoffs = table()
     bad, good = begin(handoffs, "bad", KEYS[:2]), begin(handoffs, "good", KEYS[2:4])
     handoffs.end(bad.grant_id, SOURCE.session_id, 0.0)

@@ -87,7 +87,7 @@ class HandoffsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_device_buffer_is_lost(self) -> None:
-        """Reads into it go on in vain; the engine lends another one."""
+        """Reads into it continue without effect; the engine lends another one."""
         lost, self.buffer = self.buffer, device_buffer()
         self.handoffs.detach_buffer(lost, self.now)
         for name, handoff in self.known.items():

@@ -173,7 +173,7 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
         assert (extent.region, extent.offset, extent.size_bytes) == (0, chunk.offset, chunk.size_bytes)
         assert (extent.checksum, extent.generation) == (chunk.checksum, chunk.generation)
     assert response.grant.extents[3].token_count == short.token_count == 100
-    for _ in range(2):  # the second is no error
+    for _ in range(2):  # idempotent
         await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
         assert not any(chunk.holds for chunk in owner.tier)
 

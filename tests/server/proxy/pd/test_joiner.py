@@ -54,7 +54,7 @@ def test_where_it_is_seamless_no_text_is_lost_or_doubled(asked: str, said: str) 
     (first,) = texts(prompt, tokens[:1])
     joiner = ResponseJoiner(COMPLETIONS, COMPLETION, first_answer(COMPLETIONS, prompt, tokens[0], first))
     rest = "".join(texts([*prompt, *tokens[:1]], tokens[1:]))
-    assert joiner.can_continue == (first + rest == said), "it goes on exactly where that is right"
+    assert joiner.can_continue == (first + rest == said), "it continues exactly where that is correct"
 
 
 @given(said=st.text("aé漢🎉", min_size=2, max_size=6), cut=st.integers(0, 20))
@@ -98,7 +98,7 @@ def test_an_engine_that_did_not_continue_after_the_tokens_is_detected() -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"token_ids": None}]}, {"choices": None}])
-def test_an_answer_without_tokens_is_none_to_go_on_from(answer: dict[str, Any]) -> None:
+def test_an_answer_without_tokens_cannot_be_continued(answer: dict[str, Any]) -> None:
     for path in (COMPLETIONS, CHAT):
         with pytest.raises(CannotContinue):
             ResponseJoiner(path, COMPLETION, answer)
@@ -108,18 +108,18 @@ def test_an_answer_without_tokens_is_none_to_go_on_from(answer: dict[str, Any]) 
 def test_vllm_accepts_the_requests_of_engines_and_the_responses_of_clients() -> None:
     completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
-    hand_over = {"request_id": "r", "decode_instance": "d-1"}
+    handoff = {"request_id": "r", "decode_instance": "d-1"}
     shapes = (
         (COMPLETIONS, COMPLETION, completion.CompletionRequest, completion.CompletionStreamResponse),
         (CHAT, CONVERSATION, chat.ChatCompletionRequest, chat.ChatCompletionStreamResponse),
     )
     for path, body, request_type, event_type in shapes:
         asked = body | {"stream": True, "stream_options": {"include_usage": True}, "min_tokens": 2}
-        first = request_type.model_validate(prefill_body(asked, hand_over, with_tokens=True))
+        first = request_type.model_validate(prefill_body(asked, handoff, with_tokens=True))
         understood = first.model_dump()
         expected = {"max_tokens": 1, "min_tokens": 1, "stream": False, "return_token_ids": True}
         assert expected.items() <= understood.items()
-        assert understood["kv_transfer_params"] == {"lmkv": hand_over}
+        assert understood["kv_transfer_params"] == {"lmkv": handoff}
         rest = request_type.model_validate(decode_body(asked, path, [1, 2], [3], {"request_id": "r"}))
         assert {"max_tokens": 8, "min_tokens": 1, "return_token_ids": True}.items() <= rest.model_dump().items()
         assert not (unknown := set(rest.model_extra or {}) | set(first.model_extra or {})), unknown

@@ -137,20 +137,20 @@ async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_t
     await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=20, min_tokens=2))
     (first,), (rest,) = prefiller.bodies(), decoder.bodies()
     tokens = list(PLAIN.encode())
-    hand_over = first["kv_transfer_params"]["lmkv"]
+    handoff = first["kv_transfer_params"]["lmkv"]
     assert (first["max_tokens"], first["min_tokens"], first["stream"]) == (1, 1, False)
-    assert hand_over["decode_instance"] == "d-1"
+    assert handoff["decode_instance"] == "d-1"
     assert rest["prompt"] == [*tokens, next_token(tokens)]
     assert (rest["max_tokens"], rest["min_tokens"]) == (19, 1)
     assert rest["kv_transfer_params"]["lmkv"] == {
-        "request_id": hand_over["request_id"],
+        "request_id": handoff["request_id"],
         "decode_instance": "d-1",
         "prompt_token_count": len(tokens),
     }
     await front.counts("lmkv_proxy_requests_total", 1, strategy="continue", outcome="ok")
 
 
-async def test_every_hand_over_has_a_name_of_its_own(front: Front, prefiller: ScriptedEngine) -> None:
+async def test_every_handoff_has_its_own_id(front: Front, prefiller: ScriptedEngine) -> None:
     for _ in range(3):
         await front.ask(COMPLETIONS, completion(PLAIN), **{"x-request-id": "same"})
     names = {body["kv_transfer_params"]["lmkv"]["request_id"] for body in prefiller.bodies()}
@@ -166,7 +166,7 @@ async def test_a_chat_continues_in_a_chat_by_tokens(front: Front, decoder: Scrip
     assert rest["max_completion_tokens"] == 19
 
 
-async def test_a_request_that_cannot_go_on_is_generated_by_the_decode_engine_alone(
+async def test_a_request_that_cannot_continue_is_generated_by_the_decode_engine_alone(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
 ) -> None:
     body = completion(PLAIN, max_tokens=20, presence_penalty=1.0, n=1, stop=["zzz"])
@@ -213,7 +213,7 @@ async def test_a_limit_beyond_the_model_returns_the_error_of_the_engine(front: F
     )
 
 
-async def test_clients_steer_no_hand_over_and_see_none(
+async def test_clients_neither_control_nor_see_handoffs(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
 ) -> None:
     forged = {"request_id": "mine", "decode_address": "10.6.6.6:1", "decode_instance": "evil"}

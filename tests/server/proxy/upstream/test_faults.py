@@ -122,7 +122,7 @@ async def test_another_decode_engine_continues_where_one_died(
     assert said[-1] == expected[-1], "usage counts each token once"
     assert [chunk["choices"][0]["finish_reason"] for chunk in said[:-1]][-1] == "length"
     await front.counts("lmkv_proxy_retries_total", 1, role="decode")
-    assert "lmkv" not in (decoders[1].bodies()[0].get("kv_transfer_params") or {}), "it has nothing of the hand-over"
+    assert "lmkv" not in (decoders[1].bodies()[0].get("kv_transfer_params") or {}), "it has no part in the handoff"
 
 
 def text(chunks: list[dict[str, Any]]) -> str:
@@ -140,7 +140,7 @@ async def test_a_complete_response_survives_the_decode_engine(
     assert answer_of(await front.ask(COMPLETIONS, BODY)) == expected
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_an_error(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
+async def test_a_stream_that_cannot_continue_ends_with_an_error(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
     for body in (BODY | STREAM, REPEATED | STREAM):
         for decoder in decoders:
@@ -248,7 +248,7 @@ async def test_a_request_has_a_deadline(
 
 
 @pytest.mark.parametrize("held", ["prefill", "decode"])
-async def test_a_frozen_engine_is_replaced_amid_a_request(
+async def test_a_frozen_engine_is_replaced_during_a_request(
     make_engine: MakeEngine, make_proxy: MakeProxy, held: str
 ) -> None:
     front, prefillers, decoders = await fleet(make_engine, make_proxy, 2, 2, health_interval=0.05, health_timeout=0.05)
@@ -314,7 +314,7 @@ async def test_without_decode_engines_clients_get_503_with_retry_after(front: Fr
     assert (await front.client.get("/healthz")).status_code == 200
 
 
-async def test_only_so_many_requests_are_let_in(
+async def test_concurrent_requests_are_limited(
     prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy
 ) -> None:
     front = await make_proxy([prefiller], [decoder], max_concurrent_requests=1)

@@ -1,4 +1,4 @@
-// Why instances of a model cannot share chunks, by reason. The specs tell: the conflicts that each instance lists are
+// Why instances of a model cannot share chunks, by reason. The specs show it: the conflicts that each instance lists are
 // at most 16, so they serve only to know for which models there are any.
 
 import { byId, h, keyed, setAttribute, setText, show } from "./dom.js";

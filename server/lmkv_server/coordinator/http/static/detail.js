@@ -92,7 +92,7 @@ export class Detail {
     try {
       samples = await history(instanceId);
     } catch {
-      return; // the instance has left, or nobody answers: both are said elsewhere
+      return; // the instance has left, or the coordinator does not answer: both are shown elsewhere
     }
     if (instanceId !== this.#instanceId || !this.#dialog.open) return;
     const isShown = samples.times.length > 1;

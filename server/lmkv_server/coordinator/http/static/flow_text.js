@@ -10,5 +10,5 @@ export function flowText({ from, to, chunks, bytes: size, isRunning }) {
   return `${from} → ${to}: ${fetched}${isRunning ? ", a move or copy is under way" : ""}`;
 }
 
-/** A name that fits beside its mark. The end stays: it is what tells the instances of a fleet apart. */
+/** A name that fits beside its mark. The end stays: it distinguishes the instances of a fleet. */
 export const shortened = (name) => (name.length > LABEL_LENGTH ? `…${name.slice(1 - LABEL_LENGTH)}` : name);

@@ -71,7 +71,7 @@ export class FleetHistory {
     try {
       samples = await history();
     } catch {
-      return; // the page says elsewhere that nobody answers
+      return; // the page shows elsewhere that the coordinator does not answer
     }
     const { times } = samples;
     this.#period = times.length ? Math.max(5, samples.period_seconds / 3) : 5;

@@ -55,7 +55,7 @@ class RemoteObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteChunk:
-    """A chunk that the store said to have, by name and size; what it is, its header tells."""
+    """A chunk that the store has listed, by name and size; its header describes it."""
 
     key: ChunkKey
     spec: KvSpec

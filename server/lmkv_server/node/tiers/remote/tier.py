@@ -62,7 +62,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
         self._lookup_seconds = lookup_seconds
 
     async def lookup(self, needs: Needs) -> Presence:
-        """Which of the chunks the store holds, as far as it answers within `lookup_seconds`.
+        """Which of the chunks the store holds, by the answers that arrive within `lookup_seconds`.
 
         Where a store takes a request for each chunk, a chunk is assumed to be there if the first and a later one are;
         a read notices if it is not.

@@ -35,7 +35,7 @@ class Visitor:
         """Path and body of every request, in order."""
 
     async def open(self, **options: Any) -> Page:
-        """A fresh page that has heard of the coordinator."""
+        """A new page that is connected to the coordinator."""
         context = await self._browser.new_context(**{"viewport": SIZES[0], **options})
         page = await context.new_page()
         page.set_default_timeout(20_000)

@@ -226,7 +226,7 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
 
 
 async def until_listed(cache: Any, tier: chunk_pb2.Tier.ValueType, count: int) -> None:
-    """Waits until the coordinator knows of so many chunks, and of this tier as the fastest that has them."""
+    """Waits until the coordinator knows of this number of chunks, with this tier as their fastest."""
     request = cache_service_pb2.LookupRequest(chunk_keys=join_keys(chunk_keys(*range(count))))
 
     async def runs() -> list[tuple[chunk_pb2.Tier.ValueType, int]]:

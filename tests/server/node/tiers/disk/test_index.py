@@ -114,7 +114,7 @@ def test_no_chunk_goes_before_those_that_come_after_it() -> None:
     assert index.reserve(1) is None
 
 
-def test_what_a_folder_held_is_taken_over_as_far_as_there_is_room_and_once() -> None:
+def test_the_contents_of_a_folder_are_adopted_once_and_up_to_its_limit() -> None:
     index = DiskIndex(3 * ALIGNMENT)
     again = disk_chunk(1, 2 * ALIGNMENT)
     assert index.fill([disk_chunk(0), disk_chunk(1), disk_chunk(2), again]) == [disk_chunk(1), disk_chunk(0)]

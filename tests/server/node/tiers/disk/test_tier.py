@@ -340,7 +340,7 @@ def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path:
     assert int(out) > 10
 
 
-def test_without_permission_the_node_goes_on(tmp_path: Path) -> None:
+def test_without_permission_the_node_continues(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "kept").mkdir(mode=0o755)
     body = script("""
@@ -389,7 +389,7 @@ async def test_whatever_a_killed_process_leaves_is_whole_or_gone(tmp_path: Path,
 
 
 def kill_while_writing(folder: Path, file_count: int) -> None:
-    """Kills a process that writes and evicts without end, once there are so many files."""
+    """Kills a process that writes and evicts without end, once there is this number of files."""
     with subprocess.Popen([sys.executable, "-c", script(KILLED), str(folder)], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout

@@ -213,7 +213,7 @@ async def test_a_store_that_refuses_what_it_is_asked_says_why(
         await until(lambda: host.remote.stats().failures >= 3)
         assert await host.count(0) == 0
     assert why in caplog.text
-    assert caplog.text.count("going on without it") == 1, "it says so once"
+    assert caplog.text.count("continuing without it") == 1, "it says so once"
 
 
 # ---- one that fails
