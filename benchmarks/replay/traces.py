@@ -68,6 +68,16 @@ def _about(random: Random, mean: float, spread: float) -> int:
     return max(1, round(random.lognormvariate(math.log(mean) - spread**2 / 2, spread)))
 
 
+def _texts(random: Random, fresh: Iterator[int], number: int, mean: float, spread: float) -> list[Request]:
+    """Requests with new texts of about `mean` tokens, which are answered with none."""
+    texts = []
+    for _ in range(number):
+        text = _Text(fresh)
+        text.grow(_about(random, mean, spread))
+        texts.append(text.ask(0))
+    return texts
+
+
 def _zipf(random: Random, size: int, exponent: float) -> Callable[[], int]:
     """Numbers below `size`, the small ones far more often."""
     weights = list(accumulate(1 / (rank + 1) ** exponent for rank in range(size)))
@@ -106,11 +116,7 @@ def conversation(scale: float = 1.0, seed: int = 1, document_share: float = 0.0)
 def tool_agent(scale: float = 1.0, seed: int = 2) -> list[Request]:
     """Agents that begin with one of many descriptions of tools, some far more popular than others."""
     random, fresh = Random(seed), count()
-    tools = []
-    for _ in range(400):
-        text = _Text(fresh)
-        text.grow(_about(random, 3_900, 0.7))
-        tools.append(text.ask(0).keys)
+    tools = [text.keys for text in _texts(random, fresh, 400, 3_900, 0.7)]
     choose = _zipf(random, len(tools), 0.9)
 
     def events() -> Iterator[tuple[float, Request]]:
@@ -133,11 +139,7 @@ def tool_agent(scale: float = 1.0, seed: int = 2) -> list[Request]:
 def api(scale: float = 1.0, seed: int = 3) -> list[Request]:
     """Programs that send one prompt's beginning with ever new ends, in bursts, and then fall silent for a while."""
     random, fresh = Random(seed), count()
-    users = []
-    for _ in range(3_000):
-        text = _Text(fresh)
-        text.grow(_about(random, 2_000, 0.9))
-        users.append(text.ask(0).keys)
+    users = [text.keys for text in _texts(random, fresh, 3_000, 2_000, 0.9)]
     choose = _zipf(random, len(users), 0.6)
 
     def events() -> Iterator[tuple[float, Request]]:
@@ -164,13 +166,7 @@ def scan(scale: float = 1.0) -> list[Request]:
 
 def loop(scale: float = 1.0, seed: int = 5) -> list[Request]:
     """The same 300 documents of 10,000 tokens, 3 million in all, one after the other."""
-    random, fresh = Random(seed), count()
-    documents = []
-    for _ in range(300):
-        text = _Text(fresh)
-        text.grow(_about(random, 10_000, 0.2))
-        documents.append(text.ask(0))
-    return documents * round(12 * scale + 1)
+    return _texts(Random(seed), count(), 300, 10_000, 0.2) * round(12 * scale + 1)
 
 
 TRACES: Mapping[str, Callable[[float], list[Request]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
@@ -13,7 +14,6 @@ from lmkv_server.coordinator.layout_store.log_reader import LogReader
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
 from lmkv_server.coordinator.layout_store.snapshot_loader import CONCURRENT_LOADS, SnapshotLoader
-from lmkv_server.coordinator.layout_store.stats import SharedMapStats
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
@@ -26,6 +26,29 @@ CHECK_SECONDS = 2.0
 RENEWALS = 6
 """Renewals within the lifetime of a publication."""
 REASONS = {"fenced": "another coordinator publishes its chunks", "lost": "its published chunks were lost"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedMapStats:
+    """Counts since the process started."""
+
+    published_count: int = 0
+    """Entries that were published."""
+    followed_count: int = 0
+    """Entries of other coordinators that were applied."""
+    load_count: int = 0
+    """Instances whose chunks were loaded."""
+    loss_count: int = 0
+    """Times that the connection to the map was lost."""
+
+    def plus(self, other: SharedMapStats) -> SharedMapStats:
+        """The sum of both."""
+        return SharedMapStats(
+            published_count=self.published_count + other.published_count,
+            followed_count=self.followed_count + other.followed_count,
+            load_count=self.load_count + other.load_count,
+            loss_count=self.loss_count + other.loss_count,
+        )
 
 
 class SharedRegistry(Protocol):

@@ -19,8 +19,7 @@ from lmkv.remote_url import parse_remote_url
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Publication
-from lmkv_server.coordinator.layout_store.session import Session, TenantDirectory
-from lmkv_server.coordinator.layout_store.stats import SharedMapStats
+from lmkv_server.coordinator.layout_store.session import Session, SharedMapStats, TenantDirectory
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 
 logger = logging.getLogger(__name__)

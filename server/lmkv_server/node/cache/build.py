@@ -7,16 +7,18 @@ import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
+from lmkv.pool import numa
+from lmkv.pool.file import PoolFile, remove_unused
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.eviction import POLICIES
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import Ledger
-from lmkv_server.node.cache.pool import make_pool, open_file
+from lmkv_server.node.cache.ledger import STAMP, Ledger, ledger_bytes
 from lmkv_server.node.cache.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
@@ -38,13 +40,36 @@ class HostCache:
 async def open_host_cache(config: NodeConfig, events: CacheEvents, stack: AsyncExitStack) -> HostCache:
     """Opens it until the stack is closed. Raises `ConfigError` if the pool cannot be had."""
     if not config.persist_pool:
-        pool = stack.enter_context(make_pool(config))
+        pool = stack.enter_context(_make_pool(config))
         return HostCache(pool=pool, tier=_tier(config, pool, events), warm=None)
-    file = stack.enter_context(open_file(config))
+    file = stack.enter_context(_open_file(config))
     tier, ledger = _tier(config, file.pool, events), Ledger(file.table)
     events.subscribe(ledger)
     warm = await stack.enter_async_context(WarmStart(file, ledger, tier))
     return HostCache(pool=file.pool, tier=tier, warm=warm)
+
+
+def _open_file(config: NodeConfig) -> PoolFile:
+    """The file that the pool is kept in, with what an earlier life has left there. Raises `ConfigError`."""
+    return PoolFile.open(
+        config.kept_pool_path,
+        config.pool_bytes,
+        ledger_bytes(config.pool_bytes),
+        stamp=STAMP,
+        numa_node=numa.node_for(config.numa_node),
+    )
+
+
+def _make_pool(config: NodeConfig) -> Pool:
+    """A pool that ends with the node and its workers. What an earlier life has kept goes. Raises `ConfigError`."""
+    if remove_unused(config.kept_pool_path):
+        logger.info("removed the pool that was kept at %s: persist_pool is off now", config.kept_pool_path)
+    return Pool.create(
+        config.pool_bytes,
+        Path(config.pool_path) if config.pool_path else None,
+        huge_pages=config.pool_huge_pages,
+        numa_node=numa.node_for(config.numa_node),
+    )
 
 
 def _tier(config: NodeConfig, pool: Pool, events: CacheEvents) -> HostTier:

@@ -13,7 +13,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
@@ -28,7 +29,6 @@ from lmkv_server.node.commands.journal import OrderJournal
 from lmkv_server.node.commands.operation_log import OperationLog
 from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
 from lmkv_server.node.commands.progress import OrderProgress
-from lmkv_server.node.commands.stats import OrderStats
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -45,6 +45,26 @@ MAX_ORDER_SECONDS = 3600.0
 """Upper bound for the time of an order, and its time if it names none."""
 OFFER_SECONDS = 3.0
 """Time that a coordinator has to take over an operation before it is offered to the next one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderStats:
+    """Orders since the start, and now."""
+
+    done_counts: Mapping[str, int]
+    """Executed orders, by kind; single chunks may have failed."""
+    failed_counts: Mapping[str, int]
+    """Refused or stopped orders, by kind."""
+    chunk_counts: Mapping[str, int]
+    """Chunks that orders were executed for, by kind."""
+    failed_chunks: Mapping[str, int]
+    """Chunks for which an order failed, by reason."""
+    transferred_bytes: int
+    """Bytes fetched from peers."""
+    running_count: int
+    """Orders that run or wait now."""
+    fetching_count: int
+    """Fetches that run now."""
 
 
 class OrderRunner:

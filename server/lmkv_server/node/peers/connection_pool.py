@@ -33,7 +33,6 @@ class PeerConnectionPool:
         self, *, instance_id: str, epoch: int, channels: Channels, host: str, credentials: Credentials = rpc.PLAINTEXT
     ) -> None:
         """`instance_id` and `epoch` are this node's; `host` is its address: peers at the same one are near."""
-        self._mismatch_count = 0
         self._instance_id = instance_id
         self._epoch = epoch
         self._channels = channels
@@ -41,11 +40,6 @@ class PeerConnectionPool:
         self._credentials = credentials
         self._by_instance: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def spec_mismatch_count(self) -> int:
-        """Times that a peer did not share one of this node's specs, since the start."""
-        return self._mismatch_count
 
     async def aclose(self) -> None:
         """Closes all connections. Idempotent."""
@@ -67,7 +61,7 @@ class PeerConnectionPool:
         if known:
             self._close(known)
         connection = PeerConnection(
-            self._instance_id, self._epoch, self._channels, holder, self._note_mismatch, self._credentials
+            self._instance_id, self._epoch, self._channels, holder, _log_mismatch, self._credentials
         )
         self._by_instance[holder.instance_id] = connection
         if len(self._by_instance) > MAX_CONNECTIONS:
@@ -139,12 +133,12 @@ class PeerConnectionPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _note_mismatch(self, instance_id: str, error: KvSpecMismatch) -> None:
-        self._mismatch_count += 1
-        logger.warning(
-            "no chunks are shared with %s: %s is %s there, %s here",
-            instance_id,
-            error.metadata.get("field", "the spec"),
-            error.metadata.get("own_value", "another"),
-            error.metadata.get("other_value", "another"),
-        )
+
+def _log_mismatch(instance_id: str, error: KvSpecMismatch) -> None:
+    logger.warning(
+        "no chunks are shared with %s: %s is %s there, %s here",
+        instance_id,
+        error.metadata.get("field", "the spec"),
+        error.metadata.get("own_value", "another"),
+        error.metadata.get("other_value", "another"),
+    )
