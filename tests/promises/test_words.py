@@ -37,8 +37,6 @@ EXCEPTIONS = {
 GENERATED = ("lmkv/v1/", "client/typescript/src/gen/", "client/typescript/package-lock.json", "benchmarks/results/")
 """Their sources are checked, or they contain no text."""
 BINARY = {".binpb", ".webp", ".png", ".ico", ".woff2"}
-UNCHECKED = ("docs/", "README.md")
-"""Pages that are being rewritten."""
 
 PATTERN = re.compile(
     "(?<![a-z])(?:{})(?![a-z])".format("|".join(WORDS).replace(" ", r"[\s_]+(?:(?:#|//|\*)\s*)?")), re.IGNORECASE
@@ -79,7 +77,7 @@ def texts(root: Path) -> Iterator[Path]:
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     for path in filter(None, listed.split("\0")):
         file = root / path
-        if not path.startswith((*GENERATED, *UNCHECKED)) and file.suffix not in BINARY and file.is_file():
+        if not path.startswith(GENERATED) and file.suffix not in BINARY and file.is_file():
             yield file
 
 
