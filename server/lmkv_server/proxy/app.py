@@ -22,14 +22,13 @@ from lmkv_server.proxy import page
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
+from lmkv_server.proxy.passthrough import PATHS, PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.parameters import without_handoff
 from lmkv_server.proxy.pd.request import CompletionRequest
 from lmkv_server.proxy.routing.pools import EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics
 
-FORWARDED = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
-"""Paths that any engine can serve, with their method."""
 PROBES = frozenset({"/health", "/healthz", "/readyz"})
 """Paths that no limit applies to."""
 
@@ -37,6 +36,7 @@ PROBES = frozenset({"/health", "/healthz", "/readyz"})
 def make_app(
     admission: Admission,
     handler: RequestHandler,
+    pass_through: PassThrough,
     pools: EnginePools,
     statistics: LatencyStatistics,
     metrics: ProxyMetrics,
@@ -52,9 +52,8 @@ def make_app(
     async def complete(request: AdmittedRequest) -> None:
         await handler.serve(_completion_request(request), request.writer)
 
-    async def forward(request: AdmittedRequest) -> None:
-        body = request.body if request.method == "POST" else None
-        await request.writer.send(await handler.forward(request.method, request.path, request.headers, body))
+    async def passed(request: AdmittedRequest) -> None:
+        await pass_through.serve(request)
 
     async def alive(_: Request) -> Response:
         return _json({"status": "ok"})
@@ -70,7 +69,7 @@ def make_app(
     app = Starlette(
         routes=[
             *(Route(path, AdmissionApp(admission, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
-            *(Route(path, AdmissionApp(admission, forward), methods=[method]) for path, method in FORWARDED.items()),
+            *(Route(path, AdmissionApp(admission, passed), methods=[method]) for path, method in PATHS.items()),
             *(_authenticated(route, authenticator) for route in protected),
             Route("/health", ready),
             Route("/healthz", alive),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,8 +25,23 @@ class EngineModel:
     """Maximum number of tokens of a prompt and its completion; 0 if the engine does not report it."""
 
 
+MAX_SAMPLES = 1_000
+"""Times to a first token that are kept for each engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixHits:
+    """Tokens of prompts since the engine's start, as its metrics count them."""
+
+    asked_tokens: float
+    own_tokens: float
+    """Of these, tokens in the engine's own prefix cache."""
+    external_tokens: float
+    """Of these, tokens that its connector loaded."""
+
+
 class Engine:
-    """One engine: its health, its models, its instance and its load."""
+    """One engine: its health, its models, its instance, its load and its latencies."""
 
     def __init__(self, url: str, role: str) -> None:
         self.url = url
@@ -35,6 +52,12 @@ class Engine:
         self.models: tuple[EngineModel, ...] = ()
         self.instance_id = ""
         """The instance that stores its chunks; empty if the engine does not report one."""
+        self.missing_paths: set[str] = set()
+        """Paths that it does not serve, as far as requests have shown since the last probe."""
+        self.hits: PrefixHits | None = None
+        """From its metrics; None if it does not expose them."""
+        self.first_token_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
+        """Times from a request to the first token of a stream, or to the response of a prefill."""
         self.in_flight_count = 0
         self.last_choice = 0
         """Number of the pool's last choice that selected it."""
@@ -63,6 +86,19 @@ class Engine:
         """Records a health check without a response. Returns whether the number of consecutive ones is the limit."""
         self._health_timeout_count += 1
         return self._health_timeout_count >= MAX_HEALTH_TIMEOUTS
+
+    def time_first_token(self, has_token: Callable[[], bool]) -> Callable[[], None]:
+        """Starts to time a request. To be called after each event: records the first one that `has_token`."""
+        begin = time.perf_counter()
+        is_recorded = False
+
+        def check() -> None:
+            nonlocal is_recorded
+            if not is_recorded and has_token():
+                is_recorded = True
+                self.first_token_seconds.append(time.perf_counter() - begin)
+
+        return check
 
     @contextmanager
     def count_request(self) -> Iterator[None]:

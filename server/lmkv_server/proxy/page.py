@@ -12,9 +12,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 import lmkv_server.http
-from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engine import Engine, PrefixHits
 from lmkv_server.proxy.routing.pools import EnginePools
-from lmkv_server.proxy.statistics import LatencyStatistics
+from lmkv_server.proxy.statistics import LatencyStatistics, summarize
 
 OWN = Path(__file__).parent / "static"
 SHARED = Path(lmkv_server.http.__file__).parent / "static"
@@ -66,15 +66,27 @@ def _latencies(statistics: LatencyStatistics) -> Iterator[str]:
 
 
 def _engine(engine: Engine) -> str:
-    state = "live" if engine.is_healthy else "lost"
-    models = ", ".join(model.name for model in engine.models)
-    details = " · ".join(filter(None, (models, engine.instance_id))) if engine.is_healthy else engine.failure
-    return (
-        f'<li class="line"><span class="reports" data-state="{state}"><span class="dot"></span>'
-        f'<span class="kind">{escape(engine.role)}</span></span>'
-        f'<h3 class="address">{escape(engine.url)}</h3><span class="muted">{escape(details)}</span>'
-        f'<span class="number">{engine.in_flight_count} in flight</span></li>'
+    state, text = ("live", "healthy") if engine.is_healthy else ("lost", "unhealthy")
+    failure = "" if engine.is_healthy else f'<p class="failure">{escape(engine.failure)}</p>'
+    served = " · ".join(filter(None, (", ".join(model.name for model in engine.models), engine.instance_id)))
+    latency = summarize(engine.first_token_seconds) if engine.first_token_seconds else None
+    median, p99 = (f"{latency.median_ms:,.1f}", f"{latency.p99_ms:,.1f}") if latency else ("–", "–")
+    cells = (
+        f'<td><span class="reports" data-state="{state}"><span class="dot"></span>'
+        f'<span class="word">{text}</span></span></td>'
+        f"<td data-minor>{escape(engine.role)}</td><td data-minor>{escape(served)}</td>"
+        f'<td class="number">{_hits(engine.hits)}</td><td class="number">{median}</td>'
+        f'<td class="number" data-minor>{p99}</td><td class="number">{engine.in_flight_count}</td>'
     )
+    return f'<tr><th scope="row"><span class="address">{escape(engine.url)}</span>{failure}</th>{cells}</tr>'
+
+
+def _hits(hits: PrefixHits | None) -> str:
+    if hits is None or not hits.asked_tokens:
+        return "–"
+    own, loaded = (100 * tokens / hits.asked_tokens for tokens in (hits.own_tokens, hits.external_tokens))
+    title = f"{own:.0f} % in its own prefix cache, {loaded:.0f} % loaded, of {hits.asked_tokens:,.0f} tokens"
+    return f'<span title="{title}">{own + loaded:.0f} %</span>'
 
 
 def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:

@@ -17,6 +17,7 @@ from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, make_app
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.passthrough import PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.handoff import HandoffIssuer
 from lmkv_server.proxy.routing.affinity import SessionAffinity
@@ -77,6 +78,7 @@ class Proxy:
                 statistics=self.statistics,
                 metrics=self._metrics,
             )
+            pass_through = PassThrough(self.pools, clients, config.session_ttl, self._metrics)
             admission = Admission(
                 self.statistics,
                 self._metrics,
@@ -87,7 +89,9 @@ class Proxy:
             )
             authenticator = Authenticator(config.auth_tokens)
             guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
-            app = make_app(admission, handler, self.pools, self.statistics, self._metrics, authenticator, guard)
+            app = make_app(
+                admission, handler, pass_through, self.pools, self.statistics, self._metrics, authenticator, guard
+            )
             http = HttpServer(
                 config.host,
                 config.port,

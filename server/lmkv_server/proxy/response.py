@@ -37,15 +37,21 @@ class ResponseWriter:
         """When the last token was sent; None before the first."""
         self._tokens = TokenCounter()
 
-    async def send(self, response: HttpResponse) -> None:
-        """Sends a complete response. Nothing else may be sent before or after it."""
+    @property
+    def has_token(self) -> bool:
+        """Whether a token has been sent."""
+        return self._last is not None
+
+    async def send(self, response: HttpResponse, *, is_timed: bool = True) -> None:
+        """Sends a complete response; nothing else may be sent before or after it. `is_timed` measures its latency."""
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.headers.items()]
         headers.append((b"content-length", str(len(response.body)).encode()))
-        if response.status == 200:
+        is_timed = is_timed and response.status == 200
+        if is_timed:
             self._record_tokens(1)
         await self._start(response.status, headers)
         await self._send({"type": "http.response.body", "body": response.body})
-        if response.status == 200:
+        if is_timed:
             self._record_total()
 
     async def send_event(self, event: bytes) -> None:

@@ -46,8 +46,12 @@ class TokenCounter:
     def count(self, event: bytes) -> int:
         """The number of tokens in the event: by the engine's count, else by token ids, else one per choice with text.
 
-        The first event of a chat, which has only a role, and the last one, which has only the usage, have none.
+        The first event of a chat, which has only a role, and the last one, which has only the usage, have none. Events
+        of the Responses and the Messages API have names; those with a part of the output count as one token.
         """
+        if event.startswith(b"event:"):
+            name = event.partition(b"\n")[0].strip()
+            return int(name.endswith(b"delta") and not name.endswith(b"message_delta"))
         if b'"choices"' not in event:
             return 0
         try:

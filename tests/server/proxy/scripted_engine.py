@@ -67,6 +67,12 @@ class ScriptedEngine:
         self.cut_count = 0
         """Requests whose asker went away."""
         self.tokenize_count = 0
+        self.other_paths: tuple[str, ...] = ()
+        """Paths beside completions that it serves; set before it starts."""
+        self.model = MODEL
+        """The model of these paths, and the first one that it lists."""
+        self.metrics = ""
+        """What it exposes at `/metrics`."""
         self.thinks = False
         """Whether it has a parser that takes what it says in chats for reasoning."""
         self.api_key = ""
@@ -82,6 +88,8 @@ class ScriptedEngine:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
+                Route("/metrics", self._metrics),
+                *(Route(path, self._other, methods=["GET", "POST"]) for path in self.other_paths),
             ]
         )
         self._http = HttpServer("127.0.0.1", self.port, "port", app, self._credentials)
@@ -110,8 +118,32 @@ class ScriptedEngine:
     async def _models(self, request: Request) -> Response:
         if self._is_stranger(request):
             return JSONResponse({"error": "Unauthorized"}, 401)
-        card = {"id": MODEL, "object": "model", "parent": None, "max_model_len": MAX_MODEL_LEN}
+        card = {"id": self.model, "object": "model", "parent": None, "max_model_len": MAX_MODEL_LEN}
         return JSONResponse({"object": "list", "data": [card, {"id": "tuned", "parent": MODEL}]})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics)
+
+    async def _other(self, request: Request) -> Response:
+        """A path beside completions: tells what it was asked, as events if that is wanted."""
+        body = await request.json() if request.method == "POST" else {}
+        self.asked.append((request.url.path, body, dict(request.headers)))
+        if self.refusals:
+            return _error(self.refusals.pop(0), "as it was told")
+        if body.get("model", self.model) != self.model:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if not self.going.is_set():
+            self.waiting_count += 1
+            await self._hold(request)
+        answer = {"path": request.url.path, "model": self.model}
+        return _Streamed(self._parts(answer)) if body.get("stream") else JSONResponse(answer)
+
+    async def _parts(self, answer: Json) -> AsyncIterator[bytes]:
+        for index, name in enumerate(("response.created", "response.output_text.delta", "response.completed")):
+            if self.die_after == index:
+                self.die_after = None
+                raise Died
+            yield f"event: {name}\n".encode() + _event(answer)
 
     async def _tokenize(self, request: Request) -> Response:
         self.tokenize_count += 1

@@ -8,11 +8,12 @@ import re
 from playwright.async_api import Browser, expect
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmkv_server.proxy.engine import DECODE, Engine
+from lmkv_server.proxy.engine import DECODE, Engine, PrefixHits
 from lmkv_server.proxy.page import _engine
+from lmkv_server.proxy.routing.health import prefix_hits
 from tests.server.coordinator.http.page.conftest import browser
 from tests.server.coordinator.scripted_instance import until
-from tests.server.proxy.conftest import Front
+from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.scripted_engine import ScriptedEngine
 
@@ -35,7 +36,7 @@ async def test_it_shows_that_an_engine_is_busy_or_unhealthy(front: Front, decode
     decoder.going.clear()
     asking = asyncio.create_task(front.ask(COMPLETIONS, completion(PLAIN)))
     await until(lambda: decoder.waiting_count == 1)
-    assert "1 in flight" in (await front.client.get("/")).text
+    assert re.search(f'{decoder.url}.*<td class="number">1</td></tr>', (await front.client.get("/")).text)
     decoder.going.set()
     await asking
     await decoder.stop()
@@ -77,6 +78,48 @@ def test_what_engines_say_is_shown_as_text() -> None:
     engine.mark_healthy()
     engine.instance_id = "<script>alert(1)</script>"
     assert "<script>" not in _engine(engine)
+
+
+async def test_it_shows_hit_rate_ttft_load_and_health_of_each_engine(
+    make_engine: MakeEngine, make_proxy: MakeProxy, browser: Browser
+) -> None:
+    engines = [await make_engine(), await make_engine()]
+    engines[0].metrics = VLLM_METRICS
+    front = await make_proxy(engines=engines, policy="round_robin")
+    page = await browser.new_page(viewport={"width": 390, "height": 844})
+    await page.goto(front.proxy.url)
+    cells = page.locator("#engines tr").nth(0).locator("td:visible")
+    await expect(cells).to_have_text(["healthy", "62 %", "–", "0"])
+    await expect(cells.nth(1).locator("span")).to_have_attribute(
+        "title", "40 % in its own prefix cache, 22 % loaded, of 2,000 tokens"
+    )
+    await expect(page.locator("#engines tr").nth(1).locator("td:visible").nth(1)).to_have_text("–")
+    region = page.locator("div.engines")
+    await region.focus()
+    for _ in range(2):
+        await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=20, stream=True))
+    await expect(cells.nth(2)).to_have_text(re.compile(r"^[\d.,]+$"))
+    await expect(region).to_be_focused()
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+    await engines[1].stop()
+    await expect(page.locator("#engines tr").nth(1).locator(".failure")).to_contain_text("cannot be reached")
+    await page.close()
+
+
+def test_hits_are_summed_over_engine_cores() -> None:
+    assert prefix_hits(VLLM_METRICS.encode()) == PrefixHits(asked_tokens=2000, own_tokens=800, external_tokens=440)
+    assert prefix_hits(b"vllm:num_requests_running 1\n") is None
+
+
+VLLM_METRICS = """# TYPE vllm:prefix_cache_queries_total counter
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 1500.0
+vllm:prefix_cache_queries_total{engine="1",model_name="m"} 500.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 8e+02
+vllm:external_prefix_cache_queries_total{engine="0",model_name="m"} 1200.0
+vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 440.0
+vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.79e+09
+"""
+"""Of an engine with two cores."""
 
 
 async def test_metrics_are_prometheus_text(front: Front) -> None:

@@ -116,12 +116,14 @@ class DecodeStage:
 
     async def _relay_events(self, engine: Engine, body: Json, prefill: PrefillResult | None) -> None:
         last = b""
+        timed = engine.time_first_token(lambda: self._writer.has_token)
         try:
             async with self._stream(engine, body) as events:
                 async for last in events:
                     if prefill:
                         prefill.mark_response_from(engine)
                     await self._writer.send_event(last)
+                    timed()
             if last != DONE:
                 raise EngineFailed(engine, _INCOMPLETE)
         except EngineFailed as error:

@@ -14,11 +14,11 @@ from lmkv_server.proxy.pd.parameters import ALONE, CONTINUE, REASONS, REPEAT, ne
 from lmkv_server.proxy.pd.prefill import PrefillResult, PrefillStage
 from lmkv_server.proxy.pd.request import CompletionRequest
 from lmkv_server.proxy.response import ResponseWriter
-from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
+from lmkv_server.proxy.routing.failover import EngineFailover
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.pools import EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.upstream.client import HttpResponse, UpstreamClient
+from lmkv_server.proxy.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ class RequestHandler:
         self._lookup = lookup
         self._prefill = PrefillStage(pools.prefill, clients, handoffs, statistics, metrics) if pools.prefill else None
         self._metrics = metrics
-
-    async def forward(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> HttpResponse:
-        """Forwards a request that any engine can serve. Raises `EngineRejected`, `EngineFailed`, `NoHealthyEngine`."""
-        pools = self._pools
-        engine = pools.decode.least_loaded() or (pools.prefill and pools.prefill.least_loaded())
-        if not engine:
-            raise NoHealthyEngine
-        return await self._clients[engine].request(method, path, headers, body)
 
     async def serve(self, request: CompletionRequest, writer: ResponseWriter) -> None:
         """Serves a completion request.

@@ -111,6 +111,7 @@ class PrefillStage:
         )
         update_instance(engine, response)
         seconds = time.perf_counter() - begin
+        engine.first_token_seconds.append(seconds)
         self._statistics.record_prefill(seconds)
         self._metrics.prefill_seconds.observe(seconds)
         return response

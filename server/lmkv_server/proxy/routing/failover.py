@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self, TypeVar
 
@@ -28,14 +28,24 @@ class NoHealthyEngine(Exception):
 class EngineFailover:
     """Selects an engine, and another one if the first fails. While entered, the request counts as load of the engine.
 
-    `cached` is the number of prompt tokens that each instance holds. Entering raises `NoHealthyEngine`.
+    `cached` is the number of prompt tokens that each instance holds; `excluded` engines are never selected.
+    Entering raises `NoHealthyEngine`.
     """
 
-    def __init__(self, pool: EnginePool, session: str, cached: Mapping[str, int], metrics: ProxyMetrics) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        session: str,
+        cached: Mapping[str, int],
+        metrics: ProxyMetrics,
+        *,
+        excluded: Sequence[Engine] = (),
+    ) -> None:
         self._pool = pool
         self._session = session
         self._cached = cached
         self._metrics = metrics
+        self._excluded = excluded
         self._tried: list[Engine] = []
         self._load = ExitStack()
 
@@ -68,7 +78,8 @@ class EngineFailover:
                 self._metrics.retries.labels(engine.role).inc()
 
     def _choose(self) -> None:
-        engine = self._pool.choose(time.monotonic(), session=self._session, cached=self._cached, excluded=self._tried)
+        excluded = (*self._excluded, *self._tried)
+        engine = self._pool.choose(time.monotonic(), session=self._session, cached=self._cached, excluded=excluded)
         if engine is None:
             raise NoHealthyEngine
         self._load.close()

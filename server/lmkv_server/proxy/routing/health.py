@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel
+from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel, PrefixHits
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -18,6 +20,13 @@ PROBE_TIMEOUT_SECONDS = 10.0
 """Deadline of a probe, which generates one token: the engine may have queued requests."""
 PROBE_INTERVAL_SECONDS = 30.0
 """Time between probes of a healthy engine: its node may have restarted with another instance."""
+
+
+_HIT_METRICS = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
+_HIT_METRIC = re.compile(
+    rf"^vllm:(?P<name>{'|'.join(_HIT_METRICS)})_total(?:\{{[^\n]*\}})? (?P<value>[0-9.eE+]+)$".encode(), re.MULTILINE
+)
+"""A line of vLLM's metrics: there is one for each engine core."""
 
 
 class HealthMonitor:
@@ -43,6 +52,7 @@ class HealthMonitor:
         while True:
             if await self._check(client) and not engine.is_healthy:
                 await self._probe(client)
+                await self._read_hits(client)
                 engine.mark_healthy()
                 instance = f"instance {engine.instance_id}" if engine.instance_id else "without lmkv"
                 logger.info("%s engine %s is healthy, %s", engine.role, engine.url, instance)
@@ -54,6 +64,7 @@ class HealthMonitor:
             await asyncio.sleep(PROBE_INTERVAL_SECONDS)
             if client.engine.is_healthy:
                 await self._probe(client)
+                await self._read_hits(client)
 
     async def _check(self, client: UpstreamClient) -> bool:
         """Whether the engine passes a health check. Marks it unhealthy otherwise, and fails its requests."""
@@ -77,6 +88,13 @@ class HealthMonitor:
         engine.reset_health_timeouts()
         return True
 
+    async def _read_hits(self, client: UpstreamClient) -> None:
+        """Reads the engine's metrics. An engine may expose none."""
+        client.engine.hits = None
+        with suppress(TimeoutError, EngineFailed, EngineRejected):
+            async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
+                client.engine.hits = prefix_hits((await client.request("GET", "/metrics", self._headers)).body)
+
     async def _probe(self, client: UpstreamClient) -> None:
         """Asks for the engine's models and instance. An engine that does not report them serves nevertheless."""
         engine = client.engine
@@ -88,9 +106,20 @@ class HealthMonitor:
                 body = msgspec.json.encode(probe | {"kv_transfer_params": {"lmkv": {}}})
                 response = await client.request("POST", "/v1/completions", self._headers, body)
                 update_instance(engine, msgspec.json.decode(response.body))
+                engine.missing_paths.clear()
         except (TimeoutError, EngineFailed, EngineRejected, msgspec.DecodeError, KeyError, TypeError) as error:
             fix = "; set engine_api_key" if isinstance(error, EngineRejected) and error.response.status == 401 else ""
             logger.warning("the probe of %s failed (%s)%s", engine.url, error or type(error).__name__, fix)
+
+
+def prefix_hits(metrics: bytes) -> PrefixHits | None:
+    """The counters of vLLM's prefix caches in its metrics; None if they are missing."""
+    sums = dict.fromkeys(_HIT_METRICS, 0.0)
+    lines = list(_HIT_METRIC.finditer(metrics))
+    for line in lines:
+        sums[line["name"].decode()] += float(line["value"])
+    asked, own, external = sums.values()
+    return PrefixHits(asked_tokens=asked, own_tokens=own, external_tokens=external) if lines else None
 
 
 def update_instance(engine: Engine, response: Mapping[str, Any]) -> None:

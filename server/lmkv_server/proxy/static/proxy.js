@@ -1,6 +1,7 @@
-// Refreshes the page: fetches it every second while it is visible, and replaces what has changed.
+// Refreshes the page: fetches it every second while it is visible, and replaces what has changed. The regions that
+// scroll and have the focus stay.
 
-const PARTS = ["state", "main"];
+const PARTS = ["state", "figures", "engines", "latencies"];
 
 async function refresh() {
   if (document.hidden) return;

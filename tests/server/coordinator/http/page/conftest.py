@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from playwright.async_api import Browser, async_playwright
@@ -17,15 +18,19 @@ from tests.server.coordinator.http.page.visitor import GIB, Visitor, report
 from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
+def arguments() -> dict[str, Any]:
+    """How Chromium is started. Fails the test if there is none."""
     path = shutil.which("chromium")
     if path is None:
         pytest.fail("chromium is missing; `make setup` installs it, and so does `apt-get install chromium`")
     # Chromium's sandbox does not work for root.
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    return {"executable_path": path, "args": ["--no-sandbox"] if os.geteuid() == 0 else []}
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        running = await playwright.chromium.launch(executable_path=path, args=arguments)
+        running = await playwright.chromium.launch(**arguments())
         yield running
         await running.close()
 

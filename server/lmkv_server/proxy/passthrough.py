@@ -1,0 +1,139 @@
+"""Passes requests on as they are, to an engine that serves their path and their model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from lmkv_server.proxy.admission import AdmittedRequest, InvalidRequest
+from lmkv_server.proxy.engine import PREFILL, Engine
+from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.openai import error_body
+from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
+from lmkv_server.proxy.response import ResponseWriter
+from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
+
+GENERATING = frozenset({"/v1/responses", "/v1/messages"})
+"""Paths that generate tokens: their latencies are measured."""
+PATHS = {
+    **dict.fromkeys(("/v1/models", "/version", "/ping"), "GET"),
+    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", *sorted(GENERATING)), "POST"),
+}
+"""The paths that are passed on, with their method."""
+_PREFILL_COST = 1_000_000
+"""More than any number of requests in flight: an engine that only prefills is selected if no other serves the path."""
+
+
+class PathNotServed(Exception):
+    """The engine has no such path."""
+
+
+class PassThrough:
+    """Passes requests on to the engines of `pools`.
+
+    Engines are not asked which paths they serve: one that answers that it has no such path is left out of requests for
+    it until its next probe.
+    """
+
+    def __init__(
+        self, pools: EnginePools, clients: Mapping[Engine, UpstreamClient], session_ttl: float, metrics: ProxyMetrics
+    ) -> None:
+        self._pool = EnginePool(pools.engines, _cost, SessionAffinity(session_ttl))
+        self._clients = clients
+        self._metrics = metrics
+
+    async def serve(self, request: AdmittedRequest) -> None:
+        """Serves a request, with failover like that of a completion.
+
+        Raises `InvalidRequest`, `EngineRejected`, `EngineFailed` or `NoHealthyEngine`; `EngineRejected` with a 404 if
+        all healthy engines lack the path.
+        """
+        body = _object(request.body) if request.method == "POST" else {}
+        writer = request.writer
+        if request.path in GENERATING:
+            writer.strategy = ALONE
+
+        async def attempt(engine: Engine) -> None:
+            try:
+                if body.get("stream"):
+                    await self._relay_events(engine, request, content, writer)
+                else:
+                    response = await self._clients[engine].request(
+                        request.method, request.path, request.headers, content
+                    )
+                    await writer.send(response, is_timed=request.path in GENERATING)
+            except (EngineRejected, EngineFailed) as error:
+                if not writer.status and _lacks_path(error.response):
+                    engine.missing_paths.add(request.path)
+                    raise PathNotServed from None
+                raise
+
+        content = _content(request, body)
+        while True:
+            try:
+                excluded = self._unfit(request.path, body.get("model"))
+                with EngineFailover(self._pool, request.session, {}, self._metrics, excluded=excluded) as engines:
+                    return await engines.run(attempt)
+            except PathNotServed:
+                continue
+            except NoHealthyEngine:
+                if not any(engine.is_healthy for engine in self._pool.engines):
+                    raise
+                message = f"no engine serves {request.path}"
+                raise EngineRejected(HttpResponse(status=404, body=error_body(404, message))) from None
+
+    def _unfit(self, path: str, model: object) -> list[Engine]:
+        """The engines that lack the path; and those without the model, if another one has it."""
+        fit = [engine for engine in self._pool.engines if engine.is_healthy and path not in engine.missing_paths]
+        with_model = [engine for engine in fit if any(one.name == model for one in engine.models)]
+        return [engine for engine in self._pool.engines if engine not in (with_model or fit)]
+
+    async def _relay_events(
+        self, engine: Engine, request: AdmittedRequest, content: bytes | None, writer: ResponseWriter
+    ) -> None:
+        assert content is not None, "only requests with a body are streamed"
+        timed = engine.time_first_token(lambda: writer.has_token)
+        try:
+            async with self._clients[engine].stream(request.path, request.headers, content) as events:
+                async for event in events:
+                    await writer.send_event(event)
+                    timed()
+        except EngineFailed as error:
+            error.is_final = bool(writer.status)  # events that were sent cannot be revoked
+            raise
+        await writer.end_stream()
+
+
+def _cost(engine: Engine, _: Mapping[str, int]) -> int:
+    return engine.in_flight_count + (_PREFILL_COST if engine.role == PREFILL else 0)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(400, f"the body must be a JSON object: {error}") from None
+
+
+def _content(request: AdmittedRequest, body: dict[str, Any]) -> bytes | None:
+    """The body to send: as it came, but for handoff parameters, which only the proxy sets."""
+    if request.method != "POST":
+        return None
+    return msgspec.json.encode(without_handoff(body)) if "kv_transfer_params" in body else request.body
+
+
+def _lacks_path(response: HttpResponse | None) -> bool:
+    """Whether an engine has no such path, or its model does not support it. A 404 for an unknown model says more."""
+    if response is None or response.status != 404:
+        return response is not None and response.status in (405, 501)
+    try:
+        content = msgspec.json.decode(response.body)
+        reason = content.get("detail") or content["error"]["message"]
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
+        reason = response.body.decode(errors="replace")
+    return bool(reason == "Not Found")
