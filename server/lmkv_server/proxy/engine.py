@@ -53,7 +53,7 @@ class Engine:
         self.instance_id = ""
         """The instance that stores its chunks; empty if the engine does not report one."""
         self.missing_paths: set[str] = set()
-        """Paths that it does not serve, as far as requests have shown since the last probe."""
+        """Paths that requests since the last probe have shown to be missing."""
         self.hits: PrefixHits | None = None
         """From its metrics; None if it does not expose them."""
         self.first_token_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)

@@ -125,11 +125,11 @@ class ScriptedEngine:
         return Response(self.metrics)
 
     async def _other(self, request: Request) -> Response:
-        """A path beside completions: tells what it was asked, as events if that is wanted."""
+        """A path beside completions. The response names it; it is a stream of events if the request asks for one."""
         body = await request.json() if request.method == "POST" else {}
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.refusals:
-            return _error(self.refusals.pop(0), "as it was told")
+            return _error(self.refusals.pop(0), "as scripted")
         if body.get("model", self.model) != self.model:
             return _error(404, f"The model `{body['model']}` does not exist.")
         if not self.going.is_set():
