@@ -45,7 +45,7 @@ def test_the_extra_and_the_page_name_the_supported_range(pyproject: dict[str, An
 
 
 def test_an_engine_with_an_unsupported_vllm_ends_with_the_error_as_its_last_line(tmp_path: Path) -> None:
-    """vLLM is imitated as far as the plug-in uses it: its version and the registry of connectors."""
+    """vLLM is imitated only in what the plug-in uses: its version and the registry of connectors."""
     factory = tmp_path / FACTORY
     factory.parent.mkdir(parents=True)
     for folder in (factory.parent, *factory.parent.parents):

@@ -137,3 +137,11 @@ def test_every_configuration_key_is_one(page: Path) -> None:
 
     named = {name.lower() for name in re.findall(r"\bLMKV_([A-Z_0-9]+)\b", page.read_text())}
     assert named <= {*keys(ConnectorConfig), *keys(CoordinatorConfig), "config_file"}
+
+
+def test_every_link_of_the_readme_is_absolute(root: Path) -> None:
+    """PyPI shows the README too, where a relative link leads nowhere."""
+    text = re.sub(r"^```.*?^```", "", (root / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"\b(?:src|srcset|href)=\"([^\"]+)\"", text)
+    assert len(targets) > 10
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
