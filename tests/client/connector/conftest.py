@@ -14,7 +14,8 @@ with warnings.catch_warnings():
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.client.connector.simulated_engine import BLOCK, SimulatedEngine
+    from tests.client.connector.simulated_engine import SimulatedEngine
+    from tests.client.connector.simulated_worker import BLOCK
 
 from lmkv_client.demo.model import make_model
 

@@ -7,8 +7,7 @@ bytes is noticed as soon as a step reads it. Which token comes next depends on t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -29,24 +28,29 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_client.connector.messages import Attachment, LoadPlan, LoadResult, StepPlan, WorkerReport, WrittenExtent
+from lmkv_client.connector.messages import Attachment, StepPlan
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.stats import ConnectorStats
 from lmkv_client.connector.vllm_connector import LMKVConnector
-from lmkv_kernels import ChunkCopy
-from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode, Stored
+from tests.client.connector.scripted_node import SPOILT, ScriptedNode, Stored
+from tests.client.connector.simulated_worker import (
+    BLOCK,
+    SimulatedWorker,
+    answer_of,
+    kv_values,
+    next_token,
+    seen,
+)
 
-BLOCK = 32
 CHUNK = 64
-VOCAB = 500
 STEP_SECONDS = 0.002
 MAX_STEPS = 2000
 MOST_IMAGE_TOKENS = 4096
@@ -119,155 +123,6 @@ class ScriptedConnector(LMKVConnector):
 
     def shutdown(self) -> None:
         """Nothing to end."""
-
-
-def kv_values(tokens: Sequence[int], salt: str = "") -> Iterator[int]:
-    """The KV of each token: depends on all tokens before it."""
-    value = hash(("root", salt))
-    for token in tokens:
-        value = hash((value, token)) & 0x7FFF_FFFF_FFFF_FFFF
-        yield value
-
-
-def seen(request: Request) -> list[int]:
-    """A request's tokens as the model sees them: where an image lies, the image and not its placeholder."""
-    tokens = list(request.all_token_ids)
-    for feature in request.mm_features:
-        place = feature.mm_position
-        for at in range(place.offset, place.offset + place.length):
-            tokens[at] = hash((feature.identifier, at - place.offset))
-    return tokens
-
-
-def next_token(value: int) -> int:
-    """What the simulated model says after a token with this KV."""
-    return value % VOCAB
-
-
-def answer_of(prompt: Sequence[int], count: int, salt: str = "") -> list[int]:
-    """What an engine without any cache says to the prompt."""
-    tokens = list(prompt)
-    value = list(kv_values(tokens, salt))[-1]
-    said = []
-    for _ in range(count):
-        said.append(next_token(value))
-        value = hash((value, said[-1])) & 0x7FFF_FFFF_FFFF_FFFF
-    return said
-
-
-@dataclass
-class Copying:
-    """One rank's load: copies that were not made yet, and what became of the others."""
-
-    copies: list[tuple[Pool, ChunkCopy]] = field(default_factory=list)
-    failed_blocks: list[int] = field(default_factory=list)
-    final: bool = False
-    failed: bool = False
-    steps_left: int = 0
-
-
-class SimulatedWorker:
-    """One rank, as `WorkerSide` promises to be, with numbers for bytes."""
-
-    def __init__(self, rank: int, node: ScriptedNode) -> None:
-        self.rank = rank
-        self.node = node
-        self.pages: dict[int, list[int]] = {}
-        self.steps_per_load = 0
-        """Steps that an asynchronous load takes after all of it is known."""
-        self.fails_loads = False
-        self.skips_stores = False
-        self._loads: dict[str, Copying] = {}
-        self._engine_id = ""
-        self._pool: Pool = {}
-        self._poisoned = False
-        self._failed_blocks: set[int] = set()
-        self._report: WorkerReport | None = None
-
-    @property
-    def load_count(self) -> int:
-        """Loads that run."""
-        return len(self._loads)
-
-    def page(self, block_id: int) -> list[int]:
-        """The slots of one page."""
-        return self.pages.setdefault(block_id, [SPOILT] * BLOCK)
-
-    def load(self, plan: StepPlan) -> None:
-        """Before the forward if it needs the pages at once, else after it."""
-        if plan.attachment and plan.attachment.engine_id != self._engine_id:
-            for copying in self._loads.values():
-                self.copy(copying)
-            self._engine_id = plan.attachment.engine_id
-            self._pool = self.node.pools[plan.attachment.epoch]
-        self._poisoned = False
-        for load in plan.loads:
-            copying = self._loads.setdefault(load.request_id, Copying(steps_left=self.steps_per_load))
-            copying.copies += [(self._pool, copy) for copy in load.copies]
-            copying.failed_blocks += load.failed_blocks
-            copying.final |= load.final
-            if load.sync:
-                assert load.final, "a synchronous load is complete in its step"
-                self._end(load)
-
-    def _end(self, load: LoadPlan) -> None:
-        copying = self._loads.pop(load.request_id)
-        self._done(load.request_id, copying)
-        self._poisoned |= bool(copying.failed_blocks)
-
-    def copy(self, copying: Copying) -> None:
-        """Fills pages from the pool, or fails to."""
-        for pool, copy in copying.copies:
-            content = pool.get(copy.offset, {}).get(self.rank)
-            for index, block_id in enumerate(copy.block_ids, copy.first_token // BLOCK):
-                block = [SPOILT] * BLOCK if content is None or self.fails_loads else list(content[index])
-                self.pages[block_id] = block
-                if self.fails_loads:
-                    copying.failed_blocks.append(block_id)
-                    copying.failed = True
-        copying.copies.clear()
-
-    def _done(self, request_id: str, copying: Copying) -> None:
-        self.copy(copying)
-        self._failed_blocks |= set(copying.failed_blocks)
-        self._reporting().loaded[request_id] = LoadResult(rank_count=1, seconds=0.001, failed=copying.failed)
-
-    def store(self, plan: StepPlan) -> None:
-        """Copies pages into the pool, before they can change."""
-        for copy in plan.stores:
-            report = self._reporting()
-            if self._poisoned or self.skips_stores:
-                report.skipped.add(copy.offset)
-                continue
-            assert copy.first_token == 0
-            assert copy.token_count == copy.extent_tokens
-            assert len(copy.block_ids) == -(-copy.token_count // BLOCK)
-            content: Content = [list(self.page(block_id)) for block_id in copy.block_ids]
-            self._pool[copy.offset][self.rank] = content
-            report.written[copy.offset] = WrittenExtent(rank_count=1, checksum=sum(map(sum, content)) % 2**64)
-
-    def result(self) -> KVConnectorOutput:
-        """What vLLM collects from the worker after the step."""
-        finished = set()
-        for request_id, copying in list(self._loads.items()):
-            if not copying.final:
-                continue
-            if copying.steps_left:
-                copying.steps_left -= 1
-                continue
-            del self._loads[request_id]
-            self._done(request_id, copying)
-            finished.add(request_id)
-        failed, self._failed_blocks = self._failed_blocks, set()
-        report, self._report = self._report, None
-        return KVConnectorOutput(
-            finished_recving=finished or None, invalid_block_ids=failed, kv_connector_worker_meta=report
-        )
-
-    def _reporting(self) -> WorkerReport:
-        if self._report is None:
-            self._report = WorkerReport(engine_id=self._engine_id)
-        return self._report
 
 
 class SimulatedEngine:

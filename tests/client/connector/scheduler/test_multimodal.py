@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
-from tests.client.connector.simulated_engine import BLOCK, CHUNK, SimulatedEngine
+from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
+from tests.client.connector.simulated_worker import BLOCK
 
 MakeEngine = Callable[..., SimulatedEngine]
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.client.connector.scheduler.serving import COLD, HIT, PROMPT, MakeEngine, filled, forget_pages, until
-from tests.client.connector.simulated_engine import BLOCK, SimulatedEngine
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_worker import BLOCK
 
 # ---- the node is lost
 

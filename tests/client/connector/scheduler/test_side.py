@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.client.connector.scheduler.serving import COLD, DECODED, HIT, PROMPT, REST, MakeEngine, filled, forget_pages
-from tests.client.connector.simulated_engine import BLOCK, CHUNK
+from tests.client.connector.simulated_engine import CHUNK
+from tests.client.connector.simulated_worker import BLOCK
 
 # ---- misses and hits
 

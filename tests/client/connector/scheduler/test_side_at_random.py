@@ -16,7 +16,8 @@ from hypothesis.stateful import (
 )
 from vllm.config import VllmConfig
 
-from tests.client.connector.simulated_engine import BLOCK, CHUNK, SimulatedEngine
+from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
+from tests.client.connector.simulated_worker import BLOCK
 
 TRUNK = [(7 * i) % 491 for i in range(6 * CHUNK)]
 

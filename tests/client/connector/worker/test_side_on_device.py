@@ -15,8 +15,8 @@ from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.device_copier import DevicePageCopier
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_kernels import checksum
+from tests.client.connector.worker.parts import SPEC, ServedPool, serve
 from tests.client.connector.worker.test_device_copier import Model, open_emulated
-from tests.client.connector.worker.test_side import SPEC, ServedPool, serve
 from tests.kernels.layouts import Case, random_bytes
 from tests.kernels.test_cuda_emulated import on_device, whole_chunks
 from tests.waiting import WAIT_SECONDS

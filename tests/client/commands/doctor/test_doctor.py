@@ -143,7 +143,7 @@ def test_what_is_not_wanted_is_not_checked() -> None:
 
 def test_this_host_makes_the_golden_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert the_only(check_keys())[0] == "ok"
-    vectors = json.loads((Path(__file__).parents[2] / "lmkv/golden_keys.json").read_text())["chains"]
+    vectors = json.loads((Path(__file__).parents[3] / "lmkv/golden_keys.json").read_text())["chains"]
     assert any(vector["keys"] == list(fleet_checks.GOLDEN_KEYS) for vector in vectors)
     monkeypatch.setattr(fleet_checks, "GOLDEN_KEYS", ("00" * 16, "11" * 16))
     assert the_only(check_keys())[0] == "fail"
