@@ -30,6 +30,7 @@ examples:
   lmkv instances                          list the instances of the fleet and what they hold
   lmkv lookup --tokens 128000,849,21435   show which instances hold a prompt
   lmkv move --from a --to b --tokens 1,2  move a prompt from one instance to another
+  lmkv drain a                            copy what only one instance holds to others
   lmkv doctor                             check this host and its configuration
   lmkv demo                               watch two engines share a prompt
   lmkv lookup --help                      learn more about one command

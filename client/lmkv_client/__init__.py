@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lmkv_client.chunks import Chunks
     from lmkv_client.coordinator import Coordinator
     from lmkv_client.lookup_stream import LookupStream
-    from lmkv_client.operation import ClearOperation, MoveOperation, Operation
+    from lmkv_client.operation import ClearOperation, DrainOperation, MoveOperation, Operation
     from lmkv_client.watch import LayoutUpdate
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ClearOperation",
     "Coordinator",
     "Credentials",
+    "DrainOperation",
     "LayoutUpdate",
     "LookupStream",
     "MoveOperation",
@@ -36,6 +37,7 @@ __all__ = [
 _MODULES = {
     "Chunks": "lmkv_client.chunks",
     "ClearOperation": "lmkv_client.operation",
+    "DrainOperation": "lmkv_client.operation",
     "Coordinator": "lmkv_client.coordinator",
     "LayoutUpdate": "lmkv_client.watch",
     "LookupStream": "lmkv_client.lookup_stream",

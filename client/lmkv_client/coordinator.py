@@ -26,6 +26,7 @@ from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.tiers import parse_position
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
+    DrainRequest,
     ListPinsRequest,
     LookupRequest,
     LookupResponse,
@@ -38,7 +39,7 @@ from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import RETRY_TIMEOUT_SECONDS, CoordinatorConnection, CoordinatorConnections, RetryDeadline
 from lmkv_client.lookup_stream import LookupStream
-from lmkv_client.operation import ClearOperation, MoveOperation, Operation
+from lmkv_client.operation import ClearOperation, DrainOperation, MoveOperation, Operation
 from lmkv_client.watch import LayoutUpdate, watch
 
 
@@ -190,6 +191,32 @@ class Coordinator:
             request_id=request_id or str(uuid.uuid4()),
         )
         return await self._start_operation(lambda to: to.cache.Clear, request)
+
+    async def drain(
+        self,
+        instance_id: str,
+        *,
+        destinations: Sequence[str] = (),
+        evict: bool = False,
+        deadline_seconds: float = 600.0,
+        request_id: str = "",
+    ) -> DrainOperation:
+        """Starts an operation: other instances fetch the chunks that only this one holds, so that it can be stopped.
+
+        They are those in `destinations`, in order, else all others, and use free memory only unless they may `evict`.
+        The result's `remaining_chunk_count` is 0 if it is safe to stop the instance. The drain ends at the deadline,
+        600 s at most. Raises `InstanceNotFound`, `P2pDisabled`, `BadSelection`, `Full`.
+        """
+        timeout = Duration()
+        timeout.FromNanoseconds(round(deadline_seconds * 1e9))
+        request = DrainRequest(
+            instance_id=instance_id,
+            destination_instance_ids=destinations,
+            evict=evict,
+            timeout=timeout,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        return await self._start_operation(lambda to: to.cache.Drain, request)
 
     async def operations(self, *, running: bool = False) -> list[Operation[Any, Any]]:
         """Running operations and, unless `running`, recently completed ones; newest first."""

@@ -1,4 +1,4 @@
-"""A long-running operation of the coordinator, a move or a clear, as its client sees it."""
+"""A long-running operation of the coordinator, such as a move, as its client sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc.error_status import from_status
-from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
+from lmkv.v1.cache_service_pb2 import (
+    ClearProgress,
+    ClearResult,
+    DrainProgress,
+    DrainResult,
+    MoveProgress,
+    MoveResult,
+)
 from lmkv_client.connection import CoordinatorConnections, RetryDeadline
 
 Progress = TypeVar("Progress")
@@ -25,7 +32,7 @@ POLL_SECONDS = 0.5
 HOLD_SECONDS = 20.0
 """How long the coordinator holds a request until the operation completes."""
 
-_KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult)
+_KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult, DrainProgress, DrainResult)
 
 
 class OperationState(Generic[Progress, Result]):
@@ -41,7 +48,7 @@ class OperationState(Generic[Progress, Result]):
 
     @property
     def kind(self) -> str:
-        """`move`, `copy` or `clear`, the prefix of the name."""
+        """`move`, `copy`, `clear` or `drain`, the prefix of the name."""
         return self.name.partition("-")[0]
 
     @property
@@ -152,6 +159,7 @@ class Operation(OperationState[Progress, Result]):
 MoveOperation: TypeAlias = Operation[MoveProgress, MoveResult]
 """A move or a copy."""
 ClearOperation: TypeAlias = Operation[ClearProgress, ClearResult]
+DrainOperation: TypeAlias = Operation[DrainProgress, DrainResult]
 
 
 def _unpack(packed: AnyMessage) -> Any:

@@ -21,7 +21,14 @@ import lmkv_client as aio
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError
 from lmkv.rpc.endpoints import PLAINTEXT
-from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
+from lmkv.v1.cache_service_pb2 import (
+    ClearProgress,
+    ClearResult,
+    DrainProgress,
+    DrainResult,
+    MoveProgress,
+    MoveResult,
+)
 from lmkv_client.operation import OperationState
 
 P = ParamSpec("P")
@@ -232,6 +239,7 @@ class Coordinator(_SyncWrapper[aio.Coordinator]):
     unpin = _blocking(aio.Coordinator.unpin)
     pins = _blocking(aio.Coordinator.pins)
     clear = _wrapping(aio.Coordinator.clear, Operation[ClearProgress, ClearResult])
+    drain = _wrapping(aio.Coordinator.drain, Operation[DrainProgress, DrainResult])
     operation = _wrapping(aio.Coordinator.operation, Operation[Any, Any])
     operations = _wrapping(aio.Coordinator.operations, _operations)
     instances = _blocking(aio.Coordinator.instances)

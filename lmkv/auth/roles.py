@@ -37,6 +37,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.CacheService/Unpin": _OPERATORS,
     "lmkv.v1.CacheService/ListPins": _READERS,
     "lmkv.v1.CacheService/Clear": _OPERATORS,
+    "lmkv.v1.CacheService/Drain": _OPERATORS,
     "lmkv.v1.CacheService/Watch": _READERS,
     "lmkv.v1.RegistryService/Register": _NODES,
     "lmkv.v1.RegistryService/Report": _NODES,

@@ -774,6 +774,182 @@ class ClearProgress(_message.Message):
 Global___ClearProgress: _TypeAlias = ClearProgress  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    """Request for `CacheService.Drain`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    DESTINATION_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    EVICT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance that is to be stopped."""
+    evict: _builtins.bool
+    """Whether destinations may evict other chunks to make room. By default they use free memory only."""
+    request_id: _builtins.str
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
+    @_builtins.property
+    def destination_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Instances that receive the chunks, in order of preference; empty means all others, the one with most free memory
+        first. A destination is used until it has no room, so that prompts stay together.
+        """
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """Deadline; unset or longer than 600 s means 600 s."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        destination_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+        evict: _builtins.bool = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_instance_ids", b"destination_instance_ids", "evict", b"evict", "instance_id", b"instance_id", "request_id", b"request_id", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResult(_message.Message):
+    """Result of a drain. If it has copied nothing although chunks remain, the operation fails instead."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
+    REMAINING_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    PIN_COUNT_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks that destinations have committed, without those of an attempt at another coordinator."""
+    token_count: _builtins.int
+    """Tokens in them."""
+    transferred_bytes: _builtins.int
+    """Transferred bytes."""
+    remaining_chunk_count: _builtins.int
+    """Chunks that the instance alone holds still. 0: it is safe to stop it."""
+    pin_count: _builtins.int
+    """Active pins of the instance, which end with it. Their chunks were copied as all others."""
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainFailure]:
+        """Why chunks remain; empty if none do."""
+
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        transferred_bytes: _builtins.int = ...,
+        remaining_chunk_count: _builtins.int = ...,
+        failures: _abc.Iterable[Global___DrainFailure] | None = ...,
+        pin_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "pin_count", b"pin_count", "remaining_chunk_count", b"remaining_chunk_count", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResult: _TypeAlias = DrainResult  # noqa: Y015
+
+@_typing.final
+class DrainFailure(_message.Message):
+    """A reason for which chunks remain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks that remain for it."""
+    @_builtins.property
+    def status(self) -> _status_pb2.Status:
+        """The reason."""
+
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        status: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainFailure: _TypeAlias = DrainFailure  # noqa: Y015
+
+@_typing.final
+class DrainProgress(_message.Message):
+    """Progress of a drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    DONE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
+    PASS_COUNT_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance that is drained."""
+    epoch: _builtins.int
+    """Its epoch."""
+    chunk_count: _builtins.int
+    """Chunks to copy that were found so far, including those that were copied."""
+    done_chunk_count: _builtins.int
+    """Chunks that destinations have committed so far."""
+    transferred_bytes: _builtins.int
+    """Bytes transferred so far."""
+    pass_count: _builtins.int
+    """Passes that have begun."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When the drain was accepted."""
+
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """Deadline of the drain."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended; unset while it runs."""
+
+    def __init__(
+        self,
+        *,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        instance_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        chunk_count: _builtins.int = ...,
+        done_chunk_count: _builtins.int = ...,
+        transferred_bytes: _builtins.int = ...,
+        pass_count: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "end_time", b"end_time", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "pass_count", b"pass_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProgress: _TypeAlias = DrainProgress  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     """Request for `CacheService.Watch`."""
 

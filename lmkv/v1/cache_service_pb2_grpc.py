@@ -91,6 +91,11 @@ class CacheServiceStub:
                 request_serializer=lmkv_dot_v1_dot_cache__service__pb2.ClearRequest.SerializeToString,
                 response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/lmkv.v1.CacheService/Drain',
+                request_serializer=lmkv_dot_v1_dot_cache__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/lmkv.v1.CacheService/Watch',
                 request_serializer=lmkv_dot_v1_dot_cache__service__pb2.WatchRequest.SerializeToString,
@@ -211,6 +216,30 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Copies the chunks that only one instance holds to other instances, as an operation, so that the instance can be stopped.
+
+        The chunks are chosen from the layout map, in passes, until a pass finds nothing to copy: at most 10 passes, and not
+        beyond the deadline. Copies go to host memory. The instance keeps its chunks and continues to serve; what its engines
+        store after the last pass is not copied, so stop its traffic first.
+
+        A chunk counts as held elsewhere if another instance holds it in any tier. Instances that are leaving do not count and
+        receive nothing: those that are being drained, and those whose drain ended in the last 10 minutes without being
+        cancelled, unless they have restarted since.
+
+        Errors, besides `BAD_MESSAGE`:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance or a destination is not registered.
+        * `FAILED_PRECONDITION` (`P2P_DISABLED`): the instance or a destination does not transfer chunks to or from other nodes.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): the instance is its own destination, a destination is leaving, more than 64 are
+        named, or the timeout is not positive.
+        * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
 
@@ -260,6 +289,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
                     request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.ClearRequest.FromString,
+                    response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.DrainRequest.FromString,
                     response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
@@ -477,6 +511,33 @@ class CacheService:
             target,
             '/lmkv.v1.CacheService/Clear',
             lmkv_dot_v1_dot_cache__service__pb2.ClearRequest.SerializeToString,
+            google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lmkv.v1.CacheService/Drain',
+            lmkv_dot_v1_dot_cache__service__pb2.DrainRequest.SerializeToString,
             google_dot_longrunning_dot_operations__pb2.Operation.FromString,
             options,
             channel_credentials,

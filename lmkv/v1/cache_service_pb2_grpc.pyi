@@ -116,6 +116,26 @@ class CacheServiceStub:
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
+    Drain: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.DrainRequest, _operations_pb2.Operation]
+    """Copies the chunks that only one instance holds to other instances, as an operation, so that the instance can be stopped.
+
+    The chunks are chosen from the layout map, in passes, until a pass finds nothing to copy: at most 10 passes, and not
+    beyond the deadline. Copies go to host memory. The instance keeps its chunks and continues to serve; what its engines
+    store after the last pass is not copied, so stop its traffic first.
+
+    A chunk counts as held elsewhere if another instance holds it in any tier. Instances that are leaving do not count and
+    receive nothing: those that are being drained, and those whose drain ended in the last 10 minutes without being
+    cancelled, unless they have restarted since.
+
+    Errors, besides `BAD_MESSAGE`:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance or a destination is not registered.
+    * `FAILED_PRECONDITION` (`P2P_DISABLED`): the instance or a destination does not transfer chunks to or from other nodes.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): the instance is its own destination, a destination is leaving, more than 64 are
+      named, or the timeout is not positive.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running.
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WatchRequest, _cache_service_pb2.WatchResponse]
     """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
 
@@ -210,6 +230,26 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.DrainRequest, _operations_pb2.Operation]  # type: ignore[assignment]
+    """Copies the chunks that only one instance holds to other instances, as an operation, so that the instance can be stopped.
+
+    The chunks are chosen from the layout map, in passes, until a pass finds nothing to copy: at most 10 passes, and not
+    beyond the deadline. Copies go to host memory. The instance keeps its chunks and continues to serve; what its engines
+    store after the last pass is not copied, so stop its traffic first.
+
+    A chunk counts as held elsewhere if another instance holds it in any tier. Instances that are leaving do not count and
+    receive nothing: those that are being drained, and those whose drain ended in the last 10 minutes without being
+    cancelled, unless they have restarted since.
+
+    Errors, besides `BAD_MESSAGE`:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance or a destination is not registered.
+    * `FAILED_PRECONDITION` (`P2P_DISABLED`): the instance or a destination does not transfer chunks to or from other nodes.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): the instance is its own destination, a destination is leaving, more than 64 are
+      named, or the timeout is not positive.
+    * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -346,6 +386,32 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _cache_service_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.Operation, _abc.Awaitable[_operations_pb2.Operation]]:
+        """Copies the chunks that only one instance holds to other instances, as an operation, so that the instance can be stopped.
+
+        The chunks are chosen from the layout map, in passes, until a pass finds nothing to copy: at most 10 passes, and not
+        beyond the deadline. Copies go to host memory. The instance keeps its chunks and continues to serve; what its engines
+        store after the last pass is not copied, so stop its traffic first.
+
+        A chunk counts as held elsewhere if another instance holds it in any tier. Instances that are leaving do not count and
+        receive nothing: those that are being drained, and those whose drain ended in the last 10 minutes without being
+        cancelled, unless they have restarted since.
+
+        Errors, besides `BAD_MESSAGE`:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance or a destination is not registered.
+        * `FAILED_PRECONDITION` (`P2P_DISABLED`): the instance or a destination does not transfer chunks to or from other nodes.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): the instance is its own destination, a destination is leaving, more than 64 are
+          named, or the timeout is not positive.
+        * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

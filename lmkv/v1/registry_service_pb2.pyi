@@ -449,6 +449,7 @@ class OperationRecord(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
     CLEAR_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
@@ -472,6 +473,10 @@ class OperationRecord(_message.Message):
         """A clear."""
 
     @_builtins.property
+    def drain(self) -> _cache_service_pb2.DrainRequest:
+        """A drain."""
+
+    @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """Deadline of the operation; once it has ended, expiry of the record."""
 
@@ -481,16 +486,17 @@ class OperationRecord(_message.Message):
         operation: _operations_pb2.Operation | None = ...,
         move: _cache_service_pb2.MoveRequest | None = ...,
         clear: _cache_service_pb2.ClearRequest | None = ...,
+        drain: _cache_service_pb2.DrainRequest | None = ...,
         attempt: _builtins.int = ...,
         cancelled: _builtins.bool = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         orphaned: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clear", b"clear", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clear", b"clear", "drain", b"drain", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "clear", b"clear", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "orphaned", b"orphaned", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "clear", b"clear", "drain", b"drain", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "orphaned", b"orphaned", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["move", "clear"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["move", "clear", "drain"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -782,6 +788,7 @@ class FetchOrder(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    KEEP_OTHERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The peer."""
     peer_address: _builtins.str
@@ -794,6 +801,8 @@ class FetchOrder(_message.Message):
     """Tier to commit to."""
     epoch: _builtins.int
     """The peer's epoch."""
+    keep_others: _builtins.bool
+    """Whether nothing may be evicted to make room: chunks that find no free memory fail with `NO_FREE_EXTENTS`."""
     def __init__(
         self,
         *,
@@ -803,10 +812,11 @@ class FetchOrder(_message.Message):
         chunk_keys: _builtins.bytes = ...,
         tier: _chunk_pb2.Tier.ValueType = ...,
         epoch: _builtins.int = ...,
+        keep_others: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_address", b"peer_address", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "keep_others", b"keep_others", "peer_address", b"peer_address", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ from typing import Any
 BLOCKS = re.compile(r"^```(sh|json)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 TOOLS = ("grpcurl", "buf", "curl")
 GRPC_PORT, HTTP_PORT = 9000, 9001
-NAME = re.compile(r"(move|copy|clear)-[0-9a-f]{16}|[a-z0-9-]+/[0-9a-f]{16}|(lookup|health|query)-[0-9a-f]{32}")
+NAME = re.compile(r"(move|copy|clear|drain)-[0-9a-f]{16}|[a-z0-9-]+/[0-9a-f]{16}|(lookup|health|query)-[0-9a-f]{32}")
 """Names that the coordinator makes up: operations, pins, events."""
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from lmkv import rpc
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations import drains
 from tests.promises.commands import command_lines, takes
 from tests.server.coordinator.cases import LLAMA, keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance
@@ -106,28 +107,28 @@ def test_prometheus_understands_what_is_to_be_watched(operate: Path, tmp_path: P
 def test_every_command_on_the_pages_exists_and_takes_its_flags(operate: Path, pyproject: dict[str, Any]) -> None:
     points = pyproject["project"]["entry-points"]["lmkv.commands"]
     lines = [line for page in sorted(operate.glob("*.md")) for line in command_lines(page, "lmkv")]
-    assert {"doctor", "instances", "ops", "move", "pin", "clear"} <= {line[1] for line in lines}
+    assert {"doctor", "instances", "ops", "drain", "pin", "clear"} <= {line[1] for line in lines}
     for _, name, *arguments in lines:
         assert name in points, f"a page names `lmkv {name}`"
         takes(EntryPoint(name, points[name], "lmkv.commands"), arguments)
 
 
-async def test_the_program_that_drains_a_host_leaves_nothing_on_it(operate: Path, tmp_path: Path) -> None:
-    page = (operate / "upgrades.md").read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+async def test_the_command_that_drains_a_host_leaves_nothing_on_it_alone(
+    operate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)  # scripted instances report nothing by themselves
+    line = next(line for line in command_lines(operate / "upgrades.md", "lmkv") if line[1] == "drain")
     held = dict.fromkeys(keys_of([1, 2, 3]), 3)
     async with Coordinator(port=0, lease_ttl=30.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         fleet: dict[str, ScriptedInstance] = {}
         async with (
-            ScriptedInstance(channel, fleet, "engine-1", LLAMA, held) as source,
+            ScriptedInstance(channel, fleet, "engine-1", LLAMA, held),
             ScriptedInstance(channel, fleet, "engine-2", LLAMA, {}) as destination,
         ):
-            file = tmp_path / "drain.py"
-            file.write_text(program.replace("localhost:9000", coordinator.address))
             process = await asyncio.create_subprocess_exec(
-                sys.executable, file, "engine-1", "engine-2", stdout=asyncio.subprocess.PIPE
+                sys.executable, "-m", *line, "--coordinator", coordinator.address, stdout=asyncio.subprocess.PIPE
             )
-            said, _ = await asyncio.wait_for(process.communicate(), PROCESS_WAIT_SECONDS)
+            printed, _ = await asyncio.wait_for(process.communicate(), PROCESS_WAIT_SECONDS)
             assert process.returncode == 0
-            assert said.decode() == "1 of 1 chunks moved\n"
-            assert (len(source.chunks), len(destination.chunks)) == (0, 1)
+            assert printed.decode().endswith("safe to stop: all chunks of engine-1 are held elsewhere\n")
+            assert len(destination.chunks) == 1

@@ -39,6 +39,10 @@ class NodeProcesses:
         """The socket on which a node serves engines."""
         return self._runtime_dir / name / "engine.sock"
 
+    def kill(self, name: str) -> None:
+        """Kills a node with SIGKILL."""
+        next(process for process in self._processes if process.name == name).kill()
+
     def __enter__(self) -> Self:
         try:
             for process in self._processes:

@@ -86,7 +86,13 @@ def _call_at(
         raise in_flags(error) from None
 
 
-FLAGS = {"old_position": "--from", "new_position": "--to", "position": "--at"}
+FLAGS = {
+    "old_position": "--from",
+    "new_position": "--to",
+    "position": "--at",
+    "destination_instance_ids": "--to",
+    "instance_id": "INSTANCE",
+}
 """Flags by request field, replaced at the start of an error message."""
 ANYWHERE = {"model_name": "--model", "lora_name": "--lora", "cache_salt": "--cache-salt", "chunk_keys": "--keys"}
 """Flags by request field, replaced anywhere in an error message."""

@@ -14,14 +14,21 @@ from lmkv.errors import LmkvError
 from lmkv.keys import split_keys
 from lmkv.tiers import format_position, tier_name
 from lmkv.units import format_bytes
-from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, MoveProgress, MoveResult
+from lmkv.v1.cache_service_pb2 import (
+    ClearProgress,
+    ClearResult,
+    DrainProgress,
+    DrainResult,
+    MoveProgress,
+    MoveResult,
+)
 from lmkv.v1.chunk_pb2 import ChunkFailure
 from lmkv_client import Operation
 from lmkv_client.commands import DONE, FAILED, PARTLY_DONE, count, print_json, read_seconds
 from lmkv_client.operation import WAIT_SECONDS
 
 AnyOperation = Operation[Any, Any]
-Progress = MoveProgress | ClearProgress
+Progress = MoveProgress | ClearProgress | DrainProgress
 
 EXIT_CODES = """\
 exit codes:
@@ -97,6 +104,8 @@ def describe_subject(progress: Progress) -> str:
     """Its subject: `lmkv-1/host to lmkv-2/host`, `lmkv-1`, `everywhere`; `-` if it is no longer known."""
     if not progress.HasField("create_time"):
         return "-"
+    if isinstance(progress, DrainProgress):
+        return progress.instance_id
     if isinstance(progress, MoveProgress):
         return f"{format_position(progress.old_position)} to {format_position(progress.new_position)}"
     where = [progress.instance_id or "everywhere"] + ([tier_name(progress.tier)] if progress.tier else [])
@@ -110,13 +119,17 @@ def age_seconds(operation: AnyOperation) -> float | None:
 
 
 def _counts(progress: Progress) -> tuple[int, int, str]:
-    if isinstance(progress, MoveProgress):
+    if isinstance(progress, MoveProgress | DrainProgress):
         return progress.done_chunk_count, progress.chunk_count, "chunk"
     return progress.done_instance_count, progress.instance_count, "instance"
 
 
-def _describe_result(operation: AnyOperation, result: MoveResult | ClearResult) -> Iterator[str]:
+def _describe_result(operation: AnyOperation, result: MoveResult | ClearResult | DrainResult) -> Iterator[str]:
     chunks = f"{count(result.chunk_count, 'chunk')} ({count(result.token_count, 'token')})"
+    if isinstance(result, DrainResult):
+        yield f"{operation.name}: {chunks} copied, {format_bytes(result.transferred_bytes)} transferred"
+        yield from _describe_drain(operation.progress.instance_id, result)
+        return
     if isinstance(result, ClearResult):
         kept = f", {result.pinned_chunk_count:,} kept by pins" if result.pinned_chunk_count else ""
         yield f"{operation.name}: {chunks} {'would be ' if operation.progress.dry_run else ''}dropped{kept}"
@@ -126,6 +139,20 @@ def _describe_result(operation: AnyOperation, result: MoveResult | ClearResult) 
     dropped = "" if operation.kind == "copy" else f"; the source dropped {result.dropped_chunk_count:,}"
     yield f"{operation.name}: {chunks} arrived, {format_bytes(result.transferred_bytes)} transferred{dropped}"
     yield from _describe_failures(result.failures)
+
+
+def _describe_drain(instance_id: str, result: DrainResult) -> Iterator[str]:
+    """Whether the instance may be stopped, and otherwise why not."""
+    if result.remaining_chunk_count:
+        verb = "is" if result.remaining_chunk_count == 1 else "are"
+        chunks = count(result.remaining_chunk_count, "chunk")
+        yield f"not safe to stop: {chunks} {verb} held by {instance_id} only"
+    else:
+        yield f"safe to stop: all chunks of {instance_id} are held elsewhere"
+    for failure in result.failures:
+        yield f"  {count(failure.chunk_count, 'chunk')}: {failure.status.message}"
+    if result.pin_count:
+        yield f"note: {count(result.pin_count, 'pin')} of {instance_id} will end with it"
 
 
 def _describe_failures(failures: Sequence[ChunkFailure], where: str = "") -> Iterator[str]:

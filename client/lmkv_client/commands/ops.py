@@ -1,4 +1,4 @@
-"""`lmkv ops`: lists, shows, waits for and cancels operations (moves, copies and clears)."""
+"""`lmkv ops`: lists, shows, waits for and cancels operations (moves, copies, clears and drains)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def row(operation: AnyOperation) -> tuple[str, ...]:
 
 command = Command(
     name="ops",
-    help="list, show, wait for and cancel operations: moves, copies and clears",
+    help="list, show, wait for and cancel operations: moves, copies, clears and drains",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

@@ -14,7 +14,7 @@ import type { LookupResponse } from "./gen/lmkv/v1/cache_service_pb.js";
 import { type PinnedChunks, type Position, Tier } from "./gen/lmkv/v1/chunk_pb.js";
 import type { Instance } from "./gen/lmkv/v1/registry_service_pb.js";
 import { LookupStream } from "./lookup-stream.js";
-import { type ClearOperation, type MoveOperation, Operation } from "./operation.js";
+import { type ClearOperation, type DrainOperation, type MoveOperation, Operation } from "./operation.js";
 import { parsePosition } from "./position.js";
 import type { Tls } from "./tls.js";
 import { type LayoutUpdate, watch, type WatchOptions } from "./watch.js";
@@ -53,6 +53,17 @@ export interface Clear extends Chunks, Order {
   everything?: boolean;
   /** Dry run: the result lists what would be dropped. */
   dryRun?: boolean;
+}
+
+/** The instance to drain, and how. */
+export interface Drain extends Order {
+  instanceId: string;
+  /** Destinations in order of preference; without them all other instances, the one with most free memory first. */
+  destinations?: string[];
+  /** Whether destinations may evict other chunks to make room. */
+  evict?: boolean;
+  /** Deadline; 600 by default and at most. */
+  deadlineSeconds?: number;
 }
 
 /**
@@ -177,6 +188,23 @@ export class Coordinator implements Disposable {
       requestId: clear.requestId ?? randomUUID(),
     };
     return await this.book((to) => to.call((options) => to.cache.clear(request, options)));
+  }
+
+  /**
+   * Copies the chunks that only one instance holds to others. It is safe to stop the instance if the result's
+   * `remainingChunkCount` is 0.
+   *
+   * Throws `INSTANCE_NOT_FOUND`, `P2P_DISABLED`, `BAD_SELECTION`, `FULL`.
+   */
+  async drain(drain: Drain): Promise<DrainOperation> {
+    const request = {
+      instanceId: drain.instanceId,
+      destinationInstanceIds: drain.destinations ?? [],
+      evict: drain.evict ?? false,
+      timeout: durationFromMs(Math.round((drain.deadlineSeconds ?? 600) * 1000)),
+      requestId: drain.requestId ?? randomUUID(),
+    };
+    return await this.book((to) => to.call((options) => to.cache.drain(request, options)));
   }
 
   /** Running operations and, by default, recently ended ones; newest first. */

@@ -6,11 +6,19 @@
  */
 
 export type { Chunks } from "./chunks.js";
-export { type Clear, Coordinator, type CoordinatorOptions, type Move, type Order, type Pin } from "./coordinator.js";
+export {
+  type Clear,
+  Coordinator,
+  type CoordinatorOptions,
+  type Drain,
+  type Move,
+  type Order,
+  type Pin,
+} from "./coordinator.js";
 export type { Token } from "./connection.js";
 export { type Code, LmkvError } from "./errors.js";
 export { Tier } from "./gen/lmkv/v1/chunk_pb.js";
 export type { LookupStream } from "./lookup-stream.js";
-export type { ClearOperation, MoveOperation, Operation, OperationState } from "./operation.js";
+export type { ClearOperation, DrainOperation, MoveOperation, Operation, OperationState } from "./operation.js";
 export type { Tls } from "./tls.js";
 export type { LayoutUpdate, WatchOptions } from "./watch.js";

@@ -11,6 +11,10 @@ import {
   ClearProgressSchema,
   type ClearResult,
   ClearResultSchema,
+  type DrainProgress,
+  DrainProgressSchema,
+  type DrainResult,
+  DrainResultSchema,
   type MoveProgress,
   MoveProgressSchema,
   type MoveResult,
@@ -25,7 +29,14 @@ const POLL_SECONDS = 0.5;
 /** Maximum time that the coordinator waits for a change before it answers. */
 const HOLD_SECONDS = 20;
 
-const KINDS = createRegistry(MoveProgressSchema, MoveResultSchema, ClearProgressSchema, ClearResultSchema);
+const KINDS = createRegistry(
+  MoveProgressSchema,
+  MoveResultSchema,
+  ClearProgressSchema,
+  ClearResultSchema,
+  DrainProgressSchema,
+  DrainResultSchema,
+);
 
 export type OperationState = "running" | "done" | "failed" | "cancelled";
 
@@ -56,7 +67,7 @@ export class Operation<
     return this.message.name;
   }
 
-  /** `move`, `copy` or `clear`: names begin with it. */
+  /** `move`, `copy`, `clear` or `drain`: names begin with it. */
   get kind(): string {
     return this.name.split("-", 1)[0] ?? "";
   }
@@ -153,6 +164,7 @@ export class Operation<
 /** A move or a copy. */
 export type MoveOperation = Operation<MoveProgress, MoveResult>;
 export type ClearOperation = Operation<ClearProgress, ClearResult>;
+export type DrainOperation = Operation<DrainProgress, DrainResult>;
 
 function unpack(packed: Any | undefined): Message {
   const message = packed && anyUnpack(packed, KINDS);

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import pytest
 
 from lmkv_client import Coordinator
+from lmkv_server.coordinator.operations import drains
 from tests.client.conftest import Fleet, RunCommand
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import until
@@ -390,3 +391,61 @@ async def test_ctrl_c_before_the_answer_says_that_the_order_may_have_been_heard(
     assert process.returncode == 130
     hint = "`lmkv ops` shows whether the operation was started"
     assert error.decode() == f"the coordinator has not responded yet; {hint}\n"
+
+
+@pytest.fixture
+def unconfirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has drains end without a report of the other instances: scripted ones report nothing by themselves."""
+    monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("unconfirmed")
+async def test_drain_copies_and_reports_that_it_is_safe_to_stop(
+    fleet: Fleet, run_command: RunCommand, capsys: Capture
+) -> None:
+    assert await run_command("drain", "a") == 0
+    shown = capsys.readouterr()
+    assert re.fullmatch(
+        r"drain-[0-9a-f]{16}: 3 chunks \(40 tokens\) copied, 2\.9 KiB transferred\n"
+        r"safe to stop: all chunks of a are held elsewhere\n",
+        shown.out,
+    )
+    assert shown.err == ""
+    assert await holders(fleet) == {"a": 40, "b": 40}
+    assert await run_command("ops") == 0
+    assert re.search(r"^drain-\S+ +a +done +3/3 chunks ", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("unconfirmed")
+async def test_drain_reports_why_it_is_not_safe_to_stop(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
+    fleet.b.limit = 2
+    assert await run_command("drain", "a", "--to", "b") == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "not safe to stop: 1 chunk is held by a only",
+        "  1 chunk: no destination has room; add destinations, or allow them to evict other chunks",
+    ]
+    fleet.b.limit = 0
+    await fleet.b.evict(KEYS)
+    assert await run_command("drain", "a") == 1
+    assert "nothing was copied, and 3 chunks held by 'a' only: no destination has room" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unconfirmed")
+async def test_a_drain_is_cancelled_and_waited_for_like_other_operations(
+    fleet: Fleet, run_command: RunCommand, capsys: Capture
+) -> None:
+    fleet.pause()
+    assert await run_command("drain", "a", "--no-wait", "--timeout", "30s", "--evict") == 0
+    name, _, rest = capsys.readouterr().out.partition(": ")
+    assert re.fullmatch(r"running, 0/\d chunks done\n", rest)
+    assert await run_command("ops", "cancel", name) == 0
+    assert capsys.readouterr().out.startswith(f"{name}: cancelled after 0 chunks")
+    fleet.resume()
+
+
+async def test_drain_names_its_flags_in_errors(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
+    assert await run_command("drain", "a", "--to", "nobody") == 1
+    assert "error: --to: instance 'nobody' is not registered" in capsys.readouterr().err
+    assert await run_command("drain", "nobody") == 1
+    assert "error: INSTANCE: instance 'nobody' is not registered" in capsys.readouterr().err

@@ -27,6 +27,7 @@ class Recorder(CacheServiceServicer):
     Unpin: Any = None
     ListPins: Any = None
     Clear: Any = None
+    Drain: Any = None
     Watch: Any = None
 
     def __init__(self) -> None:

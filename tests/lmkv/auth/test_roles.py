@@ -39,7 +39,7 @@ def test_an_admin_may_call_everything_and_every_rpc_is_somebodys() -> None:
     assert all(Role.ADMIN in roles for roles in ROLES.values())
 
 
-@pytest.mark.parametrize("act", ["Move", "Pin", "Unpin", "Clear"])
+@pytest.mark.parametrize("act", ["Move", "Pin", "Unpin", "Clear", "Drain"])
 def test_who_only_looks_and_who_only_stores_may_not_act_on_the_fleet(act: str) -> None:
     assert ROLES[f"lmkv.v1.CacheService/{act}"] == {Role.OPERATOR, Role.ADMIN}
 

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from lmkv import rpc
-from lmkv.errors import ChunkNotFound, ChunkPinned, LmkvError, OperationCancelled
+from lmkv.errors import ChunkNotFound, ChunkPinned, LmkvError, NoFreeExtents, OperationCancelled
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
@@ -58,6 +58,7 @@ class ScriptedInstance:
         self.going = asyncio.Event()
         self.going.set()
         self.limit = 1 << 30
+        self.used_bytes = 0
         self.stats = pb.InstanceStats()
         """Its counters; traffic rises with what orders fetch. Reported when it joins, and by `report_stats`."""
         self.cancelled: set[str] = set()
@@ -99,7 +100,15 @@ class ScriptedInstance:
             snapshot=True,
             snapshot_end=True,
             changes=[self._change(self.chunks)],
-            tiers=[pb.TierUsage(name="host", tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.chunks))],
+            tiers=[
+                pb.TierUsage(
+                    name="host",
+                    tier=HOST,
+                    capacity_bytes=1 << 30,
+                    used_bytes=self.used_bytes,
+                    chunk_count=len(self.chunks),
+                )
+            ],
             engine_count=1,
             stats=self.stats,
         )
@@ -129,6 +138,11 @@ class ScriptedInstance:
         await self._report(
             changes=[pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
         )
+
+    async def store(self, chunks: Mapping[ChunkKey, int]) -> None:
+        """Gains chunks, as if an engine had stored them."""
+        self.chunks.update(chunks)
+        await self.report_chunks(chunks)
 
     async def report_stats(self) -> None:
         """Reports what it has done."""
@@ -224,7 +238,7 @@ class ScriptedInstance:
             outcome.chunk_count += 1
             outcome.token_count += tokens
         _fail(outcome, missing, ChunkNotFound("the peer does not hold it"))
-        _fail(outcome, refused, LmkvError("full"))
+        _fail(outcome, refused, NoFreeExtents("full"))
         if gained:
             self._count(order.instance_id, len(gained), outcome.transferred_bytes)
         await self._report(changes=[self._change(gained)], stats=self.stats)

@@ -17,8 +17,10 @@ from google.longrunning import operations_pb2
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.keys import join_keys
+from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
+    DrainRequest,
     ListPinsRequest,
     LookupRequest,
     MoveRequest,
@@ -164,6 +166,8 @@ async def test_another_tenants_instances_pins_and_operations_cannot_be_touched(f
     refusals = [
         await error_of(other.Move(stolen, timeout=5)),
         await error_of(other.Clear(ClearRequest(instance_id="ours", all=True), timeout=5)),
+        await error_of(other.Drain(DrainRequest(instance_id="ours"), timeout=5)),
+        await error_of(own.Drain(DrainRequest(instance_id="ours", destination_instance_ids=["theirs"]), timeout=5)),
         await error_of(operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=5)),
         await error_of(
             operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=5)
@@ -178,11 +182,24 @@ async def test_another_tenants_instances_pins_and_operations_cannot_be_touched(f
     nobodys = await error_of(operations.GetOperation(operations_pb2.GetOperationRequest(name=made_up), timeout=5))
     # An operation that was never started has no record, or one that is not reported yet: the answers are equal.
     assert {refusal.code for refusal in refusals} <= {"NOT_FOUND", "FAILED_PRECONDITION", nobodys.code}
-    assert refusals[2].reason == nobodys.reason
+    assert refusals[4].reason == nobodys.reason
     assert not (await operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5)).operations
     await asyncio.gather(other.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=5), return_exceptions=True)
     assert a.pins.keys() == {pin.pin_id}
     assert len(a.chunks) == len(KEYS)
+
+
+async def test_a_drain_copies_nothing_to_another_tenant(fleet: Guarded) -> None:
+    await fleet.instance("a", "ours", KEYS)
+    theirs = await fleet.instance("b", "theirs")
+    own = await fleet.cache(token_of("operator", "a"))
+    operation = await own.Drain(DrainRequest(instance_id="ours"), timeout=5)
+    operations = await fleet.operations(token_of("operator", "a"))
+    ended = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=20)
+    assert from_status(ended.error).reason == "KV_SPEC_MISMATCH"
+    assert not theirs.chunks
+    others = await fleet.operations(token_of("admin", "b"))
+    assert not (await others.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5)).operations
 
 
 async def test_http_keeps_tenants_apart_as_well(fleet: Guarded) -> None:

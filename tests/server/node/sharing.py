@@ -148,6 +148,7 @@ class _Cache(cache_service_pb2_grpc.CacheServiceServicer):
         self._coordinator = coordinator
 
     Clear: Any = None
+    Drain: Any = None
     ListPins: Any = None
     LookupStream: Any = None
     Move: Any = None

@@ -9,7 +9,7 @@ Keys are passed as one string of bytes, 16 for each, so that no code here handle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -28,6 +28,8 @@ MAX_TOKENS = ChunkTable.MAX_TOKENS
 
 MIN_FINGERPRINTS = 256
 """Fingerprints that are stored before those without chunks are removed."""
+
+_KEY = np.dtype(f"V{KEY_BYTES}")
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):
@@ -225,6 +227,29 @@ class LayoutMap:
         """
         cursor, parts = self._table.scan(cursor, limit)
         return cursor, [(self._instance_ids[slot], tier, fingerprint, keys) for slot, tier, fingerprint, keys in parts]
+
+    def scan_sole(
+        self, instance_id: str, ignored: Collection[str], cursor: int, limit: int
+    ) -> tuple[int, dict[bytes, bytes]]:
+        """A step of a scan of the chunks that only one instance holds: the next cursor, and keys by fingerprint.
+
+        Holders in `ignored` do not count. Cursor and `limit` as in `scan`.
+        """
+        cursor, parts = self.scan(cursor, limit)
+        own: dict[bytes, list[bytes]] = {}
+        elsewhere = []
+        for holder, _, fingerprint, keys in parts:  # all holders of a chunk are in the same step
+            if holder == instance_id:
+                own.setdefault(fingerprint, []).append(keys)
+            elif holder not in ignored:
+                elsewhere.append(keys)
+        shared = np.frombuffer(b"".join(elsewhere), dtype=_KEY)
+        sole = {}
+        for fingerprint, lists in own.items():
+            keys_of_spec = np.unique(np.frombuffer(b"".join(lists), dtype=_KEY))  # a chunk may be in several tiers
+            if alone := keys_of_spec[~np.isin(keys_of_spec, shared)].tobytes():
+                sole[fingerprint] = alone
+        return cursor, sole
 
     def digest(self, instance_id: str, tier: int) -> Digest:
         """The digest of an instance's chunks in one tier, over all specs."""

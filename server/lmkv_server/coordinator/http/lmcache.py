@@ -268,8 +268,8 @@ def _set_seconds(duration: duration_pb2.Duration, seconds: float) -> None:
 def _details(operation: operations_pb2.Operation) -> Message | None:
     """The result of an operation, or its progress."""
     for packed, kinds in (
-        (operation.response, (pb.MoveResult, pb.ClearResult)),
-        (operation.metadata, (pb.MoveProgress, pb.ClearProgress)),
+        (operation.response, (pb.MoveResult, pb.ClearResult, pb.DrainResult)),
+        (operation.metadata, (pb.MoveProgress, pb.ClearProgress, pb.DrainProgress)),
     ):
         for kind in kinds:
             message = kind()

@@ -117,7 +117,7 @@ class CoordinatorMetrics(Collector):
         yield watchers
         running = _gauge("operations_running", "Operations that this coordinator runs.", "kind")
         kinds = Counter(operation.kind for operation in self._services.fleet_operations.table.running_here())
-        for kind in ("clear", "copy", "move"):
+        for kind in ("clear", "copy", "drain", "move"):
             running.add_metric([kind], kinds[kind])
         yield running
         ended = CounterMetricFamily(f"{PREFIX}operations_ended", "Operations that ended.", labels=["kind", "state"])

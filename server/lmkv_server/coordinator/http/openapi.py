@@ -20,6 +20,7 @@ SUMMARIES = {
     "lmkv.v1.CacheService.Unpin": "End a pin early.",
     "lmkv.v1.CacheService.ListPins": "List the active pins.",
     "lmkv.v1.CacheService.Clear": "Drop chunks from instances, as an operation.",
+    "lmkv.v1.CacheService.Drain": "Copy what only one instance holds to others, as an operation.",
     "lmkv.v1.CacheService.Watch": "Stream changes of the layout map, one JSON object per line or as events.",
     "lmkv.v1.RegistryService.ListInstances": "List the registered instances.",
     "google.longrunning.Operations.ListOperations": "List operations, newest first.",

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from lmkv_server.coordinator.operations.clears import Clears
+from lmkv_server.coordinator.operations.drains import Drains
 from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -22,6 +23,7 @@ class FleetOperations:
     table: Operations
     moves: Moves
     clears: Clears
+    drains: Drains
     pins: FleetPins
     replicator: OperationReplicator
 
@@ -50,11 +52,13 @@ def make_operations(
     )
     moves = Moves(registry, selector, orders, table)
     clears = Clears(registry, selector, orders, table)
-    resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume}
+    drains = Drains(registry, orders, table)
+    resume = {"move": moves.resume, "copy": moves.resume, "clear": clears.resume, "drain": drains.resume}
     return FleetOperations(
         table=table,
         moves=moves,
         clears=clears,
+        drains=drains,
         pins=FleetPins(registry, selector, orders),
         replicator=OperationReplicator(table, orders, is_partial, resume),
     )

@@ -1,4 +1,4 @@
-"""The state of one move, copy or clear, whichever coordinator runs it. Used by `Operations`."""
+"""The state of one move, copy, clear or drain, whichever coordinator runs it. Used by `Operations`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from google.rpc import status_pb2
 from lmkv.errors import LmkvError, OperationCancelled
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 
-Request: TypeAlias = cache_service_pb2.MoveRequest | cache_service_pb2.ClearRequest
-Progress: TypeAlias = cache_service_pb2.MoveProgress | cache_service_pb2.ClearProgress
+Request: TypeAlias = cache_service_pb2.MoveRequest | cache_service_pb2.ClearRequest | cache_service_pb2.DrainRequest
+Progress: TypeAlias = cache_service_pb2.MoveProgress | cache_service_pb2.ClearProgress | cache_service_pb2.DrainProgress
 Failures: TypeAlias = "RepeatedCompositeFieldContainer[chunk_pb2.ChunkFailure]"
 
 OPERATION_BYTES = 2048
@@ -27,7 +27,7 @@ class Operation:
 
     name: str
     kind: str
-    """`move`, `copy` or `clear`."""
+    """`move`, `copy`, `clear` or `drain`."""
     progress: Progress
     """Updated by the work."""
     request: Request | None

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from google.longrunning import operations_pb2
+from google.protobuf.message import Message
 
 from lmkv import rpc
 from lmkv.errors import BadMessage
 from lmkv.v1 import cache_service_pb2, registry_service_pb2
-from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, Operation
+from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, Operation, Progress
 
 MAX_RECORD_BYTES = rpc.MAX_MESSAGE_BYTES - 4096
 """A longer record omits the request: then every coordinator can answer for it, but none can take it over."""
+
+_MESSAGES: Mapping[str, tuple[type[Progress], type[Message]]] = {
+    "move": (cache_service_pb2.MoveProgress, cache_service_pb2.MoveResult),
+    "copy": (cache_service_pb2.MoveProgress, cache_service_pb2.MoveResult),
+    "clear": (cache_service_pb2.ClearProgress, cache_service_pb2.ClearResult),
+    "drain": (cache_service_pb2.DrainProgress, cache_service_pb2.DrainResult),
+}
+"""Messages of progress and result by kind of operation."""
 
 
 def to_proto(operation: Operation) -> operations_pb2.Operation:
@@ -31,15 +41,17 @@ def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.
     record = registry_service_pb2.OperationRecord(
         operation=to_proto(operation), attempt=operation.attempt, cancelled=operation.cancelled.is_set()
     )
-    if isinstance(operation.request, cache_service_pb2.MoveRequest):
-        record.move.CopyFrom(operation.request)
-    elif operation.request:
-        record.clear.CopyFrom(operation.request)
+    match operation.request:
+        case cache_service_pb2.MoveRequest():
+            record.move.CopyFrom(operation.request)
+        case cache_service_pb2.ClearRequest():
+            record.clear.CopyFrom(operation.request)
+        case cache_service_pb2.DrainRequest():
+            record.drain.CopyFrom(operation.request)
     expire_time = operation.end_time + ttl_seconds if operation.end_time else operation.expire_time
     record.expire_time.FromNanoseconds(round(expire_time * 1e9))
-    if record.ByteSize() > MAX_RECORD_BYTES:
-        record.ClearField("move")
-        record.ClearField("clear")
+    if record.ByteSize() > MAX_RECORD_BYTES and (request := record.WhichOneof("request")):
+        record.ClearField(request)
     return record
 
 
@@ -47,8 +59,9 @@ def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: f
     """The operation of a record; its deadline is at most `longest_seconds` away. Raises `BadMessage`."""
     message, now = record.operation, time.time()
     kind = message.name.partition("-")[0]
-    progress = cache_service_pb2.ClearProgress() if kind == "clear" else cache_service_pb2.MoveProgress()
-    result = cache_service_pb2.ClearResult() if kind == "clear" else cache_service_pb2.MoveResult()
+    new_progress, new_result = _MESSAGES.get(kind, _MESSAGES["move"])
+    progress, result = new_progress(), new_result()
+    request = record.WhichOneof("request")
     is_sound = message.metadata.Unpack(progress) and (
         not message.HasField("response") or message.response.Unpack(result)
     )
@@ -60,7 +73,7 @@ def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: f
         name=message.name,
         kind=kind,
         progress=progress,
-        request=record.move if record.HasField("move") else record.clear if record.HasField("clear") else None,
+        request=getattr(record, request) if request else None,
         create_time=progress.create_time.ToNanoseconds() / 1e9,
         expire_time=min(record.expire_time.ToNanoseconds() / 1e9, now + longest_seconds),
         attempt=record.attempt,

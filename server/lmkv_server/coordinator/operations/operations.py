@@ -1,4 +1,5 @@
-"""Long-running work that can be started, waited for and cancelled: the operations behind `Move` and `Clear`.
+"""Long-running work that can be started, waited for and cancelled: the operations behind `Move`, `Clear`
+and `Drain`.
 
 One event loop owns them. Some run at this coordinator, others at another one; nodes report those (see
 `OperationReplicator`). An operation's name contains its start time.
@@ -33,7 +34,7 @@ MAX_RECORD_HOLDERS = 3
 SILENT_SECONDS = 60.0
 """An operation of another coordinator is lost this long after its deadline, or after the last instance that reported it
 has started again."""
-_NAME = re.compile(r"(?P<kind>move|copy|clear)-(?P<begun>[0-9a-f]{16})")
+_NAME = re.compile(r"(?P<kind>move|copy|clear|drain)-(?P<begun>[0-9a-f]{16})")
 
 
 Work = Callable[[Operation], Awaitable[Message]]
@@ -85,6 +86,11 @@ class Operations:
         """All operations, by start time."""
         self._expire()
         return sorted(self._table.all(), key=lambda operation: operation.start_key, reverse=True)
+
+    def of_kind(self, kind: str) -> list[Operation]:
+        """All operations of one kind, also those of other coordinators."""
+        self._expire()
+        return [operation for operation in self._table.all() if operation.kind == kind]
 
     def repeated(self, request: Request) -> Operation | None:
         """The operation that an earlier call with the same `request_id` started.

@@ -1,4 +1,4 @@
-"""CacheService: lookups, watches, moves, clears and pins."""
+"""CacheService: lookups, watches, moves, clears, drains and pins."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import Match
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
+from lmkv_server.coordinator.operations.drains import Drains
 from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.pins import FleetPins
@@ -47,6 +48,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         selector: Selector,
         moves: Moves,
         clears: Clears,
+        drains: Drains,
         replicator: OperationReplicator,
         pins: FleetPins,
         watch: LayoutWatch,
@@ -55,6 +57,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._selector = selector
         self._moves = moves
         self._clears = clears
+        self._drains = drains
         self._replicator = replicator
         self._pins = pins
         self._watch = watch
@@ -91,6 +94,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
         with audited("clear", request) as entry:
             operation = await self._replicator.wait_replicated(await self._clears.start(request))
+            entry.names["operation"] = operation.name
+        return to_proto(operation)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> operations_pb2.Operation:
+        with audited("drain", request) as entry:
+            operation = await self._replicator.wait_replicated(self._drains.start(request))
             entry.names["operation"] = operation.name
         return to_proto(operation)
 

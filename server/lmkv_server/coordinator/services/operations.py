@@ -1,4 +1,4 @@
-"""google.longrunning.Operations: state of moves and clears."""
+"""google.longrunning.Operations: state of moves, copies, clears and drains."""
 
 from __future__ import annotations
 

@@ -71,7 +71,9 @@ def make_services(
         history=History(),
         fleet_operations=fleet,
         watch=watch,
-        cache=CacheService(core, selector, fleet.moves, fleet.clears, fleet.replicator, fleet.pins, watch),
+        cache=CacheService(
+            core, selector, fleet.moves, fleet.clears, fleet.drains, fleet.replicator, fleet.pins, watch
+        ),
         registry=RegistryService(core, orders, fleet.replicator, quota, layout_store),
         operations=OperationsService(fleet.table, fleet.replicator),
     )

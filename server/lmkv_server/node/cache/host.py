@@ -156,13 +156,16 @@ class HostTier:
             chunk.pins -= 1
         self.unhold(chunks)
 
-    def reserve(self, size_bytes: int) -> Reserved | None:
-        """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed."""
+    def reserve(self, size_bytes: int, *, evict: bool = True) -> Reserved | None:
+        """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed.
+
+        Without `evict` only free memory is used.
+        """
         size = align(size_bytes)
         if self.sealed or size > self._free.size_bytes:
             return None
         while (offset := self._free.take(size)) is None:
-            key = self._queue.pop()
+            key = self._queue.pop() if evict else None
             if key is None:
                 return None
             self._forget(self._chunks[key])

@@ -70,7 +70,7 @@ class OrderExecutor:
             progress.fetched.extend(chunk for _, chunk in chunks)
             progress.transferred_bytes = fetching.result().size_bytes
 
-        fetching = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False)
+        fetching = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False, evict=not order.keep_others)
         progress.failures = fetching.failures
         peer = Holder(
             instance_id=order.instance_id,

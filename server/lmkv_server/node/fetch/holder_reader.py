@@ -90,10 +90,12 @@ class HolderReader:
         return [self._granted[index] for index in self._plan.next_batch(self._holder)]
 
     def reserve(self, chunk: PeerChunk) -> Reserved | None:
-        reserved = self.tier.reserve(chunk.size_bytes)
+        evict = self._progress.evict
+        reserved = self.tier.reserve(chunk.size_bytes, evict=evict)
         if reserved is None:
             self._fetch.is_full = True
-            self._fetch.error = NoFreeExtents("the own pool is full of chunks in use", retry_seconds=1)
+            reason = "the own pool is full of chunks in use" if evict else "the own pool has no free memory"
+            self._fetch.error = NoFreeExtents(reason, retry_seconds=1)
         return reserved
 
     async def read(self, writes: PendingWrites) -> Sequence[int] | None:

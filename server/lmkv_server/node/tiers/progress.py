@@ -46,10 +46,13 @@ class Progress:
         on_chunks: OnChunks,
         *,
         in_order: bool = True,
+        evict: bool = True,
     ) -> None:
+        """`evict`: whether other chunks may be evicted to make room for those from peers."""
         self.spec = spec
         self.keys = keys
         self.in_order = in_order
+        self.evict = evict
         self.missing = set(range(first, len(keys)))
         """Indices of chunks that have not arrived."""
         self.failures: dict[ChunkKey, LmkvError] = {}

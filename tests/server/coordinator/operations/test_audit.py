@@ -17,7 +17,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import ConfigError
 from lmkv.rpc.error_status import short
-from lmkv.v1.cache_service_pb2 import ClearRequest, LookupRequest, MoveRequest, PinRequest, UnpinRequest
+from lmkv.v1.cache_service_pb2 import (
+    ClearRequest,
+    DrainRequest,
+    LookupRequest,
+    MoveRequest,
+    PinRequest,
+    UnpinRequest,
+)
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
 from lmkv_server.coordinator.operations.audit import logger, redacted, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
@@ -59,12 +66,19 @@ async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Gua
     moved = await cache.Move(MoveRequest(old_position=n1, new_position=n2, chunk_keys=b"".join(KEYS)), timeout=5)
     await operations.CancelOperation(operations_pb2.CancelOperationRequest(name=moved.name), timeout=5)
     cleared = await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
+    drained = await cache.Drain(DrainRequest(instance_id="n1", destination_instance_ids=["n2"], evict=True), timeout=5)
     await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=5)  # looking is no act
     entries = lines(log)
-    assert [line["act"] for line in entries] == ["copy", "pin", "unpin", "move", "cancel", "clear"]
+    assert [line["act"] for line in entries] == ["copy", "pin", "unpin", "move", "cancel", "clear", "drain"]
     assert {(line["caller"], line["role"], line["tenant"]) for line in entries} == {("operator-of-a", "operator", "a")}
     assert {line["outcome"] for line in entries} == {"OK"}
-    assert [line.get("operation") for line in entries] == [copied.name, None, None, moved.name, None, cleared.name]
+    names = [copied.name, None, None, moved.name, None, cleared.name, drained.name]
+    assert [line.get("operation") for line in entries] == names
+    assert entries[6]["request"] == {
+        "instance_id": "n1",
+        "destination_instance_ids": "1 destination_instance_ids",
+        "evict": True,
+    }
     assert entries[1]["pin"] == entries[2]["request"]["pin_id"] == pin.pin_id
     assert entries[0]["request"] == {
         "old_position": {"instance_id": "n1"},

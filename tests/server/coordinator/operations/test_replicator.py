@@ -17,12 +17,12 @@ from google.longrunning.operations_pb2_grpc import OperationsStub
 from lmkv import rpc
 from lmkv.errors import LmkvError, OperationCancelled
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, MoveRequest, MoveResult
+from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, DrainRequest, DrainResult, MoveRequest, MoveResult
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.operations import operations
+from lmkv_server.coordinator.operations import drains, operations
 from lmkv_server.coordinator.operations import replicator as keeping
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
@@ -71,6 +71,7 @@ class Elsewhere:
 
 @pytest.fixture
 async def elsewhere(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Elsewhere]:
+    monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)  # scripted instances report nothing by themselves
     monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # it began just now, and all records will have been reported
     async with (
         Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush") as serving,
@@ -207,6 +208,40 @@ async def test_an_instance_that_has_cleared_repeats_its_outcome_to_the_next_coor
     result = unpacked((await elsewhere.wait(name)).response, ClearResult)
     assert result.chunk_count == len(CHUNKS)
     assert [order.order_id for order in elsewhere.b.orders] == [order.order_id for order in b.orders]
+
+
+async def test_an_orphaned_drain_continues_with_what_only_its_instance_holds(
+    make: Make, cache: Any, elsewhere: Elsewhere
+) -> None:
+    a = make("a", CHUNKS)
+    a.epoch = elsewhere.a.epoch  # it is the same process
+    async with a, make("b") as b:
+        b.going.clear()
+        operation = await cache.Drain(DrainRequest(instance_id="a", request_id="d"), timeout=5)
+        await until(lambda: bool(b.orders) and operation.name in b.records)
+        record = b.records[operation.name]
+    assert record.drain == DrainRequest(instance_id="a", request_id="d")
+    await elsewhere.b.store({KEYS[0]: CHUNKS[KEYS[0]]})  # the first chunk was copied
+    await elsewhere.hear(record, orphaned=True)
+    ended = await elsewhere.wait(record.operation.name)
+    result = unpacked(ended.response, DrainResult)
+    assert (result.chunk_count, result.remaining_chunk_count) == (2, 0)
+    assert elsewhere.a.chunks == elsewhere.b.chunks == CHUNKS
+    assert {order.attempt for order in elsewhere.b.orders} == {2}
+    assert (await elsewhere.cache.Drain(record.drain, timeout=5)).name == operation.name
+
+
+async def test_an_orphaned_drain_of_an_instance_that_restarted_fails(
+    make: Make, cache: Any, elsewhere: Elsewhere
+) -> None:
+    async with make("a", CHUNKS), make("b") as b:
+        b.going.clear()
+        operation = await cache.Drain(DrainRequest(instance_id="a"), timeout=5)
+        await until(lambda: operation.name in b.records)
+    await elsewhere.hear(b.records[operation.name], orphaned=True)
+    ended = await elsewhere.wait(operation.name)
+    assert from_status(ended.error).reason == "INSTANCE_NOT_FOUND"
+    assert not elsewhere.b.chunks
 
 
 async def test_a_record_without_its_request_cannot_be_resumed(make: Make, cache: Any, elsewhere: Elsewhere) -> None:

@@ -112,6 +112,19 @@ async def test_a_full_pool_takes_what_fits_and_the_rest_fails(owner: Parts) -> N
         reader.tier.unhold([held])
 
 
+async def test_an_order_that_keeps_others_uses_free_memory_only(owner: Parts) -> None:
+    async with Parts("reader", chunk_count=7) as reader, coordinating(reader) as here:
+        others = [reader.put(key) for key in keys_of(24)[20:24]]
+        keeping = fetch(owner.holder(0))
+        keeping.fetch.keep_others = True
+        outcome = await here.carried_out(keeping)
+        assert list(failed(outcome)) == ["NO_FREE_EXTENTS"]
+        assert claimed(outcome) == KEYS[:3]
+        assert all(reader.tier.get(one.key) for one in others)
+        evicting = await here.carried_out(fetch(owner.holder(0)))
+        assert len(claimed(evicting)) == 7
+
+
 async def test_what_an_order_claims_is_evicted_last(owner: Parts) -> None:
     async with Parts("reader", chunk_count=20) as reader, coordinating(reader) as here:
         reader.put(KEYS[0])

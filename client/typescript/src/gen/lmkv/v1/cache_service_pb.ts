@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/cache_service.proto.
  */
 export const file_lmkv_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEisAEKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBASJVCg5Mb29rdXBSZXNwb25zZRIgCgdob2xkZXJzGAEgAygLMg8ubG1rdi52MS5Ib2xkZXISEAoIcmV2aXNpb24YAiABKAMSDwoHcGFydGlhbBgDIAEoCCJFChNMb29rdXBTdHJlYW1SZXF1ZXN0Ei4KCHJlcXVlc3RzGAEgAygLMhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0QgTiQQECIj4KFExvb2t1cFN0cmVhbVJlc3BvbnNlEiYKB3Jlc3VsdHMYASADKAsyFS5sbWt2LnYxLkxvb2t1cFJlc3VsdCJqCgxMb29rdXBSZXN1bHQSKwoIcmVzcG9uc2UYASABKAsyFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCKcAQoGSG9sZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEg0KBWVwb2NoGAIgASgDEhQKDHBlZXJfYWRkcmVzcxgDIAEoCRIbChNtYXRjaGVkX2NodW5rX2NvdW50GAQgASgFEhsKE21hdGNoZWRfdG9rZW5fY291bnQYBSABKAUSHgoEcnVucxgGIAMoCzIQLmxta3YudjEuVGllclJ1biJiCgdUaWVyUnVuEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEAoIbG9jYXRpb24YAiABKAkSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAUilgIKC01vdmVSZXF1ZXN0Ei0KDG9sZF9wb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISLQoMbmV3X3Bvc2l0aW9uGAIgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEhIKBGNvcHkYCCABKAhCBOJBAQESGAoKcmVxdWVzdF9pZBgJIAEoCUIE4kEBASKXAQoKTW92ZVJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxInCghmYWlsdXJlcxgEIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhsKE2Ryb3BwZWRfY2h1bmtfY291bnQYBSABKAUizwIKDE1vdmVQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLY2h1bmtfY291bnQYAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUSGAoQZG9uZV9jaHVua19jb3VudBgEIAEoBRIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJwoMb2xkX3Bvc2l0aW9uGAYgASgLMhEubG1rdi52MS5Qb3NpdGlvbhInCgxuZXdfcG9zaXRpb24YByABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhkKEXRyYW5zZmVycmVkX2J5dGVzGAggASgDEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCL8AQoKUGluUmVxdWVzdBIpCghwb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISFAoGdG9rZW5zGAIgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAyABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgEIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAUgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgGIAEoCUIE4kEBARIsCgN0dGwYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgIIAEoCUIE4kEBASIxCgtQaW5SZXNwb25zZRIiCgNwaW4YASABKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyIkCgxVbnBpblJlcXVlc3QSFAoGcGluX2lkGAEgASgJQgTiQQECIg8KDVVucGluUmVzcG9uc2UiXwoPTGlzdFBpbnNSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEhcKCXBhZ2Vfc2l6ZRgCIAEoBUIE4kEBARIYCgpwYWdlX3Rva2VuGAMgASgJQgTiQQEBIlAKEExpc3RQaW5zUmVzcG9uc2USIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKNAgoMQ2xlYXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQESFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIRCgNhbGwYCCABKAhCBOJBAQESFQoHZHJ5X3J1bhgJIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBInwKC0NsZWFyUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgDEicKCGZhaWx1cmVzGAMgAygLMhUubG1rdi52MS5DbGVhckZhaWx1cmUSGgoScGlubmVkX2NodW5rX2NvdW50GAQgASgFIkwKDENsZWFyRmFpbHVyZRITCgtpbnN0YW5jZV9pZBgBIAEoCRInCghmYWlsdXJlcxgCIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlIuYBCg1DbGVhclByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIWCg5pbnN0YW5jZV9jb3VudBgCIAEoBRIbChNkb25lX2luc3RhbmNlX2NvdW50GAMgASgFEhMKC2luc3RhbmNlX2lkGAQgASgJEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDwoHZHJ5X3J1bhgGIAEoCBIsCghlbmRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiRwoMV2F0Y2hSZXF1ZXN0EhwKDnN0YXJ0X3JldmlzaW9uGAEgASgDQgTiQQEBEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBIlsKDVdhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAMSEAoIc25hcHNob3QYAiABKAgSJgoHY2hhbmdlcxgDIAMoCzIVLmxta3YudjEuTGF5b3V0Q2hhbmdlIpkBCgxMYXlvdXRDaGFuZ2USEwoLaW5zdGFuY2VfaWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEhQKDGV2aWN0ZWRfa2V5cxgEIAEoDBIVCg1pbnN0YW5jZV9nb25lGAUgASgIEhMKC2ZpbmdlcnByaW50GAYgASgMMrsECgxDYWNoZVNlcnZpY2USOQoGTG9va3VwEhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0GhcubG1rdi52MS5Mb29rdXBSZXNwb25zZRJPCgxMb29rdXBTdHJlYW0SHC5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlcXVlc3QaHS5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlc3BvbnNlKAEwARJaCgRNb3ZlEhQubG1rdi52MS5Nb3ZlUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iHcpBGgoKTW92ZVJlc3VsdBIMTW92ZVByb2dyZXNzEjAKA1BpbhITLmxta3YudjEuUGluUmVxdWVzdBoULmxta3YudjEuUGluUmVzcG9uc2USNgoFVW5waW4SFS5sbWt2LnYxLlVucGluUmVxdWVzdBoWLmxta3YudjEuVW5waW5SZXNwb25zZRI/CghMaXN0UGlucxIYLmxta3YudjEuTGlzdFBpbnNSZXF1ZXN0GhkubG1rdi52MS5MaXN0UGluc1Jlc3BvbnNlEl4KBUNsZWFyEhUubG1rdi52MS5DbGVhclJlcXVlc3QaHS5nb29nbGUubG9uZ3J1bm5pbmcuT3BlcmF0aW9uIh/KQRwKC0NsZWFyUmVzdWx0Eg1DbGVhclByb2dyZXNzEjgKBVdhdGNoEhUubG1rdi52MS5XYXRjaFJlcXVlc3QaFi5sbWt2LnYxLldhdGNoUmVzcG9uc2UwAUIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
+  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEisAEKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBASJVCg5Mb29rdXBSZXNwb25zZRIgCgdob2xkZXJzGAEgAygLMg8ubG1rdi52MS5Ib2xkZXISEAoIcmV2aXNpb24YAiABKAMSDwoHcGFydGlhbBgDIAEoCCJFChNMb29rdXBTdHJlYW1SZXF1ZXN0Ei4KCHJlcXVlc3RzGAEgAygLMhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0QgTiQQECIj4KFExvb2t1cFN0cmVhbVJlc3BvbnNlEiYKB3Jlc3VsdHMYASADKAsyFS5sbWt2LnYxLkxvb2t1cFJlc3VsdCJqCgxMb29rdXBSZXN1bHQSKwoIcmVzcG9uc2UYASABKAsyFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCKcAQoGSG9sZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEg0KBWVwb2NoGAIgASgDEhQKDHBlZXJfYWRkcmVzcxgDIAEoCRIbChNtYXRjaGVkX2NodW5rX2NvdW50GAQgASgFEhsKE21hdGNoZWRfdG9rZW5fY291bnQYBSABKAUSHgoEcnVucxgGIAMoCzIQLmxta3YudjEuVGllclJ1biJiCgdUaWVyUnVuEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEAoIbG9jYXRpb24YAiABKAkSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAUilgIKC01vdmVSZXF1ZXN0Ei0KDG9sZF9wb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISLQoMbmV3X3Bvc2l0aW9uGAIgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEhIKBGNvcHkYCCABKAhCBOJBAQESGAoKcmVxdWVzdF9pZBgJIAEoCUIE4kEBASKXAQoKTW92ZVJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxInCghmYWlsdXJlcxgEIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhsKE2Ryb3BwZWRfY2h1bmtfY291bnQYBSABKAUizwIKDE1vdmVQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLY2h1bmtfY291bnQYAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUSGAoQZG9uZV9jaHVua19jb3VudBgEIAEoBRIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJwoMb2xkX3Bvc2l0aW9uGAYgASgLMhEubG1rdi52MS5Qb3NpdGlvbhInCgxuZXdfcG9zaXRpb24YByABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhkKEXRyYW5zZmVycmVkX2J5dGVzGAggASgDEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCL8AQoKUGluUmVxdWVzdBIpCghwb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISFAoGdG9rZW5zGAIgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAyABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgEIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAUgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgGIAEoCUIE4kEBARIsCgN0dGwYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgIIAEoCUIE4kEBASIxCgtQaW5SZXNwb25zZRIiCgNwaW4YASABKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyIkCgxVbnBpblJlcXVlc3QSFAoGcGluX2lkGAEgASgJQgTiQQECIg8KDVVucGluUmVzcG9uc2UiXwoPTGlzdFBpbnNSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEhcKCXBhZ2Vfc2l6ZRgCIAEoBUIE4kEBARIYCgpwYWdlX3Rva2VuGAMgASgJQgTiQQEBIlAKEExpc3RQaW5zUmVzcG9uc2USIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKNAgoMQ2xlYXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQESFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIRCgNhbGwYCCABKAhCBOJBAQESFQoHZHJ5X3J1bhgJIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBInwKC0NsZWFyUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgDEicKCGZhaWx1cmVzGAMgAygLMhUubG1rdi52MS5DbGVhckZhaWx1cmUSGgoScGlubmVkX2NodW5rX2NvdW50GAQgASgFIkwKDENsZWFyRmFpbHVyZRITCgtpbnN0YW5jZV9pZBgBIAEoCRInCghmYWlsdXJlcxgCIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlIuYBCg1DbGVhclByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIWCg5pbnN0YW5jZV9jb3VudBgCIAEoBRIbChNkb25lX2luc3RhbmNlX2NvdW50GAMgASgFEhMKC2luc3RhbmNlX2lkGAQgASgJEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDwoHZHJ5X3J1bhgGIAEoCBIsCghlbmRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAisgEKDERyYWluUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhImChhkZXN0aW5hdGlvbl9pbnN0YW5jZV9pZHMYAiADKAlCBOJBAQESEwoFZXZpY3QYAyABKAhCBOJBAQESMAoHdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIE4kEBARIYCgpyZXF1ZXN0X2lkGAUgASgJQgTiQQEBIq0BCgtEcmFpblJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoAxITCgt0b2tlbl9jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxIdChVyZW1haW5pbmdfY2h1bmtfY291bnQYBCABKAMSJwoIZmFpbHVyZXMYBSADKAsyFS5sbWt2LnYxLkRyYWluRmFpbHVyZRIRCglwaW5fY291bnQYBiABKAUiRwoMRHJhaW5GYWlsdXJlEhMKC2NodW5rX2NvdW50GAEgASgDEiIKBnN0YXR1cxgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIqECCg1EcmFpblByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtpbnN0YW5jZV9pZBgCIAEoCRINCgVlcG9jaBgDIAEoAxITCgtjaHVua19jb3VudBgEIAEoAxIYChBkb25lX2NodW5rX2NvdW50GAUgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAYgASgDEhIKCnBhc3NfY291bnQYByABKAUSLwoLZXhwaXJlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJHCgxXYXRjaFJlcXVlc3QSHAoOc3RhcnRfcmV2aXNpb24YASABKANCBOJBAQESGQoLZmluZ2VycHJpbnQYAiABKAxCBOJBAQEiWwoNV2F0Y2hSZXNwb25zZRIQCghyZXZpc2lvbhgBIAEoAxIQCghzbmFwc2hvdBgCIAEoCBImCgdjaGFuZ2VzGAMgAygLMhUubG1rdi52MS5MYXlvdXRDaGFuZ2UimQEKDExheW91dENoYW5nZRITCgtpbnN0YW5jZV9pZBgBIAEoCRIbCgR0aWVyGAIgASgOMg0ubG1rdi52MS5UaWVyEhUKDWFkbWl0dGVkX2tleXMYAyABKAwSFAoMZXZpY3RlZF9rZXlzGAQgASgMEhUKDWluc3RhbmNlX2dvbmUYBSABKAgSEwoLZmluZ2VycHJpbnQYBiABKAwymwUKDENhY2hlU2VydmljZRI5CgZMb29rdXASFi5sbWt2LnYxLkxvb2t1cFJlcXVlc3QaFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlEk8KDExvb2t1cFN0cmVhbRIcLmxta3YudjEuTG9va3VwU3RyZWFtUmVxdWVzdBodLmxta3YudjEuTG9va3VwU3RyZWFtUmVzcG9uc2UoATABEloKBE1vdmUSFC5sbWt2LnYxLk1vdmVSZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIdykEaCgpNb3ZlUmVzdWx0EgxNb3ZlUHJvZ3Jlc3MSMAoDUGluEhMubG1rdi52MS5QaW5SZXF1ZXN0GhQubG1rdi52MS5QaW5SZXNwb25zZRI2CgVVbnBpbhIVLmxta3YudjEuVW5waW5SZXF1ZXN0GhYubG1rdi52MS5VbnBpblJlc3BvbnNlEj8KCExpc3RQaW5zEhgubG1rdi52MS5MaXN0UGluc1JlcXVlc3QaGS5sbWt2LnYxLkxpc3RQaW5zUmVzcG9uc2USXgoFQ2xlYXISFS5sbWt2LnYxLkNsZWFyUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iH8pBHAoLQ2xlYXJSZXN1bHQSDUNsZWFyUHJvZ3Jlc3MSXgoFRHJhaW4SFS5sbWt2LnYxLkRyYWluUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iH8pBHAoLRHJhaW5SZXN1bHQSDURyYWluUHJvZ3Jlc3MSOAoFV2F0Y2gSFS5sbWt2LnYxLldhdGNoUmVxdWVzdBoWLmxta3YudjEuV2F0Y2hSZXNwb25zZTABQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
 
 /**
  * Request for `CacheService.Lookup`.
@@ -901,6 +901,217 @@ export const ClearProgressSchema: GenMessage<ClearProgress> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 19);
 
 /**
+ * Request for `CacheService.Drain`.
+ *
+ * @generated from message lmkv.v1.DrainRequest
+ */
+export type DrainRequest = Message<"lmkv.v1.DrainRequest"> & {
+  /**
+   * The instance that is to be stopped.
+   *
+   * @generated from field: string instance_id = 1;
+   */
+  instanceId: string;
+
+  /**
+   * Instances that receive the chunks, in order of preference; empty means all others, the one with most free memory
+   * first. A destination is used until it has no room, so that prompts stay together.
+   *
+   * @generated from field: repeated string destination_instance_ids = 2;
+   */
+  destinationInstanceIds: string[];
+
+  /**
+   * Whether destinations may evict other chunks to make room. By default they use free memory only.
+   *
+   * @generated from field: bool evict = 3;
+   */
+  evict: boolean;
+
+  /**
+   * Deadline; unset or longer than 600 s means 600 s.
+   *
+   * @generated from field: google.protobuf.Duration timeout = 4;
+   */
+  timeout?: Duration;
+
+  /**
+   * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation.
+   *
+   * @generated from field: string request_id = 5;
+   */
+  requestId: string;
+};
+
+/**
+ * Describes the message lmkv.v1.DrainRequest.
+ * Use `create(DrainRequestSchema)` to create a new message.
+ */
+export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 20);
+
+/**
+ * Result of a drain. If it has copied nothing although chunks remain, the operation fails instead.
+ *
+ * @generated from message lmkv.v1.DrainResult
+ */
+export type DrainResult = Message<"lmkv.v1.DrainResult"> & {
+  /**
+   * Chunks that destinations have committed, without those of an attempt at another coordinator.
+   *
+   * @generated from field: int64 chunk_count = 1;
+   */
+  chunkCount: bigint;
+
+  /**
+   * Tokens in them.
+   *
+   * @generated from field: int64 token_count = 2;
+   */
+  tokenCount: bigint;
+
+  /**
+   * Transferred bytes.
+   *
+   * @generated from field: int64 transferred_bytes = 3;
+   */
+  transferredBytes: bigint;
+
+  /**
+   * Chunks that the instance alone holds still. 0: it is safe to stop it.
+   *
+   * @generated from field: int64 remaining_chunk_count = 4;
+   */
+  remainingChunkCount: bigint;
+
+  /**
+   * Why chunks remain; empty if none do.
+   *
+   * @generated from field: repeated lmkv.v1.DrainFailure failures = 5;
+   */
+  failures: DrainFailure[];
+
+  /**
+   * Active pins of the instance, which end with it. Their chunks were copied as all others.
+   *
+   * @generated from field: int32 pin_count = 6;
+   */
+  pinCount: number;
+};
+
+/**
+ * Describes the message lmkv.v1.DrainResult.
+ * Use `create(DrainResultSchema)` to create a new message.
+ */
+export const DrainResultSchema: GenMessage<DrainResult> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 21);
+
+/**
+ * A reason for which chunks remain.
+ *
+ * @generated from message lmkv.v1.DrainFailure
+ */
+export type DrainFailure = Message<"lmkv.v1.DrainFailure"> & {
+  /**
+   * Chunks that remain for it.
+   *
+   * @generated from field: int64 chunk_count = 1;
+   */
+  chunkCount: bigint;
+
+  /**
+   * The reason.
+   *
+   * @generated from field: google.rpc.Status status = 2;
+   */
+  status?: Status;
+};
+
+/**
+ * Describes the message lmkv.v1.DrainFailure.
+ * Use `create(DrainFailureSchema)` to create a new message.
+ */
+export const DrainFailureSchema: GenMessage<DrainFailure> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 22);
+
+/**
+ * Progress of a drain.
+ *
+ * @generated from message lmkv.v1.DrainProgress
+ */
+export type DrainProgress = Message<"lmkv.v1.DrainProgress"> & {
+  /**
+   * When the drain was accepted.
+   *
+   * @generated from field: google.protobuf.Timestamp create_time = 1;
+   */
+  createTime?: Timestamp;
+
+  /**
+   * The instance that is drained.
+   *
+   * @generated from field: string instance_id = 2;
+   */
+  instanceId: string;
+
+  /**
+   * Its epoch.
+   *
+   * @generated from field: int64 epoch = 3;
+   */
+  epoch: bigint;
+
+  /**
+   * Chunks to copy that were found so far, including those that were copied.
+   *
+   * @generated from field: int64 chunk_count = 4;
+   */
+  chunkCount: bigint;
+
+  /**
+   * Chunks that destinations have committed so far.
+   *
+   * @generated from field: int64 done_chunk_count = 5;
+   */
+  doneChunkCount: bigint;
+
+  /**
+   * Bytes transferred so far.
+   *
+   * @generated from field: int64 transferred_bytes = 6;
+   */
+  transferredBytes: bigint;
+
+  /**
+   * Passes that have begun.
+   *
+   * @generated from field: int32 pass_count = 7;
+   */
+  passCount: number;
+
+  /**
+   * Deadline of the drain.
+   *
+   * @generated from field: google.protobuf.Timestamp expire_time = 8;
+   */
+  expireTime?: Timestamp;
+
+  /**
+   * When it ended; unset while it runs.
+   *
+   * @generated from field: google.protobuf.Timestamp end_time = 9;
+   */
+  endTime?: Timestamp;
+};
+
+/**
+ * Describes the message lmkv.v1.DrainProgress.
+ * Use `create(DrainProgressSchema)` to create a new message.
+ */
+export const DrainProgressSchema: GenMessage<DrainProgress> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 23);
+
+/**
  * Request for `CacheService.Watch`.
  *
  * @generated from message lmkv.v1.WatchRequest
@@ -926,7 +1137,7 @@ export type WatchRequest = Message<"lmkv.v1.WatchRequest"> & {
  * Use `create(WatchRequestSchema)` to create a new message.
  */
 export const WatchRequestSchema: GenMessage<WatchRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 20);
+  messageDesc(file_lmkv_v1_cache_service, 24);
 
 /**
  * Response for `CacheService.Watch`. Without changes it is a bookmark: all changes up to `revision` were sent.
@@ -961,7 +1172,7 @@ export type WatchResponse = Message<"lmkv.v1.WatchResponse"> & {
  * Use `create(WatchResponseSchema)` to create a new message.
  */
 export const WatchResponseSchema: GenMessage<WatchResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 21);
+  messageDesc(file_lmkv_v1_cache_service, 25);
 
 /**
  * Chunks that one instance gained or lost in one tier.
@@ -1017,7 +1228,7 @@ export type LayoutChange = Message<"lmkv.v1.LayoutChange"> & {
  * Use `create(LayoutChangeSchema)` to create a new message.
  */
 export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 22);
+  messageDesc(file_lmkv_v1_cache_service, 26);
 
 /**
  * Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
@@ -1153,6 +1364,33 @@ export const CacheService: GenService<{
   clear: {
     methodKind: "unary";
     input: typeof ClearRequestSchema;
+    output: typeof OperationSchema;
+  },
+  /**
+   * Copies the chunks that only one instance holds to other instances, as an operation, so that the instance can be stopped.
+   *
+   * The chunks are chosen from the layout map, in passes, until a pass finds nothing to copy: at most 10 passes, and not
+   * beyond the deadline. Copies go to host memory. The instance keeps its chunks and continues to serve; what its engines
+   * store after the last pass is not copied, so stop its traffic first.
+   *
+   * A chunk counts as held elsewhere if another instance holds it in any tier. Instances that are leaving do not count and
+   * receive nothing: those that are being drained, and those whose drain ended in the last 10 minutes without being
+   * cancelled, unless they have restarted since.
+   *
+   * Errors, besides `BAD_MESSAGE`:
+   * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance or a destination is not registered.
+   * * `FAILED_PRECONDITION` (`P2P_DISABLED`): the instance or a destination does not transfer chunks to or from other nodes.
+   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): the instance is its own destination, a destination is leaving, more than 64 are
+   *   named, or the timeout is not positive.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running.
+   * buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+   * buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+   *
+   * @generated from rpc lmkv.v1.CacheService.Drain
+   */
+  drain: {
+    methodKind: "unary";
+    input: typeof DrainRequestSchema;
     output: typeof OperationSchema;
   },
   /**

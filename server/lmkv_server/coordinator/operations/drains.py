@@ -1,0 +1,405 @@
+"""Drains: chunks that only one instance holds are copied to other instances, so that it can be stopped.
+
+A drain reads the layout map in passes. In a pass, destinations fetch what no other instance holds, batch by
+batch; the next pass finds what was stored, or lost elsewhere, meanwhile. The last pass finds nothing
+or copies nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+from lmkv import rpc
+from lmkv.errors import (
+    BadSelection,
+    ChunkNotFound,
+    InstanceNotFound,
+    KvSpecMismatch,
+    LmkvError,
+    NoFreeExtents,
+    OperationCancelled,
+    OperationTakenOver,
+    Unreachable,
+)
+from lmkv.keys import KEY_BYTES
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.operations.moves import check_p2p
+from lmkv_server.coordinator.operations.operation import Operation
+from lmkv_server.coordinator.operations.operations import LONGEST_SECONDS, Operations
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.registry.registry import Registry
+
+MAX_DESTINATIONS = 64
+MAX_PASSES = 10
+SCAN_KEYS = 4096
+"""Pairs of chunk and holder that are read before other tasks run: about a millisecond."""
+BATCH_CHUNKS = 1024
+BATCH_BYTES = 256 << 20
+"""Chunks of one order, and about how many bytes they have."""
+ORDER_SECONDS = 60.0
+"""Timeout of one order: a destination that takes longer receives nothing more in this pass."""
+REPORT_SECONDS = 0.2
+"""Time between passes: with a shared layout map, what an instance has gained is known here a little later."""
+SYNC_SECONDS = 10.0
+"""How long a drain waits until the instance has reported what it holds."""
+CONFIRM_SECONDS = 10.0
+"""How long a drain waits at most until all other instances have reported once more."""
+LEAVING_SECONDS = 600.0
+"""An instance is expected to stop within this time after its drain has ended."""
+
+DrainFailures = RepeatedCompositeFieldContainer[pb.DrainFailure]
+
+
+class Drains:
+    """Starts drains."""
+
+    def __init__(self, registry: Registry, orders: PendingOrders, operations: Operations) -> None:
+        self._registry = registry
+        self._orders = orders
+        self._operations = operations
+
+    def start(self, request: pb.DrainRequest) -> Operation:
+        """Starts a drain. Raises the errors of `CacheService.Drain`."""
+        if known := self._operations.repeated(request):
+            return known
+        seconds = _timeout_seconds(request)
+        drain = _Drain(self._registry, self._orders, self._operations, request, seconds)
+        drain.check()
+        return self._operations.start(
+            "drain",
+            request,
+            drain.progress,
+            drain.run,
+            seconds=seconds,
+            # Destinations first: the instance itself is going to stop.
+            record_holders=(*(one.info.instance_id for one in drain.destinations()[:2]), request.instance_id),
+            work_bytes=BATCH_CHUNKS * KEY_BYTES,
+        )
+
+    async def resume(self, operation: Operation) -> pb.DrainResult:
+        """Continues a drain that another coordinator started: what was copied is held elsewhere now."""
+        request, progress = operation.request, operation.progress
+        assert isinstance(request, pb.DrainRequest)
+        assert isinstance(progress, pb.DrainProgress)
+        seconds = operation.expire_time - time.time()
+        drain = _Drain(self._registry, self._orders, self._operations, request, seconds)
+        drain.continue_from(progress)
+        return await drain.run(operation)
+
+
+class _Drain:
+    """A running drain."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        orders: PendingOrders,
+        operations: Operations,
+        request: pb.DrainRequest,
+        seconds: float,
+    ) -> None:
+        self._layout = registry.layout
+        self._instances = registry.instances
+        self._orders = orders
+        self._operations = operations
+        self._request = request
+        self._source = self._instances.named(request.instance_id, "instance_id")
+        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._result = pb.DrainResult()
+        self._failures: dict[str, pb.DrainFailure] = {}
+        """Chunks that this pass did not copy, by reason."""
+        self._refusals: dict[tuple[str, bytes], LmkvError] = {}
+        """Destinations that take no more chunks of a spec in this pass, and why."""
+        self.progress = pb.DrainProgress(instance_id=request.instance_id, epoch=self._source.info.epoch)
+        self.progress.create_time.GetCurrentTime()
+        self.progress.expire_time.FromNanoseconds(time.time_ns() + round(seconds * 1e9))
+
+    @property
+    def _instance_id(self) -> str:
+        return self._request.instance_id
+
+    def check(self) -> None:
+        """Raises the errors of `CacheService.Drain`."""
+        check_p2p(self._source, "instance_id")
+        named = self._request.destination_instance_ids
+        if len(named) > MAX_DESTINATIONS:
+            raise BadSelection(
+                f"destination_instance_ids: {len(named)} are named; at most {MAX_DESTINATIONS} are allowed"
+            )
+        leaving = self._leaving()
+        for instance_id in named:
+            check_p2p(self._instances.named(instance_id, "destination_instance_ids"), "destination_instance_ids")
+            if instance_id == self._instance_id:
+                raise BadSelection(f"destination_instance_ids: {instance_id!r} is the instance that is drained")
+            if instance_id in leaving:
+                raise BadSelection(
+                    f"destination_instance_ids: {instance_id!r} is being drained itself, or was just now"
+                )
+
+    def continue_from(self, progress: pb.DrainProgress) -> None:
+        """Takes the progress of another coordinator. Raises `InstanceNotFound` if the instance has restarted since."""
+        if progress.epoch != self._source.info.epoch:
+            raise self._gone()
+        self.progress = progress
+
+    def destinations(self, fingerprint: bytes | None = None) -> list[Instance]:
+        """Instances that may receive chunks, of one spec or of any, the preferred ones first."""
+        leaving = self._leaving()
+        if named := self._request.destination_instance_ids:
+            found = [one for name in dict.fromkeys(named) if (one := self._instances.find(name))]
+        else:
+            found = sorted(self._instances, key=_free_bytes, reverse=True)
+        return [
+            one
+            for one in found
+            if one.info.instance_id not in {self._instance_id, *leaving}
+            and one.info.peer_address
+            and (fingerprint is None or any(spec.fingerprint == fingerprint for spec in one.info.specs))
+        ]
+
+    async def run(self, operation: Operation) -> pb.DrainResult:
+        """Runs it to its end. Raises the error if it copied nothing though chunks remain, `InstanceNotFound` if the
+        instance leaves, `OperationCancelled`, or `OperationTakenOver`."""
+        await self._wait_synced()
+        remaining = await self._count_confirmed(operation)
+        while remaining and self.progress.pass_count < MAX_PASSES and not self._is_over(operation):
+            self.progress.pass_count += 1
+            self.progress.chunk_count = self.progress.done_chunk_count + remaining
+            before = self._result.chunk_count
+            await self._copy_sole(operation)
+            await asyncio.sleep(REPORT_SECONDS)
+            remaining = await self._count_confirmed(operation)
+            if self._result.chunk_count == before:
+                break
+        return self._conclude(remaining, operation)
+
+    # --- One pass ------------------------------------------------------------------------------------------------
+
+    async def _copy_sole(self, operation: Operation) -> None:
+        """One pass: copies what only the instance holds, while the map is being read."""
+        self._failures.clear()
+        self._refusals.clear()
+        leaving = self._leaving()
+        batch_bytes = self._batch_chunks() * KEY_BYTES
+        pending: dict[bytes, bytes] = {}
+        cursor = 0
+        while True:
+            self._check_source()
+            cursor, sole = self._layout.scan_sole(self._instance_id, leaving, cursor, SCAN_KEYS)
+            for fingerprint, keys in sole.items():
+                pending[fingerprint] = pending.get(fingerprint, b"") + keys
+            for fingerprint in pending:
+                while len(pending[fingerprint]) >= batch_bytes or (pending[fingerprint] and not cursor):
+                    if self._is_over(operation):
+                        return
+                    batch, pending[fingerprint] = (
+                        pending[fingerprint][:batch_bytes],
+                        pending[fingerprint][batch_bytes:],
+                    )
+                    await self._copy(fingerprint, batch, operation)
+            if not cursor:
+                return
+            await asyncio.sleep(0)
+
+    async def _copy(self, fingerprint: bytes, keys: bytes, operation: Operation) -> None:
+        """Copies a batch to the first destination, and what that has no room for to the next ones."""
+        destinations = self.destinations(fingerprint)
+        for destination in destinations:
+            if (destination.info.instance_id, fingerprint) in self._refusals:
+                continue
+            keys = await self._fetch(destination, fingerprint, keys, operation)
+            if not keys or self._is_over(operation):
+                return
+        self._fail(keys, self._why_refused(destinations, fingerprint))
+
+    async def _fetch(self, destination: Instance, fingerprint: bytes, keys: bytes, operation: Operation) -> bytes:
+        """Has a destination fetch chunks; returns those that another one may be able to take."""
+        self._check_source()
+        source = self._source.info
+        fetch = registry_pb.FetchOrder(
+            instance_id=source.instance_id,
+            epoch=source.epoch,
+            peer_address=source.peer_address,
+            fingerprint=fingerprint,
+            chunk_keys=keys,
+            tier=chunk_pb2.TIER_HOST,
+            keep_others=not self._request.evict,
+        )
+        order = registry_pb.Order(fetch=fetch, operation_name=operation.name, attempt=operation.attempt)
+        seconds = min(self._deadline - time.monotonic(), ORDER_SECONDS)
+        place = (destination.info.instance_id, fingerprint)
+        try:
+            outcome = await self._orders.execute(place[0], order, seconds, operation.cancelled)
+        except LmkvError as error:
+            self._refusals[place] = error
+            return keys
+        refusal = rpc.from_status(outcome.status) if outcome.status.code else None
+        if isinstance(refusal, OperationTakenOver):
+            raise refusal
+        self._result.chunk_count += outcome.chunk_count
+        self._result.token_count += outcome.token_count
+        self._result.transferred_bytes += outcome.transferred_bytes
+        self.progress.done_chunk_count += outcome.chunk_count
+        self.progress.transferred_bytes += outcome.transferred_bytes
+        rest = b""
+        for failure in outcome.failures:
+            cause = rpc.from_status(failure.status)
+            if refusal or isinstance(cause, NoFreeExtents | KvSpecMismatch):
+                self._refusals[place] = cause
+                rest += failure.chunk_keys
+            else:
+                self._fail(failure.chunk_keys, cause)
+        return rest
+
+    def _why_refused(self, destinations: Sequence[Instance], fingerprint: bytes) -> LmkvError:
+        if not destinations:
+            return KvSpecMismatch(
+                "no destination can hold them: none that is registered, transfers chunks, serves their spec and is not "
+                "being drained",
+                instance_id=self._instance_id,
+            )
+        refusals = [self._refusals[one.info.instance_id, fingerprint] for one in destinations]
+        if any(isinstance(error, NoFreeExtents) for error in refusals):
+            advice = "" if self._request.evict else "; add destinations, or allow them to evict other chunks"
+            return NoFreeExtents(f"no destination has room{advice}")
+        return refusals[-1]
+
+    def _fail(self, keys: bytes, error: LmkvError) -> None:
+        failure = self._failures.setdefault(error.reason, pb.DrainFailure(status=rpc.to_status(error)))
+        failure.chunk_count += len(keys) // KEY_BYTES
+
+    # --- Around the passes ---------------------------------------------------------------------------------------
+
+    def _conclude(self, remaining: int, operation: Operation) -> pb.DrainResult:
+        """The result. Raises the error if nothing was copied though chunks remain, or `OperationCancelled`."""
+        result = self._result
+        chunks = f"{remaining} chunk{'' if remaining == 1 else 's'}"
+        if operation.cancelled.is_set():
+            raise OperationCancelled(
+                f"cancelled after {result.chunk_count} chunks, whose copies stay; {chunks} held by "
+                f"{self._instance_id!r} only",
+                chunk_count=result.chunk_count,
+                remaining_chunk_count=remaining,
+            )
+        result.remaining_chunk_count = remaining
+        result.failures.extend(self._explain(remaining))
+        now = time.time_ns()
+        result.pin_count = sum(pin.expire_time_ns > now for pin in self._source.pins.values())
+        if remaining and not result.chunk_count:
+            status = result.failures[0].status
+            status.message = f"nothing was copied, and {chunks} held by {self._instance_id!r} only: {status.message}"
+            raise rpc.from_status(status)
+        return result
+
+    def _explain(self, remaining: int) -> list[pb.DrainFailure]:
+        """The reasons of this pass, for as many chunks as remain: the instance may have evicted some since."""
+        explained = []
+        for reason in sorted(self._failures, key=lambda one: one == ChunkNotFound.reason):  # may not be held any more
+            failure = self._failures[reason]
+            failure.chunk_count = min(failure.chunk_count, remaining)
+            remaining -= failure.chunk_count
+            if failure.chunk_count:
+                explained.append(failure)
+        if remaining:
+            error = Unreachable(
+                f"the deadline of {self._seconds:.3g} s has passed"
+                if time.monotonic() >= self._deadline
+                else "they were stored during the drain, or lost elsewhere; drain again, without traffic"
+            )
+            explained.append(pb.DrainFailure(chunk_count=remaining, status=rpc.to_status(error)))
+        return explained
+
+    async def _count_sole(self) -> int:
+        """Chunks that only the instance holds."""
+        leaving = self._leaving()
+        count = cursor = 0
+        while True:
+            self._check_source()
+            cursor, sole = self._layout.scan_sole(self._instance_id, leaving, cursor, SCAN_KEYS)
+            count += sum(len(keys) // KEY_BYTES for keys in sole.values())
+            if not cursor:
+                return count
+            await asyncio.sleep(0)
+
+    async def _count_confirmed(self, operation: Operation) -> int:
+        """As `_count_sole`. 0 means that the holders elsewhere were alive when this was called.
+
+        The layout map contains the chunks of an instance that was killed until its lease expires.
+        """
+        renewed_time = time.monotonic() + self._instances.lease_ttl
+        if remaining := await self._count_sole():
+            return remaining
+        deadline = min(self._deadline, time.monotonic() + CONFIRM_SECONDS)
+        while time.monotonic() < deadline and not operation.cancelled.is_set():
+            if all(one.expire_time >= renewed_time for one in self._instances if one is not self._source):
+                break
+            await asyncio.sleep(0.05)
+        return await self._count_sole()
+
+    async def _wait_synced(self) -> None:
+        """Waits until the instance has reported what it holds. Raises `Unreachable` after `SYNC_SECONDS`."""
+        deadline = min(self._deadline, time.monotonic() + SYNC_SECONDS)
+        while not self._source.synced:  # its reports change it
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    f"instance {self._instance_id!r} has not reported what it holds yet; retry",
+                    instance_id=self._instance_id,
+                )
+            self._check_source()
+            await asyncio.sleep(0.05)
+
+    def _check_source(self) -> None:
+        if self._instances.find(self._instance_id) is not self._source:
+            raise self._gone()
+
+    def _gone(self) -> InstanceNotFound:
+        return InstanceNotFound(
+            f"instance {self._instance_id!r} left the fleet or restarted during the drain",
+            instance_id=self._instance_id,
+        )
+
+    def _leaving(self) -> set[str]:
+        """Other instances that are going to stop: being drained, or drained a short time ago."""
+        earliest = time.time() - LEAVING_SECONDS
+        leaving = set()
+        for operation in self._operations.of_kind("drain"):
+            progress = operation.progress
+            assert isinstance(progress, pb.DrainProgress)
+            instance = self._instances.find(progress.instance_id)
+            if instance and instance is not self._source and instance.info.epoch == progress.epoch:
+                ended = operation.end_time
+                if ended is None or (ended > earliest and operation.state != "cancelled"):
+                    leaving.add(progress.instance_id)
+        return leaving
+
+    def _is_over(self, operation: Operation) -> bool:
+        return operation.cancelled.is_set() or time.monotonic() >= self._deadline
+
+    def _batch_chunks(self) -> int:
+        """Chunks of one order, by the average size of the instance's chunks."""
+        for usage in self._source.tiers:
+            if usage.tier == chunk_pb2.TIER_HOST and usage.chunk_count > 0 and usage.used_bytes > 0:
+                return min(max(BATCH_BYTES * usage.chunk_count // usage.used_bytes, 1), BATCH_CHUNKS)
+        return BATCH_CHUNKS
+
+
+def _free_bytes(instance: Instance) -> int:
+    """Free host memory, as last reported."""
+    return sum(usage.capacity_bytes - usage.used_bytes for usage in instance.tiers if usage.tier == chunk_pb2.TIER_HOST)
+
+
+def _timeout_seconds(request: pb.DrainRequest) -> float:
+    if not request.HasField("timeout"):
+        return LONGEST_SECONDS
+    seconds = request.timeout.ToNanoseconds() / 1e9
+    if seconds <= 0:
+        raise BadSelection(f"timeout {request.timeout.ToJsonString()} is not positive")
+    return min(seconds, LONGEST_SECONDS)
