@@ -7,6 +7,7 @@ from pathlib import Path
 from lmkv_client.demo.process import ServerProcess, free_port
 from tests.chaos.clock import Clock
 from tests.chaos.victim import Victim
+from tests.support.redis_server import redis_command
 
 READY_SECONDS = 30.0
 _READY = "Ready to accept connections"
@@ -17,9 +18,7 @@ class Store(Victim):
 
     def __init__(self, name: str, folder: Path, clock: Clock) -> None:
         self.port = free_port()
-        keeps_nothing = ["--save", "", "--appendonly", "no"]
-        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), *keeps_nothing]
-        super().__init__(ServerProcess(name, command, folder / f"{name}.log"), clock)
+        super().__init__(ServerProcess(name, redis_command(self.port), folder / f"{name}.log"), clock)
 
     def wait_ready(self) -> None:
         """Waits until it answers, after each start. Raises `LmkvError` if it does not."""

@@ -13,7 +13,7 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.process import session_pids
 from tests.engines.faults import CHUNK_TOKENS, counting, eventually, kill
 from tests.engines.llm import CALM, make_prompt
-from tests.server.node.remote_parts import RedisServer
+from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.engine
 

@@ -27,9 +27,9 @@ from lmkv_client.demo.process import pids_with_environment
 from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient, absent_count
-from tests.server.node.remote_parts import RedisServer
 from tests.server.node.whole_nodes import SPEC, load, mapped, store
 from tests.support.nodes import NodeProcesses
+from tests.support.redis_server import RedisServer
 from tests.waiting import WAIT_SECONDS, until
 
 NAMES = ("node-1", "node-2")

@@ -16,7 +16,7 @@ from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
-from tests.server.node.remote_parts import RedisServer
+from tests.support.redis_server import RedisServer
 from tests.waiting import until as until
 from tests.waiting import wait_until
 

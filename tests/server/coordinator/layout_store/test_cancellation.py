@@ -10,7 +10,7 @@ from lmkv.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.node.disk_parts import WAIT_SECONDS
-from tests.server.node.remote_parts import RedisServer
+from tests.support.redis_server import RedisServer
 
 STEPS = 60
 """Steps of the loop at each of which a task is cancelled: a call takes fewer."""

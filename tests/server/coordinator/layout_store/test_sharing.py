@@ -38,7 +38,7 @@ from tests.server.coordinator.layout_store.parts import (
     until,
 )
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
-from tests.server.node.remote_parts import RedisServer
+from tests.support.redis_server import RedisServer
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 

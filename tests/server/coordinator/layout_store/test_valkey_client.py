@@ -16,7 +16,8 @@ from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publi
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.coordinator.layout_store.parts import connected
-from tests.server.node.remote_parts import RedisServer, Silent
+from tests.server.node.remote_parts import Silent
+from tests.support.redis_server import RedisServer
 
 OWNER = ChunkOwner("tenant", "a/b {1}")
 EPOCH = 5

@@ -30,8 +30,9 @@ from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
-from tests.server.node.remote_parts import AWS, RedisServer, S3Server, names_of
+from tests.server.node.remote_parts import AWS, S3Server, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
+from tests.support.redis_server import RedisServer
 from tests.waiting import is_listening
 
 HOST, REMOTE = chunk_pb2.TIER_HOST, chunk_pb2.TIER_REMOTE

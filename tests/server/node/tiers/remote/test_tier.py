@@ -15,18 +15,9 @@ from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, ROOT
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
-from tests.server.node.remote_parts import (
-    AWS,
-    CHUNK_BYTES,
-    SPEC,
-    RedisServer,
-    S3Server,
-    Silent,
-    host_with,
-    name_of,
-    names_of,
-)
+from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, Silent, host_with, name_of, names_of
 from tests.support.certificates import issue
+from tests.support.redis_server import RedisServer
 
 LOST_SECONDS = 0.3
 """A store that says nothing for so long is lost, in tests."""
