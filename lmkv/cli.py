@@ -7,6 +7,7 @@ imported.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import select
@@ -181,11 +182,19 @@ _COMPONENTS = {  # for bug reports: components, and the distributions that may c
 }
 
 
-def _print_versions(_: argparse.Namespace) -> int:
-    print(f"{'lmkv':<10}{__version__}")
-    print(f"{'python':<10}{platform.python_version()}")
+def _add_version_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object; null: not installed")
+
+
+def _print_versions(args: argparse.Namespace) -> int:
+    versions: dict[str, str | None] = {"lmkv": __version__, "python": platform.python_version()}
     for component, distributions in _COMPONENTS.items():
-        print(f"{component:<10}{next(filter(None, map(_version_of, distributions)), 'not installed')}")
+        versions[component] = next(filter(None, map(_version_of, distributions)), None)
+    if args.json:
+        print(json.dumps(versions, indent=2))
+    else:
+        for component, version in versions.items():
+            print(f"{component:<10}{version or 'not installed'}")
     return 0
 
 
@@ -199,7 +208,7 @@ def _version_of(distribution: str) -> str | None:
 version_command = Command(
     name="version",
     help="print the versions of lmkv and its dependencies",
-    add_arguments=lambda _: None,
+    add_arguments=_add_version_arguments,
     run=_print_versions,
     examples="  lmkv version        for a bug report\n  lmkv --version      lmkv's own, on one line",
 )

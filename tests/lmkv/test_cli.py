@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -175,6 +176,13 @@ def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
     assert {"nixl", "torch", "vllm"} <= lines.keys()
     assert cli.main(["--version"], {}) == 0
     assert capsys.readouterr().out == f"lmkv {lmkv.__version__}\n"
+
+
+def test_versions_as_json_have_every_component(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version", "--json"], {"version": lambda: cli.version_command}) == 0
+    versions = json.loads(capsys.readouterr().out)
+    assert versions.keys() == {"lmkv", "python", "grpc", "nixl", "torch", "vllm"}
+    assert versions["lmkv"] == lmkv.__version__
 
 
 def test_the_version_is_that_of_the_package() -> None:
