@@ -77,7 +77,7 @@ async def fleet(
 
 
 async def known(asked: sdk.Coordinator, name: str, count: int) -> None:
-    """Waits until the coordinator knows so many chunks of a node."""
+    """Waits until the coordinator knows this number of chunks of a node."""
     async with asyncio.timeout(30):
         found: set[bytes] = set()
         async for update in asked.watch():

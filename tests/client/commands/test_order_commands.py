@@ -445,7 +445,7 @@ async def test_a_drain_is_cancelled_and_waited_for_like_other_operations(
 
 
 async def test_drain_names_its_flags_in_errors(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
-    assert await run_command("drain", "a", "--to", "nobody") == 1
-    assert "error: --to: instance 'nobody' is not registered" in capsys.readouterr().err
-    assert await run_command("drain", "nobody") == 1
-    assert "error: INSTANCE: instance 'nobody' is not registered" in capsys.readouterr().err
+    assert await run_command("drain", "a", "--to", "unknown") == 1
+    assert "error: --to: instance 'unknown' is not registered" in capsys.readouterr().err
+    assert await run_command("drain", "unknown") == 1
+    assert "error: INSTANCE: instance 'unknown' is not registered" in capsys.readouterr().err

@@ -307,7 +307,7 @@ async def test_a_drain_that_is_cancelled_keeps_its_copies(
         assert error.reason == "OPERATION_CANCELLED"
         assert "cancelled after 1 chunks, whose copies stay; 2 chunks held by 'a' only" in str(error)
         assert (a.chunks, len(b.chunks)) == (CHUNKS, 1)
-        # A cancelled drain makes nobody leave: the rest can still be copied to it.
+        # A cancelled drain makes no instance leave: the rest can still be copied to it.
         b.before = None
         b.going.set()
         assert (await drainer.drain("b", "a")).remaining_chunk_count == 0
@@ -363,8 +363,8 @@ async def test_a_repeat_of_a_request_id_is_the_same_drain(make: Make, drainer: D
 
 async def test_what_cannot_start_reports_why(make: Make, drainer: Drainer) -> None:
     async with make("a", CHUNKS), make("b"):
-        assert (await drainer.refusal("nobody")).reason == "INSTANCE_NOT_FOUND"
-        assert (await drainer.refusal("a", "nobody")).reason == "INSTANCE_NOT_FOUND"
+        assert (await drainer.refusal("unknown")).reason == "INSTANCE_NOT_FOUND"
+        assert (await drainer.refusal("a", "unknown")).reason == "INSTANCE_NOT_FOUND"
         assert (await drainer.refusal("a", "b", "a")).reason == "BAD_SELECTION"
         assert (await drainer.refusal("a", *["b"] * 65)).reason == "BAD_SELECTION"
         assert (await drainer.refusal(timeout=Duration())).reason == "BAD_SELECTION"
