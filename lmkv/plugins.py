@@ -8,7 +8,7 @@ from typing import Any
 from lmkv.errors import ConfigError
 
 CHANNELS = "lmkv.channels"
-"""Group of transfer channels: classes with `async open(End) -> Channel`, see `lmkv.transfer.channel`."""
+"""Group of transfer channels: classes with `async open(ChannelEnd) -> Channel`, see `lmkv.transfer.channel`."""
 TIERS = "lmkv.tiers"
 """Group of secondary tiers: functions that make one of a `TierContext`, see `lmkv_server.node.tiers.build`."""
 

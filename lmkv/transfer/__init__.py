@@ -4,7 +4,7 @@
 `lmkv.telemetry` and `lmkv.errors`. Start with `channel.Channel`.
 """
 
-from lmkv.transfer.channel import Channel, Copy, End
+from lmkv.transfer.channel import Channel, ChannelEnd, Copy
 from lmkv.transfer.channels import Channels, names_of, open_channel
 
-__all__ = ["Channel", "Channels", "Copy", "End", "names_of", "open_channel"]
+__all__ = ["Channel", "ChannelEnd", "Channels", "Copy", "names_of", "open_channel"]

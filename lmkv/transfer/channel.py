@@ -32,7 +32,7 @@ Returns what the range adds to the chunk's checksum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class End:
+class ChannelEnd:
     """The local node, as a channel needs it. The pool must stay mapped until the channel is closed."""
 
     name: str

@@ -12,7 +12,7 @@ from typing import Any
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.plugins import CHANNELS, load_plugin, plugin_names
 from lmkv.transfer.access import ReadAccess
-from lmkv.transfer.channel import Channel, Copy, End
+from lmkv.transfer.channel import Channel, ChannelEnd, Copy
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ def names_of(transfer_channel: str) -> tuple[str, ...]:
     return AUTO_NAMES if transfer_channel == AUTO else (transfer_channel,)
 
 
-async def open_channel(name: str, end: End) -> Channel:
+async def open_channel(name: str, end: ChannelEnd) -> Channel:
     """Opens the channel called `name` over an end. Raises `ConfigError` if it is unknown or does not start."""
     channel: Channel = await _find_class(name, end).open(end)
     return channel
 
 
-def _find_class(name: str, end: End) -> Any:
+def _find_class(name: str, end: ChannelEnd) -> Any:
     if name in BUILT_IN:
         if end.options:
             raise ConfigError(f"transfer_options: the channel {name} has none; unset it", key="transfer_options")
@@ -59,7 +59,7 @@ def _find_class(name: str, end: End) -> Any:
 class Channels:
     """The channels of one node, and the one that is used for each peer. All methods are called on one event loop."""
 
-    def __init__(self, transfer_channel: str, end: End) -> None:
+    def __init__(self, transfer_channel: str, end: ChannelEnd) -> None:
         self.names = names_of(transfer_channel)
         """Channels that the node uses and offers, best first. A channel that does not start is removed."""
         self._end = end

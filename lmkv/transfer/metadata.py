@@ -6,13 +6,13 @@ import struct
 from hashlib import sha256
 
 from lmkv.errors import ChannelUnsupported, WrongInstance
-from lmkv.transfer.channel import End, Region
+from lmkv.transfer.channel import ChannelEnd, Region
 
 _DIGEST_BYTES = 8
 _HEAD = struct.Struct("!HHQQ")  # sizes of channel name and owner name, address and size of the owner's pool
 
 
-def wrap(channel: str, end: End, payload: bytes) -> bytes:
+def wrap(channel: str, end: ChannelEnd, payload: bytes) -> bytes:
     """Encodes the metadata of a channel of the local node."""
     names = channel.encode(), end.name.encode()
     head = _HEAD.pack(*map(len, names), end.pool.address, end.pool.size_bytes)

@@ -14,7 +14,7 @@ import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import Copy, End, Region, find_peer
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
@@ -45,7 +45,7 @@ class MooncakeChannel:
 
     name = "mooncake"
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: ChannelEnd) -> None:
         """Raises `ConfigError` if Mooncake is missing or does not start."""
         self._own = end.region
         protocol = _protocol(end.options)
@@ -66,7 +66,7 @@ class MooncakeChannel:
         self._threads = Threads("lmkv-mooncake", READ_THREADS)
 
     @classmethod
-    async def open(cls, end: End) -> Self:
+    async def open(cls, end: ChannelEnd) -> Self:
         """Opens the channel in a thread. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 

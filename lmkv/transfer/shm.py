@@ -24,7 +24,7 @@ import numpy as np
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.fd_passing import FdOffer, FdServer, Fields, receive_fd
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import Copy, End, Region, SummedCopy, find_peer
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, SummedCopy, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
@@ -44,7 +44,7 @@ class ShmChannel:
 
     name = "shm"
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: ChannelEnd) -> None:
         if end.socket_path is None:
             raise ConfigError("transfer_channel: 'shm' needs a unix socket to pass the pool", key="transfer_channel")
         self._own = end.region
@@ -60,7 +60,7 @@ class ShmChannel:
         self._threads = Threads("lmkv-shm", COPY_THREADS)
 
     @classmethod
-    async def open(cls, end: End) -> Self:
+    async def open(cls, end: ChannelEnd) -> Self:
         """Opens the channel. Raises `ConfigError` if its socket cannot be bound."""
         channel = cls(end)
         try:

@@ -12,7 +12,7 @@ from typing import Self
 
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import Copy, End, Region, check_copies
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, check_copies
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.nixl.agent import STALL_SECONDS, AgentThread
 from lmkv.transfer.nixl.read import Outcome, Read
@@ -48,7 +48,7 @@ class NixlChannel:
         atexit.register(self._exit)  # a thread inside NIXL would crash the exiting interpreter
 
     @classmethod
-    async def open(cls, end: End) -> Self:
+    async def open(cls, end: ChannelEnd) -> Self:
         """Opens the channel in a thread. Raises `ConfigError` as the constructor does."""
         channel = await asyncio.to_thread(cls, end.name, end.region, end.nixl_backends)
         channel._metadata = wrap(cls.name, end, channel._agent_metadata)

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from lmkv.errors import Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import Copy, End, Region, find_peer
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.tcp.server import TcpServer
 from lmkv.transfer.tcp.wire import GRANTED, MAX_RANGES, REFUSED, hello, request
@@ -32,7 +32,7 @@ class TcpChannel:
 
     name = "tcp"
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: ChannelEnd) -> None:
         self._end = end
         self._own = end.region
         self._pool = end.pool
@@ -41,7 +41,7 @@ class TcpChannel:
         self._threads = Threads("lmkv-tcp", READ_THREADS)
 
     @classmethod
-    async def open(cls, end: End) -> Self:
+    async def open(cls, end: ChannelEnd) -> Self:
         """Opens the channel. Raises `ConfigError` if it cannot listen."""
         channel = cls(end)
         channel._server.start()

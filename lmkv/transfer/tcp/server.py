@@ -11,7 +11,7 @@ import threading
 from lmkv.errors import ConfigError
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import End
+from lmkv.transfer.channel import ChannelEnd
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ CLOSE_SECONDS = 3.0
 class TcpServer:
     """Listens from its creation on, and serves between `start` and `aclose`."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: ChannelEnd) -> None:
         """Raises `ConfigError` if it cannot listen."""
         self._pool = end.pool
         self._region = end.region

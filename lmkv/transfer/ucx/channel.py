@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from lmkv.errors import Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import Copy, End, Region, find_peer
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 from lmkv.transfer.ucx import api as ucx_api
@@ -33,7 +33,7 @@ class UcxChannel:
 
     name = "ucx"
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: ChannelEnd) -> None:
         """Raises `ConfigError` if ucxx is missing or UCX does not start."""
         self._own = end.region
         self._pool = end.pool
@@ -45,7 +45,7 @@ class UcxChannel:
         self._threads = Threads("lmkv-ucx", READ_THREADS)
 
     @classmethod
-    async def open(cls, end: End) -> Self:
+    async def open(cls, end: ChannelEnd) -> Self:
         """Opens the channel in a thread. Raises `ConfigError` as the constructor does."""
         return await asyncio.to_thread(cls, end)
 

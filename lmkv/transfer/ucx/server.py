@@ -10,7 +10,7 @@ from typing import Any
 
 from lmkv.errors import ConfigError
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv.transfer.channel import End
+from lmkv.transfer.channel import ChannelEnd
 from lmkv.transfer.ucx import api as ucx_api
 from lmkv.transfer.ucx.api import UcxRequest
 from lmkv.transfer.ucx.wire import GRANTED, HEAD, HELLO, HELLO_BYTES, MAX_RANGES, RANGE
@@ -30,7 +30,7 @@ RequestLoop = Iterator[list[UcxRequest]]
 class UcxServer:
     """The server thread. `start` and `close` are called on other threads."""
 
-    def __init__(self, api: Any, end: End) -> None:
+    def __init__(self, api: Any, end: ChannelEnd) -> None:
         self._api = api
         self._pool = end.pool
         self._region = end.region

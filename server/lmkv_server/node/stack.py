@@ -15,7 +15,7 @@ from lmkv.spec import KvSpec
 from lmkv.tiers import Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
-from lmkv_server.node.handoff.receiver import Receiver
+from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
 
@@ -47,7 +47,7 @@ class Hit:
 class TierStack:
     """The sources of one node's host tier. One event loop owns it."""
 
-    def __init__(self, tier: HostTier, tiers: Sequence[SecondaryTier], receiver: Receiver | None = None) -> None:
+    def __init__(self, tier: HostTier, tiers: Sequence[SecondaryTier], receiver: HandoffReceiver | None = None) -> None:
         """`tiers` in the order in which they are asked; `receiver` has the handoffs of a node with peers."""
         self._tier = tier
         self._tiers = tiers

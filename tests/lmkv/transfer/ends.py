@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.pool.pool import Pool
-from lmkv.transfer import Channel, Copy, End, open_channel
+from lmkv.transfer import Channel, ChannelEnd, Copy, open_channel
 from lmkv.transfer.access import PeerReader, ReadAccess
 from tests.waiting import until
 
@@ -46,10 +46,10 @@ class Memory:
         """A channel over it; its socket, if it has one, is in `folder`."""
         return await open_channel(kind, self.end(name, folder))
 
-    def end(self, name: str, folder: Path | None = None, options: Mapping[str, str] | None = None) -> End:
+    def end(self, name: str, folder: Path | None = None, options: Mapping[str, str] | None = None) -> ChannelEnd:
         """What a channel over it stands on."""
         socket_path = folder / f"{name}.sock" if folder else None
-        return End(name=name, pool=self.pool, socket_path=socket_path, access=self.access, options=options or {})
+        return ChannelEnd(name=name, pool=self.pool, socket_path=socket_path, access=self.access, options=options or {})
 
     def admit(self, peer_name: str = "reader:1") -> PeerReader:
         """A reader that may read all of it under `GRANT_ID`."""

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.fd_passing import receive_fd
-from lmkv.transfer import End
+from lmkv.transfer import ChannelEnd
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
 from lmkv.transfer.tcp.channel import TcpChannel
@@ -20,7 +20,7 @@ from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, re
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
 
 
-def with_another_token(kind: str, end: End, metadata: bytes) -> bytes:
+def with_another_token(kind: str, end: ChannelEnd, metadata: bytes) -> bytes:
     """The same metadata, but for its token."""
     words = json.loads(unwrap(kind, end.name, metadata)[1])
     words["token"] = "00" * (len(words["token"]) // 2)
@@ -61,8 +61,8 @@ async def test_a_port_that_is_taken_is_refused_by_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="transfer_port: cannot listen on"):
-            await TcpChannel.open(End(name="owner:1", pool=memory.pool, port=port))
-    channel = await TcpChannel.open(End(name="owner:1", pool=memory.pool, port=port))
+            await TcpChannel.open(ChannelEnd(name="owner:1", pool=memory.pool, port=port))
+    channel = await TcpChannel.open(ChannelEnd(name="owner:1", pool=memory.pool, port=port))
     await channel.aclose()
 
 

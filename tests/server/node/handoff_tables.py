@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.handoff.state import Handoff, HandoffSource
 from lmkv_server.node.handoff.table import HandoffTable
 from tests.server.node.peer_parts import SMALL, keys_of
@@ -37,7 +37,7 @@ def device_buffer() -> HostTier:
     return HostTier(DEVICE_CHUNKS * SMALL.chunk_bytes, region=1)
 
 
-def commit(tier: HostTier, handoff: Handoff, index: int, reserved: Reserved) -> Chunk:
+def commit(tier: HostTier, handoff: Handoff, index: int, reserved: Reservation) -> Chunk:
     """What the receiver does when a chunk has been read and is sound."""
     chunk = handoff.destination.commit(
         reserved.offset,

@@ -18,7 +18,7 @@ from pathlib import Path
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.pool.pool import Pool
-from lmkv.transfer import End, names_of, open_channel
+from lmkv.transfer import ChannelEnd, names_of, open_channel
 from lmkv.units import format_duration
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 
@@ -62,7 +62,7 @@ def _check(name: str, backends: Sequence[str]) -> Finding:
 async def try_channel(name: str, backends: Sequence[str]) -> None:
     """Opens the channel with a small pool and closes it. Raises `LmkvError` if it does not start."""
     with Pool.create(MEMORY_BYTES) as pool, tempfile.TemporaryDirectory(prefix="lmkv-") as folder:
-        end = End(
+        end = ChannelEnd(
             name=f"doctor-{uuid.uuid4().hex}",
             pool=pool,
             socket_path=Path(folder, "s"),

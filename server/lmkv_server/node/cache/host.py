@@ -20,7 +20,7 @@ from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reserved:
+class Reservation:
     """An extent that may be written to; its content is undefined."""
 
     offset: int
@@ -68,7 +68,7 @@ class HostTier:
         self._listener = listener
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._queue = EvictionQueue(policy)
-        self._reserved: dict[int, Reserved] = {}
+        self._reserved: dict[int, Reservation] = {}
         self._generation = 0
         self._chunk_bytes = 0
         self._evicted_count = 0
@@ -156,7 +156,7 @@ class HostTier:
             chunk.pins -= 1
         self.unhold(chunks)
 
-    def reserve(self, size_bytes: int, *, evict: bool = True) -> Reserved | None:
+    def reserve(self, size_bytes: int, *, evict: bool = True) -> Reservation | None:
         """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed.
 
         Without `evict` only free memory is used.
@@ -172,13 +172,13 @@ class HostTier:
             self._evicted_count += 1
         return self._reserve(offset, size)
 
-    def reserve_at(self, offset: int, size_bytes: int) -> Reserved | None:
+    def reserve_at(self, offset: int, size_bytes: int) -> Reservation | None:
         """Reserves the extent at `offset`, whose content is kept; None if a part of it is taken."""
         return self._reserve(offset, align(size_bytes)) if self._free.take_at(offset, size_bytes) else None
 
-    def _reserve(self, offset: int, size_bytes: int) -> Reserved:
+    def _reserve(self, offset: int, size_bytes: int) -> Reservation:
         self._generation += 1
-        reserved = Reserved(offset=offset, size_bytes=size_bytes, generation=self._generation)
+        reserved = Reservation(offset=offset, size_bytes=size_bytes, generation=self._generation)
         self._reserved[offset] = reserved
         return reserved
 

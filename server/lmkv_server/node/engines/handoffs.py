@@ -12,7 +12,7 @@ from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.handoff.sender import HandoffResult
-from lmkv_server.node.handoff.senders import Senders
+from lmkv_server.node.handoff.senders import HandoffSenders
 
 
 class EngineHandoffs:
@@ -21,7 +21,7 @@ class EngineHandoffs:
     def __init__(
         self,
         spec: KvSpec,
-        senders: Senders | None,
+        senders: HandoffSenders | None,
         answer: Callable[[pb.AttachResponse], None],
         drop_here: Callable[[str], None] = lambda _: None,
     ) -> None:

@@ -16,7 +16,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.stream import EngineStream
-from lmkv_server.node.handoff.senders import Senders
+from lmkv_server.node.handoff.senders import HandoffSenders
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
@@ -38,7 +38,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         tier: HostTier,
         sessions: EngineSessions,
         stack: TierStack,
-        senders: Senders | None = None,
+        senders: HandoffSenders | None = None,
         welcome: pb.Welcome,
         config: dict[str, str],
         on_attach: Callable[[], None],

@@ -19,7 +19,7 @@ from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.lookups import EngineLookups
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
-from lmkv_server.node.handoff.senders import Senders
+from lmkv_server.node.handoff.senders import HandoffSenders
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.stack import TierStack
 
@@ -35,7 +35,7 @@ class EngineStream:
         session: EngineSession,
         stack: TierStack,
         counters: LookupCounters,
-        senders: Senders | None = None,
+        senders: HandoffSenders | None = None,
         *,
         on_served: Callable[[Sequence[chunk_pb2.ServedModel]], None] = lambda _: None,
     ) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from lmkv.errors import ChunkNotFound, Full, KvSpecMismatch, LmkvError, NoFreeExtents, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.fetch.fetch import FetchState
 from lmkv_server.node.fetch.pending_writes import PendingWrites
 from lmkv_server.node.fetch.pipeline import TransferPipeline
@@ -89,7 +89,7 @@ class HolderReader:
             return ()
         return [self._granted[index] for index in self._plan.next_batch(self._holder)]
 
-    def reserve(self, chunk: PeerChunk) -> Reserved | None:
+    def reserve(self, chunk: PeerChunk) -> Reservation | None:
         evict = self._progress.evict
         reserved = self.tier.reserve(chunk.size_bytes, evict=evict)
         if reserved is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.peers.extents import PeerChunk
 
 
@@ -15,7 +15,7 @@ class IncomingChunk:
     """A chunk in a peer's memory, and the extent that it is read into."""
 
     remote: PeerChunk
-    reserved: Reserved
+    reserved: Reservation
 
 
 class PendingWrites:
@@ -25,7 +25,7 @@ class PendingWrites:
         """`tier` has the extents: the node's tier, or that of a device buffer."""
         self.chunks: list[IncomingChunk] = []
         self._tier = tier
-        self._open: dict[int, Reserved] = {}  # by offset: neither committed nor released
+        self._open: dict[int, Reservation] = {}  # by offset: neither committed nor released
         self._is_writing = False
         self._is_closed = False
 
@@ -39,7 +39,7 @@ class PendingWrites:
         """Bytes of the extents that are neither committed nor released."""
         return sum(reserved.size_bytes for reserved in self._open.values())
 
-    def add(self, remote: PeerChunk, reserved: Reserved) -> IncomingChunk:
+    def add(self, remote: PeerChunk, reserved: Reservation) -> IncomingChunk:
         """Takes ownership of an extent that was reserved for this chunk."""
         chunk = IncomingChunk(remote=remote, reserved=reserved)
         self.chunks.append(chunk)

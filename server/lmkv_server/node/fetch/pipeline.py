@@ -18,7 +18,7 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.transfer import Channels, Copy
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.fetch.pending_writes import PendingWrites
 from lmkv_server.node.fetch.verify import ChecksumVerifier
 from lmkv_server.node.peers.connection import PeerConnection
@@ -82,7 +82,7 @@ class Transfer(Protocol):
     def next_batch(self) -> Sequence[PeerChunk]:
         """The chunks to read next; empty: none."""
 
-    def reserve(self, chunk: PeerChunk) -> Reserved | None:
+    def reserve(self, chunk: PeerChunk) -> Reservation | None:
         """An extent for this chunk; None: no room for it and for the rest of its batch."""
 
     async def read(self, writes: PendingWrites) -> Sequence[int] | None:

@@ -50,7 +50,7 @@ class ReceiverStats:
     """Bytes of these that were read into device buffers."""
 
 
-class Receiver:
+class HandoffReceiver:
     """The handoffs to one node. One event loop owns it; to be used as an async context manager."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Receiver:
         self._announced: dict[str, asyncio.Event] = {}
         self._timer = DeadlineTimer(self._expire)
 
-    async def __aenter__(self) -> Receiver:
+    async def __aenter__(self) -> HandoffReceiver:
         await self._timer.__aenter__()
         return self
 

@@ -64,7 +64,7 @@ class SenderContext:
     """Called with chunks that arrived damaged at a peer, and its instance id."""
 
 
-class Sender:
+class HandoffSender:
     """One handoff."""
 
     def __init__(

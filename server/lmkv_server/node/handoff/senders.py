@@ -13,7 +13,7 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
 from lmkv_server.node.cache.events import HOST, CachedChunk
-from lmkv_server.node.handoff.sender import HandoffResult, Sender, SenderContext
+from lmkv_server.node.handoff.sender import HandoffResult, HandoffSender, SenderContext
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class SenderStats:
     """Bytes that the decodes' nodes have read."""
 
 
-class Senders:
+class HandoffSenders:
     """The running handoffs. One event loop owns it; to be used as an async context manager."""
 
     def __init__(self, context: SenderContext, *, limit: int = MAX_SENDERS) -> None:
@@ -39,13 +39,13 @@ class Senders:
         self._context = context
         self._limit = limit
         self._stats = SenderStats()
-        self._running: dict[str, tuple[Sender, asyncio.Task[None]]] = {}
+        self._running: dict[str, tuple[HandoffSender, asyncio.Task[None]]] = {}
         self._withdrawing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._running)
 
-    async def __aenter__(self) -> Senders:
+    async def __aenter__(self) -> HandoffSenders:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -87,7 +87,7 @@ class Senders:
         if error := self._refusal(request_id):
             on_end(HandoffResult(request_id=request_id, error=error))
             return
-        sender = Sender(
+        sender = HandoffSender(
             self._context,
             request_id=request_id,
             decode_instance_id=decode_instance_id,
@@ -139,7 +139,7 @@ class Senders:
 
     async def _run(
         self,
-        sender: Sender,
+        sender: HandoffSender,
         request_id: str,
         decode_instance_id: str,
         on_end: Callable[[HandoffResult], None],

@@ -18,7 +18,7 @@ from enum import Enum
 
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 
 
 class HandoffState(Enum):
@@ -79,8 +79,8 @@ class Handoff:
         """When it expires while it is open, or is abandoned while no request has claimed it."""
         self.changed = asyncio.Event()
         """Set whenever a chunk has arrived or the state has changed."""
-        self._wanted: dict[int, Reserved] = {}
-        self._reading: dict[int, Reserved] = {}
+        self._wanted: dict[int, Reservation] = {}
+        self._reading: dict[int, Reservation] = {}
         self._chunks: list[Chunk] = []
         self._committed_bytes = 0
         self._closed = False
@@ -135,7 +135,7 @@ class Handoff:
         self._settle()
         return True
 
-    def begin(self, indices: Iterable[int], tier: HostTier) -> dict[int, Reserved]:
+    def begin(self, indices: Iterable[int], tier: HostTier) -> dict[int, Reservation]:
         """The reserved extents of those of the chunks that are missing. The caller ends each by `commit` or `fail`.
 
         A chunk that another transfer has committed meanwhile is held, and not begun.

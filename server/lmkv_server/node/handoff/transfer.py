@@ -9,7 +9,7 @@ from lmkv.errors import BadMessage, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.batches import batched
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.fetch.pending_writes import PendingWrites
 from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer
@@ -76,7 +76,7 @@ class HandoffTransfer:
     def next_batch(self) -> Sequence[PeerChunk]:
         return next(self._pieces, ())
 
-    def reserve(self, chunk: PeerChunk) -> Reserved | None:
+    def reserve(self, chunk: PeerChunk) -> Reservation | None:
         return self._reserved.pop(chunk.index)
 
     async def read(self, writes: PendingWrites) -> Sequence[int] | None:

@@ -12,15 +12,15 @@ from lmkv.auth.exposure import exposure
 from lmkv.config import NodeConfig
 from lmkv.pool.pool import Pool
 from lmkv.telemetry.calls import ServerCalls
-from lmkv.transfer import Channels, End
+from lmkv.transfer import ChannelEnd, Channels
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.fetch.pipeline import TransferPipeline
-from lmkv_server.node.handoff.receiver import Receiver
+from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.handoff.sender import SenderContext
-from lmkv_server.node.handoff.senders import MAX_SENDERS, Senders
+from lmkv_server.node.handoff.senders import MAX_SENDERS, HandoffSenders
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
@@ -48,9 +48,9 @@ class PeerSide:
     connections: PeerConnectionPool
     pipeline: TransferPipeline
     fetcher: PeerFetcher
-    receiver: Receiver
+    receiver: HandoffReceiver
     service: PeerService
-    senders: Senders
+    senders: HandoffSenders
 
 
 async def open_peer_side(
@@ -85,7 +85,7 @@ async def open_peer_side(
     stack.push_async_callback(connections.aclose)
     handoffs = _make_handoffs(config, tier)
     receiver = await stack.enter_async_context(
-        Receiver(handoffs, pipeline, connections, engines, directory, config.instance_id)
+        HandoffReceiver(handoffs, pipeline, connections, engines, directory, config.instance_id)
     )
     service = await stack.enter_async_context(
         PeerService(
@@ -124,12 +124,12 @@ async def open_peer_side(
         fetcher=PeerFetcher(pipeline, connections),
         receiver=receiver,
         service=service,
-        senders=await stack.enter_async_context(Senders(context, limit=MAX_SENDERS if sends else 0)),
+        senders=await stack.enter_async_context(HandoffSenders(context, limit=MAX_SENDERS if sends else 0)),
     )
 
 
 def _make_channels(config: NodeConfig, epoch: int, pool: Pool) -> Channels:
-    end = End(
+    end = ChannelEnd(
         name=f"{config.instance_id}:{epoch}",
         pool=pool,
         host=config.p2p_host,

@@ -24,7 +24,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.handoff.receiver import Receiver
+from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrants
 from lmkv_server.node.sessions.extents import extent
@@ -58,7 +58,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
         region_address: int,
         grant_ttl_seconds: float,
         inspector: Inspector,
-        receiver: Receiver,
+        receiver: HandoffReceiver,
         disk: DiskTier | None = None,
     ) -> None:
         self.sessions = PeerSessions(channels.access)

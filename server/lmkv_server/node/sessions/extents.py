@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv import rpc
 from lmkv.v1 import chunk_pb2
-from lmkv_server.node.cache.host import Chunk, Reserved
+from lmkv_server.node.cache.host import Chunk, Reservation
 
 MAX_EXTENT_BYTES = 56
 """Largest size of an extent in a message."""
@@ -24,6 +24,6 @@ def extent(chunk: Chunk) -> chunk_pb2.Extent:
     )
 
 
-def credit(reserved: Reserved) -> chunk_pb2.Extent:
+def credit(reserved: Reservation) -> chunk_pb2.Extent:
     """The extent of a write credit."""
     return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)

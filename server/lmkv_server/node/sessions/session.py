@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lmkv.errors import BadMessage, GrantNotFound
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.sessions.extents import MAX_EXTENTS
 
 HOLD_SHARE = 2
@@ -44,7 +44,7 @@ class EngineSession:
         """Connections by rank that have the pool mapped; a worker that connects again has two for a moment."""
         self._tier = tier
         self._leases: dict[str, LookupLease] = {}
-        self._credits: dict[int, Reserved] = {}
+        self._credits: dict[int, Reservation] = {}
         self._held_bytes = 0
 
     @property
@@ -107,9 +107,9 @@ class EngineSession:
             lease.on_release()
         return len(lease.chunks)
 
-    def reserve(self, count: int) -> list[Reserved]:
+    def reserve(self, count: int) -> list[Reservation]:
         """Grants up to `count` write credits of one full chunk each, within the limit and the pool's free space."""
-        granted: list[Reserved] = []
+        granted: list[Reservation] = []
         for _ in range(min(count, self.credit_limit - len(self._credits))):
             reserved = self._tier.reserve(self.spec.chunk_bytes)
             if reserved is None:

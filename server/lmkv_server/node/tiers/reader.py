@@ -17,7 +17,7 @@ from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.tiers.backend import Backend, C, ChunkHeader
 from lmkv_server.node.tiers.base import TierStats
 
@@ -129,7 +129,7 @@ class TierReader(Generic[C]):
             for on_end in self._reading.pop(chunk.key):
                 on_end(read)
 
-    async def _read_into(self, reserved: Reserved, backend: Backend[C], chunk: C) -> Chunk | None:
+    async def _read_into(self, reserved: Reservation, backend: Backend[C], chunk: C) -> Chunk | None:
         """Reads into an extent, which stays reserved for good if this is cancelled: the thread continues to write."""
         memory = self._pool.buffer[reserved.offset : reserved.offset + chunk.file_bytes]
         header = await backend.read(chunk, memory, lambda header: self._is_intact(reserved, header))
@@ -156,5 +156,5 @@ class TierReader(Generic[C]):
         )
         return committed or self._tier.get(chunk.key)
 
-    def _is_intact(self, reserved: Reserved, header: ChunkHeader) -> bool:
+    def _is_intact(self, reserved: Reservation, header: ChunkHeader) -> bool:
         return checksum(self._pool.buffer, reserved.offset, header.size_bytes) == header.checksum

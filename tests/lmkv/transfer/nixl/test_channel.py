@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.transfer import Copy, End, open_channel
+from lmkv.transfer import ChannelEnd, Copy, open_channel
 from lmkv.transfer.nixl.api import BATCH_BYTES, descriptor_batches
 from tests.lmkv.transfer.ends import (
     GRANT_ID,
@@ -66,7 +66,7 @@ def test_memory_is_quarantined_until_a_frozen_peer_is_proven_to_have_stopped() -
 async def test_a_backend_that_is_not_there_is_refused_by_key() -> None:
     memory = Memory(MIB)
     with pytest.raises(ConfigError, match="nixl_backends: PIGEON"):
-        await open_channel("nixl", End(name="reader:1", pool=memory.pool, nixl_backends=("PIGEON",)))
+        await open_channel("nixl", ChannelEnd(name="reader:1", pool=memory.pool, nixl_backends=("PIGEON",)))
     memory.close()
 
 

@@ -13,7 +13,7 @@ from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.events import CachedChunk
-from lmkv_server.node.cache.host import Chunk, HostTier, Reserved
+from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from tests.server.node.cases import clear
 
 PAGES = 12
@@ -42,7 +42,7 @@ class Events:
         self.log.append(("removed", chunk.key))
 
 
-def commit(tier: HostTier, reserved: Reserved, number: int, size_bytes: int = ALIGNMENT) -> Chunk | None:
+def commit(tier: HostTier, reserved: Reservation, number: int, size_bytes: int = ALIGNMENT) -> Chunk | None:
     return tier.commit(
         reserved.offset,
         key=chunk_key(number),
@@ -86,7 +86,7 @@ class HostTierAgainstModel(RuleBasedStateMachine):
         """Visible chunks, least recently used first."""
         self.dropped: list[Record] = []
         """Chunks that only holds keep."""
-        self.reserved: list[Reserved] = []
+        self.reserved: list[Reservation] = []
         self.last_generation = 0
 
     def free_pages(self) -> set[int]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from lmkv.errors import BadMessage, GrantNotFound, NoFreeExtents, RequestTooLarge
-from lmkv_server.node.cache.host import Reserved
+from lmkv_server.node.cache.host import Reservation
 from lmkv_server.node.handoff.state import Handoff, HandoffState
 from tests.server.node.handoff_tables import (
     ABANDON,
@@ -38,7 +38,7 @@ class HandoffsMachine(RuleBasedStateMachine):
         self.landed: dict[str, set[int]] = {}
         self.claims: Counter[str] = Counter()
         self.over: set[str] = set()
-        self.under_way: list[tuple[Handoff, int, Reserved]] = []
+        self.under_way: list[tuple[Handoff, int, Reservation]] = []
 
     names = st.sampled_from("abcd")
 
@@ -74,7 +74,7 @@ class HandoffsMachine(RuleBasedStateMachine):
         return multiple(*((handoff, index, reserved) for index, reserved in begun.items()))
 
     @rule(read=consumes(reads), is_sound=st.booleans())
-    def end_read(self, read: tuple[Handoff, int, Reserved], is_sound: bool) -> None:
+    def end_read(self, read: tuple[Handoff, int, Reservation], is_sound: bool) -> None:
         handoff, index, reserved = read
         self.under_way.remove(read)
         if is_sound:
