@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Loader] | Non
     0: success. 1: failure. 2: bad usage or configuration. 3: partial success. 130: interrupted. 141: the reader of the
     output closed it.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(find_commands() if commands is None else commands)
     try:
         code = _run(sys.argv[1:] if argv is None else argv, find_commands() if commands is None else commands)
         sys.stdout.flush()
@@ -133,6 +135,21 @@ def _run(argv: Sequence[str], commands: Mapping[str, Loader]) -> int:
     )
     command.add_arguments(parser)
     return command.run(_parse(parser, rest))
+
+
+def _complete(commands: Mapping[str, Loader]) -> None:
+    """Gives the shell its candidates for the word at the cursor, and exits. Imports only commands named on the line."""
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="lmkv", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print lmkv's version")
+    subparsers = parser.add_subparsers()
+    named = os.environ.get("COMP_LINE", "").split()
+    for name, load in commands.items():
+        subparser = subparsers.add_parser(name, allow_abbrev=False)
+        if name in named:
+            load().add_arguments(subparser)
+    argcomplete.autocomplete(parser)
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
