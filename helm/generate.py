@@ -98,6 +98,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"node\.nixlPorts": {"items": {"type": "integer", **PORT}, "minItems": 2, "maxItems": 2},
     r"node\.host(Runtime|Pool)Dir": {"pattern": "^/[^ ]+$"},
     r"node\.rdma\.count": {"minimum": 1},
+    r"node\.drain\.timeoutSeconds": {"minimum": 1, "maximum": 600},  # the coordinator accepts no longer drain
     r"engines\.groups": {"items": GROUP},
     r"engines\.args": {"items": {"type": "string"}},
     r"engines\.sharedMemory": SIZE,

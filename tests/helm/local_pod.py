@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import ssl
+import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -91,6 +93,14 @@ class LocalPod:
                     file.write_text(self.here(container, file.read_text()))
         program, *arguments = (self.here(container, word) for word in container["command"])
         return [str(BIN / program), *arguments]
+
+    def run_pre_stop(self, name: str) -> subprocess.CompletedProcess[str]:
+        """Runs a container's preStop hook in its environment, as Kubernetes does before it stops the container."""
+        container = self.container(name)
+        command = [self.here(container, word) for word in container["lifecycle"]["preStop"]["exec"]["command"]]
+        environment = os.environ | self.environment(name) | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+        seconds = self.pod["spec"]["terminationGracePeriodSeconds"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
 
     def start(self, name: str) -> None:
         """Runs a container."""

@@ -72,6 +72,8 @@ def test_readme_schema_and_rules_are_what_follows_from_values_and_code() -> None
         ({"node": {"maxLocalCpuSize": "5GB"}}, "at '/node/maxLocalCpuSize': got string, want number"),
         ({"node": {"capabilities": ["cap_sys_nice"]}}, "at '/node/capabilities/0': 'cap_sys_nice' does not match"),
         ({"podSecurityContext": {"runAsUser": None}}, "at '/podSecurityContext': missing property 'runAsUser'"),
+        ({"node": {"drain": {"timeoutSeconds": 0}}}, "at '/node/drain/timeoutSeconds': minimum: got 0, want 1"),
+        ({"node": {"drain": {"timeoutSeconds": 601}}}, "at '/node/drain/timeoutSeconds': maximum: got 601, want 600"),
         ({"node": {"nixlPorts": [1]}}, "at '/node/nixlPorts': minItems: got 1, want 2"),
         ({"engines": {"groups": [{"name": "a"}]}}, "at '/engines/groups/0': missing property 'model'"),
         ({"engines": {"groups": [{"name": "A", "model": "m"}]}}, "at '/engines/groups/0/name': 'A' does not match"),
@@ -92,7 +94,7 @@ def test_the_schema_refuses_what_is_wrong_by_its_path(values: dict[str, Any], se
 
 
 @pytest.mark.timeout(180)  # some 240 renders
-@pytest.mark.parametrize("cases", [("rdma", "mutual-tls", "network-policy"), ("sidecar",)])
+@pytest.mark.parametrize("cases", [("rdma", "mutual-tls", "network-policy"), ("sidecar",), ("drain",)])
 def test_null_renders_what_kubernetes_takes_or_is_refused_by_its_path(cases: Sequence[str]) -> None:
     """Helm removes a value that is null: a template that needs it would fail as a Go program does."""
     together = json.dumps({key: value for case in cases for key, value in values_of(case).items()})
@@ -150,6 +152,11 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
                 "monitoring": {"serviceMonitor": {"enabled": True}},
             },
             "set auth.readerSecret, the token of Prometheus",
+        ),
+        (
+            {"auth": {"tokensSecret": "t", "engineSecret": "e"}, "node": {"drain": {"enabled": True}}},
+            "node.drain.enabled needs the token of an operator, because with auth.tokensSecret the token of nodes has "
+            "role engine, which may not drain: set auth.operatorSecret",
         ),
         (
             {"coordinator": {"autoscaling": {"enabled": True}}},

@@ -13,7 +13,7 @@ import yaml
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
 from lmkv.config.schema import Config
 from lmkv.config.spellings import spellings
-from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, values_of
+from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, render, values_of
 
 PROCESSES: Mapping[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
@@ -175,6 +175,40 @@ def test_engines_and_their_node_meet_at_one_socket() -> None:
             for name in (owner, "StatefulSet/demo-lmkv-engine-llama")
         ]
         assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("mode", ["daemonSet", "sidecar"])
+@pytest.mark.parametrize("seconds", [None, 30, 600])
+def test_a_node_has_time_to_stop_after_its_drain(mode: str, seconds: int | None) -> None:
+    drain = {} if seconds is None else {"drain": {"enabled": True, "timeoutSeconds": seconds}}
+    engines: dict[str, Any] = {"groups": [{"name": "llama", "model": "m"}], "stopTimeout": 45}
+    of = dict(pods(render({"node": {"mode": mode, **drain}, "engines": engines})))
+    hooks = {
+        f"{name}/{container['name']}": container["lifecycle"]["preStop"]["exec"]["command"]
+        for name, pod in of.items()
+        for container in containers(pod)
+        if "lifecycle" in container
+    }
+    engine = "StatefulSet/demo-lmkv-engine-llama"
+    owner = {"daemonSet": "DaemonSet/demo-lmkv-node", "sidecar": engine}[mode]
+    command = f'timeout {seconds} lmkv drain "$LMKV_INSTANCE_ID" --config /etc/lmkv/lmkv.yaml --timeout {seconds}'
+    assert hooks == ({f"{owner}/node": ["sh", "-c", command]} if seconds else {})
+    stops = {name: of[name]["spec"]["terminationGracePeriodSeconds"] for name in (engine, owner)}
+    stop_seconds = {"daemonSet": 0, "sidecar": engines["stopTimeout"]}[mode]
+    assert stops == {engine: 45 + 15, owner: max(seconds or 0, stop_seconds) + 15}
+
+
+def test_only_nodes_that_drain_are_given_the_token_of_an_operator() -> None:
+    values: dict[str, Any] = dict(values_of("drain"))
+    for enabled in (True, False):
+        values["node"] = {**values["node"], "drain": {"enabled": enabled}}
+        mounted = {
+            container["name"]
+            for _, pod in pods(render(values))
+            for container in containers(pod)
+            if "operator-token" in {mount["name"] for mount in container["volumeMounts"]}
+        }
+        assert mounted == ({"node"} if enabled else set())
 
 
 def variable(container: Manifest, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import ssl
 import subprocess
 import urllib.error
@@ -19,9 +20,12 @@ import yaml
 from lmkv.config import ConnectorConfig, load
 from tests.helm.chart import Manifest, find, pods, render
 from tests.helm.local_pod import LocalPod, Secrets, fetch
+from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
+from tests.server.node.whole_nodes import SPEC, mapped, store
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
 from tests.support.certificates import Certificates, issue
+from tests.waiting import wait_until
 
 COORDINATOR = "demo-lmkv-coordinator-headless.prod.svc"
 SECRET = {"fleet": {"cluster-secret": b"one for all"}, "engines": {"api-key": b"key-of-engines"}}
@@ -42,6 +46,7 @@ class Fleet:
         values |= {"bindAddress": "127.0.0.1", "logFormat": "text", "logLevel": "debug"}
         values["clusterSecret"] = {"existingSecret": "fleet"}
         values["node"] = {"maxLocalCpuSize": 0.0625, "transferChannel": "tcp"} | values["node"]
+        self.coordinator_port: int = values["coordinator"]["port"]
         self.manifests: list[Manifest] = render(values)
         self._pods = dict(pods(self.manifests))
         self._folder = folder
@@ -75,6 +80,11 @@ class Fleet:
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=50, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def chunk_counts(self) -> dict[str, int]:
+        """The chunks of each instance that the coordinator knows."""
+        instances = self.ask("--json")["instances"]
+        return {each["instance_id"]: sum(int(tier["chunk_count"]) for tier in each["tiers"]) for each in instances}
 
     def announced_secrets(self) -> list[str]:
         """Secrets that a process has written into its log, which has all that there is to log."""
@@ -135,7 +145,7 @@ def tokens_file(**tokens: str) -> bytes:
     return yaml.safe_dump({"tokens": known}).encode()
 
 
-TOKENS = {"engine": "token-of-nodes", "reader": "token-of-Prometheus"}
+TOKENS = {"engine": "token-of-nodes", "reader": "token-of-Prometheus", "operator": "token-of-the-drain-hook"}
 
 
 def all_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
@@ -258,3 +268,48 @@ def test_sidecars_are_instances_of_their_pods_names_with_volumes_and_roles(make_
         "demo-lmkv-engine-decode-0": "127.0.0.3",
     }
     assert all(len(instance["tiers"]) == 2 for instance in instances)
+
+
+DRAINED = "demo-lmkv-engine-llama-0"
+GROUPS = [{"name": "llama", "model": MODEL, "replicas": 2}]
+
+
+@pytest.mark.parametrize("security", [["none"], ["mutual-tls", "tokens"]], ids="-".join)
+async def test_a_pod_that_stops_first_copies_what_only_its_node_holds(
+    make_fleet: Callable[..., Fleet], tmp_path: Path, security: list[str]
+) -> None:
+    values = {key: value for name in security for key, value in SECURITY[name].items()}
+    if "auth" in values:
+        values["auth"] = {**values["auth"], "operatorSecret": "operator"}
+    node = {"mode": "sidecar", "drain": {"enabled": True, "evict": True}}
+    fleet = make_fleet({"node": node, "engines": {"groups": GROUPS}, **values}, all_secrets(tmp_path / "tls"))
+    await asyncio.to_thread(fleet.started, "StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
+    names = (DRAINED, "demo-lmkv-engine-llama-1")
+    owner = "StatefulSet/demo-lmkv-engine-llama"
+    drained, other = [
+        await asyncio.to_thread(fleet.started, owner, "node", name=name, ip=f"127.0.0.{2 + number}")
+        for number, name in enumerate(names)
+    ]
+    addresses = [Path(load(ConnectorConfig, env=pod.environment("engine")).node_address) for pod in (drained, other)]
+    async with EngineClient(addresses[0], spec=SPEC) as engine, EngineClient(addresses[1], spec=SPEC) as elsewhere:
+        with mapped(engine) as worker:
+            await store(engine, worker.pool, 0, 1)
+        await asyncio.to_thread(wait_until, lambda: fleet.chunk_counts() == {DRAINED: 2, names[1]: 0})
+        done = await asyncio.to_thread(drained.run_pre_stop, "node")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 chunks" in done.stdout
+        assert f"safe to stop: all chunks of {DRAINED} are held elsewhere" in done.stdout
+        await asyncio.to_thread(drained.stop)
+        found = await elsewhere.lookup("1", chunk_keys(0, 1))
+        assert len(found.own) == 2
+    assert fleet.announced_secrets() == []
+
+
+def test_a_coordinator_that_does_not_respond_delays_no_stop(make_fleet: Callable[..., Fleet]) -> None:
+    node = {"mode": "sidecar", "drain": {"enabled": True, "timeoutSeconds": 1}}
+    fleet = make_fleet({"node": node, "engines": {"groups": GROUPS}})
+    pod = fleet.pod("StatefulSet/demo-lmkv-engine-llama", name=DRAINED)
+    with socket.create_server(("127.0.0.1", fleet.coordinator_port)):  # accepts connections and nothing else
+        pod.command("node")  # moves the paths in its configuration
+        done = pod.run_pre_stop("node")
+    assert done.returncode == 124, done.stdout + done.stderr  # of `timeout`

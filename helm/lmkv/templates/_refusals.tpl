@@ -21,6 +21,9 @@
 {{- if and .Values.auth.tokensSecret .Values.monitoring.serviceMonitor.enabled (not .Values.auth.readerSecret) -}}
 {{- fail "auth.tokensSecret rejects clients without a token: set auth.readerSecret, the token of Prometheus" -}}
 {{- end -}}
+{{- if and .Values.node.drain.enabled .Values.auth.tokensSecret (not .Values.auth.operatorSecret) -}}
+{{- fail "node.drain.enabled needs the token of an operator, because with auth.tokensSecret the token of nodes has role engine, which may not drain: set auth.operatorSecret" -}}
+{{- end -}}
 {{- if and .Values.coordinator.autoscaling.enabled (not .Values.coordinator.layoutMap.existingSecret) -}}
 {{- fail "coordinator.autoscaling needs a shared layout map, because otherwise every node reports to every coordinator and more replicas add no capacity: set coordinator.layoutMap.existingSecret" -}}
 {{- end -}}

@@ -27,6 +27,12 @@ ports:
   timeoutSeconds: 5
   {{- toYaml $often | nindent 2 }}
 {{- end }}
+{{- if $values.drain.enabled }}
+lifecycle:
+  preStop:
+    exec:
+      command: [sh, -c, {{ include "lmkv.drainCommand" $root | quote }}]
+{{- end }}
 resources:
   {{- include "lmkv.nodeResources" $root | nindent 2 }}
 securityContext:
@@ -39,6 +45,11 @@ securityContext:
   {{- toYaml $context | nindent 2 }}
 volumeMounts:
   {{- include "lmkv.clientMounts" $root | replace "name: config" "name: node-config" | nindent 2 }}
+  {{- if include "lmkv.operatorToken" $root }}
+  - name: operator-token
+    mountPath: /etc/lmkv-operator-token
+    readOnly: true
+  {{- end }}
   - name: runtime
     mountPath: /run/lmkv
   - name: node-tmp
@@ -51,6 +62,27 @@ volumeMounts:
   - name: disk
     mountPath: /disk
   {{- end }}
+{{- end -}}
+
+{{/* The shell command that drains the node: Kubernetes does not expand variables in the commands of hooks. `timeout`
+bounds it if the coordinator does not respond. Kubernetes stops the container regardless of its exit code. */}}
+{{- define "lmkv.drainCommand" -}}
+{{- $drain := .Values.node.drain -}}
+{{- if include "lmkv.operatorToken" . }}LMKV_AUTH_TOKEN_FILE=/etc/lmkv-operator-token/token {{ end -}}
+timeout {{ $drain.timeoutSeconds }} lmkv drain "$LMKV_INSTANCE_ID" --config /etc/lmkv/lmkv.yaml --timeout {{ $drain.timeoutSeconds }}
+{{- if $drain.evict }} --evict{{ end -}}
+{{- end -}}
+
+{{/* Secret with the token by which nodes are drained; nothing: none is needed. */}}
+{{- define "lmkv.operatorToken" -}}
+{{- if and .Values.node.drain.enabled .Values.auth.tokensSecret -}}{{ .Values.auth.operatorSecret }}{{- end -}}
+{{- end -}}
+
+{{/* Grace period of a pod with a node. The node drains while the other containers of its pod stop; then it stops itself.
+Takes a list of root and the stop time of the other containers. */}}
+{{- define "lmkv.nodeGracePeriod" -}}
+{{- $drain := (index . 0).Values.node.drain -}}
+{{- add (max (index . 1) (ternary $drain.timeoutSeconds 0 $drain.enabled)) 15 -}}
 {{- end -}}
 
 {{/* Environment variables of the node. Takes the same dict as its container. */}}
@@ -109,6 +141,9 @@ node takes: whole ones, rounded down. */}}
 {{- include "lmkv.configVolume" (list . "node") | replace "name: config" "name: node-config" }}
 {{- with include "lmkv.clientVolumes" (list . .Values.auth.engineSecret) | trim }}
 {{ . }}
+{{- end }}
+{{- with include "lmkv.operatorToken" . }}
+{{ include "lmkv.tokenVolume" . | replace "name: token" "name: operator-token" }}
 {{- end }}
 - name: node-tmp
   emptyDir:
