@@ -21,7 +21,6 @@ from lmkv import tiers
 from lmkv.auth.credentials import Credentials
 from lmkv.config import ClientConfig, load
 from lmkv.errors import BadRequest, LmkvError, Unreachable
-from lmkv.safe_text import safe_text
 from lmkv.units import format_bytes, parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv.v1.registry_service_pb2 import TierUsage
@@ -32,8 +31,6 @@ Response = TypeVar("Response")
 
 DONE, FAILED, PARTLY_DONE = 0, 1, 3
 """Exit codes of commands that start operations."""
-MAX_CELL_CHARACTERS = 1_000
-"""Maximum length of a table cell: nodes choose the names of models."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,20 +149,3 @@ def format_fill(tier: TierUsage) -> str:
     """Used bytes of a tier, and its capacity if it has a limit: `0.63 GiB/5.00 GiB`."""
     used = format_bytes(tier.used_bytes)
     return f"{used}/{format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else used
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: with a frame on a terminal, else as aligned columns for other programs."""
-    rows = [[safe_text(cell, MAX_CELL_CHARACTERS) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table, markup=False)
-        return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -8,12 +8,16 @@ from collections.abc import Iterable, Iterator
 from lmkv.cli import Command
 from lmkv.safe_text import safe_text
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse, TierUsage
-from lmkv_client.commands import MAX_CELL_CHARACTERS, add_common_arguments, call, format_fill, print_json, print_table
+from lmkv_client.commands import add_common_arguments, call, format_fill, print_json
+from lmkv_client.commands.tables import MAX_CELL_CHARACTERS, Number, print_table
 
 EXAMPLES = """\
   lmkv instances
   lmkv instances --coordinator 10.0.0.5:9000
   lmkv instances --json | jq '.instances[].instance_id'"""
+
+
+COLUMNS = ("INSTANCE", "PEER", "MODELS", "TIERS", Number("ENGINES"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if not instances:
         print("no instance is registered")
         return 0
-    columns = ("INSTANCE", "PEER", "MODELS", "TIERS", "ENGINES")
-    print_table(columns, [row(instance) for instance in instances])
+    print_table(COLUMNS, [row(instance) for instance in instances])
     for line in conflicts(instances):
         print(safe_text(line, MAX_CELL_CHARACTERS))
     return 0

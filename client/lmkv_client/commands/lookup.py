@@ -9,14 +9,18 @@ from lmkv.cli import Command
 from lmkv.errors import LmkvError
 from lmkv.v1.cache_service_pb2 import LookupResponse
 from lmkv_client import Coordinator
-from lmkv_client.commands import add_common_arguments, call, print_json, print_table
+from lmkv_client.commands import add_common_arguments, call, print_json
 from lmkv_client.commands.chunks import add_chunk_arguments, read_chunks
+from lmkv_client.commands.tables import Number, print_table
 
 EXAMPLES = """\
   lmkv lookup --tokens 128000,849,21435,279
   lmkv lookup --prompt "Explain the significance of KV cache." --model /models/llama
   curl -s localhost:8000/tokenize -d '{"prompt": "Hi"}' | jq .tokens | lmkv lookup --tokens-file -
   lmkv lookup --tokens-file prompt.json --model llama --coordinator 10.0.0.5:9000 --json"""
+
+
+COLUMNS = ("INSTANCE", "LOCATION", Number("TOKENS"), Number("CHUNKS"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +51,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_holders(response: LookupResponse) -> None:
-    """Prints one line per run of chunks in one tier of one instance."""
-    rows = [
+def rows(response: LookupResponse) -> list[tuple[str, ...]]:
+    """The table rows: one per run of chunks in one tier of one instance."""
+    return [
         (holder.instance_id, run.location, str(run.token_count), str(run.chunk_count))
         for holder in response.holders
         for run in holder.runs
     ]
-    if rows:
-        print_table(("INSTANCE", "LOCATION", "TOKENS", "CHUNKS"), rows)
+
+
+def print_holders(response: LookupResponse) -> None:
+    """Prints one line per run of chunks in one tier of one instance."""
+    if held := rows(response):
+        print_table(COLUMNS, held)
     else:
         print("no instance holds any of it")
     if response.partial:

@@ -10,7 +10,7 @@ from lmkv.cli import Command
 from lmkv.errors import ConfigError
 from lmkv.units import format_duration
 from lmkv_client import Coordinator
-from lmkv_client.commands import DONE, add_common_arguments, call, print_json, print_table
+from lmkv_client.commands import DONE, add_common_arguments, call, print_json
 from lmkv_client.commands.following import (
     EXIT_CODES,
     AnyOperation,
@@ -21,6 +21,7 @@ from lmkv_client.commands.following import (
     show_operation,
     wait_for,
 )
+from lmkv_client.commands.tables import Number, print_table
 
 EXAMPLES = f"""\
   lmkv ops                                  list them, newest first
@@ -32,7 +33,7 @@ EXAMPLES = f"""\
 {EXIT_CODES}"""
 
 
-COLUMNS = ("OPERATION", "SUBJECT", "STATE", "PROGRESS", "AGE")
+COLUMNS = ("OPERATION", "SUBJECT", "STATE", Number("PROGRESS"), Number("AGE"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from lmkv.cli import Command
 from lmkv.tiers import format_position
@@ -14,12 +15,14 @@ from lmkv_client.commands import (
     call,
     count,
     print_json,
-    print_table,
     read_position,
     read_seconds,
     seconds_until,
 )
 from lmkv_client.commands.chunks import add_chunk_arguments, read_chunks
+from lmkv_client.commands.tables import Number, print_table
+
+COLUMNS = ("PIN", "POSITION", Number("CHUNKS"), Number("TOKENS"), Number("ENDS IN"))
 
 
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +59,18 @@ def run_pins(args: argparse.Namespace) -> int:
     if args.json:
         print_json(ListPinsResponse(pins=pins))
     elif pins:
-        rows = [
-            (pin.pin_id, format_position(pin.position), str(pin.chunk_count), str(pin.token_count), _rest(pin))
-            for pin in pins
-        ]
-        print_table(("PIN", "POSITION", "CHUNKS", "TOKENS", "ENDS IN"), rows)
+        print_table(COLUMNS, rows(pins))
     else:
         print("nothing is pinned")
     return 0
+
+
+def rows(pins: Iterable[PinnedChunks]) -> list[tuple[str, ...]]:
+    """The table rows: one per pin."""
+    return [
+        (pin.pin_id, format_position(pin.position), str(pin.chunk_count), str(pin.token_count), _rest(pin))
+        for pin in pins
+    ]
 
 
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,21 +17,19 @@ from google.protobuf.message import Message
 
 from lmkv.cli import Command
 from lmkv.errors import Unreachable
-from lmkv.safe_text import safe_text
 from lmkv.units import format_duration
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
 from lmkv_client.commands import (
-    MAX_CELL_CHARACTERS,
     add_common_arguments,
     call,
     format_fill,
     ops,
-    print_table,
     read_seconds,
     seconds_until,
 )
 from lmkv_client.commands.following import AnyOperation
+from lmkv_client.commands.tables import Number, align, shorten
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +39,16 @@ EXAMPLES = """\
   lmkv top --interval 5s
   lmkv top --once             one frame, as without a terminal"""
 
-INSTANCE_COLUMNS = ("INSTANCE", "TIER", "FILL", "USED/CAPACITY", "CHUNKS", "HITS", "ENGINES", "LEASE")
+INSTANCE_COLUMNS = (
+    "INSTANCE",
+    "TIER",
+    Number("FILL"),
+    Number("USED/CAPACITY"),
+    Number("CHUNKS"),
+    Number("HITS"),
+    Number("ENGINES"),
+    Number("LEASE"),
+)
 BAR_CELLS = 10
 
 
@@ -86,14 +94,11 @@ async def look(coordinator: Coordinator) -> Frame:
 
 
 def print_frame(frame: Frame) -> None:
-    """Prints the tables one below the other."""
-    if frame.instances:
-        print_table(INSTANCE_COLUMNS, frame.instance_rows())
-    else:
-        print("no instance is registered")
+    """Prints the tables one below the other, fitted to the terminal if there is one."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(_instance_lines(frame, width)))
     if frame.operations:
-        print()
-        print_table(ops.COLUMNS, frame.operation_rows())
+        print("\n".join(["", *_operation_lines(frame, width)]))
 
 
 def print_frame_json(frame: Frame) -> None:
@@ -115,34 +120,60 @@ async def show(coordinator: Coordinator, interval_seconds: float) -> int:
 
     frame = await look(coordinator)
     seen = time.monotonic()
-    with Live(_draw(frame, ""), screen=True, auto_refresh=False) as live:
+    with Live(screen=True, auto_refresh=False) as live:
+        live.update(draw(frame, "", live.console.width), refresh=True)
         while True:
             await asyncio.sleep(interval_seconds)
             try:
                 frame, seen, trouble = await look(coordinator), time.monotonic(), ""
             except Unreachable as error:
                 trouble = f"as it was {format_duration(time.monotonic() - seen)} ago: {error}"
-            live.update(_draw(frame, trouble), refresh=True)
+            live.update(draw(frame, trouble, live.console.width), refresh=True)
 
 
-def _draw(frame: Frame, trouble: str) -> RenderableType:
+def draw(frame: Frame, trouble: str, width: int) -> RenderableType:
+    """The screen for one frame."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-        drawn = Table(*columns, box=None, header_style="bold", pad_edge=False)
-        for row in rows:
-            drawn.add_row(*map(Text, row))
-        return drawn
+    title = f"lmkv top  {time.strftime('%H:%M:%S')}  {len(frame.instances)} instances  Ctrl-C stops"
+    tables = [*_instance_lines(frame, width), "", *_operation_lines(frame, width)]
+    lines = (Text(line, no_wrap=True, overflow="crop") for line in tables)
+    return Group(Text(title, style="dim"), *lines, Text(trouble, style="red"))
 
-    parts: list[RenderableType] = [
-        Text(f"lmkv top  {time.strftime('%H:%M:%S')}  {len(frame.instances)} instances  Ctrl-C stops", style="dim"),
-        table(INSTANCE_COLUMNS, frame.instance_rows()),
-        Text(""),
-        table(ops.COLUMNS, frame.operation_rows()) if frame.operations else Text("no operation runs", "dim"),
-    ]
-    return Group(*parts, Text(trouble, style="red"))
+
+def _instance_lines(frame: Frame, width: int | None) -> list[str]:
+    """A line per tier of each instance; if that is too wide, a line per instance and below it one per tier."""
+    if not frame.instances:
+        return ["no instance is registered"]
+    rows = frame.instance_rows()
+    lines = align(INSTANCE_COLUMNS, rows)
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    name, tier, fill, used, chunks, *rest = INSTANCE_COLUMNS
+    heads = align((name, *rest), [(row[0], *row[5:]) for row in rows], width)
+    details = align((f"  {tier}", fill, used, chunks), [(f"  {row[1]}", *row[2:5]) for row in rows], width)
+    stacked = [heads[0], details[0]]
+    instances = [instance.instance_id for instance in frame.instances for _ in instance.tiers or "-"]
+    for index, (head, detail) in enumerate(zip(heads[1:], details[1:], strict=True)):
+        if index == 0 or instances[index] != instances[index - 1]:
+            stacked.append(head)
+        stacked.append(detail)
+    return stacked
+
+
+def _operation_lines(frame: Frame, width: int | None) -> list[str]:
+    """A line per operation; if that is too wide, no state, which is `running` for all, and a second line."""
+    if not frame.operations:
+        return ["no operation runs"]
+    rows = frame.operation_rows()
+    lines = align(ops.COLUMNS, rows)
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    name, subject, _, *rest = ops.COLUMNS
+    heads = align((name, *rest), [(row[0], *row[3:]) for row in rows], width)
+    subjects = [shorten(text, width - 2) for text in (subject, *(row[1] for row in rows))]
+    return [line for head, text in zip(heads, subjects, strict=True) for line in (head, f"  {text}")]
 
 
 def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
@@ -155,7 +186,7 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
         cells = round(min(share, 1.0) * BAR_CELLS)
         yield (
             name,
-            safe_text(tier.name, MAX_CELL_CHARACTERS),
+            tier.name,
             f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}",
             format_fill(tier),
             str(tier.chunk_count),

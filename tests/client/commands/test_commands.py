@@ -148,9 +148,9 @@ async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsy
     assert await run("lookup", "--tokens", "1,2,3", "--model", "llama", "--cache-salt", "s", "--lora", "l") == 0
     assert capsys.readouterr().out == (
         "INSTANCE  LOCATION          TOKENS  CHUNKS\n"
-        "lmkv-1    LocalCPUBackend   5120    20\n"
-        "lmkv-1    LocalDiskBackend  7       1\n"
-        "lmkv-2    LocalCPUBackend   256     1\n"
+        "lmkv-1    LocalCPUBackend     5120      20\n"
+        "lmkv-1    LocalDiskBackend       7       1\n"
+        "lmkv-2    LocalCPUBackend      256       1\n"
     )
     assert coordinator.asked == [LookupRequest(tokens=[1, 2, 3], model_name="llama", cache_salt="s", lora_name="l")]
 
@@ -354,11 +354,11 @@ async def test_instances_shows_a_line_each_and_who_cannot_share(
         "INSTANCE            PEER           MODELS                             TIERS             "
         "                                           ENGINES\n"
         "lmkv-1              10.0.0.7:8200  llama (bfloat16), qwen (fp8_e4m3)  host 20 chunks 0.6"
-        "3 GiB/5.00 GiB, example 7 chunks 1.00 GiB  2\n"
+        "3 GiB/5.00 GiB, example 7 chunks 1.00 GiB        2\n"
         "lmkv-2              10.0.0.8:8200  llama (float32)                    -                 "
-        "                                           0\n"
+        "                                                 0\n"
         "lmkv-3 (reporting)  10.0.0.9:8200  -                                  -                 "
-        "                                           0\n"
+        "                                                 0\n"
         "lmkv-1 and lmkv-2 cannot share llama: kv_dtype is bfloat16 on the one, float32 on the other\n"
     )
 

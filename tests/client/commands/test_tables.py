@@ -1,0 +1,163 @@
+"""The tables of the commands: numbers to the right, and `lmkv top` on narrow terminals."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pkgutil
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from google.longrunning.operations_pb2 import Operation as OperationMessage
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+
+import lmkv_client.commands
+from lmkv.v1.cache_service_pb2 import DrainProgress, Holder, LookupResponse, MoveProgress, TierRun
+from lmkv.v1.chunk_pb2 import TIER_HOST, KvSpec, PinnedChunks, Position
+from lmkv.v1.registry_service_pb2 import Instance, InstanceStats, TierUsage
+from lmkv_client.commands import instances, lookup, ops, pin, top
+from lmkv_client.commands.tables import Number, align, shorten
+from lmkv_client.operation import OperationState
+
+WIDTH = 70
+LONG_ID = "lmkv.svc.cluster.local-production-europe-west-4-engine-pool-{}"
+NOW = time.time()
+NUMBER = re.compile(r"(-?\d|[█░]|-$)")
+
+
+def moment(seconds_from_now: float) -> Timestamp:
+    return Timestamp(seconds=int(NOW + seconds_from_now))
+
+
+def instance(instance_id: str, *tiers: str, synced: bool = True) -> Instance:
+    return Instance(
+        instance_id=instance_id,
+        peer_address="node-7:8200",
+        specs=[KvSpec(model_name="llama", kv_dtype="bfloat16")],
+        tiers=[
+            TierUsage(name=name, used_bytes=(1 << 50) - 1, capacity_bytes=1 << 50, chunk_count=123_456_789)
+            for name in tiers
+        ],
+        engine_count=128,
+        stats=InstanceStats(asked_chunks=100, own_chunks=62, peer_chunks=20),
+        expire_time=moment(30),
+        synced=synced,
+    )
+
+
+@pytest.fixture(autouse=True)
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still, so that ages do not change during a test."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+
+
+class Running(OperationState[Any, Any]):
+    """An operation that runs."""
+
+    def __init__(self, name: str, progress: Message) -> None:
+        self.message = OperationMessage(name=name)
+        self.message.metadata.Pack(progress)
+
+
+def frame(template: str = LONG_ID) -> top.Frame:
+    names = [template.format(number) for number in range(4)]
+    position = [Position(instance_id=name, tier=TIER_HOST) for name in names]
+    long_ago = moment(-100 * 3600)
+    counts: Any = {"chunk_count": 12_345_678, "done_chunk_count": 10_345_678}
+    move = MoveProgress(create_time=long_ago, old_position=position[0], new_position=position[1], **counts)
+    drain = DrainProgress(create_time=moment(-5), instance_id=names[2], chunk_count=9, done_chunk_count=2)
+    return top.Frame(
+        instances=[
+            instance(names[0], "host", "disk", "remote"),
+            instance(names[1], "host", synced=False),
+            instance(names[2]),
+        ],
+        operations=[Running("move-0123456789abcdef", move), Running("drain-0123456789abcdef", drain)],  # type: ignore[list-item]
+    )
+
+
+HOLDERS = LookupResponse(
+    holders=[
+        Holder(instance_id=f"lmkv-{count}", runs=[TierRun(location="host", token_count=16 * count, chunk_count=count)])
+        for count in (7, 12_345)
+    ]
+)
+PINS = [
+    PinnedChunks(pin_id=f"p{count}", chunk_count=count, token_count=16 * count, expire_time=moment(count))
+    for count in (7, 12_345)
+]
+TABLES: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
+    (instances.COLUMNS, [instances.row(one) for one in (*frame().instances, Instance(instance_id="one"))]),
+    (lookup.COLUMNS, lookup.rows(HOLDERS)),
+    (ops.COLUMNS, frame().operation_rows()),
+    (pin.COLUMNS, pin.rows(PINS)),
+    (top.INSTANCE_COLUMNS, frame().instance_rows()),
+]
+
+
+def test_these_are_all_tables() -> None:
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.iter_modules(lmkv_client.commands.__path__, "lmkv_client.commands.")
+    ]
+    found = {value for module in modules for name, value in vars(module).items() if name.endswith("COLUMNS")}
+    assert found == {columns for columns, _ in TABLES}
+
+
+@pytest.mark.parametrize(("columns", "rows"), TABLES, ids=lambda value: value[0] if value[0][0].isupper() else "")
+def test_numbers_are_aligned_to_the_right(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for column, *cells in zip(columns, *rows, strict=True):
+        assert isinstance(column, Number) == all(map(NUMBER.match, cells)), column
+    heading, *lines = align(columns, rows)
+    ends = {str(column): heading.index(column) + len(column) for column in columns if isinstance(column, Number)}
+    assert ends
+    for row, line in zip(rows, lines, strict=True):
+        for column, cell in zip(columns, row, strict=True):
+            assert column not in ends or line[: ends[column]].endswith(cell)
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "short"), [("abcdef", 6, "abcdef"), ("abcdef", 5, "ab…ef"), ("abcdef", 4, "ab…f")]
+)
+def test_ids_are_shortened_in_the_middle(text: str, width: int, short: str) -> None:
+    assert shorten(text, width) == short
+
+
+def test_the_longest_word_is_shortened_first() -> None:
+    assert shorten("abcdefghijkl to b", 12) == "abc…jkl to b"
+
+
+def draw(shown: top.Frame, width: int) -> list[str]:
+    """The screen of `lmkv top` in a terminal of this width."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(top.draw(shown, "", width))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_top_fits_70_columns_with_long_ids_and_large_numbers() -> None:
+    shown = frame()
+    lines = draw(shown, WIDTH)
+    assert max(map(len, lines)) <= WIDTH
+    words = re.split(r"\s{2,}", "  ".join(lines))
+    for row in shown.instance_rows():
+        assert set(row[1:]) - {"-"} <= set(words)
+    for name, _, state, *values in shown.operation_rows():
+        assert {name, *values} <= set(words)
+        assert state == "running"  # not shown: all of them run
+    ids = [line.partition("  ")[0] for line in lines if line.startswith("lmkv.svc")]
+    assert len(set(ids)) == len(shown.instances)  # shortened in the middle
+    assert all("…" in shortened for shortened in ids)
+    assert any(re.fullmatch(r"  lmkv\S+…\S+-0/host to lmkv\S+…\S+-1/host", line) for line in lines)
+
+
+def test_top_keeps_one_line_per_tier_where_it_fits() -> None:
+    shown = frame("n{}")
+    lines = draw(shown, 120)
+    assert lines[1 : 2 + len(shown.instance_rows())] == align(top.INSTANCE_COLUMNS, shown.instance_rows())
+    assert lines[-4:] == [*align(ops.COLUMNS, shown.operation_rows()), ""]
