@@ -47,7 +47,8 @@ export class Ledger {
 function readOperation({ name, done = false, metadata = {}, response, error }) {
   const kind = name.split("-")[0];
   const result = response ?? {};
-  const isMove = kind !== "clear";
+  const isMove = kind === "move" || kind === "copy";
+  const isClear = kind === "clear";
   return {
     name,
     kind,
@@ -58,9 +59,10 @@ function readOperation({ name, done = false, metadata = {}, response, error }) {
     destination: isMove ? metadata.newPosition : null,
     where: isMove ? null : { instanceId: metadata.instanceId ?? "", tier: metadata.tier },
     dryRun: metadata.dryRun ?? false,
-    total: (isMove ? metadata.chunkCount : metadata.instanceCount) ?? 0,
-    reached: (isMove ? metadata.doneChunkCount : metadata.doneInstanceCount) ?? 0,
-    chunkCount: result.chunkCount ?? metadata.doneChunkCount ?? 0,
+    unit: isClear ? "instance" : "chunk",
+    total: Number((isClear ? metadata.instanceCount : metadata.chunkCount) ?? 0),
+    reached: Number((isClear ? metadata.doneInstanceCount : metadata.doneChunkCount) ?? 0),
+    chunkCount: Number(result.chunkCount ?? metadata.doneChunkCount ?? 0),
     tokenCount: Number(result.tokenCount ?? metadata.tokenCount ?? 0),
     bytes: Number(result.transferredBytes ?? metadata.transferredBytes ?? 0),
     failures: readFailures(result.failures ?? []),
@@ -74,8 +76,8 @@ function readFailures(failures) {
   return failures.flatMap((failure) => {
     const parts = failure.failures ?? [failure];
     const who = failure.instanceId ? `${failure.instanceId}: ` : "";
-    return parts.map(({ chunkKeys, status }) => {
-      const keys = chunkKeys ? Math.floor((chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16) : 0;
+    return parts.map(({ chunkKeys, chunkCount, status }) => {
+      const keys = chunkKeys ? Math.floor((chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16) : Number(chunkCount ?? 0);
       const chunks = keys ? `${keys} chunk${keys === 1 ? "" : "s"}: ` : "";
       return `${who}${chunks}${status?.message || "no reason was given"}`;
     });

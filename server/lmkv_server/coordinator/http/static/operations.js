@@ -1,4 +1,4 @@
-// Moves, copies and clears: progress, result, and a button to cancel.
+// Moves, copies, clears and drains: progress, result, and a button to cancel.
 
 import { RPC, call, serverNow } from "./api.js";
 import { announce, byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
@@ -20,7 +20,7 @@ export function showOperations(fleet) {
   for (const { name, state } of operations) known.set(name, state);
 }
 
-/** Source and destination of an operation: `lmkv-1/host → lmkv-2/host`. */
+/** Source and destination of an operation, `lmkv-1/host → lmkv-2/host`, or the instance that is cleared or drained. */
 export function route({ source, destination, where }) {
   if (where) return `${where.instanceId || "every instance"}${where.tier ? ` / ${tierName(where.tier)}` : ""}`;
   return source && destination ? `${place(source)} → ${place(destination)}` : "of an earlier coordinator";
@@ -94,8 +94,7 @@ function factsOf(operation) {
   const now = serverNow();
   const facts = [];
   if (!operation.done) {
-    const noun = operation.where ? "instance" : "chunk";
-    facts.push(`${count(operation.reached)} of ${counted(operation.total, noun)}`);
+    facts.push(`${count(operation.reached)} of ${counted(operation.total, operation.unit)}`);
   } else if (operation.state !== "failed") {
     facts.push(counted(operation.chunkCount, "chunk"));
     if (operation.tokenCount) facts.push(counted(operation.tokenCount, "token"));

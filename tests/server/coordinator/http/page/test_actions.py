@@ -8,6 +8,7 @@ from typing import Any
 from playwright.async_api import expect
 
 from lmkv.keys import join_keys
+from lmkv.v1.cache_service_pb2 import DrainRequest
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, QWEN
 from tests.server.coordinator.http.page.visitor import REFUSED, Visitor, look_up, start_copy
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, until
@@ -77,6 +78,24 @@ async def test_an_operation_that_runs_is_cancelled(
     await expect(progress).to_be_hidden()
     assert await page.evaluate("document.activeElement.id") == "operations-title"
     assert fleet["c"].chunks == {}
+
+
+async def test_a_drain_is_shown_with_its_instance_and_progress(
+    visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]
+) -> None:
+    for instance in fleet.values():
+        instance.going.clear()
+    page = await visitor.open()
+    await cache.Drain(DrainRequest(instance_id="a"), timeout=5)
+    await expect(page.locator(".operation .kind")).to_have_text("drain")
+    await expect(page.locator(".operation h3")).to_have_text("a")
+    await expect(page.get_by_role("progressbar", name="drain a")).to_have_attribute("aria-valuemax", "1")
+    await expect(page.locator(".operation p.number")).to_contain_text("0 of 1 chunk")
+    for instance in fleet.values():
+        instance.going.set()
+    await expect(page.locator(".operation .badge")).to_have_text("done")
+    await expect(page.locator(".operation p.number")).to_contain_text(re.compile("^1 chunk · "))
+    assert list(fleet["a"].chunks) == KEYS
 
 
 async def test_failures_are_explained(visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]) -> None:
