@@ -114,5 +114,5 @@ def test_the_notice_of_another_request_is_passed_over() -> None:
         for request_id in ("r1", "r2"):
             sender.send(msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": request_id}))
         prefill_decode.wait_for_notice(notices, "r2", 20.0)
-        with pytest.raises(LmkvError, match="did not say within"):
+        with pytest.raises(LmkvError, match="did not report the transfer"):
             prefill_decode.wait_for_notice(notices, "r3", 0.01)

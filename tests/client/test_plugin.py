@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from lmkv_client.plugin import NEXT_VLLM, OLDEST_VLLM, version_error
+from lmkv_client.startup_error import VARIABLE
 from tests.promises.conftest import ROOT, pyproject
 
 __all__ = ["pyproject"]
@@ -55,8 +57,15 @@ def test_an_engine_with_an_unsupported_vllm_ends_with_the_error_as_its_last_line
     (tmp_path / "vllm/__init__.py").write_text('__version__ = "0.30.0"\n')
     factory.write_text("class KVConnectorFactory:\n    _registry = {}\n")
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{ENGINE}"
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # no child of an engine
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"lmkv: error: {version_error('0.30.0')}"

@@ -65,7 +65,7 @@ class CoordinatorMetrics(Collector):
     def _fleet(self) -> Iterator[Metric]:
         core = self._services.core
         synced = sum(instance.synced for instance in core.instances)
-        instances = _gauge("instances", "Registered instances, by whether their opening snapshot is in.", "synced")
+        instances = _gauge("instances", "Registered instances, by whether their first snapshot is complete.", "synced")
         instances.add_metric(["true"], synced)
         instances.add_metric(["false"], len(core.instances) - synced)
         yield instances
@@ -112,7 +112,7 @@ class CoordinatorMetrics(Collector):
         yield seconds
         yield _counter("lookup_hits", "Lookups that found at least one holder.", lookups.hits)
         yield _counter("reports", "Reports of nodes that were applied.", self._services.registry.report_count)
-        watchers = _gauge("watchers", "Watches that are open.")
+        watchers = _gauge("watchers", "Open watches.")
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
         running = _gauge("operations_running", "Operations that this coordinator runs.", "kind")
@@ -126,7 +126,7 @@ class CoordinatorMetrics(Collector):
         yield ended
 
     def _http(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(f"{PREFIX}http_requests", "Requests over HTTP.", labels=["path", "code"])
+        requests = CounterMetricFamily(f"{PREFIX}http_requests", "HTTP requests.", labels=["path", "code"])
         for labels, count in self._http_requests.items():
             requests.add_metric(labels, count)
         yield requests

@@ -356,13 +356,13 @@ async def test_a_full_store_keeps_what_it_has_and_is_tried_again_later(caplog: p
             await until(lambda: host.remote.stats().skipped_chunks > 0)
             assert host.remote.usable
             assert await host.count(0) == 1
-            assert "takes no more" in caplog.text
+            assert "accepts no more writes" in caplog.text
             with server.client() as client:
                 client.config_set("maxmemory", "64mb")
             await host.flushed()
             assert host.remote.stats().waiting_chunks == 0
             assert len(server.names()) == 512 - host.remote.stats().skipped_chunks
-        assert caplog.text.count("takes no more") <= 2
+        assert caplog.text.count("accepts no more writes") <= 2
 
 
 async def test_a_store_that_may_not_be_written_is_read(redis: RedisServer) -> None:
