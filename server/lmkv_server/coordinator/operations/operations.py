@@ -281,6 +281,6 @@ class Operations:
         self._table.expire()
 
     def _have_restarted(self, reporters: Mapping[str, int]) -> bool:
-        """Whether all of at least one reporter started again so long ago that another would have reported."""
+        """Whether every instance that reported the operation restarted more than `SILENT_SECONDS` ago."""
         seconds = (self._restarted_seconds(instance_id, epoch) for instance_id, epoch in reporters.items())
         return bool(reporters) and min(seconds) > SILENT_SECONDS
