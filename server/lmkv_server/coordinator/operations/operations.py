@@ -275,7 +275,7 @@ class Operations:
         for operation in self._table.running():
             is_overdue = now > operation.expire_time + SILENT_SECONDS
             if not operation.runs_here and (is_overdue or self._have_restarted(operation.reporters)):
-                operation.is_lost = True
+                operation.is_lost = not is_overdue  # after the deadline a report changes nothing
                 lost = Unreachable(f"no instance reports {operation.name} any more; look up where its chunks are")
                 self._end(operation, None, lost)
         self._table.expire()
