@@ -67,6 +67,11 @@ def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret
     return ChunkKey(hmac.digest(secret, b"lmkv." + HASH_SCHEME.encode() + namespace, "sha256")[:KEY_BYTES])
 
 
+def part_key(chunk_key: ChunkKey, part: int) -> ChunkKey:
+    """The key of one part of a chunk: SHA-256(chunk key ‖ part as one byte)[:16]; part 0 has the chunk's key."""
+    return ChunkKey(sha256(chunk_key + bytes((part,))).digest()[:KEY_BYTES]) if part else chunk_key
+
+
 class KeyChain:
     """The keys of one growing prompt.
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
 
 from lmkv.errors import BadKvSpec
-from lmkv.keys import HASH_SCHEME, KEY_BYTES
+from lmkv.keys import HASH_SCHEME, KEY_BYTES, ChunkKey, part_key
 from lmkv.packing import pack_fields
+from lmkv.parts import MAX_PARTS, KvPart, PartItem, items_of_hit
 from lmkv.v1 import chunk_pb2
 
 TOKEN_MAJOR: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_TOKEN_MAJOR
 NATIVE_TILES: chunk_pb2.KvFormat.ValueType = chunk_pb2.KV_FORMAT_NATIVE_TILES
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes per element, by the engine's name of the KV dtype."""
+ALL: chunk_pb2.PartRule.ValueType = chunk_pb2.PART_RULE_ALL
+
 MAX_SPECS = 64
 """Maximum number of specs of one instance."""
 MAX_FIELD_BYTES = 512
@@ -27,6 +29,9 @@ MAX_NAME_BYTES = 256
 MAX_IDENTITY_BYTES = 512
 
 _NOT_HASHED = ("model_name", "vocab_size")
+_UNSET: dict[str, object] = {"rule": ALL, "span": 0, "layers": "", "more_parts": ""}
+"""Fields that are hashed only with other values than these: models with one kind of layers have none of them."""
+_PART_FIELDS = tuple(field.name for field in fields(KvPart))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +67,8 @@ def _check_text(field: str, text: str, low: int, high: int) -> None:
 class KvSpec:
     """Properties of KV bytes. The fields are those of the message `lmkv.v1.KvSpec`, without tensor-parallel size.
 
-    Raises `BadKvSpec` if the fields contradict each other.
+    Code that a chunk's parts do not concern uses `parts`, `part_bytes` and `items`: a model with one kind of layers has
+    one part, and the items of a hit are then its chunks. Raises `BadKvSpec` if the fields contradict each other.
     """
 
     model_name: str
@@ -79,58 +85,79 @@ class KvSpec:
     block_size: int = 0
     hash_scheme: str = HASH_SCHEME
     vocab_size: int = 0
+    rule: chunk_pb2.PartRule.ValueType = ALL
+    span: int = 0
+    layers: str = ""
+    more_parts: tuple[KvPart, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("layer_count", "kv_head_count", "head_size", "chunk_size"):
-            if getattr(self, name) <= 0:
-                raise BadKvSpec(f"{name} must be positive, not {getattr(self, name)}", field=name)
-        if self.kv_dtype not in DTYPE_BYTES:
+        if self.chunk_size <= 0:
+            raise BadKvSpec(f"chunk_size must be positive, not {self.chunk_size}", field="chunk_size")
+        if len(self.more_parts) >= MAX_PARTS:
             raise BadKvSpec(
-                f"kv_dtype {self.kv_dtype!r} is unknown; known are {', '.join(DTYPE_BYTES)}", field="kv_dtype"
+                f"a chunk has {len(self.more_parts) + 1} parts, at most {MAX_PARTS} are allowed", field="more_parts"
             )
+        assert self.parts  # checks part 0
         if self.format not in (TOKEN_MAJOR, NATIVE_TILES):
             raise BadKvSpec(f"format {self.format} is unknown", field="format")
         if self.hash_scheme != HASH_SCHEME:
             raise BadKvSpec(f"hash_scheme {self.hash_scheme!r} is unknown; use {HASH_SCHEME!r}", field="hash_scheme")
-        if self.format == NATIVE_TILES and (self.block_size <= 0 or self.chunk_size % self.block_size):
-            raise BadKvSpec(
-                f"chunk_size {self.chunk_size} must be a multiple of the engine's block size {self.block_size}; "
-                f"set chunk_size or the engine's --block-size",
-                field="chunk_size",
-            )
+        for part in self.parts if self.format == NATIVE_TILES else ():
+            is_state = part.rule == chunk_pb2.PART_RULE_END
+            if not is_state and (part.block_size <= 0 or self.chunk_size % part.block_size):
+                raise BadKvSpec(
+                    f"chunk_size {self.chunk_size} must be a multiple of the engine's block size {part.block_size}; "
+                    f"set chunk_size or the engine's --block-size",
+                    field="chunk_size",
+                )
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes: SHA-256 of names and values of all fields but model name and vocabulary, in alphabetical order."""
-        names = sorted(field.name for field in fields(self) if field.name not in _NOT_HASHED)
-        pairs = (f"{name}={getattr(self, name)}".encode() for name in names)
+        """16 bytes: SHA-256 of names and values of the fields but model name and vocabulary, in alphabetical order.
+
+        Fields of models with several kinds of layers are left out where they are not set.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_HASHED}
+        values["more_parts"] = "|".join(map(str, self.more_parts))
+        pairs = (f"{name}={values[name]}".encode() for name in sorted(values) if _UNSET.get(name) != values[name])
         return sha256(b"lmkv.KvSpec" + pack_fields(pairs)).digest()[:KEY_BYTES]
 
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of one KV-cache block of one head, the unit of native tiles."""
-        return self.block_size * self._bytes_per_head_token
+    @cached_property
+    def parts(self) -> tuple[KvPart, ...]:
+        """The parts of a chunk; part 0 has the spec's own fields."""
+        return (KvPart(**{name: getattr(self, name) for name in _PART_FIELDS}), *self.more_parts)
 
-    @property
+    @cached_property
+    def has_plain_parts(self) -> bool:
+        """Whether a hit needs every chunk, and each has one part: its items are its chunks."""
+        return self.rule == ALL and not self.more_parts
+
+    @cached_property
     def chunk_bytes(self) -> int:
-        """Bytes of a full chunk."""
-        return self.size_bytes(self.chunk_size)
+        """Bytes of a full chunk, all parts together."""
+        return sum(self.part_bytes(part) for part in range(len(self.parts)))
 
-    def block_count(self, token_count: int) -> int:
-        """Number of KV-cache blocks for a number of tokens, rounded up."""
-        return -(-token_count // self.block_size)
+    def part_bytes(self, part: int, token_count: int = 0) -> int:
+        """Bytes of one part of a chunk of `token_count` tokens, by default of a full one."""
+        return self.parts[part].size_bytes(token_count or self.chunk_size, self.chunk_size)
 
     def size_bytes(self, token_count: int) -> int:
-        """Bytes of a chunk of `token_count` tokens."""
-        if self.format == NATIVE_TILES:
-            per_head = self.block_count(token_count) * self.tile_bytes
-        else:
-            per_head = token_count * self._bytes_per_head_token
-        return self.layer_count * self.kv_head_count * per_head
+        """Bytes of part 0 of a chunk of `token_count` tokens: of the whole chunk, if it has one part."""
+        return self.part_bytes(0, token_count)
 
-    @property
-    def _bytes_per_head_token(self) -> int:
-        return (1 if self.mla else 2) * self.head_size * DTYPE_BYTES[self.kv_dtype]
+    def fits(self, size_bytes: int, token_count: int) -> bool:
+        """Whether some part of a chunk of `token_count` tokens has this size."""
+        if not 0 < token_count <= self.chunk_size or (token_count < self.chunk_size and not self.has_plain_parts):
+            return False
+        return any(self.part_bytes(part, token_count) == size_bytes for part in range(len(self.parts)))
+
+    def items(self, chunk_count: int) -> list[PartItem]:
+        """What a hit of `chunk_count` chunks needs, part by part."""
+        return items_of_hit(self.parts, chunk_count, self.chunk_size)
+
+    def item_keys(self, items: Sequence[PartItem], chunk_keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys of items of a prompt whose chunks have these keys."""
+        return [part_key(chunk_keys[item.chunk], item.part) for item in items]
 
     def first_difference(self, other: KvSpec) -> str | None:
         """Name of the first field in which two specs differ; None if their chunks are interchangeable."""
@@ -144,13 +171,17 @@ class KvSpec:
 
     def to_proto(self) -> chunk_pb2.KvSpec:
         """Converts to the protobuf message, with the fingerprint."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return chunk_pb2.KvSpec(fingerprint=self.fingerprint, **values)
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "more_parts"}
+        more = [chunk_pb2.KvPart(**{name: getattr(part, name) for name in _PART_FIELDS}) for part in self.more_parts]
+        return chunk_pb2.KvSpec(fingerprint=self.fingerprint, more_parts=more, **values)
 
     @classmethod
     def from_proto(cls, message: chunk_pb2.KvSpec) -> KvSpec:
         """Converts from the message. Raises `BadKvSpec` if its fields contradict each other or the fingerprint."""
-        spec = cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+        values = {field.name: getattr(message, field.name) for field in fields(cls)}
+        values["rule"] = message.rule or ALL
+        values["more_parts"] = tuple(_part(more) for more in message.more_parts[:MAX_PARTS])
+        spec = cls(**values)
         if message.fingerprint != spec.fingerprint:
             raise BadKvSpec(
                 f"fingerprint {message.fingerprint.hex()} is not the digest of the spec, {spec.fingerprint.hex()}; "
@@ -158,3 +189,8 @@ class KvSpec:
                 field="fingerprint",
             )
         return spec
+
+
+def _part(message: chunk_pb2.KvPart) -> KvPart:
+    values = {name: getattr(message, name) for name in _PART_FIELDS}
+    return KvPart(**(values | {"rule": message.rule or ALL}))

@@ -144,7 +144,7 @@ def scattered_copies(pages: Pages, chunk_size: int, chunk_count: int) -> list[Ch
 
 def kv_cache(spec: KvSpec, block_count: int) -> tuple[Bytes, list[torch.Tensor]]:
     """Memory as vLLM's CPU backend lays its KV cache out, touched; and the tensors in it, one per layer."""
-    content = spec.tile_bytes // spec.block_size
+    content = spec.parts[0].tile_bytes // spec.block_size
     shape = (spec.layer_count, block_count, spec.kv_head_count, spec.block_size, content)
     memory = touched_memory(math.prod(shape))
     return memory, list(torch.from_numpy(memory).view(shape))

@@ -36,7 +36,7 @@ struct Pages {
   std::int64_t row_bytes;
   std::int64_t element_bytes;
   std::int64_t head_count;     // of this rank
-  std::int64_t first_head;     // its first, counted over the model
+  std::int64_t first_head;     // its first, counted over the heads of all layers of a chunk
   std::int64_t kv_head_count;  // of the model
   std::int64_t part_count;
   Part parts[max_parts];

@@ -28,6 +28,8 @@ class ChunkCopy:
     block_ids: Sequence[int]
     first_token: int = 0
     first_slot: int = 0
+    group: int = 0
+    """Which pages of the rank: layers of one group share block ids. The kernels are called for one group at a time."""
 
 
 def copied_bytes(pages: Pages, copies: Sequence[ChunkCopy]) -> int:

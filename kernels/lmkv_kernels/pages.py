@@ -54,6 +54,10 @@ class Pages:
     """KV heads of the whole model."""
     device: str = "cpu"
     """Device of the memory, as torch names it."""
+    first_layer: int = 0
+    """Index of the first of these layers in a chunk: a chunk may have layers that are kept elsewhere, too."""
+    layer_count: int = 0
+    """Layers of a chunk; 0: these."""
 
     def __post_init__(self) -> None:
         if not self.layer_addresses:
@@ -70,8 +74,23 @@ class Pages:
                 f"heads {self.first_head} to {self.first_head + self.head_count - 1} (first_head, head_count) "
                 f"are not among the model's {self.kv_head_count}"
             )
+        if not 0 <= self.first_layer <= self.chunk_layers - len(self.layer_addresses):
+            raise ValueError(
+                f"layers {self.first_layer} to {self.first_layer + len(self.layer_addresses) - 1} (first_layer, "
+                f"layer_addresses) are not among a chunk's {self.chunk_layers}"
+            )
         self._check_words()
         self._check_apart()
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of a chunk."""
+        return self.layer_count or len(self.layer_addresses)
+
+    @property
+    def first_chunk_head(self) -> int:
+        """Index of the first of these heads, counted over the heads of all layers of a chunk."""
+        return self.first_layer * self.kv_head_count + self.first_head
 
     @property
     def block_tokens(self) -> int:
@@ -83,9 +102,9 @@ class Pages:
         return -(-token_count // self.row_tokens)
 
     def extent_bytes(self, token_count: int) -> int:
-        """Bytes of a chunk of `token_count` tokens: all layers and heads of the model."""
+        """Bytes of a chunk of `token_count` tokens: all of its layers, and all heads of the model."""
         rows = self.row_count(token_count)
-        return len(self.layer_addresses) * self.kv_head_count * len(self.parts) * rows * self.row_bytes
+        return self.chunk_layers * self.kv_head_count * len(self.parts) * rows * self.row_bytes
 
     def geometry(self) -> tuple[int, ...]:
         """The fields of `lmkv::Pages` except the number of layers."""
@@ -98,7 +117,7 @@ class Pages:
             self.row_bytes,
             self.element_bytes,
             self.head_count,
-            self.first_head,
+            self.first_chunk_head,
             self.kv_head_count,
             len(self.parts),
             *(number for part in parts for number in part),

@@ -34,6 +34,7 @@ class LookupRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
     chunk_keys: _builtins.bytes
@@ -44,6 +45,8 @@ class LookupRequest(_message.Message):
     """LoRA adapter of the prompt, by served name or by identity `name@digest`; for lookups by tokens."""
     excluded_instance_id: _builtins.str
     """An instance to omit from the response; a node omits itself."""
+    fingerprint: _builtins.bytes
+    """With `chunk_keys`: fingerprint of their spec. Without it an instance counts as holding a chunk if it holds part 0."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt, in order."""
@@ -57,10 +60,11 @@ class LookupRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         lora_name: _builtins.str = ...,
         excluded_instance_id: _builtins.str = ...,
+        fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "fingerprint", b"fingerprint", "lora_name", b"lora_name", "model_name", b"model_name", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,7 +85,9 @@ class LookupResponse(_message.Message):
     """Whether instances have yet to report their chunks, so that there may be more holders or longer matches."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
-        """All instances that hold the first chunk, longest contiguous prefix first, then by instance id."""
+        """All instances that hold the first chunk, longest contiguous prefix first, then by instance id. If chunks have several
+        parts: all instances that hold what a hit needs, the longest hit first.
+        """
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13lmkv/v1/chunk.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\"\xc3\x02\n\x06KvSpec\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x13\n\x0blayer_count\x18\x05 \x01(\x05\x12\x15\n\rkv_head_count\x18\x06 \x01(\x05\x12\x11\n\thead_size\x18\x07 \x01(\x05\x12\x0b\n\x03mla\x18\x08 \x01(\x08\x12\x12\n\nchunk_size\x18\t \x01(\x05\x12!\n\x06\x66ormat\x18\n \x01(\x0e\x32\x11.lmkv.v1.KvFormat\x12\x14\n\x0ctile_backend\x18\x0b \x01(\t\x12\x10\n\x08tile_isa\x18\x0c \x01(\t\x12\x12\n\nblock_size\x18\r \x01(\x05\x12\x13\n\x0bhash_scheme\x18\x0e \x01(\t\x12\x12\n\nvocab_size\x18\x0f \x01(\x05\"Y\n\x0bServedModel\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rlora_identity\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"w\n\x06\x45xtent\x12\x0e\n\x06region\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x12\n\ngeneration\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x05\"l\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12 \n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"H\n\x08Position\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.TierB\x04\xe2\x41\x01\x01\"\x9e\x01\n\x0cPinnedChunks\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12#\n\x08position\x18\x02 \x01(\x0b\x32\x11.lmkv.v1.Position\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x0c\x43hunkFailure\x12\x12\n\nchunk_keys\x18\x01 \x01(\x0c\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status*Y\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04*\\\n\x08KvFormat\x12\x19\n\x15KV_FORMAT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_FORMAT_TOKEN_MAJOR\x10\x01\x12\x1a\n\x16KV_FORMAT_NATIVE_TILES\x10\x02\x42\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13lmkv/v1/chunk.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\"\xcb\x01\n\x06KvPart\x12\x1f\n\x04rule\x18\x01 \x01(\x0e\x32\x11.lmkv.v1.PartRule\x12\x0c\n\x04span\x18\x02 \x01(\x05\x12\x13\n\x0blayer_count\x18\x03 \x01(\x05\x12\x15\n\rkv_head_count\x18\x04 \x01(\x05\x12\x11\n\thead_size\x18\x05 \x01(\x05\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x0b\n\x03mla\x18\x07 \x01(\x08\x12\x10\n\x08tile_isa\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x0e\n\x06layers\x18\n \x01(\t\"\xa7\x03\n\x06KvSpec\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x13\n\x0blayer_count\x18\x05 \x01(\x05\x12\x15\n\rkv_head_count\x18\x06 \x01(\x05\x12\x11\n\thead_size\x18\x07 \x01(\x05\x12\x0b\n\x03mla\x18\x08 \x01(\x08\x12\x12\n\nchunk_size\x18\t \x01(\x05\x12!\n\x06\x66ormat\x18\n \x01(\x0e\x32\x11.lmkv.v1.KvFormat\x12\x14\n\x0ctile_backend\x18\x0b \x01(\t\x12\x10\n\x08tile_isa\x18\x0c \x01(\t\x12\x12\n\nblock_size\x18\r \x01(\x05\x12\x13\n\x0bhash_scheme\x18\x0e \x01(\t\x12\x12\n\nvocab_size\x18\x0f \x01(\x05\x12\x1f\n\x04rule\x18\x10 \x01(\x0e\x32\x11.lmkv.v1.PartRule\x12\x0c\n\x04span\x18\x11 \x01(\x05\x12\x0e\n\x06layers\x18\x12 \x01(\t\x12#\n\nmore_parts\x18\x13 \x03(\x0b\x32\x0f.lmkv.v1.KvPart\"Y\n\x0bServedModel\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rlora_identity\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\x85\x01\n\x06\x45xtent\x12\x0e\n\x06region\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x12\n\ngeneration\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x05\x12\x0c\n\x04part\x18\x07 \x01(\x05\"l\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12 \n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"H\n\x08Position\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.TierB\x04\xe2\x41\x01\x01\"\x9e\x01\n\x0cPinnedChunks\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12#\n\x08position\x18\x02 \x01(\x0b\x32\x11.lmkv.v1.Position\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x0c\x43hunkFailure\x12\x12\n\nchunk_keys\x18\x01 \x01(\x0c\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status*Y\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04*\\\n\x08KvFormat\x12\x19\n\x15KV_FORMAT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_FORMAT_TOKEN_MAJOR\x10\x01\x12\x1a\n\x16KV_FORMAT_NATIVE_TILES\x10\x02*}\n\x08PartRule\x12\x19\n\x15PART_RULE_UNSPECIFIED\x10\x00\x12\x11\n\rPART_RULE_ALL\x10\x01\x12\x12\n\x0ePART_RULE_LAST\x10\x02\x12\x1c\n\x18PART_RULE_SINCE_MULTIPLE\x10\x03\x12\x11\n\rPART_RULE_END\x10\x04\x42\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,22 +47,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POSITION'].fields_by_name['instance_id']._serialized_options = b'\342A\001\002'
   _globals['_POSITION'].fields_by_name['tier']._loaded_options = None
   _globals['_POSITION'].fields_by_name['tier']._serialized_options = b'\342A\001\001'
-  _globals['_TIER']._serialized_start=1078
-  _globals['_TIER']._serialized_end=1167
-  _globals['_KVFORMAT']._serialized_start=1169
-  _globals['_KVFORMAT']._serialized_end=1261
-  _globals['_KVSPEC']._serialized_start=124
-  _globals['_KVSPEC']._serialized_end=447
-  _globals['_SERVEDMODEL']._serialized_start=449
-  _globals['_SERVEDMODEL']._serialized_end=538
-  _globals['_EXTENT']._serialized_start=540
-  _globals['_EXTENT']._serialized_end=659
-  _globals['_GRANT']._serialized_start=661
-  _globals['_GRANT']._serialized_end=769
-  _globals['_POSITION']._serialized_start=771
-  _globals['_POSITION']._serialized_end=843
-  _globals['_PINNEDCHUNKS']._serialized_start=846
-  _globals['_PINNEDCHUNKS']._serialized_end=1004
-  _globals['_CHUNKFAILURE']._serialized_start=1006
-  _globals['_CHUNKFAILURE']._serialized_end=1076
+  _globals['_TIER']._serialized_start=1399
+  _globals['_TIER']._serialized_end=1488
+  _globals['_KVFORMAT']._serialized_start=1490
+  _globals['_KVFORMAT']._serialized_end=1582
+  _globals['_PARTRULE']._serialized_start=1584
+  _globals['_PARTRULE']._serialized_end=1709
+  _globals['_KVPART']._serialized_start=124
+  _globals['_KVPART']._serialized_end=327
+  _globals['_KVSPEC']._serialized_start=330
+  _globals['_KVSPEC']._serialized_end=753
+  _globals['_SERVEDMODEL']._serialized_start=755
+  _globals['_SERVEDMODEL']._serialized_end=844
+  _globals['_EXTENT']._serialized_start=847
+  _globals['_EXTENT']._serialized_end=980
+  _globals['_GRANT']._serialized_start=982
+  _globals['_GRANT']._serialized_end=1090
+  _globals['_POSITION']._serialized_start=1092
+  _globals['_POSITION']._serialized_end=1164
+  _globals['_PINNEDCHUNKS']._serialized_start=1167
+  _globals['_PINNEDCHUNKS']._serialized_end=1325
+  _globals['_CHUNKFAILURE']._serialized_start=1327
+  _globals['_CHUNKFAILURE']._serialized_end=1397
 # @@protoc_insertion_point(module_scope)

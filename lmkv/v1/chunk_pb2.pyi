@@ -80,6 +80,102 @@ KV_FORMAT_NATIVE_TILES: KvFormat.ValueType  # 2
 """Whole KV-cache blocks as the attention backend packs them, opaque. Backend, instruction set and block size must agree."""
 Global___KvFormat: _TypeAlias = KvFormat  # noqa: Y015
 
+class _PartRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PartRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PartRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PART_RULE_UNSPECIFIED: _PartRule.ValueType  # 0
+    """Not set: as `PART_RULE_ALL`."""
+    PART_RULE_ALL: _PartRule.ValueType  # 1
+    """Every chunk: full attention, MLA."""
+    PART_RULE_LAST: _PartRule.ValueType  # 2
+    """The chunks that have any of the last `span` - 1 tokens: a sliding window of `span` tokens. Only these tokens of a
+    chunk are stored if the window is shorter than a chunk.
+    """
+    PART_RULE_SINCE_MULTIPLE: _PartRule.ValueType  # 3
+    """The chunks since the last multiple of `span` tokens: chunked local attention."""
+    PART_RULE_END: _PartRule.ValueType  # 4
+    """The last chunk: the state behind its last token."""
+
+class PartRule(_PartRule, metaclass=_PartRuleEnumTypeWrapper):
+    """Which chunks of a part a hit needs. A hit of n chunks ends at token n * `chunk_size`."""
+
+PART_RULE_UNSPECIFIED: PartRule.ValueType  # 0
+"""Not set: as `PART_RULE_ALL`."""
+PART_RULE_ALL: PartRule.ValueType  # 1
+"""Every chunk: full attention, MLA."""
+PART_RULE_LAST: PartRule.ValueType  # 2
+"""The chunks that have any of the last `span` - 1 tokens: a sliding window of `span` tokens. Only these tokens of a
+chunk are stored if the window is shorter than a chunk.
+"""
+PART_RULE_SINCE_MULTIPLE: PartRule.ValueType  # 3
+"""The chunks since the last multiple of `span` tokens: chunked local attention."""
+PART_RULE_END: PartRule.ValueType  # 4
+"""The last chunk: the state behind its last token."""
+Global___PartRule: _TypeAlias = PartRule  # noqa: Y015
+
+@_typing.final
+class KvPart(_message.Message):
+    """What all layers of one kind hold of a chunk. Each part of a chunk has an extent and a key of its own: part 0 the
+    chunk's key, part p the first 16 bytes of SHA-256(chunk key, p as one byte).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    LAYER_COUNT_FIELD_NUMBER: _builtins.int
+    KV_HEAD_COUNT_FIELD_NUMBER: _builtins.int
+    HEAD_SIZE_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    MLA_FIELD_NUMBER: _builtins.int
+    TILE_ISA_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    rule: Global___PartRule.ValueType
+    """Which chunks of it a hit needs."""
+    span: _builtins.int
+    """Tokens of the window, or of a local chunk. 0 with the other rules."""
+    layer_count: _builtins.int
+    """Number of its layers."""
+    kv_head_count: _builtins.int
+    """KV heads of the whole model, over all tensor-parallel ranks; of a state, the number of ranks."""
+    head_size: _builtins.int
+    """Elements per head and token; of a state, its bytes on one rank."""
+    kv_dtype: _builtins.str
+    """Element type as the engine names it; `int8` for a state."""
+    mla: _builtins.bool
+    """Whether it has one latent instead of K and V."""
+    tile_isa: _builtins.str
+    """With native tiles: the instruction set the backend packs for. Otherwise empty."""
+    block_size: _builtins.int
+    """With native tiles: tokens per KV-cache block. Otherwise 0."""
+    layers: _builtins.str
+    """Digest over the names of its layers, in the order in which an extent has them."""
+    def __init__(
+        self,
+        *,
+        rule: Global___PartRule.ValueType = ...,
+        span: _builtins.int = ...,
+        layer_count: _builtins.int = ...,
+        kv_head_count: _builtins.int = ...,
+        head_size: _builtins.int = ...,
+        kv_dtype: _builtins.str = ...,
+        mla: _builtins.bool = ...,
+        tile_isa: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        layers: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "layers", b"layers", "mla", b"mla", "rule", b"rule", "span", b"span", "tile_isa", b"tile_isa"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPart: _TypeAlias = KvPart  # noqa: Y015
+
 @_typing.final
 class KvSpec(_message.Message):
     """The properties that must be equal for two engines to share chunks.
@@ -87,6 +183,9 @@ class KvSpec(_message.Message):
     A chunk is `[layer][kv head][...]`, contiguous, independent of the tensor-parallel size. The fingerprint is
     the SHA-256 of the fields below it except `model_name` and `vocab_size`, truncated to 16 bytes; a receiver computes it
     and refuses a spec with another value (`BAD_KV_SPEC`).
+
+    A chunk of a model with layers of several kinds has several parts; the fields `kv_dtype` to `mla`, `tile_isa`,
+    `block_size` and `rule` to `layers` are those of part 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -106,6 +205,10 @@ class KvSpec(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    MORE_PARTS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Digest of the fields, 16 bytes: the namespace of all chunk keys."""
     model_name: _builtins.str
@@ -136,6 +239,16 @@ class KvSpec(_message.Message):
     """Scheme of the chunk keys; this version supports `sha256-16`."""
     vocab_size: _builtins.int
     """Upper limit of token ids, to validate lookups by tokens; not part of the fingerprint."""
+    rule: Global___PartRule.ValueType
+    """Which chunks of part 0 a hit needs."""
+    span: _builtins.int
+    """Tokens of the window, or of a local chunk, of part 0."""
+    layers: _builtins.str
+    """As in `KvPart`; empty if the model has layers of one kind."""
+    @_builtins.property
+    def more_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPart]:
+        """Parts 1, 2, ... of a chunk, at most 7."""
+
     def __init__(
         self,
         *,
@@ -154,10 +267,14 @@ class KvSpec(_message.Message):
         block_size: _builtins.int = ...,
         hash_scheme: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
+        rule: Global___PartRule.ValueType = ...,
+        span: _builtins.int = ...,
+        layers: _builtins.str = ...,
+        more_parts: _abc.Iterable[Global___KvPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk_size", b"chunk_size", "fingerprint", b"fingerprint", "format", b"format", "hash_scheme", b"hash_scheme", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "mla", b"mla", "model_id", b"model_id", "model_name", b"model_name", "tile_backend", b"tile_backend", "tile_isa", b"tile_isa", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk_size", b"chunk_size", "fingerprint", b"fingerprint", "format", b"format", "hash_scheme", b"hash_scheme", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "layers", b"layers", "mla", b"mla", "model_id", b"model_id", "model_name", b"model_name", "more_parts", b"more_parts", "rule", b"rule", "span", b"span", "tile_backend", b"tile_backend", "tile_isa", b"tile_isa", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,6 +322,7 @@ class Extent(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     region: _builtins.int
     """Index of the region in the list of `Init`; for an engine, 0 is the pool and 1 its device buffer."""
     offset: _builtins.int
@@ -217,6 +335,8 @@ class Extent(_message.Message):
     """Increases each time the owner allocates the memory again."""
     token_count: _builtins.int
     """Tokens in the chunk: `chunk_size`, or fewer for the last chunk of a prompt."""
+    part: _builtins.int
+    """In a write credit: the part of a chunk that it is for."""
     def __init__(
         self,
         *,
@@ -226,10 +346,11 @@ class Extent(_message.Message):
         checksum: _builtins.int = ...,
         generation: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "part", b"part", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,7 @@ class AttachRequest(_message.Message):
     ENDED_HANDOFFS_FIELD_NUMBER: _builtins.int
     DROPPED_HANDOFFS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
@@ -98,6 +99,10 @@ class AttachRequest(_message.Message):
     def dropped_handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DropHandoff]:
         """Handoffs that no request will load; they end at once, whatever their state."""
 
+    @_builtins.property
+    def part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Write credits wanted for parts 1, 2, ... of chunks; `reserve_count` is for part 0."""
+
     def __init__(
         self,
         *,
@@ -114,10 +119,11 @@ class AttachRequest(_message.Message):
         ended_handoffs: _abc.Iterable[_builtins.str] | None = ...,
         dropped_handoffs: _abc.Iterable[Global___DropHandoff] | None = ...,
         reset: _builtins.bool = ...,
+        part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "part_reserve_counts", b"part_reserve_counts", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,6 +144,7 @@ class AttachResponse(_message.Message):
     SETTLED_RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     CONFLICTS_FIELD_NUMBER: _builtins.int
     HANDED_FIELD_NUMBER: _builtins.int
+    SETTLED_PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
     settled_reserve_count: _builtins.int
     """Number of requested write credits, by lookups or by `reserve_count`, that this message answers, granted or not."""
     @_builtins.property
@@ -154,7 +161,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Write credits: extents for one full chunk each."""
+        """Write credits: extents for one part of one full chunk each."""
 
     @_builtins.property
     def rejected_commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedCommit]:
@@ -172,6 +179,10 @@ class AttachResponse(_message.Message):
     def handed(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandedChunks]:
         """Handoffs that have ended."""
 
+    @_builtins.property
+    def settled_part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As `settled_reserve_count`, for parts 1, 2, ..."""
+
     def __init__(
         self,
         *,
@@ -184,10 +195,11 @@ class AttachResponse(_message.Message):
         settled_reserve_count: _builtins.int = ...,
         conflicts: Global___SpecConflicts | None = ...,
         handed: _abc.Iterable[Global___HandedChunks] | None = ...,
+        settled_part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,7 +345,12 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class LookupChunks(_message.Message):
-    """A prompt to look up."""
+    """A prompt to look up.
+
+    If chunks of the engine's spec have several parts, a hit of n chunks needs some chunks of each part (`PartRule`). Its
+    *items* are these, part by part, in prompt order. The answer names the longest hit whose items can all be loaded;
+    it, loads and their answers then count items where they otherwise count chunks of the prompt.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -343,6 +360,7 @@ class LookupChunks(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this lookup, of its loads and of its release; unique on the stream until it is released."""
     chunk_keys: _builtins.bytes
@@ -359,6 +377,10 @@ class LookupChunks(_message.Message):
     """The handoff of this prompt, if there is one: its chunks count as found in the tier `handoff`, and it ends with this
     lookup's release. It may be announced later.
     """
+    @_builtins.property
+    def part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Write credits wanted for parts 1, 2, ... of chunks, whatever is found."""
+
     def __init__(
         self,
         *,
@@ -368,10 +390,11 @@ class LookupChunks(_message.Message):
         traceparent: _builtins.str = ...,
         prefill_tokens_per_second: _builtins.int = ...,
         handoff_id: _builtins.str = ...,
+        part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,7 +402,9 @@ Global___LookupChunks: _TypeAlias = LookupChunks  # noqa: Y015
 
 @_typing.final
 class HandChunks(_message.Message):
-    """A prompt to send to the node of a decode engine."""
+    """A prompt to send to the node of a decode engine. If chunks have several parts, the items of a hit of all of
+    `chunk_keys` are sent.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -506,12 +531,17 @@ class FoundChunks(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     REFUSED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    HIT_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
     peer_instance_id: _builtins.str
     """The peer that holds most of the chunks of the runs `peers` and `handoff`; empty if there is no such run."""
     refused_chunk_count: _builtins.int
     """Chunks that could be brought in and are not offered, because fetching them would take longer than computing them."""
+    hit_chunk_count: _builtins.int
+    """Chunks of the hit, if chunks have several parts; `own` and `runs` then count its items, and a run may have the tier
+    `own`.
+    """
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """The first chunks of the prompt, in the node's own pool; no more than fit into a message."""
@@ -530,10 +560,11 @@ class FoundChunks(_message.Message):
         runs: _abc.Iterable[Global___Run] | None = ...,
         peer_instance_id: _builtins.str = ...,
         refused_chunk_count: _builtins.int = ...,
+        hit_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "own", b"own", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -713,6 +744,8 @@ class CommitChunk(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PARENT_KEY_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_KEY_FIELD_NUMBER: _builtins.int
     chunk_key: _builtins.bytes
     """16 bytes."""
     offset: _builtins.int
@@ -727,6 +760,12 @@ class CommitChunk(_message.Message):
     """16 bytes: key of the chunk before it in its prompts, which the node does not evict before it. Empty if there is
     none or it is unknown.
     """
+    part: _builtins.int
+    """The part of the chunk; `chunk_key`, `parent_key` and `superseded_key` are keys of chunks, as those of part 0."""
+    superseded_key: _builtins.bytes
+    """16 bytes: the key of an earlier chunk of the prompt. Its part `part` is needed less than before, by hits that end
+    before this chunk, and is evicted first. Empty if there is none.
+    """
     def __init__(
         self,
         *,
@@ -736,10 +775,12 @@ class CommitChunk(_message.Message):
         checksum: _builtins.int = ...,
         token_count: _builtins.int = ...,
         parent_key: _builtins.bytes = ...,
+        part: _builtins.int = ...,
+        superseded_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "parent_key", b"parent_key", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "size_bytes", b"size_bytes", "superseded_key", b"superseded_key", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1010,10 +1051,13 @@ class EngineServiceLookupResponse(_message.Message):
     OWN_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    HIT_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     own_chunk_count: _builtins.int
     """Chunks from the first that this node holds."""
     peer_instance_id: _builtins.str
     """The peer that holds most of the chunks of the run `peers`; empty if there is no such run."""
+    hit_chunk_count: _builtins.int
+    """As in `FoundChunks`."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """Chunks after those that can be brought into the pool, in prompt order and without a gap, by the tier that holds
@@ -1026,10 +1070,11 @@ class EngineServiceLookupResponse(_message.Message):
         own_chunk_count: _builtins.int = ...,
         runs: _abc.Iterable[Global___Run] | None = ...,
         peer_instance_id: _builtins.str = ...,
+        hit_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_chunk_count", b"own_chunk_count", "peer_instance_id", b"peer_instance_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "own_chunk_count", b"own_chunk_count", "peer_instance_id", b"peer_instance_id", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

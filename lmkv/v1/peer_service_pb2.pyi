@@ -241,7 +241,9 @@ class AllocateRequest(_message.Message):
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
-    """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096."""
+    """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096. If chunks have several parts, the
+    indices of `missing` and of `Commit` are those of the items of a hit of all these chunks (`LookupChunks`).
+    """
     token_count: _builtins.int
     """Tokens of the chunks; all chunks but the last one are full."""
     session_id: _builtins.str

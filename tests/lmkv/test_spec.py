@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from lmkv.errors import BadKvSpec
-from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv.parts import DTYPE_BYTES, KvPart
+from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1 import chunk_pb2
+from lmkv.v1.chunk_pb2 import PART_RULE_END
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
 LLAMA = KvSpec(
@@ -36,8 +38,11 @@ CHANGES: dict[str, Any] = {
     "tile_backend": "OTHER",
     "tile_isa": "vec",
     "block_size": 64,
+    "rule": PART_RULE_END,
+    "layers": "others",
+    "more_parts": (KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_END),),
 }
-"""A change of each field that decides."""
+"""A change of each field that decides, but of `span`, which changes with `rule`: test_parts.py."""
 FREE: dict[str, Any] = {"model_name": "alias", "vocab_size": 1}
 """A change of each field that does not."""
 
@@ -48,11 +53,12 @@ def test_golden_fingerprints_hold(case: dict[str, Any]) -> None:
 
 
 def test_every_field_is_known_to_decide_or_not() -> None:
-    assert {field.name for field in fields(KvSpec)} == {*CHANGES, *FREE, "hash_scheme"}
+    assert {field.name for field in fields(KvSpec)} == {*CHANGES, *FREE, "hash_scheme", "span"}
     assert {field.name for field in chunk_pb2.KvSpec.DESCRIPTOR.fields} == {
         *CHANGES,
         *FREE,
         "hash_scheme",
+        "span",
         "fingerprint",
     }
 
@@ -101,10 +107,8 @@ def test_sizes_of_token_major_chunks() -> None:
 
 
 def test_sizes_of_native_tiles_are_whole_blocks() -> None:
-    assert TILES.tile_bytes == 128 * 2 * 128 * 2
+    assert TILES.parts[0].tile_bytes == 128 * 2 * 128 * 2
     assert TILES.chunk_bytes == LLAMA.chunk_bytes
-    assert TILES.block_count(1) == TILES.block_count(128) == 1
-    assert TILES.block_count(129) == 2
     assert TILES.size_bytes(1) == TILES.size_bytes(128) == TILES.chunk_bytes // 2
     assert TILES.size_bytes(129) == TILES.chunk_bytes
 

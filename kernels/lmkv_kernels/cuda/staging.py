@@ -91,7 +91,7 @@ def _dma_copy(pages: Pages, offset: int, extent_rows: int, staging_offset: int) 
     if width == pitch:  # the layers are contiguous
         layers, width, pitch = 1, layers * width, layers * pitch
     return DmaCopy(
-        pool_offset=offset + pages.first_head * per_head,
+        pool_offset=offset + pages.first_chunk_head * per_head,
         staging_offset=staging_offset,
         width=width,
         height=layers,

@@ -17,7 +17,92 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/chunk.proto.
  */
 export const file_lmkv_v1_chunk: GenFile = /*@__PURE__*/
-  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIsMCCgZLdlNwZWMSGQoLZmluZ2VycHJpbnQYASABKAxCBOJBAQISEgoKbW9kZWxfbmFtZRgCIAEoCRIQCghtb2RlbF9pZBgDIAEoCRIQCghrdl9kdHlwZRgEIAEoCRITCgtsYXllcl9jb3VudBgFIAEoBRIVCg1rdl9oZWFkX2NvdW50GAYgASgFEhEKCWhlYWRfc2l6ZRgHIAEoBRILCgNtbGEYCCABKAgSEgoKY2h1bmtfc2l6ZRgJIAEoBRIhCgZmb3JtYXQYCiABKA4yES5sbWt2LnYxLkt2Rm9ybWF0EhQKDHRpbGVfYmFja2VuZBgLIAEoCRIQCgh0aWxlX2lzYRgMIAEoCRISCgpibG9ja19zaXplGA0gASgFEhMKC2hhc2hfc2NoZW1lGA4gASgJEhIKCnZvY2FiX3NpemUYDyABKAUiWQoLU2VydmVkTW9kZWwSEgoEbmFtZRgBIAEoCUIE4kEBAhIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBARIbCg1sb3JhX2lkZW50aXR5GAMgASgJQgTiQQEBIncKBkV4dGVudBIOCgZyZWdpb24YASABKAUSDgoGb2Zmc2V0GAIgASgDEhIKCnNpemVfYnl0ZXMYAyABKAMSEAoIY2hlY2tzdW0YBCABKAYSEgoKZ2VuZXJhdGlvbhgFIAEoAxITCgt0b2tlbl9jb3VudBgGIAEoBSJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cypZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
+  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIssBCgZLdlBhcnQSHwoEcnVsZRgBIAEoDjIRLmxta3YudjEuUGFydFJ1bGUSDAoEc3BhbhgCIAEoBRITCgtsYXllcl9jb3VudBgDIAEoBRIVCg1rdl9oZWFkX2NvdW50GAQgASgFEhEKCWhlYWRfc2l6ZRgFIAEoBRIQCghrdl9kdHlwZRgGIAEoCRILCgNtbGEYByABKAgSEAoIdGlsZV9pc2EYCCABKAkSEgoKYmxvY2tfc2l6ZRgJIAEoBRIOCgZsYXllcnMYCiABKAkipwMKBkt2U3BlYxIZCgtmaW5nZXJwcmludBgBIAEoDEIE4kEBAhISCgptb2RlbF9uYW1lGAIgASgJEhAKCG1vZGVsX2lkGAMgASgJEhAKCGt2X2R0eXBlGAQgASgJEhMKC2xheWVyX2NvdW50GAUgASgFEhUKDWt2X2hlYWRfY291bnQYBiABKAUSEQoJaGVhZF9zaXplGAcgASgFEgsKA21sYRgIIAEoCBISCgpjaHVua19zaXplGAkgASgFEiEKBmZvcm1hdBgKIAEoDjIRLmxta3YudjEuS3ZGb3JtYXQSFAoMdGlsZV9iYWNrZW5kGAsgASgJEhAKCHRpbGVfaXNhGAwgASgJEhIKCmJsb2NrX3NpemUYDSABKAUSEwoLaGFzaF9zY2hlbWUYDiABKAkSEgoKdm9jYWJfc2l6ZRgPIAEoBRIfCgRydWxlGBAgASgOMhEubG1rdi52MS5QYXJ0UnVsZRIMCgRzcGFuGBEgASgFEg4KBmxheWVycxgSIAEoCRIjCgptb3JlX3BhcnRzGBMgAygLMg8ubG1rdi52MS5LdlBhcnQiWQoLU2VydmVkTW9kZWwSEgoEbmFtZRgBIAEoCUIE4kEBAhIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBARIbCg1sb3JhX2lkZW50aXR5GAMgASgJQgTiQQEBIoUBCgZFeHRlbnQSDgoGcmVnaW9uGAEgASgFEg4KBm9mZnNldBgCIAEoAxISCgpzaXplX2J5dGVzGAMgASgDEhAKCGNoZWNrc3VtGAQgASgGEhIKCmdlbmVyYXRpb24YBSABKAMSEwoLdG9rZW5fY291bnQYBiABKAUSDAoEcGFydBgHIAEoBSJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cypZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACKn0KCFBhcnRSdWxlEhkKFVBBUlRfUlVMRV9VTlNQRUNJRklFRBAAEhEKDVBBUlRfUlVMRV9BTEwQARISCg5QQVJUX1JVTEVfTEFTVBACEhwKGFBBUlRfUlVMRV9TSU5DRV9NVUxUSVBMRRADEhEKDVBBUlRfUlVMRV9FTkQQBEIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
+
+/**
+ * What all layers of one kind hold of a chunk. Each part of a chunk has an extent and a key of its own: part 0 the
+ * chunk's key, part p the first 16 bytes of SHA-256(chunk key, p as one byte).
+ *
+ * @generated from message lmkv.v1.KvPart
+ */
+export type KvPart = Message<"lmkv.v1.KvPart"> & {
+  /**
+   * Which chunks of it a hit needs.
+   *
+   * @generated from field: lmkv.v1.PartRule rule = 1;
+   */
+  rule: PartRule;
+
+  /**
+   * Tokens of the window, or of a local chunk. 0 with the other rules.
+   *
+   * @generated from field: int32 span = 2;
+   */
+  span: number;
+
+  /**
+   * Number of its layers.
+   *
+   * @generated from field: int32 layer_count = 3;
+   */
+  layerCount: number;
+
+  /**
+   * KV heads of the whole model, over all tensor-parallel ranks; of a state, the number of ranks.
+   *
+   * @generated from field: int32 kv_head_count = 4;
+   */
+  kvHeadCount: number;
+
+  /**
+   * Elements per head and token; of a state, its bytes on one rank.
+   *
+   * @generated from field: int32 head_size = 5;
+   */
+  headSize: number;
+
+  /**
+   * Element type as the engine names it; `int8` for a state.
+   *
+   * @generated from field: string kv_dtype = 6;
+   */
+  kvDtype: string;
+
+  /**
+   * Whether it has one latent instead of K and V.
+   *
+   * @generated from field: bool mla = 7;
+   */
+  mla: boolean;
+
+  /**
+   * With native tiles: the instruction set the backend packs for. Otherwise empty.
+   *
+   * @generated from field: string tile_isa = 8;
+   */
+  tileIsa: string;
+
+  /**
+   * With native tiles: tokens per KV-cache block. Otherwise 0.
+   *
+   * @generated from field: int32 block_size = 9;
+   */
+  blockSize: number;
+
+  /**
+   * Digest over the names of its layers, in the order in which an extent has them.
+   *
+   * @generated from field: string layers = 10;
+   */
+  layers: string;
+};
+
+/**
+ * Describes the message lmkv.v1.KvPart.
+ * Use `create(KvPartSchema)` to create a new message.
+ */
+export const KvPartSchema: GenMessage<KvPart> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 0);
 
 /**
  * The properties that must be equal for two engines to share chunks.
@@ -25,6 +110,9 @@ export const file_lmkv_v1_chunk: GenFile = /*@__PURE__*/
  * A chunk is `[layer][kv head][...]`, contiguous, independent of the tensor-parallel size. The fingerprint is
  * the SHA-256 of the fields below it except `model_name` and `vocab_size`, truncated to 16 bytes; a receiver computes it
  * and refuses a spec with another value (`BAD_KV_SPEC`).
+ *
+ * A chunk of a model with layers of several kinds has several parts; the fields `kv_dtype` to `mla`, `tile_isa`,
+ * `block_size` and `rule` to `layers` are those of part 0.
  *
  * @generated from message lmkv.v1.KvSpec
  */
@@ -133,6 +221,34 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
    * @generated from field: int32 vocab_size = 15;
    */
   vocabSize: number;
+
+  /**
+   * Which chunks of part 0 a hit needs.
+   *
+   * @generated from field: lmkv.v1.PartRule rule = 16;
+   */
+  rule: PartRule;
+
+  /**
+   * Tokens of the window, or of a local chunk, of part 0.
+   *
+   * @generated from field: int32 span = 17;
+   */
+  span: number;
+
+  /**
+   * As in `KvPart`; empty if the model has layers of one kind.
+   *
+   * @generated from field: string layers = 18;
+   */
+  layers: string;
+
+  /**
+   * Parts 1, 2, ... of a chunk, at most 7.
+   *
+   * @generated from field: repeated lmkv.v1.KvPart more_parts = 19;
+   */
+  moreParts: KvPart[];
 };
 
 /**
@@ -140,7 +256,7 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
  * Use `create(KvSpecSchema)` to create a new message.
  */
 export const KvSpecSchema: GenMessage<KvSpec> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 0);
+  messageDesc(file_lmkv_v1_chunk, 1);
 
 /**
  * A served name of a spec's model, or of a LoRA adapter of it.
@@ -175,7 +291,7 @@ export type ServedModel = Message<"lmkv.v1.ServedModel"> & {
  * Use `create(ServedModelSchema)` to create a new message.
  */
 export const ServedModelSchema: GenMessage<ServedModel> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 1);
+  messageDesc(file_lmkv_v1_chunk, 2);
 
 /**
  * A range of bytes in memory that a node registered for transfer, with its content at the time of the grant.
@@ -224,6 +340,13 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
    * @generated from field: int32 token_count = 6;
    */
   tokenCount: number;
+
+  /**
+   * In a write credit: the part of a chunk that it is for.
+   *
+   * @generated from field: int32 part = 7;
+   */
+  part: number;
 };
 
 /**
@@ -231,7 +354,7 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
  * Use `create(ExtentSchema)` to create a new message.
  */
 export const ExtentSchema: GenMessage<Extent> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 2);
+  messageDesc(file_lmkv_v1_chunk, 3);
 
 /**
  * Temporary permission to read or write extents. It ends by exactly one of Commit, Release or expiry.
@@ -266,7 +389,7 @@ export type Grant = Message<"lmkv.v1.Grant"> & {
  * Use `create(GrantSchema)` to create a new message.
  */
 export const GrantSchema: GenMessage<Grant> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 3);
+  messageDesc(file_lmkv_v1_chunk, 4);
 
 /**
  * One tier of one instance.
@@ -294,7 +417,7 @@ export type Position = Message<"lmkv.v1.Position"> & {
  * Use `create(PositionSchema)` to create a new message.
  */
 export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 4);
+  messageDesc(file_lmkv_v1_chunk, 5);
 
 /**
  * A pin: chunks that one instance protects from eviction.
@@ -343,7 +466,7 @@ export type PinnedChunks = Message<"lmkv.v1.PinnedChunks"> & {
  * Use `create(PinnedChunksSchema)` to create a new message.
  */
 export const PinnedChunksSchema: GenMessage<PinnedChunks> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 5);
+  messageDesc(file_lmkv_v1_chunk, 6);
 
 /**
  * An error, and the chunks that it concerns.
@@ -371,7 +494,7 @@ export type ChunkFailure = Message<"lmkv.v1.ChunkFailure"> & {
  * Use `create(ChunkFailureSchema)` to create a new message.
  */
 export const ChunkFailureSchema: GenMessage<ChunkFailure> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 6);
+  messageDesc(file_lmkv_v1_chunk, 7);
 
 /**
  * A memory tier that can hold a chunk, fastest first.
@@ -456,4 +579,53 @@ export enum KvFormat {
  */
 export const KvFormatSchema: GenEnum<KvFormat> = /*@__PURE__*/
   enumDesc(file_lmkv_v1_chunk, 1);
+
+/**
+ * Which chunks of a part a hit needs. A hit of n chunks ends at token n * `chunk_size`.
+ *
+ * @generated from enum lmkv.v1.PartRule
+ */
+export enum PartRule {
+  /**
+   * Not set: as `PART_RULE_ALL`.
+   *
+   * @generated from enum value: PART_RULE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Every chunk: full attention, MLA.
+   *
+   * @generated from enum value: PART_RULE_ALL = 1;
+   */
+  ALL = 1,
+
+  /**
+   * The chunks that have any of the last `span` - 1 tokens: a sliding window of `span` tokens. Only these tokens of a
+   * chunk are stored if the window is shorter than a chunk.
+   *
+   * @generated from enum value: PART_RULE_LAST = 2;
+   */
+  LAST = 2,
+
+  /**
+   * The chunks since the last multiple of `span` tokens: chunked local attention.
+   *
+   * @generated from enum value: PART_RULE_SINCE_MULTIPLE = 3;
+   */
+  SINCE_MULTIPLE = 3,
+
+  /**
+   * The last chunk: the state behind its last token.
+   *
+   * @generated from enum value: PART_RULE_END = 4;
+   */
+  END = 4,
+}
+
+/**
+ * Describes the enum lmkv.v1.PartRule.
+ */
+export const PartRuleSchema: GenEnum<PartRule> = /*@__PURE__*/
+  enumDesc(file_lmkv_v1_chunk, 2);
 
