@@ -129,8 +129,9 @@ class KvSpec:
 
     @cached_property
     def has_plain_parts(self) -> bool:
-        """Whether a hit needs every chunk, and each has one part: its items are its chunks."""
-        return self.rule == ALL and not self.more_parts
+        """Whether a hit needs every chunk, each has one part, and vLLM keeps all layers in one group: its items are its
+        chunks, and a part of it is a hit, too."""
+        return self.rule == ALL and not self.layers and not self.more_parts
 
     @cached_property
     def chunk_bytes(self) -> int:

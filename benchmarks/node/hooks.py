@@ -23,12 +23,16 @@ def measure(run: BenchmarkRun, link: NodeClient) -> None:
     """Adds rows for a scheduler side that is attached to a node, and a worker side beside it."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from lmkv_client.connector.engine_kv import EngineKv
     from lmkv_client.connector.identity import HeadShare
+    from lmkv_client.connector.kv_layout import LayerGroup
     from lmkv_client.connector.scheduler.side import SchedulerSide
     from lmkv_client.connector.worker.side import WorkerSide
 
-    scheduler = SchedulerSide(ConnectorConfig(), SPEC, link, block_size=SPEC.block_size, rank_count=1, step_tokens=8192)
-    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)
+    groups = (LayerGroup(part=0, block_size=SPEC.block_size, layer_names=()),)
+    kv = EngineKv(spec=SPEC, groups=groups)
+    scheduler = SchedulerSide(ConnectorConfig(), kv, link, rank_count=1, step_tokens=8192)
+    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, SPEC.kv_head_count), groups=groups, rank=0, threads=1)
     nothing = SchedulerOutput.make_empty()
 
     def step() -> None:

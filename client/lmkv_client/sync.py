@@ -58,17 +58,19 @@ class _LoopThread:
 
         Raises `RuntimeError` if the thread is closed, before or during the call.
         """
-        with self._lock:
-            if self.closed:
-                work.close()
-                raise RuntimeError("this coordinator was closed; create another one")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[T] | None = None
         try:
+            with self._lock:
+                if self.closed:
+                    work.close()
+                    raise RuntimeError("this coordinator was closed; create another one")
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
             return future.result()
         except CancelledError:
             raise RuntimeError("this coordinator was closed during the call") from None
         except BaseException:
-            future.cancel()
+            if future:
+                future.cancel()
             raise
 
     def close(self) -> None:

@@ -112,6 +112,11 @@ async def check(recipe: Recipe, place: Place, names: Names) -> None:
         assert answers, f"{recipe}: no answer"
         assert not any("code" in answer for answer in answers), f"{recipe}: {answers}"
         return
+    if any(word.endswith("/Drain") for word in recipe.words):  # with nothing to copy it may end before it is answered
+        for answer in answers:
+            for field in ("done", "response"):
+                answer.pop(field, None)
+            answer["metadata"].pop("endTime", None)
     difference = names.difference(list(recipe.answers), answers)
     assert not difference, f"{recipe}: {difference}; all of it:\n{json.dumps(answers, indent=1)}"
 

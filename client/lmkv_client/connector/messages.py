@@ -47,6 +47,8 @@ class LoadPlan:
     """Pages that will not be filled; vLLM computes them instead."""
     buffered: list[ChunkCopy] = field(default_factory=list)
     """As `copies`, of extents in the device buffer."""
+    failed: bool = False
+    """Whether something is lost that the whole load needs; with `final`."""
 
 
 @dataclass(kw_only=True, slots=True)

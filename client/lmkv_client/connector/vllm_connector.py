@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from lmkv import config as configuration
 from lmkv import telemetry
@@ -18,7 +20,8 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
-from lmkv_client.connector.identity import HeadShare, attention_isa, kv_spec, served_names
+from lmkv_client.connector.engine_kv import attention_isa, engine_kv
+from lmkv_client.connector.identity import HeadShare, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmkv")
 
 
-class LMKVConnector(KVConnectorBase_V1):
+class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector that `--kv-transfer-config '{"kv_connector":"LMKVConnector","kv_role":"kv_both"}'` names."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -60,11 +63,11 @@ class LMKVConnector(KVConnectorBase_V1):
             for notice in config.notices:
                 logger.warning("%s", notice)
             self._recompute_failed_loads()
-        spec = kv_spec(vllm_config, kv_cache_config, config)
+        kv = engine_kv(vllm_config, kv_cache_config, config)
+        spec = kv.spec
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         parallel = vllm_config.parallel_config
-        cache = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
             telemetry.trace_engine(
@@ -75,9 +78,8 @@ class LMKVConnector(KVConnectorBase_V1):
             self._link.start()
             self._scheduler = SchedulerSide(
                 config,
-                spec,
+                kv,
                 self._link,
-                block_size=cache.block_size,
                 rank_count=parallel.world_size,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=self._kv_transfer_config.is_kv_consumer,
@@ -86,12 +88,15 @@ class LMKVConnector(KVConnectorBase_V1):
             )
         else:
             if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
-                check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
+                for group in kv_cache_config.kv_cache_groups:
+                    if isinstance(cache := group.kv_cache_spec, AttentionSpec):
+                        check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
             rank = get_tensor_model_parallel_rank()
             share = HeadShare.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
             self._worker = WorkerSide(
                 spec,
                 share,
+                groups=kv.groups,
                 rank=rank,
                 threads=config.copy_threads,
                 lends_buffer=self._lends_buffer(config, vllm_config, rank),
@@ -154,6 +159,13 @@ class LMKVConnector(KVConnectorBase_V1):
         """Requests whose asynchronous loads have ended. Stores never outlive their request's pages."""
         return None, self.worker.take_finished() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As `get_finished`, with the requests whose loads have failed: vLLM computes them. Only where the model has
+        several KV-cache groups; otherwise failures are reported by page."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self.worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages that failed loads did not fill: vLLM computes them."""
         return self.worker.take_failed_blocks()
@@ -203,6 +215,12 @@ class LMKVConnector(KVConnectorBase_V1):
         """Ends the request; its pages are not needed after it. Returns the node's instance id if requested."""
         self.scheduler.finished(request)
         return False, self.scheduler.identity(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, where the model may have several KV-cache groups."""
+        return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
         """Whether stores still run: vLLM continues its steps until they are done."""

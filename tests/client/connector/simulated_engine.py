@@ -35,6 +35,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv_client.connector.engine_kv import EngineKv
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import Attachment, StepPlan
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -67,6 +69,7 @@ SPEC = KvSpec(
     tile_backend="TEST",
     block_size=BLOCK,
 )
+ENGINE_KV = EngineKv(spec=SPEC, groups=(LayerGroup(part=0, block_size=BLOCK, layer_names=("layer",)),))
 
 
 class Clock:
@@ -99,9 +102,8 @@ class ScriptedConnector(LMKVConnector):
         self._worker = None
         self._scheduler = SchedulerSide(
             self.config,
-            SPEC,
+            ENGINE_KV,
             self.node,  # type: ignore[arg-type]  # it has what the scheduler side needs of a link
-            block_size=BLOCK,
             rank_count=self.rank_count,
             step_tokens=self.step_tokens,
             has_events=True,
@@ -288,7 +290,7 @@ class SimulatedEngine:
         side = self.side
         assert (len(side._states), len(side._lookups), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
         assert not side._handoffs._finished
-        in_hand = side._stores.credits
+        in_hand = side._stores.credits[0]
         assert (in_hand.requested_count, in_hand.writing_count) == (0, 0)
         if self.node.attached:
             assert not self.node.tickets, "the node still holds chunks for a request"

@@ -1,10 +1,20 @@
-"""Copies of a request's tokens between the blocks that hold them and an extent. Pure."""
+"""Copies of a request's tokens between the blocks that hold them and extents. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from lmkv.parts import KvPart
+from lmkv.spec import KvSpec
+from lmkv.v1.chunk_pb2 import PART_RULE_END
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_kernels import ChunkCopy
+
+BlockIds = Sequence[Sequence[int]]
+"""The blocks of one request, for each of vLLM's KV-cache groups."""
+NULL_BLOCK_ID = 0
+"""vLLM's null page: it stands for pages that were freed while their request runs, and holds no request's KV."""
 
 
 def blocks_of(block_ids: Sequence[int], block_size: int, low: int, high: int) -> list[int]:
@@ -12,15 +22,77 @@ def blocks_of(block_ids: Sequence[int], block_size: int, low: int, high: int) ->
     return list(block_ids[low // block_size : -(-high // block_size)])
 
 
-def prompt_copy(
-    block_ids: Sequence[int], block_size: int, *, chunk_start: int, low: int, high: int, offset: int, extent_tokens: int
-) -> ChunkCopy:
-    """Tokens `[low, high)` of a prompt, in the chunk that begins at `chunk_start` and has its extent at `offset`."""
-    return ChunkCopy(
-        offset=offset,
-        extent_tokens=extent_tokens,
-        token_count=high - low,
-        first_token=low - chunk_start,
-        first_slot=low % block_size,
-        block_ids=blocks_of(block_ids, block_size, low, high),
-    )
+def has_null_page(copies: Sequence[ChunkCopy]) -> bool:
+    """Whether a copy names the null page."""
+    return any(NULL_BLOCK_ID in copy.block_ids for copy in copies)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockMap:
+    """Where the layers of one engine have a request's tokens."""
+
+    spec: KvSpec
+    groups: tuple[LayerGroup, ...]
+
+    def copies(
+        self, part: int, chunk: int, block_ids: BlockIds, *, low: int, high: int, offset: int, extent_tokens: int
+    ) -> list[ChunkCopy]:
+        """Copies of tokens `[low, high)`, which one part of a chunk has in the extent at `offset`: one for each group.
+
+        `extent_tokens` is the number of tokens that a chunk of this size has; of a window shorter than a chunk the
+        extent has only the last ones. Of a state, the block of the chunk's last token is copied.
+        """
+        size = self.spec.chunk_size
+        kind = self.spec.parts[part]
+        kept = min(extent_tokens, kind.kept_tokens(size))
+        start = chunk * size + extent_tokens - kept
+        return [
+            self._state_copy(block_ids[index], group, chunk, offset, index)
+            if kind.rule == PART_RULE_END
+            else ChunkCopy(
+                offset=offset,
+                extent_tokens=kept,
+                token_count=high - low,
+                first_token=low - start,
+                first_slot=low % group.block_size,
+                block_ids=blocks_of(block_ids[index], group.block_size, low, high),
+                group=index,
+            )
+            for index, group in enumerate(self.groups)
+            if group.part == part
+        ]
+
+    def stored(self, part: int, chunk: int, block_ids: BlockIds, *, offset: int, token_count: int) -> list[ChunkCopy]:
+        """Copies of all that the extent of one part of a chunk of `token_count` tokens has."""
+        high = chunk * self.spec.chunk_size + token_count
+        low = high - min(token_count, self.spec.parts[part].kept_tokens(self.spec.chunk_size))
+        return self.copies(part, chunk, block_ids, low=low, high=high, offset=offset, extent_tokens=token_count)
+
+    def loaded(
+        self, part: int, chunk: int, block_ids: BlockIds, *, start: int, end: int, offset: int, extent_tokens: int
+    ) -> list[ChunkCopy]:
+        """Copies of what a load of tokens `[start, end)` needs of one part of a chunk: vLLM has pages for no more."""
+        base = chunk * self.spec.chunk_size
+        low = max(start, base, self._oldest(part, end))
+        high = min(end, base + extent_tokens)
+        return self.copies(part, chunk, block_ids, low=low, high=high, offset=offset, extent_tokens=extent_tokens)
+
+    def state_copies(self, part: int, blocks: Sequence[tuple[int, int]], *, offset: int) -> list[ChunkCopy]:
+        """Copies of the states that vLLM offers: `blocks` has groups of one part, and the block of each."""
+        assert self.spec.parts[part].rule == PART_RULE_END
+        return [self._one_block(block, offset, group) for group, block in blocks]
+
+    def _oldest(self, part: int, end: int) -> int:
+        """The oldest token of a part that a hit ending at `end` copies: whole tiles are copied whole."""
+        kind: KvPart = self.spec.parts[part]
+        oldest = kind.first_token(end)
+        return oldest // kind.block_size * kind.block_size if kind.block_size else oldest
+
+    def _state_copy(
+        self, block_ids: Sequence[int], group: LayerGroup, chunk: int, offset: int, index: int
+    ) -> ChunkCopy:
+        return self._one_block(block_ids[(chunk + 1) * self.spec.chunk_size // group.block_size - 1], offset, index)
+
+    def _one_block(self, block_id: int, offset: int, group: int) -> ChunkCopy:
+        size = self.spec.chunk_size
+        return ChunkCopy(offset=offset, extent_tokens=size, token_count=size, block_ids=[block_id], group=group)

@@ -13,10 +13,14 @@ class HitSources:
 
     chunk   0     1     2      3       4       5        6
           │ own │ own │ disk │ peers │ peers │ remote │ missing
+
+    If chunks have several parts, items of the hit are counted instead: `tokens` divides the tokens of the hit evenly.
     """
 
     own: int = 0
     runs: tuple[Run, ...] = ()
+    hit_chunk_count: int = 0
+    """Chunks of the hit, if items are counted."""
 
     @property
     def absent_count(self) -> int:
@@ -25,11 +29,24 @@ class HitSources:
 
     def tokens(self, start: int, end: int, chunk_size: int) -> dict[str, int]:
         """Number of the prompt's tokens `[start, end)` in the own pool and in each tier, by name."""
+        if self.hit_chunk_count:
+            return self._divided(max(0, min(end, self.hit_chunk_count * chunk_size) - start))
         found: dict[str, int] = {}
         low = stop = 0
         for run in (Run(tier=OWN, chunk_count=self.own), *self.runs):
             low, stop = stop, stop + run.chunk_count * chunk_size
             found[run.tier] = found.get(run.tier, 0) + max(0, min(end, stop) - max(start, low))
+        return found
+
+    def _divided(self, token_count: int) -> dict[str, int]:
+        """The tokens of the hit by tier, in proportion to the items there."""
+        counts: dict[str, int] = {OWN: 0}
+        for run in (Run(tier=OWN, chunk_count=self.own), *self.runs):
+            counts[run.tier] = counts.get(run.tier, 0) + run.chunk_count
+        total = sum(counts.values())
+        found = {tier: token_count * count // total for tier, count in counts.items()}
+        most = max(counts, key=lambda tier: counts[tier])
+        found[most] += token_count - sum(found.values())
         return found
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
+from lmkv.keys import ChunkKey
 from lmkv.telemetry import SpanKind
 from lmkv.tiers import DISK, HANDOFF, OWN, PEERS
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import LoadPlan, LoadResult
+from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.hit_sources import describe
+from lmkv_client.connector.scheduler.load_items import load_items
 from lmkv_client.connector.scheduler.load_state import LoadState
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
@@ -39,14 +42,14 @@ class Loads:
         counters: ConnectorCounters,
         clock: Callable[[], float],
         *,
-        block_size: int,
+        blocks: BlockMap,
         rank_count: int,
     ) -> None:
         self._config = config
         self._lookups = lookups
         self._counters = counters
         self._clock = clock
-        self._block_size = block_size
+        self._blocks = blocks
         self._rank_count = rank_count
         self._load_states: dict[str, LoadState] = {}
 
@@ -57,18 +60,18 @@ class Loads:
         """The running load of a request, if any."""
         return self._load_states.get(request_id)
 
-    def begin(self, state: RequestState, token_count: int, block_ids: Sequence[int]) -> None:
+    def begin(self, state: RequestState, token_count: int, block_ids: BlockIds) -> None:
         """Begins to load `token_count` tokens, behind those that vLLM has computed, into the pages of the request."""
         now = self._clock()
+        end = state.computed_count + token_count
         load_state = LoadState(
             request_id=state.request_id,
             lookup_id=state.lookup_id,
             start=state.computed_count,
-            end=state.computed_count + token_count,
-            block_ids=block_ids,
+            end=end,
+            items=load_items(self._blocks, block_ids, state.computed_count, end),
             chunk_size=state.chunk_size,
-            block_size=self._block_size,
-            sync=not self._config.enable_async_loading,
+            sync=not state.has_parts and not self._config.enable_async_loading,
             started_at=now,
             deadline=now + state.load_timeout,
             waited_seconds=state.waited_seconds,
@@ -82,8 +85,9 @@ class Loads:
         if state.lookup_state is not LookupState.FOUND:  # the node was lost since the match
             load_state.close()
         elif not load_state.complete:
-            first = max(len(state.own), load_state.first_chunk)
-            self._lookups.request_load(state, first, load_state.stop_chunk - first, load_state.span.traceparent)
+            wanted = load_state.items.wanted
+            first = max(len(state.own), wanted.start)
+            self._lookups.request_load(state, first, wanted.stop - first, load_state.span.traceparent)
 
     def handle_loaded(self, loaded: pb.LoadedChunks) -> bool:
         """Handles chunks that have arrived in the pool; returns False if no load waits for them."""
@@ -131,12 +135,19 @@ class Loads:
         complete = load_state.complete and not loaded.failed
         if state:
             if loaded.failed and self._config.verify_loads:
-                self._lookups.report_damaged(state.keys[load_state.first_chunk : load_state.stop_chunk])
+                self._lookups.report_damaged(self._keys(load_state, state))
             state.load_failed |= not complete
             if complete:
-                state.mark_held(load_state.stop_chunk)
+                state.mark_loaded(load_state.items.chunk_count)
             state.end_lookup()
         self._end(load_state, loaded, complete=complete)
+
+    def _keys(self, load_state: LoadState, state: RequestState) -> list[ChunkKey]:
+        """The keys of what a load was to bring."""
+        wanted, spec = load_state.items.wanted, self._blocks.spec
+        if spec.has_plain_parts:
+            return state.keys[wanted.start : wanted.stop]
+        return spec.item_keys(spec.items(load_state.items.chunk_count)[wanted.start :], state.keys)
 
     def finished(self, state: RequestState) -> bool:
         """Ends the load of a finished request; True if it still runs: its pages stay until the workers are done."""

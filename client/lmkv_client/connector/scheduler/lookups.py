@@ -54,10 +54,11 @@ class RequestLookups:
     def __len__(self) -> int:
         return len(self._states)
 
-    def start(self, state: RequestState, reserve_count: Callable[[], int]) -> None:
+    def start(self, state: RequestState, reserve_counts: Callable[[], list[int]]) -> None:
         """Looks a request up, and asks for write credits for absent chunks. Sends nothing while the node is suspect."""
         now = self._clock()
-        if not state.keys or now < self._suspect_until:
+        asked = state.asked_keys
+        if not asked or now < self._suspect_until:
             state.end_lookup()
             return
         self._lookup_number += 1
@@ -72,10 +73,12 @@ class RequestLookups:
         state.traceparent = (
             state.traceparent or state.lookup_span.traceparent
         )  # the first span of a request is the root of the others
+        wanted = reserve_counts()
         lookup = pb.LookupChunks(
             request_id=state.lookup_id,
-            chunk_keys=join_keys(state.keys[:MAX_ASKED_KEYS]),
-            reserve_count=reserve_count(),
+            chunk_keys=join_keys(asked[:MAX_ASKED_KEYS]),
+            reserve_count=wanted[0],
+            part_reserve_counts=wanted[1:],
             traceparent=state.lookup_span.traceparent,
             prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,
             handoff_id=state.handoff_id,
@@ -88,7 +91,7 @@ class RequestLookups:
         self._suspect_until = 0.0
         state = self._states.pop(found.request_id, None)
         if state is None or state.lookup_state is not LookupState.ASKED or state.lookup_id != found.request_id:
-            if state:  # too late: the request was computed; chunks that are held need not be stored
+            if state and not state.has_parts:  # too late: it was computed; chunks that are held need not be stored
                 state.mark_held(len(found.own))
             self.release_lookup(found.request_id)
             return
@@ -194,4 +197,4 @@ class RequestLookups:
 
 def _sources(found: pb.FoundChunks) -> HitSources:
     runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
-    return HitSources(own=len(found.own), runs=runs)
+    return HitSources(own=len(found.own), runs=runs, hit_chunk_count=found.hit_chunk_count)

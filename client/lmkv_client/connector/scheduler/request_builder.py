@@ -61,11 +61,12 @@ class RequestBuilder:
             tokens[:handed_count] if handed_count else tokens,
             request.all_token_ids,
             chain,
-            partial=config.save_partial_chunks,
+            partial=config.save_partial_chunks and self._spec.has_plain_parts,
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
             handoff_id=handoff.request_id if handoff and handed_count else "",
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
             may_store=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
+            has_parts=not self._spec.has_plain_parts,
         )
 
     def _lora_identity(self, request: Request) -> str:

@@ -38,6 +38,8 @@ class RequestState:
         "computed_count",
         "found_at",
         "handoff_id",
+        "has_parts",
+        "hit_chunk_count",
         "keys",
         "lacked_credit",
         "load_failed",
@@ -50,10 +52,12 @@ class RequestState:
         "own",
         "partial_is_stored",
         "partial_key",
+        "passed_count",
         "peer_id",
         "preemption_count",
         "request_id",
         "sources",
+        "state_chunks",
         "store_failures",
         "stored_count",
         "token_count",
@@ -73,8 +77,12 @@ class RequestState:
         handoff_id: str = "",
         load_timeout: float = 1.0,
         may_store: bool = True,
+        has_parts: bool = False,
     ) -> None:
-        """`tokens` are the prompt's; of a handoff only those that it covers."""
+        """`tokens` are the prompt's; of a handoff only those that it covers.
+
+        `has_parts`: a hit has items, so that it is all or nothing, and never the whole request.
+        """
         chain.extend(tokens)
         self.all_tokens = all_tokens
         """Prompt and output, a view that grows with the request."""
@@ -95,6 +103,7 @@ class RequestState:
         """Longest wait for a load, in seconds."""
         self.may_store = may_store
         """Whether its chunks are to be stored."""
+        self.has_parts = has_parts
         self.lookup_state = LookupState.OVER
         self.lookup_id = ""
         """Id of the lookup at the node; empty if there is none."""
@@ -103,7 +112,11 @@ class RequestState:
         self.waited_seconds = 0.0
         """Time that the request has waited for its lookup, and for a synchronous load of absent chunks."""
         self.own: list[Extent] = []
+        """Extents of the first chunks of the prompt, or of the first items of the hit, that the node holds for it."""
         self.absent_count = 0
+        """Chunks, or items, behind these that can be brought in."""
+        self.hit_chunk_count = 0
+        """With parts: chunks of the hit that the lookup found."""
         self.sources = HitSources()
         """Where the chunks of the last answer were."""
         self.peer_id = ""
@@ -113,6 +126,10 @@ class RequestState:
         """Number of the request's preemptions when it was last looked up."""
         self.stored_count = 0
         """Number of the first full chunks that need not be stored any more."""
+        self.passed_count = 0
+        """Number of the first full chunks whose pages vLLM may have freed, where it frees pages of running requests."""
+        self.state_chunks: dict[int, int] = {}
+        """The last chunk whose state is stored, by part."""
         self.partial_is_stored = self.partial_key is None
         """Whether the partial chunk, if there is one, needs no storing any more."""
         self.store_failures = 0
@@ -136,6 +153,23 @@ class RequestState:
         """Chunks of the prompt that may still need storing."""
         return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.may_store
 
+    @property
+    def asked_keys(self) -> list[ChunkKey]:
+        """The keys to look up. With parts a hit leaves a token to compute: a state cannot be cut back."""
+        return self.keys[: (len(self.all_tokens) - 1) // self.chunk_size] if self.has_parts else self.keys
+
+    def found_chunks(self, *, here: bool = False) -> int:
+        """Chunks of the hit that the lookup found, or only of what is in the node's pool."""
+        if self.has_parts:
+            return 0 if here and self.absent_count else self.hit_chunk_count
+        return len(self.own) + (0 if here else self.absent_count)
+
+    def mark_loaded(self, chunk_count: int) -> None:
+        """Marks the prompt's first `chunk_count` chunks as held by the node and not computed here: vLLM has not all of
+        their pages."""
+        self.mark_held(chunk_count)
+        self.passed_count = max(self.passed_count, min(chunk_count, self.full_count))
+
     def mark_held(self, chunk_count: int) -> None:
         """Marks the prompt's first `chunk_count` chunks as held by the node: they need not be stored."""
         self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
@@ -152,6 +186,8 @@ class RequestState:
         in a step that needs the pages vLLM must compute at least one token.
         """
         hit = self.tokens_in(chunk_count)
+        if self.has_parts:
+            return hit if hit < request_tokens else 0
         if hit >= request_tokens and not sync:
             return request_tokens
         if self.handoff_id and hit == self.token_count and not sync:
@@ -163,12 +199,13 @@ class RequestState:
     def set_found(self, own: Sequence[Extent], sources: HitSources, peer_id: str, now: float) -> None:
         """Records the answer of the node; a lookup that found nothing is over."""
         self.own = list(own)
+        self.hit_chunk_count = sources.hit_chunk_count
         self.sources = sources
         self.absent_count = sources.absent_count
         self.peer_id = peer_id
         self.found_at = now
         self.lookup_state = LookupState.FOUND
-        self.mark_held(len(own))
+        self.mark_held(self.found_chunks(here=True))
         self.end_lookup_span(sources)
         if not own and not self.absent_count:
             self.end_lookup()
@@ -195,4 +232,4 @@ class RequestState:
         self.lookup_state = LookupState.OVER
         self.lookup_id = ""
         self.own = []
-        self.absent_count = 0
+        self.absent_count = self.hit_chunk_count = 0

@@ -14,10 +14,11 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from lmkv.config import ConnectorConfig
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
 from lmkv_client.connector.node.client import NodeClient, NodeLost
+from lmkv_client.connector.scheduler.block_copies import BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
@@ -27,7 +28,6 @@ from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
 from lmkv_client.connector.scheduler.request_builder import RequestBuilder
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.scheduler.stores import Stores
-from lmkv_client.connector.scheduler.write_credits import WriteCredits
 from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorCounters, ConnectorStats
 
 if TYPE_CHECKING:
@@ -54,10 +54,9 @@ class SchedulerSide:
     def __init__(
         self,
         config: ConnectorConfig,
-        spec: KvSpec,
+        kv: EngineKv,
         node_client: NodeClient,
         *,
-        block_size: int,
         rank_count: int,
         step_tokens: int,
         may_load: bool = True,
@@ -68,25 +67,27 @@ class SchedulerSide:
         self._config = config
         self._may_load = may_load
         self._may_store = may_store
-        self._spec = spec
+        spec = kv.spec
+        blocks = BlockMap(spec=spec, groups=kv.groups)
         self._node_client = node_client
-        self._block_size = block_size
+        self._block_size = block_size = kv.groups[0].block_size
+        self._sync = spec.has_plain_parts and not config.enable_async_loading
+        """Whether loads are part of a step. Loads of parts are not: vLLM handles their failures by request."""
         self._clock = clock
         self._attachment: Attachment | None = None
         self._states: dict[str, RequestState] = {}
         self._counters = ConnectorCounters()
         self._prefill = PrefillRate(spec.chunk_size)
         self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill)
-        self._loads = Loads(config, self._lookups, self._counters, clock, block_size=block_size, rank_count=rank_count)
+        self._loads = Loads(config, self._lookups, self._counters, clock, blocks=blocks, rank_count=rank_count)
         self._builder = RequestBuilder(config, spec, node_client.served, self._send)
         self._has_events = has_events
         self._events = BlockEvents(block_size=block_size, chunk_size=spec.chunk_size)
         self._stores = Stores(
-            spec,
+            blocks,
             self._send,
             self._counters,
             self._events,
-            block_size=block_size,
             rank_count=rank_count,
             step_tokens=step_tokens,
             with_decode=config.save_decode_cache,
@@ -137,10 +138,10 @@ class SchedulerSide:
             return None, False
         if state.lookup_state is not LookupState.FOUND or not self._may_load:
             return 0, False
-        sync = not self._config.enable_async_loading
+        sync = self._sync
         state.computed_count = computed_count
-        here = max(computed_count, self._hit(state, request, len(state.own), sync=sync))
-        hit = self._hit(state, request, len(state.own) + state.absent_count, sync=sync)
+        here = max(computed_count, self._hit(state, request, state.found_chunks(here=True), sync=sync))
+        hit = self._hit(state, request, state.found_chunks(), sync=sync)
         if hit - here < max(1, self._config.min_fetch_tokens):
             hit = here
         elif sync:
@@ -159,7 +160,7 @@ class SchedulerSide:
         if state is None:
             return
         if extra_count > 0:
-            self._loads.begin(state, extra_count, blocks.get_block_ids()[0])
+            self._loads.begin(state, extra_count, blocks.get_block_ids())
         elif self._loads.get(request.request_id) is None:
             self._lookups.release(state)
 
@@ -259,9 +260,10 @@ class SchedulerSide:
 
     def _handle_answer(self, message: pb.AttachResponse) -> None:
         if message.HasField("welcome"):
-            self._stores.credits = WriteCredits(limit=message.welcome.credit_limit)
+            self._stores.reset_credits(message.welcome.credit_limit)
             self._welcome = message.welcome
-        self._stores.credits.settle(message.settled_reserve_count, [extent.offset for extent in message.credits])
+        settled = (message.settled_reserve_count, *message.settled_part_reserve_counts)
+        self._stores.credits.settle(settled, message.credits)
         for found in message.found:
             self._lookups.handle_found(found)
         for loaded in message.loaded:
@@ -304,7 +306,7 @@ class SchedulerSide:
         if self._attachment is None:
             state.end_lookup()
         else:
-            self._lookups.start(state, lambda: self._stores.reserve_count(self._states.values()))
+            self._lookups.start(state, lambda: self._stores.reserve_counts(self._states.values()))
 
     def _send(self, message: pb.AttachRequest) -> None:
         """Sends to the attached node, if there is one; messages for a lost node are not valid for the next."""

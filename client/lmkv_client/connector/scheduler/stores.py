@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +10,14 @@ from vllm.logger import init_logger
 
 from lmkv import telemetry
 from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.messages import WorkerReport
-from lmkv_client.connector.scheduler.block_copies import blocks_of, prompt_copy
+from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.scheduler.write_credits import WriteCredits
+from lmkv_client.connector.scheduler.write_credits import PartCredits
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_kernels import ChunkCopy
 
@@ -29,20 +29,22 @@ logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
 """Failed steps after which a request stores no more."""
-NULL_BLOCK_ID = 0
-"""vLLM's null page: it stands for pages that were freed while their request runs, and holds no request's KV."""
 PARTIAL = -1
 """Stands for the index of a prompt's partial chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingStore:
-    """A chunk that the workers write."""
+    """One part of a chunk that the workers write."""
 
     state: RequestState
+    part: int
     key: ChunkKey
+    """Of the chunk."""
     parent: bytes
     """Key of the chunk before it; empty for the first."""
+    superseded: bytes
+    """Key of an earlier chunk whose part is needed less once this one is stored; empty if there is none."""
     index: int
     token_count: int
     event: BlockStored | None
@@ -50,29 +52,39 @@ class PendingStore:
 
 
 class Stores:
-    """The stores of one engine. A chunk is committed only after every rank has written its part."""
+    """The stores of one engine. A part of a chunk is committed only after every rank has written its share.
+
+    Parts of full attention are stored when there is a credit, since a request keeps their pages. vLLM frees pages of
+    windows and local chunks while the request runs: they are stored in the step that completes a chunk, or not at all.
+    States are stored where vLLM offers them.
+    """
 
     def __init__(
         self,
-        spec: KvSpec,
+        blocks: BlockMap,
         send: Callable[[pb.AttachRequest], None],
         counters: ConnectorCounters,
         events: BlockEvents,
         *,
-        block_size: int,
         rank_count: int,
         step_tokens: int,
         with_decode: bool,
     ) -> None:
-        self.credits = WriteCredits()
+        spec = blocks.spec
+        self.credits = PartCredits(len(spec.parts))
+        self._blocks = blocks
         self._spec = spec
         self._send = send
         self._counters = counters
         self._events = events
-        self._block_size = block_size
         self._rank_count = rank_count
         self._step_chunks = -(-step_tokens // spec.chunk_size)
         self._with_decode = with_decode
+        self._kept_parts = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_ALL]
+        self._states = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_END]
+        self._freed_parts = [
+            index for index in range(len(spec.parts)) if index not in self._kept_parts and index not in self._states
+        ]
         self._lacks_credits = False
         """Whether a chunk found no credit since credits were last requested."""
         self._writes: dict[int, PendingStore] = {}
@@ -85,10 +97,15 @@ class Stores:
         """Whether workers still write chunks of this request."""
         return any(write.state is state for write in self._writes.values())
 
-    def reserve_count(self, states: Collection[RequestState]) -> int:
-        """Credits to request: enough for two steps of these requests, and for a decoded chunk of each."""
-        wanted = sum(state.unstored_count for state in states)
-        return self.credits.request(min(wanted, 2 * self._step_chunks) + len(states))
+    def reset_credits(self, limit: int = 0) -> None:
+        """Begins without credits, as granted by another node."""
+        self.credits = PartCredits(len(self._spec.parts), limit)
+
+    def reserve_counts(self, states: Collection[RequestState]) -> list[int]:
+        """Credits to request, by part: enough for two steps of these requests, and for a decoded chunk of each."""
+        unstored = min(sum(state.unstored_count for state in states), 2 * self._step_chunks)
+        wanted = [len(states) + (0 if part in self._states else unstored) for part in range(len(self._spec.parts))]
+        return self.credits.request(wanted)
 
     def plan(self, output: SchedulerOutput, states: dict[str, RequestState]) -> list[ChunkCopy]:
         """The copies of chunks that this step completes, and of those that found no credit before."""
@@ -96,13 +113,17 @@ class Stores:
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies: list[ChunkCopy] = []
+        if self._states:
+            self._plan_states(output, states, copies)
         for request_id, count in output.num_scheduled_tokens.items():
             state = states.get(request_id)
             if state and state.may_store and state.store_failures < MAX_FAILURES:
                 self._plan(state, computed[request_id] + count, output, copies)
-        if (copies or self._lacks_credits) and (wanted := self.reserve_count(states.values())):
-            self._lacks_credits = False
-            self._send(pb.AttachRequest(reserve_count=wanted))
+        if copies or self._lacks_credits:
+            wanted = self.reserve_counts(states.values())
+            if any(wanted):
+                self._lacks_credits = False
+                self._send(pb.AttachRequest(reserve_count=wanted[0], part_reserve_counts=wanted[1:]))
         return copies
 
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
@@ -112,45 +133,98 @@ class Stores:
             done_count = state.token_count
         full = state.keys_up_to(done_count // size)
         partial = prompt_done and not state.partial_is_stored
-        if full <= state.stored_count and not partial:
+        if full <= state.stored_count and not partial and (not self._freed_parts or full <= state.passed_count):
             return
-        block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)[0]
+        block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)
+        if self._freed_parts:
+            self._plan_freed(state, full, block_ids, copies)
         for index in range(state.stored_count, full):
-            copy = self._write(state, index, state.chain.keys[index], size, block_ids)
-            if copy is None:
-                return
-            copies.append(copy)
+            for part in self._kept_parts:
+                if not self._write(state, part, index, size, block_ids, copies):
+                    return
             state.stored_count = index + 1
-        if partial and (copy := self._write(state, PARTIAL, state.keys[-1], state.token_count % size, block_ids)):
-            copies.append(copy)
-            state.partial_is_stored = True
+        if partial:
+            tokens = state.token_count % size
+            state.partial_is_stored = self._write(state, 0, PARTIAL, tokens, block_ids, copies)
+
+    def _plan_freed(self, state: RequestState, full: int, block_ids: BlockIds, copies: list[ChunkCopy]) -> None:
+        """The parts whose pages vLLM may free in the next step. Chunks that vLLM has freed already are passed over."""
+        size = self._spec.chunk_size
+        for index in range(state.passed_count, full):
+            for part in self._freed_parts:
+                if self._spec.parts[part].is_needed(index, size):
+                    self._write(state, part, index, size, block_ids, copies)
+        state.passed_count = max(state.passed_count, full)
+
+    def _plan_states(self, output: SchedulerOutput, states: dict[str, RequestState], copies: list[ChunkCopy]) -> None:
+        """The states that vLLM offers in this step, where chunks end. All layers of a part must be among them."""
+        size = self._spec.chunk_size
+        groups = self._blocks.groups
+        for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+            state = states.get(request_id)
+            if state is None or not state.may_store or state.store_failures >= MAX_FAILURES:
+                continue
+            limit = len(state.all_tokens) if self._with_decode else state.token_count
+            offered: dict[tuple[int, int], dict[int, int]] = {}
+            for group, block, tokens in offers:
+                if tokens % size == 0 and tokens <= limit and tokens // size > state.stored_count:
+                    offered.setdefault((groups[group].part, tokens // size - 1), {})[group] = block
+            for (part, index), blocks in offered.items():
+                if len(blocks) < sum(group.part == part for group in groups) or state.keys_up_to(index + 1) <= index:
+                    continue
+                offset = self._take_credit(state, part)
+                if offset is not None:
+                    copies += self._blocks.state_copies(part, list(blocks.items()), offset=offset)
+                    self._note(state, part, index, size, offset, superseded=state.state_chunks.get(part, -1))
+                    state.state_chunks[part] = index
 
     def _write(
-        self, state: RequestState, index: int, key: ChunkKey, token_count: int, block_ids: Sequence[int]
-    ) -> ChunkCopy | None:
-        """The store of one chunk; None if there is no credit for it now, or no KV of it in its pages."""
+        self,
+        state: RequestState,
+        part: int,
+        index: int,
+        token_count: int,
+        block_ids: BlockIds,
+        copies: list[ChunkCopy],
+    ) -> bool:
+        """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
+        offset = self._take_credit(state, part)
+        if offset is None:
+            return False
         chunk = state.full_count if index == PARTIAL else index
-        start = chunk * self._spec.chunk_size
-        if NULL_BLOCK_ID in blocks_of(block_ids, self._block_size, start, start + token_count):
-            self._refuse_null_page(state)
-            return None
-        offset = self.credits.take()
+        own = self._blocks.stored(part, chunk, block_ids, offset=offset, token_count=token_count)
+        if has_null_page(own):
+            self.credits[part].return_unwritten(offset)
+            if part in self._kept_parts:
+                self._refuse_null_page(state)
+            return False
+        copies += own
+        older = self._spec.parts[part].needed(chunk + 1, self._spec.chunk_size).start - 1
+        self._note(state, part, index, token_count, offset, superseded=older)
+        return True
+
+    def _take_credit(self, state: RequestState, part: int) -> int | None:
+        offset = self.credits[part].take()
         if offset is None:
             state.lacked_credit = self._lacks_credits = True
-            return None
-        parent = state.chain.keys[chunk - 1] if chunk else b""
-        event = None if index == PARTIAL else self._events.of_chunk(state.request_id, index)
+        return offset
+
+    def _note(
+        self, state: RequestState, part: int, index: int, token_count: int, offset: int, *, superseded: int
+    ) -> None:
+        """Notes a write; `superseded` is the chunk that it supersedes, negative if there is none."""
+        chunk = state.full_count if index == PARTIAL else index
+        keys = state.chain.keys
+        has_event = part == 0 and index != PARTIAL
         self._writes[offset] = PendingStore(
-            state=state, key=key, parent=parent, index=index, token_count=token_count, event=event
-        )
-        return prompt_copy(
-            block_ids,
-            self._block_size,
-            chunk_start=start,
-            low=start,
-            high=start + token_count,
-            offset=offset,
-            extent_tokens=token_count,
+            state=state,
+            part=part,
+            key=state.keys[-1] if index == PARTIAL else keys[index],
+            parent=keys[chunk - 1] if chunk else b"",
+            superseded=keys[superseded] if superseded >= 0 else b"",
+            index=index,
+            token_count=token_count,
+            event=self._events.of_chunk(state.request_id, index) if has_event else None,
         )
 
     def _refuse_null_page(self, state: RequestState) -> None:
@@ -170,23 +244,26 @@ class Stores:
             if offset in report.skipped or written.rank_count != self._rank_count:
                 report.skipped.add(offset)
             elif write := self._writes.pop(offset, None):
-                self.credits.commit()
+                self.credits[write.part].commit()
                 commits.append(
                     pb.CommitChunk(
                         chunk_key=write.key,
                         offset=offset,
-                        size_bytes=self._spec.size_bytes(write.token_count),
+                        size_bytes=self._spec.part_bytes(write.part, write.token_count),
                         checksum=written.checksum,
                         token_count=write.token_count,
                         parent_key=write.parent,
+                        part=write.part,
+                        superseded_key=write.superseded,
                     )
                 )
-                stored[write.state] = stored.get(write.state, 0) + write.token_count
+                tokens = 0 if write.part else write.token_count  # part 0 stands for the chunk
+                stored[write.state] = stored.get(write.state, 0) + tokens
                 if write.event:
                     self._events.add(write.event)
         skipped = {offset: write for offset in report.skipped if (write := self._writes.pop(offset, None))}
-        for offset in skipped:
-            self.credits.return_unwritten(offset)
+        for offset, write in skipped.items():
+            self.credits[write.part].return_unwritten(offset)
         self._undo(skipped.values())
         if commits:
             self._send(pb.AttachRequest(commits=commits))
@@ -206,14 +283,14 @@ class Stores:
         """Drops all credits: the node is lost. What the workers still write is not committed."""
         self._undo(self._writes.values())
         self._writes.clear()
-        self.credits = WriteCredits()
+        self.reset_credits()
 
     def _undo(self, writes: Collection[PendingStore]) -> None:
         """Marks chunks as not stored, so that they are tried again."""
         for write in writes:
             if write.index == PARTIAL:
                 write.state.partial_is_stored = False
-            else:
+            elif write.part in self._kept_parts:
                 write.state.stored_count = min(write.state.stored_count, write.index)
         for state in {write.state for write in writes}:
             state.store_failures += 1
@@ -224,13 +301,14 @@ class Stores:
         self._counters.add("stored_bytes", size_bytes)
         self._counters.add("store_seconds", seconds)
         for state, token_count in stored.items():
+            share = token_count / tokens if tokens else 1 / len(stored)
             telemetry.record("lmkv.store", seconds, parent=state.traceparent, stored_tokens=token_count)
             logger.info(
                 "[%s] Stored %d of %d tokens, %s, %s, %s",
                 state.request_id,
                 token_count,
                 state.token_count,
-                format_bytes(size_bytes * token_count // tokens),
-                format_duration(seconds * token_count / tokens),
+                format_bytes(round(size_bytes * share)),
+                format_duration(seconds * share),
                 format_rate(size_bytes, seconds),
             )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lmkv.v1.chunk_pb2 import Extent
+
 KEPT_WHEN_IDLE = 4
-"""Credits that an idle engine keeps, for the first chunks of its next prompts."""
+"""Credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WriteCredits:
-    """The write credits of one engine. `limit` bounds those available, requested and being written together."""
+    """Credits for one part of chunks. `limit` bounds those available, requested and being written together."""
 
     limit: int = 0
     requested_count: int = 0
@@ -27,7 +30,7 @@ class WriteCredits:
         self.requested_count += count
         return count
 
-    def settle(self, count: int, granted: list[int]) -> None:
+    def settle(self, count: int, granted: Iterable[int]) -> None:
         """Records the node's answer to `count` requested credits, and the offsets that it granted."""
         self.requested_count -= count
         self._offsets.extend(granted)
@@ -53,3 +56,30 @@ class WriteCredits:
         extra = self._offsets[KEPT_WHEN_IDLE:]
         del self._offsets[KEPT_WHEN_IDLE:]
         return extra
+
+
+class PartCredits:
+    """The write credits of one engine, for each part of its chunks."""
+
+    def __init__(self, part_count: int, limit: int = 0) -> None:
+        """`limit` holds for each part."""
+        self._parts = [WriteCredits(limit=limit) for _ in range(part_count)]
+
+    def __getitem__(self, part: int) -> WriteCredits:
+        return self._parts[part]
+
+    def request(self, wanted_counts: Sequence[int]) -> list[int]:
+        """The numbers to request so that as many as wanted become available, by part."""
+        return [part.request(wanted) for part, wanted in zip(self._parts, wanted_counts, strict=True)]
+
+    def settle(self, counts: Sequence[int], granted: Iterable[Extent]) -> None:
+        """Records the node's answer to requested credits, by part, and the extents that it granted."""
+        for part, count in zip(self._parts, counts, strict=False):
+            part.settle(count, ())
+        for extent in granted:
+            if 0 <= extent.part < len(self._parts):
+                self._parts[extent.part].settle(0, (extent.offset,))
+
+    def take_surplus(self) -> list[int]:
+        """Removes and returns the credits that an idle engine returns to its node."""
+        return [offset for part in self._parts for offset in part.take_surplus()]

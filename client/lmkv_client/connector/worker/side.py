@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from lmkv.pool.socket import AttachedPool
 from lmkv.spec import KvSpec
 from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import (
     Attachment,
     ExtentChecksum,
@@ -51,6 +52,7 @@ class WorkerSide:
         spec: KvSpec,
         share: HeadShare,
         *,
+        groups: tuple[LayerGroup, ...] = (),
         rank: int,
         threads: int,
         lends_buffer: bool = False,
@@ -61,6 +63,7 @@ class WorkerSide:
         self._nixl_backends = nixl_backends
         self._buffer_agent: BufferAgent | None = None
         self._spec = spec
+        self._groups = groups
         self._share = share
         self._rank = rank
         self._threads = threads
@@ -74,6 +77,7 @@ class WorkerSide:
         self._storing: list[RunningStore] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._report: WorkerReport | None = None
         self._step_is_poisoned = False
 
@@ -141,6 +145,11 @@ class WorkerSide:
     def take_failed_blocks(self) -> set[int]:
         """Pages that failed loads did not fill."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads have failed, where the model has several KV-cache groups."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
+from lmkv_client.connector.scheduler.block_copies import BlockMap
+from lmkv_client.connector.scheduler.load_items import ChunkItems
 from lmkv_client.connector.scheduler.load_state import LoadState
 
 EXTENT_BYTES = 1 << 20
+SPEC = KvSpec(
+    model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, head_size=8, chunk_size=1
+)
 Place = tuple[int, int]
 """Chunk of the prompt, block in that chunk."""
 
@@ -28,15 +35,19 @@ class Case:
     block_ids: list[int]
     arrivals: list[list[int]]
 
+    @property
+    def blocks(self) -> BlockMap:
+        group = LayerGroup(part=0, block_size=self.block_size, layer_names=("layer",))
+        return BlockMap(spec=replace(SPEC, chunk_size=self.chunk_size), groups=(group,))
+
     def loading(self, *, sync: bool = False, verify: bool = False) -> LoadState:
         return LoadState(
             request_id="r",
             lookup_id="1",
             start=self.start,
             end=self.end,
-            block_ids=self.block_ids,
+            items=ChunkItems(self.blocks, [self.block_ids], self.start, self.end),
             chunk_size=self.chunk_size,
-            block_size=self.block_size,
             sync=sync,
             started_at=0.0,
             deadline=1.0,
@@ -114,7 +125,7 @@ def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> 
         assert loading.arrived_tokens == case.tokens(arrived)
         if load := loading.take():
             loads.append(load)
-    wanted = set(range(loading.first_chunk, loading.stop_chunk))
+    wanted = set(loading.items.wanted)
     assert loading.complete == (wanted <= arrived)
     loading.close()
     if load := loading.take():
@@ -150,7 +161,7 @@ def test_if_the_node_is_lost_only_orders_that_workers_have_count(case: Case, dat
     assert [load.final for load in loads] == [False] * (len(loads) - 1) + [True]
     assert filled(loads, case.block_size) == case.pages(reported)
     assert loading.arrived_tokens == case.tokens(reported)
-    wanted = set(range(loading.first_chunk, loading.stop_chunk))
+    wanted = set(loading.items.wanted)
     assert {page for load in loads for page in load.failed_blocks} == set(case.pages(wanted - reported))
 
 

@@ -21,7 +21,7 @@ def test_a_lookup_fits_into_a_message_however_long_the_prompt() -> None:
     prompt = RequestState("r", as_tokens(tokens), tokens, KeyChain(ChunkKey(bytes(16)), CHUNK), partial=False)
     sent: list[pb.AttachRequest] = []
     searches = RequestLookups(ConnectorConfig(), sent.append, ConnectorCounters(), time.monotonic, PrefillRate(CHUNK))
-    searches.start(prompt, lambda: 0)
+    searches.start(prompt, lambda: [0])
     (message,) = sent
     assert message.ByteSize() < MAX_MESSAGE_BYTES
     assert split_keys(message.lookups[0].chunk_keys) == prompt.keys[:MAX_ASKED_KEYS]

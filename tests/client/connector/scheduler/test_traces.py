@@ -24,6 +24,8 @@ from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv_client.connector.engine_kv import EngineKv
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadResult, WorkerReport
 from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -36,6 +38,8 @@ from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 
 SPEC = small_spec()
+GROUP = LayerGroup(part=0, block_size=SPEC.block_size, layer_names=("layer",))
+ENGINE_KV = EngineKv(spec=SPEC, groups=(GROUP,))
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 CHUNKS = 3
@@ -76,7 +80,7 @@ class Fleet:
         link = NodeClient(self.asker, SPEC, 1)
         link.start()
         self._stack.callback(link.close)
-        self.engine = SchedulerSide(self.asker, SPEC, link, block_size=SPEC.block_size, rank_count=1, step_tokens=2048)
+        self.engine = SchedulerSide(self.asker, ENGINE_KV, link, rank_count=1, step_tokens=2048)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

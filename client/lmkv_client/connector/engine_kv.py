@@ -1,0 +1,247 @@
+"""What KV an engine keeps: its KvSpec, and how vLLM's KV-cache groups make up the parts of a chunk."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmkv.config import ConnectorConfig
+from lmkv.errors import ConfigError
+from lmkv.packing import pack_fields
+from lmkv.parts import KvPart
+from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
+from lmkv_client.connector.identity import engine_identity, served_names
+from lmkv_client.connector.kv_layout import LayerGroup
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = init_logger("vllm.lmkv")
+
+REMEDY = "remove --kv-transfer-config or change the engine"
+DEFAULT_CHUNK_SIZE = ConnectorConfig().chunk_size
+ORDER = (PART_RULE_ALL, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PART_RULE_END)
+"""Part 0 is of full attention, if any layer is: no hit is without it, so that its keys are those of chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKv:
+    """The KV of one engine."""
+
+    spec: KvSpec
+    groups: tuple[LayerGroup, ...]
+    """In the order of vLLM's groups: a request has a list of block ids for each."""
+
+
+def engine_kv(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> EngineKv:
+    """The KV of this engine. Raises `ConfigError` if it is of a kind that this version cannot move."""
+    model = vllm_config.model_config
+    caches = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    for cache in caches:
+        check_cache_kind(cache, served_names(model)[0])
+    _check_engine(vllm_config, config)
+    native = _is_native(vllm_config, config)
+    kinds = [_part(vllm_config, cache, native=native) for cache in caches]
+    order = sorted(dict.fromkeys(kinds), key=lambda kind: (ORDER.index(kind.rule), kind.span))
+    names: list[list[str]] = [[] for _ in order]
+    groups = []
+    for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True):
+        part = order.index(kind)
+        groups.append(
+            LayerGroup(
+                part=part,
+                block_size=group.kv_cache_spec.block_size,
+                layer_names=tuple(group.layer_names),
+                first_layer=len(names[part]),
+            )
+        )
+        names[part] += group.layer_names
+    is_plain = len(caches) == 1 and order[0].rule == PART_RULE_ALL
+    parts = [
+        replace(kind, layer_count=len(own), layers="" if is_plain else _digest(own))
+        for kind, own in zip(order, names, strict=True)
+    ]
+    chunk_size = _chunk_size(parts, caches, kv_cache_config.cache_hit_alignment_tokens or 0, config)
+    first = parts[0]
+    spec = KvSpec(
+        model_name=served_names(model)[0],
+        model_id=config.model_id or engine_identity(vllm_config),
+        kv_dtype=first.kv_dtype,
+        layer_count=first.layer_count,
+        kv_head_count=first.kv_head_count,
+        head_size=first.head_size,
+        chunk_size=chunk_size,
+        mla=first.mla,
+        format=NATIVE_TILES if native else TOKEN_MAJOR,
+        tile_backend="CPU_ATTN" if native else "",
+        tile_isa=first.tile_isa,
+        block_size=first.block_size,
+        vocab_size=model.get_vocab_size(),
+        rule=first.rule,
+        span=first.span,
+        layers=first.layers,
+        more_parts=tuple(parts[1:]),
+    )
+    return EngineKv(spec=spec, groups=tuple(groups))
+
+
+def check_cache_kind(cache: KVCacheSpec, model_name: str) -> None:
+    """Raises `ConfigError` unless it is known which pages of this kind a request keeps, and for how long.
+
+    Subclasses are refused too: `RSWASpec` extends `FullAttentionSpec`, and its pages are freed.
+    """
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+    if type(cache) in known:
+        return
+    raise ConfigError(
+        f"LMKVConnector: model {model_name} has a KV cache of kind {type(cache).__name__}, this version of lmkv "
+        f"supports {', '.join(kind.__name__ for kind in known)}; {REMEDY}"
+    )
+
+
+def _check_engine(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    """Raises `ConfigError` if the engine is of a kind that this version does not serve."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = vllm_config.device_config.device_type
+    heads = _head_count(vllm_config)
+    ranks = parallel.tensor_parallel_size
+    refusals = {
+        f"device: KV cache on {device} cannot be moved by this version of lmkv, only on cpu and cuda": (
+            device not in ("cpu", "cuda")
+        ),
+        "use_mla: vLLM's CPU backend reads MLA that was not computed in the same step inexactly, and switches its own "
+        "prefix cache off for it": model.use_mla and device == "cpu",
+        "kv_format: native tiles are for CPUs; use token_major": config.kv_format == "native" and device != "cpu",
+        "pipeline_parallel_size: this version of lmkv supports 1": parallel.pipeline_parallel_size != 1,
+        "prefill_context_parallel_size, decode_context_parallel_size: this version of lmkv supports 1": (
+            parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size != 1
+        ),
+        f"tensor_parallel_size: {heads} KV heads cannot be split evenly over {ranks} ranks": (
+            heads % ranks != 0 and ranks % heads != 0
+        ),
+    }
+    for reason, refused in refusals.items():
+        if refused:
+            raise ConfigError(f"LMKVConnector: {reason}; {REMEDY}")
+
+
+def _is_native(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    return config.kv_format == "native" or (config.kv_format == "auto" and on_cpu)
+
+
+def _head_count(vllm_config: VllmConfig) -> int:
+    """KV heads of the model, over all tensor-parallel ranks."""
+    model = vllm_config.model_config
+    return 1 if model.use_mla else model.get_total_num_kv_heads()
+
+
+def _part(vllm_config: VllmConfig, cache: KVCacheSpec, *, native: bool) -> KvPart:
+    """The part of layers that have a cache of this kind, as if it had one layer."""
+    from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if isinstance(cache, MambaSpec):
+        return KvPart(
+            rule=PART_RULE_END,
+            layer_count=1,
+            kv_head_count=ranks,
+            head_size=cache.state_content_size_bytes,
+            kv_dtype="int8",
+        )
+    assert isinstance(cache, AttentionSpec)
+    heads = _head_count(vllm_config)
+    if cache.num_kv_heads != max(1, heads // ranks):  # layers of this kind have another number of heads
+        heads = cache.num_kv_heads * ranks
+    rule, span = PART_RULE_ALL, 0
+    if isinstance(cache, SlidingWindowSpec):
+        rule, span = PART_RULE_LAST, cache.sliding_window + cache.extra_retained_tokens
+    elif isinstance(cache, ChunkedLocalAttentionSpec):
+        rule, span = PART_RULE_SINCE_MULTIPLE, cache.attention_chunk_size
+    return KvPart(
+        rule=rule,
+        span=span,
+        layer_count=1,
+        kv_head_count=heads,
+        head_size=cache.head_size,
+        kv_dtype=kv_dtype(vllm_config.cache_config.cache_dtype, str(cache.dtype)),
+        mla=vllm_config.model_config.use_mla,
+        tile_isa=tile_isa(vllm_config, cache.head_size, cache.block_size) if native else "",
+        block_size=cache.block_size if native else 0,
+    )
+
+
+def _chunk_size(
+    parts: Sequence[KvPart], caches: Sequence[KVCacheSpec], hit_alignment: int, config: ConnectorConfig
+) -> int:
+    """Tokens per chunk: as configured, if hits can end where chunks end. Raises `ConfigError` if they cannot.
+
+    vLLM offers states only at its hit alignment, so models with states have chunks of that size.
+    """
+    size = config.chunk_size
+    if any(part.rule == PART_RULE_END for part in parts) and hit_alignment and size != hit_alignment:
+        if size != DEFAULT_CHUNK_SIZE:
+            raise ConfigError(
+                f"chunk_size: {size} tokens, but vLLM keeps the states of this model every {hit_alignment} tokens; set "
+                f"chunk_size to {hit_alignment}, or leave it out",
+                key="chunk_size",
+            )
+        logger.info("chunk_size: %d, where vLLM keeps the states of this model", hit_alignment)
+        size = hit_alignment
+    if len(caches) > 1 and (wrong := [cache.block_size for cache in caches if size % cache.block_size]):
+        raise ConfigError(
+            f"chunk_size: {size} is not a multiple of {wrong[0]}, the block size of some layers of this model",
+            key="chunk_size",
+        )
+    for part in parts:
+        if part.rule == PART_RULE_SINCE_MULTIPLE and part.span % size and size % part.span:
+            raise ConfigError(
+                f"chunk_size: {size} tokens neither divide the {part.span} tokens of the model's local attention "
+                f"chunks nor are a multiple of them; set chunk_size to {part.span} or a divisor of it",
+                key="chunk_size",
+            )
+    return size
+
+
+def _digest(layer_names: Sequence[str]) -> str:
+    return sha256(pack_fields(name.encode() for name in layer_names)).hexdigest()[:32]
+
+
+def kv_dtype(cache_dtype: str, element: str) -> str:
+    """The KV cache's element type by lmkv's name for it."""
+    if cache_dtype.startswith("fp8"):
+        return "fp8_e5m2" if "e5m2" in cache_dtype else "fp8_e4m3"
+    return element.removeprefix("torch.")
+
+
+def tile_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
+    """What decides how vLLM's CPU attention packs a block: its kernel's name, the machine, the vector width."""
+    import torch
+
+    isa = attention_isa(vllm_config, head_size, block_size)
+    width = "avx512" if torch.cpu._is_avx512_supported() else "base"
+    return f"{isa}-{platform.machine()}-{width}"
+
+
+def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
+    """The kernel that vLLM's CPU attention chooses, by its name for it."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    isa: str = _get_attn_isa(dtype, block_size, head_size, cache_dtype)
+    return isa
