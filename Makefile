@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-ray chaos docs docs-publish protos wheel sdist wheels images chart version verify \
+.PHONY: help setup setup-ray demo test test-models test-ray chaos docs docs-publish protos wheel sdist wheels images chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows \
 	fix-format fix-lint fix-protos fix-typescript
 
@@ -38,8 +38,11 @@ $(RAY_STAMP): $(STAMP) pyproject.toml scripts/setup-ray
 demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
-test: $(STAMP) ## run all tests, including those with real engines
-	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## run all tests, including those with real engines of some architectures
+	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m 'not more_models' $(ARGS)
+
+test-models: $(STAMP) ## run the tests with engines of all architectures; ARGS="-k gpt_oss" selects one
+	@$(BIN)/python -m pytest tests/engines/test_architectures.py $(ARGS)
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)

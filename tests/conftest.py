@@ -25,6 +25,7 @@ ENGINES = "tests/engines/"
 FORKED = tuple(
     f"{ENGINES}test_{name}.py"
     for name in (
+        "architectures",
         "features",
         "hybrid",
         "isolation",

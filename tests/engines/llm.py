@@ -83,6 +83,8 @@ class LlmAnswer:
     finish_reason: str
     cached_tokens: int
     """Tokens of the prompt that vLLM did not compute."""
+    logprobs: tuple[float, ...]
+    """Of the tokens of the first completion, if they were asked for."""
     prompt_logprobs: tuple[float | None, ...]
 
     @property
@@ -123,6 +125,14 @@ class Answers:
     def stored_tokens(self) -> int:
         """Tokens whose KV was stored meanwhile."""
         return int(self.grown["lmkv:stored_tokens_total"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvCacheLayout:
+    """vLLM's KV cache: the kind of each of its groups of layers, and how many pages it has."""
+
+    groups: list[str]
+    block_count: int
 
 
 class LlmProcess:
@@ -228,6 +238,7 @@ class LlmProcess:
                 samples=tuple(map(tuple, answer["samples"])),
                 finish_reason=answer["finish_reason"],
                 cached_tokens=answer["cached_tokens"],
+                logprobs=tuple(answer["logprobs"]),
                 prompt_logprobs=tuple(answer["prompt_logprobs"]),
             )
             for answer in said["answers"]
@@ -259,6 +270,10 @@ class LlmProcess:
     def metrics(self) -> dict[str, float]:
         """Values by sample name, as /metrics would show them."""
         return dict(self._do("metrics"))
+
+    def kv_cache(self) -> KvCacheLayout:
+        """How vLLM has laid out its KV cache."""
+        return KvCacheLayout(**self._do("kv_cache"))
 
     def begin(self, prompt: Sequence[int], seconds: float) -> dict[str, Any]:
         """Lets a request run for so long: `request_id`, `token_ids` so far, `used`, the share of pages in use."""
@@ -466,9 +481,14 @@ class LlmFleet:
                 last_first.callback(engine.stop)
 
 
-def poison(node_pid: int) -> None:
-    """Turns every number in the pool of a running node into its negative. Everything in it must be float32."""
+def poison(node_pid: int, extents: Sequence[tuple[int, int]] = ((0, 0),)) -> None:
+    """Changes all numbers in the pool of a running node, or those in extents of these offsets and sizes.
+
+    Every second byte has its highest bit inverted: bfloat16 turns into its negative, float32 too, nearly. Repeating it
+    makes everything as it was before.
+    """
     descriptors = Path(f"/proc/{node_pid}/fd").iterdir()
     path = next(path for path in descriptors if "lmkv-pool" in str(path.readlink()))
     pool = np.memmap(path, dtype=np.uint8, mode="r+")
-    pool[3::4] ^= 0x80  # the sign bits
+    for offset, size in extents:
+        pool[offset + 1 : offset + size if size else None : 2] ^= 0x80

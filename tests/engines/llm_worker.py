@@ -84,6 +84,12 @@ class Worker:
                     values[name] = values.get(name, 0.0) + sample.value
         return values
 
+    def kv_cache(self) -> dict[str, Any]:
+        """The groups of the KV cache, by their kind, and the number of its pages."""
+        config = self._engine.engine_core.engine_core.scheduler.kv_cache_config
+        groups = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
+        return {"groups": groups, "block_count": config.num_blocks}
+
     def begin(self, prompt: list[int], seconds: float) -> dict[str, Any]:
         """Lets a request run for so long; its id, the tokens that it has by then, and the share of pages in use."""
         self._begun_count += 1
@@ -115,15 +121,17 @@ class Worker:
 
 def answer(output: Any) -> dict[str, Any]:
     """What the tests want to know of one request's output."""
-    logprobs = [
+    first = output.outputs[0]
+    prompt_logprobs = [
         entry and entry[token].logprob
         for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
     ]
     return {
         "samples": [list(sample.token_ids) for sample in output.outputs],
-        "finish_reason": output.outputs[0].finish_reason,
+        "finish_reason": first.finish_reason,
         "cached_tokens": output.num_cached_tokens,
-        "prompt_logprobs": logprobs,
+        "logprobs": [entry[token].logprob for token, entry in zip(first.token_ids, first.logprobs or (), strict=False)],
+        "prompt_logprobs": prompt_logprobs,
     }
 
 

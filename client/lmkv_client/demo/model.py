@@ -95,7 +95,7 @@ def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config_file.unlink(missing_ok=True)
     _write_weights(folder / "model.safetensors", shape, seed)
-    _write_tokenizer(folder, shape)
+    write_tokenizer(folder, shape.vocab_size, shape.context_tokens)
     config_file.write_text(json.dumps(config, indent=2) + "\n")  # last: marks the folder as complete
     return folder
 
@@ -174,8 +174,8 @@ def _to_bfloat16(values: np.ndarray) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
-    """A tokenizer with one token per byte, and a distinct text for every token id.
+def write_tokenizer(folder: Path, vocab_size: int, context_tokens: int) -> None:
+    """Writes a tokenizer with one token per byte, and a distinct text for every token id.
 
     The text of a token above the bytes, `<300>`, is that token again when it is encoded.
     """
@@ -183,7 +183,7 @@ def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
 
     vocabulary = {"<bos>": BOS_TOKEN_ID, "<eos>": EOS_TOKEN_ID}
     vocabulary |= {letter: FIRST_BYTE_TOKEN_ID + byte for byte, letter in enumerate(_byte_letters())}
-    vocabulary |= {f"<{token_id}>": token_id for token_id in range(FIRST_WORD_TOKEN_ID, shape.vocab_size)}
+    vocabulary |= {f"<{token_id}>": token_id for token_id in range(FIRST_WORD_TOKEN_ID, vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -198,7 +198,7 @@ def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
-        "model_max_length": shape.context_tokens,
+        "model_max_length": context_tokens,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }

@@ -1,0 +1,181 @@
+"""Tiny models with random weights of every kind of KV cache that lmkv serves, for tests and benchmarks with engines.
+
+Plain attention has a model in `lmkv_client.demo.model`; the others are made by transformers, so that their folders are
+like those of real models. The scale of the weights makes every token depend on what each kind of layers has cached.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmkv_client.demo.model import BOS_TOKEN_ID, EOS_TOKEN_ID, TINY, make_model, write_tokenizer
+
+WINDOW = 192
+"""Tokens of a sliding window: shorter than the prompts of tests, and no multiple of a chunk or of a block."""
+LOCAL_CHUNK = 384
+"""Tokens of a local chunk; vLLM wants whole blocks."""
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ALTERNATING = [_SLIDING, _FULL] * 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One architecture: its configuration, and what an engine must be told to serve it on a CPU."""
+
+    model_type: str
+    config: Mapping[str, Any]
+    """Fields besides the common ones, or instead of them."""
+    served_as: str = ""
+    """vLLM's name of the architecture, where transformers has another."""
+    dtype: str = "float32"
+    chunk_size: int = 256
+    part_count: int = 2
+    """Kinds of layers, which are the parts of a chunk."""
+    group_count: int = 2
+    """Groups into which vLLM splits them."""
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gemma2": Architecture(
+        model_type="gemma2",
+        config={"sliding_window": WINDOW, "query_pre_attn_scalar": 64, "tie_word_embeddings": True},
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        config={
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 64,
+            "num_hidden_layers": 6,
+            "layer_types": [_SLIDING] * 5 + [_FULL],
+            "tie_word_embeddings": True,
+        },
+        group_count=6,
+    ),
+    "mistral": Architecture(model_type="mistral", config={"sliding_window": WINDOW}, part_count=1, group_count=1),
+    "ministral": Architecture(
+        model_type="ministral",
+        config={"sliding_window": WINDOW, "layer_types": _ALTERNATING},
+        served_as="MistralForCausalLM",
+        chunk_size=128,
+    ),
+    "gpt_oss": Architecture(
+        model_type="gpt_oss",
+        config={
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "cohere2": Architecture(
+        model_type="cohere2",
+        config={"sliding_window": WINDOW, "layer_types": _ALTERNATING, "logit_scale": 1.0, "tie_word_embeddings": True},
+    ),
+    "llama4": Architecture(
+        model_type="llama4_text",
+        config={
+            "attention_chunk_size": LOCAL_CHUNK,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "layer_types": ["chunked_attention"] * 3 + [_FULL],
+            "no_rope_layers": [1, 1, 1, 0],
+            "attn_temperature_tuning": False,
+        },
+        group_count=4,
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        config={
+            "num_attention_heads": 2,
+            "layer_types": ["conv"] * 3 + [_FULL],
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_dim": 128,
+            "block_ff_dim": 256,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+        chunk_size=128,
+        group_count=4,
+    ),
+    "qwen3_next": Architecture(
+        model_type="qwen3_next",
+        config={
+            "layer_types": ["linear_attention"] * 3 + [_FULL],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+        dtype="bfloat16",
+        group_count=4,
+    ),
+    "llama": Architecture(model_type="llama", config={}, part_count=1, group_count=1),
+}
+"""By name: all kinds of KV cache that vLLM serves on a CPU, several of them with more than one architecture."""
+
+
+def make_architecture(folder: Path, name: str) -> Path:
+    """Writes the model of this name with its tokenizer into `folder`, and returns `folder`."""
+    if name == "llama":
+        return make_model(folder, TINY)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = ARCHITECTURES[name]
+    config = AutoConfig.for_model(architecture.model_type, **{**_COMMON, **architecture.config})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, architecture.dtype))
+    with torch.no_grad():
+        for parameter_name, weights in model.named_parameters():
+            if weights.dim() > 1:
+                weights.normal_(0, _gain(parameter_name) * weights.shape[-1] ** -0.5)
+            elif parameter_name.endswith("A_log"):
+                weights.fill_(-6.0)  # states that forget slowly
+            elif "post_" in parameter_name and name.startswith("gemma"):
+                weights.fill_(3.0)  # layers that outweigh the embedding, which is that of the output too
+    model.save_pretrained(folder)
+    write_tokenizer(folder, _COMMON["vocab_size"], _COMMON["max_position_embeddings"])
+    if architecture.served_as:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture.served_as]}))
+    return folder
+
+
+def _gain(name: str) -> float:
+    """How much larger weights are than those that keep the size of what passes through them, as in `make_model`."""
+    if "lm_head" in name:
+        return 4.0
+    return 2.0 if "_proj" in name else 1.0
