@@ -39,7 +39,7 @@ _ALTERNATING = [_SLIDING, _FULL] * 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """One architecture: its configuration, and what an engine must be told to serve it on a CPU."""
+    """One architecture: its configuration, and how an engine serves it on a CPU."""
 
     model_type: str
     config: Mapping[str, Any]
