@@ -46,7 +46,9 @@ class LookupRequest(_message.Message):
     excluded_instance_id: _builtins.str
     """An instance to omit from the response; a node omits itself."""
     fingerprint: _builtins.bytes
-    """With `chunk_keys`: fingerprint of their spec. Without it an instance counts as holding a chunk if it holds part 0."""
+    """With `chunk_keys`: fingerprint of their spec; nothing is found if no instance has registered it. Without it an instance
+    counts as holding a chunk if it holds part 0.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt, in order."""
@@ -86,7 +88,8 @@ class LookupResponse(_message.Message):
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
         """All instances that hold the first chunk, longest contiguous prefix first, then by instance id. If chunks have several
-        parts: all instances that hold what a hit needs, the longest hit first.
+        parts: all instances that hold every part that a hit needs, the longest hit first. The prefix is then this hit; it has
+        no partial chunk, and the instance may have evicted earlier chunks of parts that the hit does not need.
         """
 
     def __init__(
@@ -208,7 +211,9 @@ class Holder(_message.Message):
     """Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierRun]:
-        """The prefix, split where the tier changes; in prompt order."""
+        """The prefix, split where the tier changes; in prompt order. If chunks have several parts: one run, with the slowest
+        tier in which the instance holds something that the hit needs.
+        """
 
     def __init__(
         self,

@@ -33,6 +33,9 @@ class CacheServiceStub:
     bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
     tokens needs `model_name` only if several specs are registered.
 
+    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; the limits
+    on keys count all parts.
+
     `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
     then needs no `lora_name`. Engines register an adapter with its first request.
 
@@ -109,6 +112,9 @@ class CacheServiceServicer:
     Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
     bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
     tokens needs `model_name` only if several specs are registered.
+
+    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; the limits
+    on keys count all parts.
 
     `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
     then needs no `lora_name`. Engines register an adapter with its first request.
@@ -315,6 +321,9 @@ class CacheService:
     Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
     bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
     tokens needs `model_name` only if several specs are registered.
+
+    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; the limits
+    on keys count all parts.
 
     `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
     then needs no `lora_name`. Engines register an adapter with its first request.

@@ -139,10 +139,11 @@ class ScriptedInstance:
             changes=[pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
         )
 
-    async def store(self, chunks: Mapping[ChunkKey, int]) -> None:
-        """Gains chunks, as if an engine had stored them."""
-        self.chunks.update(chunks)
-        await self.report_chunks(chunks)
+    async def store(self, chunks: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> None:
+        """Gains chunks, as if an engine had stored them. Of other tiers it keeps nothing but reports them."""
+        if tier == HOST:
+            self.chunks.update(chunks)
+        await self._report(changes=[self._change(chunks, tier)])
 
     async def report_stats(self) -> None:
         """Reports what it has done."""
@@ -168,9 +169,9 @@ class ScriptedInstance:
         request = pb.ReportRequest(instance_id=self.instance_id, epoch=self.epoch, sequence=self._sequence, **fields)
         await self._stream.write(request)
 
-    def _change(self, admitted: Mapping[ChunkKey, int]) -> pb.ChunkChange:
+    def _change(self, admitted: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> pb.ChunkChange:
         return pb.ChunkChange(
-            tier=HOST,
+            tier=tier,
             fingerprint=self.spec.fingerprint,
             admitted_keys=join_keys(admitted),
             partial_token_counts={

@@ -203,6 +203,15 @@ class LayoutMap:
         """Whether there may be chunks of a spec; chunks reported without a spec may be of any."""
         return fingerprint in self._fingerprints or b"" in self._fingerprints
 
+    def holders_of_spec(self, fingerprint: bytes) -> list[str]:
+        """The instances that may hold chunks of a spec; chunks reported without a spec may be of any."""
+        wanted = (fingerprint, b"")
+        return [
+            instance_id
+            for instance_id, slot in self._live.items()
+            if any(held in wanted for _, held, _, _ in self._table.holdings(slot))
+        ]
+
     def match_at(self, instance_id: str, tier: int, chunk_keys: bytes) -> tuple[int, int]:
         """Chunks and tokens of the contiguous prefix that an instance holds in one tier (0: in any)."""
         slot = self._live.get(instance_id)

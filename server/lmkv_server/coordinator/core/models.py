@@ -47,6 +47,8 @@ class Models:
     def __init__(self) -> None:
         self._by_name: dict[str, dict[_Kind, dict[str, KvSpec]]] = {}
         """Name to fingerprint and LoRA identity to instance id to the spec that this instance sent."""
+        self._by_fingerprint: dict[bytes, dict[str, KvSpec]] = {}
+        """Fingerprint to instance id to the spec that this instance sent."""
 
     def check_room(self, info: InstanceInfo) -> None:
         """Raises `Full` if this registration would exceed `MAX_KINDS` for a name, or `MAX_NAMES`."""
@@ -74,6 +76,8 @@ class Models:
         """Adds the names of an instance."""
         for name, kind, spec in _served(info):
             self._by_name.setdefault(name, {}).setdefault(kind, {})[info.instance_id] = spec
+        for spec in info.specs:
+            self._by_fingerprint.setdefault(spec.fingerprint, {})[info.instance_id] = spec
 
     def remove(self, info: InstanceInfo) -> None:
         """Removes the names of an instance. Idempotent."""
@@ -85,6 +89,19 @@ class Models:
                 by_kind.pop(kind, None)
             if not by_kind:
                 self._by_name.pop(name, None)
+        for spec in info.specs:
+            of_spec = self._by_fingerprint.get(spec.fingerprint, {})
+            of_spec.pop(info.instance_id, None)
+            if not of_spec:
+                self._by_fingerprint.pop(spec.fingerprint, None)
+
+    def find_spec(self, fingerprint: bytes) -> KvSpec | None:
+        """The spec of a fingerprint; None if no instance has registered it."""
+        return next(iter(self._by_fingerprint.get(fingerprint, {}).values()), None)
+
+    def max_part_count(self) -> int:
+        """The largest number of parts of a chunk, over all specs."""
+        return max((len(next(iter(one.values())).parts) for one in self._by_fingerprint.values()), default=1)
 
     def specs(self, model_name: str = "") -> list[KvSpec]:
         """The specs of a model, one per fingerprint; without a name, the only one.
@@ -168,6 +185,12 @@ class Models:
 
     def check(self, info: Iterable[InstanceInfo]) -> None:
         """Asserts that exactly these instances are indexed. Reads everything: for tests."""
+        info = list(info)
+        by_fingerprint = {
+            (fingerprint, instance_id) for fingerprint, one in self._by_fingerprint.items() for instance_id in one
+        }
+        assert by_fingerprint == {(spec.fingerprint, one.instance_id) for one in info for spec in one.specs}
+        assert all(self._by_fingerprint.values())
         indexed = {
             (name, kind, instance_id)
             for name, by_kind in self._by_name.items()

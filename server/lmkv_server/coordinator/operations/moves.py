@@ -99,12 +99,7 @@ class Moves:
     def _choose(self, selections: Sequence[SelectedChunks], source: Position, destination: Position) -> SelectedChunks:
         """If the model name has several specs: the one that the source, then the destination, holds most of."""
         match_at = self._registry.layout.match_at
-        chosen = max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
-        if not chosen.fingerprint:
-            known = (self._registry.layout.fingerprint_of(key) for key in _keys_of(chosen.keys))
-            fingerprint = next((found for found in known if found is not None), b"")
-            chosen = SelectedChunks(keys=chosen.keys, fingerprint=fingerprint)
-        return chosen
+        return max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
 
 
 class _Move:

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from lmkv.errors import BadSelection, BadTokens, Full, ModelNotFound
 from lmkv.keys import KEY_BYTES, MAX_KEYS, Tokens, as_tokens, check_keys, root_key
+from lmkv.spec import KvSpec
 from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.models import Models, Namespace
+from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
 """Keys that one request by tokens may need, over all specs of its model: 2 MiB."""
@@ -53,9 +55,11 @@ class SelectedChunks:
     """Chunk keys in prompt order."""
 
     keys: bytes
-    """16 bytes each."""
+    """16 bytes each. If chunks have several parts: of part 0, without a partial chunk."""
     fingerprint: bytes = b""
-    """Fingerprint of their spec; empty if the request gave keys."""
+    """Fingerprint of their spec; empty if the request gave keys, and their spec is not known."""
+    parted_spec: KvSpec | None = None
+    """Their spec, if it has other parts than plain ones (`KvSpec.has_plain_parts`)."""
 
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
@@ -65,6 +69,7 @@ class Selector:
     """Computes the keys of the chunks that requests name, under the registered models and LoRA adapters.
 
     `may_hold` returns whether the layout map may have chunks of a fingerprint: lookups skip specs without chunks.
+    `fingerprint_of` returns the fingerprint of a chunk that is held, by its key.
     """
 
     def __init__(
@@ -72,19 +77,24 @@ class Selector:
         models: Models,
         cluster_secret: bytes = b"",
         may_hold: Callable[[bytes], bool] = lambda _: True,
+        fingerprint_of: Callable[[bytes], bytes | None] = lambda _: None,
     ) -> None:
         self._models = models
         self._secret = cluster_secret
         self._may_hold = may_hold
+        self._fingerprint_of = fingerprint_of
         self._lock = asyncio.Lock()
         self._waiting_count = 0
         self._keys_since_pause = 0
         """Keys that short requests computed since other tasks last ran."""
 
-    async def select(self, request: NamesChunks, *, held_only: bool = False) -> list[SelectedChunks]:
+    async def select(
+        self, request: NamesChunks, fingerprint: bytes = b"", *, held_only: bool = False
+    ) -> list[SelectedChunks]:
         """The keys of a request, or those of its tokens under each spec of its model; empty if it names nothing.
 
-        Also empty while no engine has registered. `held_only` omits specs without chunks in the layout map.
+        Also empty while no engine has registered. `fingerprint` is that of the keys' spec, if the request gives it:
+        empty if no instance has registered it. `held_only` omits specs without chunks in the layout map.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`, `Full`.
         """
@@ -97,10 +107,13 @@ class Selector:
             raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
         if request.model_name:
             self._models.namespaces(request.model_name)
-        return [SelectedChunks(keys=check_keys(request.chunk_keys))]
+        keys = check_keys(request.chunk_keys)
+        if fingerprint and self._models.find_spec(fingerprint) is None:
+            return []
+        return [self._of_keys(keys, fingerprint)]
 
     async def required(self, request: NamesChunks) -> list[SelectedChunks]:
-        """As `select`, but never empty.
+        """As `select`, but never empty. Keys have the spec under which the first held one was reported.
 
         Also raises `BadSelection`, or `ModelNotFound` if no engine has registered.
         """
@@ -109,7 +122,21 @@ class Selector:
             raise ModelNotFound("no engine has registered yet, so nothing is stored", known_models="")
         if not selections:
             raise BadSelection("no chunk is named; set tokens or chunk_keys")
+        if request.chunk_keys:
+            (named,) = selections
+            return [self._of_keys(named.keys, await self._held_fingerprint(named.keys))]
         return selections
+
+    async def parts_of(self, spec: KvSpec, keys: bytes) -> PromptParts:
+        """The parts of a prompt's chunks. Other tasks run after each slice of a long prompt."""
+        columns = [keys]
+        for part in range(1, len(spec.parts)):
+            column = []
+            for start in range(0, len(keys), SLICE_KEYS * KEY_BYTES):
+                column.append(keys_of_part(keys[start : start + SLICE_KEYS * KEY_BYTES], part))
+                await self._pause_if_due(len(column[-1]) // KEY_BYTES)
+            columns.append(b"".join(column))
+        return PromptParts(spec, tuple(columns))
 
     async def of_tokens(
         self,
@@ -126,7 +153,7 @@ class Selector:
         namespaces = self._models.namespaces(model_name, lora_name)
         vocab_size = min((one.spec.vocab_size for one in namespaces if one.spec.vocab_size), default=0)
         unsigned = as_tokens(tokens, vocab_size)
-        if any(tokens.size > MAX_KEYS * one.spec.chunk_size for one in namespaces):
+        if any(tokens.size * len(one.spec.parts) > MAX_KEYS * one.spec.chunk_size for one in namespaces):
             raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
         if held_only:
             namespaces = [one for one in namespaces if self._may_hold(one.spec.fingerprint)][-MAX_NAMESPACES:]
@@ -139,8 +166,32 @@ class Selector:
             keys = await self._compute_long(unsigned, chains)
         return [
             SelectedChunks(keys=own, fingerprint=one.spec.fingerprint)
+            if one.spec.has_plain_parts
+            else SelectedChunks(
+                keys=own[: tokens.size // one.spec.chunk_size * KEY_BYTES],
+                fingerprint=one.spec.fingerprint,
+                parted_spec=one.spec,
+            )
             for own, one in zip(keys, namespaces, strict=True)
         ]
+
+    def _of_keys(self, keys: bytes, fingerprint: bytes) -> SelectedChunks:
+        """Chunks by key. Raises `BadChunkKey` if they have too many parts together."""
+        spec = self._models.find_spec(fingerprint) if fingerprint else None
+        if spec is None or spec.has_plain_parts:
+            return SelectedChunks(keys=keys, fingerprint=fingerprint)
+        check_keys(keys, limit=MAX_KEYS // len(spec.parts))
+        return SelectedChunks(keys=keys, fingerprint=fingerprint, parted_spec=spec)
+
+    async def _held_fingerprint(self, keys: bytes) -> bytes:
+        """The spec under which the first held chunk was reported; empty if none is held."""
+        for start in range(0, len(keys), KEY_BYTES):
+            found = self._fingerprint_of(keys[start : start + KEY_BYTES])
+            if found is not None:
+                return found
+            if start % (SLICE_KEYS * KEY_BYTES) == KEY_BYTES:
+                await asyncio.sleep(0)
+        return b""
 
     def _root(self, namespace: Namespace, cache_salt: str) -> bytes:
         return root_key(
@@ -148,8 +199,8 @@ class Selector:
         )
 
     def _check_count(self, tokens: Tokens, namespaces: Sequence[Namespace], model_name: str) -> int:
-        """The number of keys in all namespaces together. Raises `BadTokens` if there are too many."""
-        key_count = sum(-(-tokens.size // one.spec.chunk_size) for one in namespaces)
+        """The number of keys in all namespaces together, of all parts. Raises `BadTokens` if there are too many."""
+        key_count = sum(-(-tokens.size // one.spec.chunk_size) * len(one.spec.parts) for one in namespaces)
         if key_count > MAX_SELECTED_KEYS:
             raise BadTokens(
                 f"tokens: {tokens.size} tokens make {key_count} keys under the {len(namespaces)} specs and adapters of "

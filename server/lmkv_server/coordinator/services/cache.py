@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,15 @@ from lmkv import rpc
 from lmkv.auth.caller import count_request
 from lmkv.auth.identity import client_identity
 from lmkv.errors import LmkvError
+from lmkv.keys import KEY_BYTES
+from lmkv.spec import KvSpec
 from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import Match
+from lmkv_server.coordinator.core.part_match import hit_limits
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
@@ -37,6 +41,8 @@ ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the answers that share a message on a stream: half of the message limit."""
 MAX_ANSWERS = 64
 """Answers per message: about a millisecond of work. Sending it lets other tasks run."""
+MATCH_KEYS = 64
+"""The work of matching parts with one instance, besides reading keys, as a number of keys."""
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -61,6 +67,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._replicator = replicator
         self._pins = pins
         self._watch = watch
+        self._long_matches = asyncio.Lock()
+        """Held while a long prompt with several parts is matched with all its holders, one at a time."""
         self.lookups = LatencyHistogram()
         """Lookups that were answered; a hit found at least one holder."""
 
@@ -135,7 +143,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
         begin = time.perf_counter()
-        selections = await self._selector.select(request, held_only=True)
+        selections = await self._selector.select(request, request.fingerprint, held_only=True)
         names_chunks = bool(request.tokens or request.chunk_keys)
         return await self._answer(begin, selections, response, request.excluded_instance_id, names_chunks=names_chunks)
 
@@ -153,7 +161,10 @@ class CacheService(pb_grpc.CacheServiceServicer):
         found: list[list[Match]] = []
         read_count = 0
         for selection in selections:
-            found.append(layout.lookup(selection.keys, excluded))
+            if selection.parted_spec is None:
+                found.append(layout.lookup(selection.keys, excluded))
+            else:
+                found.append(await self._match_parts(selection.parted_spec, selection.keys, excluded))
             read_count += len(selection)
             if read_count > SHORT_KEYS:
                 read_count = 0
@@ -166,6 +177,25 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if names_chunks:  # a request that names nothing is a health probe
             self.lookups.add(time.perf_counter() - begin, bool(matches))
         return response
+
+    async def _match_parts(self, spec: KvSpec, keys: bytes, excluded: str) -> list[Match]:
+        """The hits of a prompt whose chunks have several parts. Other tasks run between instances if it is long."""
+        layout = self._registry.layout
+        limits = hit_limits(layout, spec, keys, excluded)
+        if not limits:
+            return []
+        async with self._long_matches if len(keys) > SHORT_KEYS * KEY_BYTES else nullcontext():
+            parts = await self._selector.parts_of(spec, keys[: max(limits.values()) * KEY_BYTES])
+            matches = []
+            read_count = 0
+            for instance_id, limit in limits.items():
+                if match := parts.match(layout, instance_id, limit):
+                    matches.append(match)
+                read_count += MATCH_KEYS + limit * len(spec.parts)
+                if read_count > SHORT_KEYS:
+                    read_count = 0
+                    await asyncio.sleep(0)
+        return longest_first(matches)
 
     def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
         instance = self._registry.instances.find(match.instance_id)

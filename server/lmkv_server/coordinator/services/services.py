@@ -63,7 +63,7 @@ def make_services(
         on_gone=orders.drop_instance,
         admission=admission,
     )
-    selector = Selector(core.instances.models, cluster_secret, core.layout.may_hold)
+    selector = Selector(core.instances.models, cluster_secret, core.layout.may_hold, core.layout.fingerprint_of)
     fleet = make_operations(core, selector, orders, operation_ttl=operation_ttl)
     watch = LayoutWatch(core.layout)
     return Services(

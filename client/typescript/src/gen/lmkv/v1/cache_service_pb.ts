@@ -70,7 +70,8 @@ export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
   excludedInstanceId: string;
 
   /**
-   * With `chunk_keys`: fingerprint of their spec. Without it an instance counts as holding a chunk if it holds part 0.
+   * With `chunk_keys`: fingerprint of their spec; nothing is found if no instance has registered it. Without it an instance
+   * counts as holding a chunk if it holds part 0.
    *
    * @generated from field: bytes fingerprint = 7;
    */
@@ -92,7 +93,8 @@ export const LookupRequestSchema: GenMessage<LookupRequest> = /*@__PURE__*/
 export type LookupResponse = Message<"lmkv.v1.LookupResponse"> & {
   /**
    * All instances that hold the first chunk, longest contiguous prefix first, then by instance id. If chunks have several
-   * parts: all instances that hold what a hit needs, the longest hit first.
+   * parts: all instances that hold every part that a hit needs, the longest hit first. The prefix is then this hit; it has
+   * no partial chunk, and the instance may have evicted earlier chunks of parts that the hit does not need.
    *
    * @generated from field: repeated lmkv.v1.Holder holders = 1;
    */
@@ -241,7 +243,8 @@ export type Holder = Message<"lmkv.v1.Holder"> & {
   matchedTokenCount: number;
 
   /**
-   * The prefix, split where the tier changes; in prompt order.
+   * The prefix, split where the tier changes; in prompt order. If chunks have several parts: one run, with the slowest
+   * tier in which the instance holds something that the hit needs.
    *
    * @generated from field: repeated lmkv.v1.TierRun runs = 6;
    */
@@ -1244,6 +1247,9 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
  * Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
  * bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
  * tokens needs `model_name` only if several specs are registered.
+ *
+ * If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; the limits
+ * on keys count all parts.
  *
  * `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
  * then needs no `lora_name`. Engines register an adapter with its first request.
