@@ -166,8 +166,8 @@ def _part(vllm_config: VllmConfig, cache: KVCacheSpec, *, native: bool) -> KvPar
         )
     assert isinstance(cache, AttentionSpec)
     heads = _head_count(vllm_config)
-    if cache.num_kv_heads != max(1, heads // ranks):  # layers of this kind have another number of heads
-        heads = cache.num_kv_heads * ranks
+    if cache.num_kv_heads * ranks > heads >= ranks or cache.num_kv_heads * ranks < heads:
+        heads = cache.num_kv_heads * ranks  # layers of this kind have another number of heads than most
     rule, span = PART_RULE_ALL, 0
     if isinstance(cache, SlidingWindowSpec):
         rule, span = PART_RULE_LAST, cache.sliding_window + cache.extra_retained_tokens

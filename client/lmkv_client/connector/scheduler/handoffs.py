@@ -90,7 +90,7 @@ class RequestHandoffs:
         message = pb.HandChunks(
             request_id=handoff.request_id,
             decode_instance_id=handoff.decode_instance,
-            chunk_keys=join_keys(state.keys),
+            chunk_keys=join_keys(state.keys),  # a handoff of parts ends with the last full chunk, too
             token_count=state.token_count if state.partial_key else state.full_count * state.chunk_size,
             traceparent=state.traceparent,
         )
@@ -130,7 +130,7 @@ class RequestHandoffs:
         self._finished.pop(handed.request_id, None)
         if state is None:
             return
-        self._counters.add("handed_tokens", state.tokens_in(handed.chunk_count))
+        self._counters.add("handed_tokens", state.tokens_in(min(handed.chunk_count, len(state.keys))))
         self._counters.add("handed_bytes", handed.transferred_bytes)
         self._counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
         self._counters.add("handoff_failures", int(handed.status.code != 0))

@@ -74,14 +74,17 @@ class HandoffSender:
         request_id: str,
         decode_instance_id: str,
         spec: KvSpec,
-        keys: Sequence[ChunkKey],
+        chunk_keys: Sequence[ChunkKey],
         token_count: int,
     ) -> None:
+        """If chunks have several parts, the items of a hit of all `chunk_keys` are sent, each like a chunk."""
         self._context = context
         self._request_id = request_id
         self._decode_instance_id = decode_instance_id
         self._spec = spec
-        self._keys = keys
+        self._chunk_keys = chunk_keys
+        is_plain = spec.has_plain_parts
+        self._keys = chunk_keys if is_plain else spec.item_keys(spec.items(len(chunk_keys)), chunk_keys)
         self._token_count = token_count
         self._missing: dict[ChunkKey, int] = {}
         """Index, by key, of each chunk that the decode's node lacks."""
@@ -179,7 +182,7 @@ class HandoffSender:
             peer_epoch=peer.epoch,
             request_id=self._request_id,
             fingerprint=self._spec.fingerprint,
-            chunk_keys=join_keys(self._keys),
+            chunk_keys=join_keys(self._chunk_keys),
             token_count=self._token_count,
         )
         deadline = time.monotonic() + ADMISSION_SECONDS

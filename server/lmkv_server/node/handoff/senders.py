@@ -92,7 +92,7 @@ class HandoffSenders:
             request_id=request_id,
             decode_instance_id=decode_instance_id,
             spec=spec,
-            keys=keys,
+            chunk_keys=keys,
             token_count=token_count,
         )
         span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=request_id, asked_chunks=len(keys))

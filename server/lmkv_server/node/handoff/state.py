@@ -60,16 +60,22 @@ class Handoff:
         request_id: str,
         source: HandoffSource,
         spec: KvSpec,
-        keys: Sequence[ChunkKey],
+        chunk_keys: Sequence[ChunkKey],
         token_count: int,
         destination: HostTier,
     ) -> None:
-        """`destination` takes the chunks that are not in the node's tier: that tier, or an engine's device buffer."""
+        """`destination` takes the chunks that are not in the node's tier: that tier, or an engine's device buffer.
+
+        If chunks have several parts, the items of a hit of all `chunk_keys` are transferred, each like a chunk.
+        """
         self.grant_id = grant_id
         self.request_id = request_id
         self.source = source
         self.spec = spec
-        self.keys = keys
+        self.chunk_keys = chunk_keys
+        self._items = () if spec.has_plain_parts else spec.items(len(chunk_keys))
+        self.keys = spec.item_keys(self._items, chunk_keys) if self._items else chunk_keys
+        """Of what is transferred."""
         self.token_count = token_count
         self.destination = destination
         self.state = HandoffState.ALLOCATED
@@ -103,12 +109,15 @@ class Handoff:
         return self._chunks
 
     def token_count_of(self, index: int) -> int:
-        """Tokens in the chunk of this index; the last one may be partial."""
+        """Tokens in the chunk of this index; the last one may be partial if chunks have one part."""
+        if self._items:
+            return self.spec.chunk_size
         return min(self.spec.chunk_size, self.token_count - index * self.spec.chunk_size)
 
     def size_bytes_of(self, index: int) -> int:
         """Its bytes."""
-        return self.spec.size_bytes(self.token_count_of(index))
+        part = self._items[index].part if self._items else 0
+        return self.spec.part_bytes(part, self.token_count_of(index))
 
     def promised(self, first: int) -> int:
         """Number of chunks from the index `first` on, without a gap, that have arrived or may still arrive."""

@@ -81,7 +81,7 @@ class HandoffTable:
         request_id: str,
         source: HandoffSource,
         spec: KvSpec,
-        keys: Sequence[ChunkKey],
+        chunk_keys: Sequence[ChunkKey],
         token_count: int,
         now: float,
         buffer: HostTier | None = None,
@@ -93,10 +93,13 @@ class HandoffTable:
         it will never fit, `NoFreeExtents` if it does not fit now.
         """
         check_name(request_id)
-        if not request_id or -(-token_count // spec.chunk_size) != len(keys):
-            raise BadMessage(f"{token_count} tokens do not make {len(keys)} chunks", field="token_count")
+        has_partial = token_count % spec.chunk_size > 0
+        if not request_id or token_count // spec.chunk_size + has_partial != len(chunk_keys):
+            raise BadMessage(f"{token_count} tokens do not make {len(chunk_keys)} chunks", field="token_count")
+        if has_partial and not spec.has_plain_parts:
+            raise BadMessage(f"{token_count} tokens are no whole chunks of {spec.chunk_size}", field="token_count")
         if known := self._by_request.get(request_id):
-            if (known.source, list(known.keys)) != (source, list(keys)):
+            if (known.source, list(known.chunk_keys)) != (source, list(chunk_keys)):
                 raise BadMessage(f"request_id {request_id!r} names another handoff", field="request_id")
             self.renew(known, now)
             return known
@@ -108,7 +111,7 @@ class HandoffTable:
                 request_id=request_id,
                 source=source,
                 spec=spec,
-                keys=keys,
+                chunk_keys=chunk_keys,
                 token_count=token_count,
                 destination=destination,
             )
