@@ -122,24 +122,32 @@ def items_of_hit(parts: Sequence[KvPart], chunk_count: int, chunk_size: int) -> 
     ]
 
 
-def longest_hit(parts: Sequence[KvPart], chunk_size: int, present: Sequence[NDArray[np.bool_]]) -> int:
-    """Chunks of the longest hit of which every item is present.
+def first_needed(part: KvPart, chunk_size: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first chunk of a part that hits of `counts` chunks need. It never decreases with the count."""
+    ends = counts * chunk_size
+    if part.rule == PART_RULE_ALL:
+        return np.zeros_like(counts)
+    if part.rule == PART_RULE_LAST:
+        return np.maximum(ends - (part.span - 1), 0) // chunk_size
+    if part.rule == PART_RULE_SINCE_MULTIPLE:
+        return ends // part.span * part.span // chunk_size
+    return np.maximum(counts - 1, 0)
+
+
+def possible_hits(parts: Sequence[KvPart], chunk_size: int, present: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """For each number of chunks from 0 on, whether every item of such a hit is present.
 
     `present` says for each part which chunks of the prompt are there, as an array of shape `[chunks]`.
     """
-    chunk_count = present[0].size
-    counts = np.arange(chunk_count + 1)
-    ends = counts * chunk_size
-    possible = np.ones(chunk_count + 1, np.bool_)
+    counts = np.arange(present[0].size + 1)
+    possible = np.ones(counts.size, np.bool_)
     for part, mask in zip(parts, present, strict=True):
-        if part.rule == PART_RULE_ALL:
-            starts = np.zeros_like(counts)
-        elif part.rule == PART_RULE_LAST:
-            starts = np.maximum(ends - (part.span - 1), 0) // chunk_size
-        elif part.rule == PART_RULE_SINCE_MULTIPLE:
-            starts = ends // part.span * part.span // chunk_size
-        else:
-            starts = np.maximum(counts - 1, 0)
+        starts = first_needed(part, chunk_size, counts)
         before = np.concatenate(([0], np.cumsum(mask)))
         possible &= before[counts] - before[starts] == counts - starts
-    return int(np.flatnonzero(possible)[-1])
+    return possible
+
+
+def longest_hit(parts: Sequence[KvPart], chunk_size: int, present: Sequence[NDArray[np.bool_]]) -> int:
+    """Chunks of the longest of the `possible_hits`."""
+    return int(np.flatnonzero(possible_hits(parts, chunk_size, present))[-1])

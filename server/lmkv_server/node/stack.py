@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
@@ -16,32 +15,16 @@ from lmkv.tiers import Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import HandoffReceiver
+from lmkv_server.node.sessions.extents import MAX_EXTENTS
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
+from lmkv_server.node.tiers.hit import Hit
+from lmkv_server.node.tiers.item_lookup import ItemLookup
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
 
 logger = logging.getLogger(__name__)
 
 REST_SECONDS = 1.0
 """Most time to fetch from other instances what a handoff did not send."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hit:
-    """What a lookup found behind host memory: consecutive runs, and what each tier that was asked said."""
-
-    runs: tuple[Run, ...] = ()
-    presences: Mapping[str, Presence] = field(default_factory=dict)
-    """By the tier's name."""
-
-    @property
-    def chunk_count(self) -> int:
-        """Chunks of all runs."""
-        return sum(run.chunk_count for run in self.runs)
-
-    @property
-    def source(self) -> str:
-        """The first other instance that holds a run; empty if none does."""
-        return next((source for run in self.runs if (source := self.presences[run.tier].source)), "")
 
 
 class TierStack:
@@ -104,6 +87,15 @@ class TierStack:
                 first += count
         return Hit(runs=tuple(runs), presences=presences)
 
+    def begin_items(self, spec: KvSpec, chunk_keys: Sequence[ChunkKey]) -> ItemLookup:
+        """Begins a lookup of a prompt whose chunks have several parts, in the pool."""
+        return ItemLookup(self._tier, spec, chunk_keys, MAX_EXTENTS)
+
+    async def ask_for_items(self, lookup: ItemLookup) -> None:
+        """Asks the tiers for what the pool does not have. Raises nothing."""
+        if not self._clearing[lookup.spec.fingerprint]:
+            await lookup.ask(self._tiers)
+
     def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, int]:
         """The runs before the first that takes longer to load than to compute, and how many chunks the others have.
 
@@ -137,7 +129,7 @@ class TierStack:
         asked again only about chunks that the lookup did not ask it for. Raises nothing but for cancellation.
         """
         began = time.monotonic()
-        progress = Progress(self._tier, spec, keys, first, on_chunks)
+        progress = Progress(self._tier, spec, keys, first, on_chunks, items=hit.items)
         error: LmkvError | None = None
         try:
             if handoff_id and self._receiver:
@@ -195,7 +187,15 @@ class TierStack:
         known = hit.presences.get(tier.name)
         if known is not None and missing[0] in known.asked:
             return known
-        return await tier.lookup(Needs(spec=progress.spec, keys=progress.keys, indices=missing))
+        return await tier.lookup(
+            Needs(
+                spec=progress.spec,
+                keys=progress.keys,
+                indices=missing,
+                in_order=progress.stops_at_gap,
+                items=progress.items,
+            )
+        )
 
     def _named(self, name: str) -> SecondaryTier:
         return next(tier for tier in self._tiers if tier.name == name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -86,8 +87,12 @@ class EngineClient:
             while not (getattr(self.heard, field) if field != "conflicts" else self.heard.HasField("conflicts")):
                 answer = await self._read()
                 settled = self.heard.settled_reserve_count + answer.settled_reserve_count
+                pairs = zip_longest(
+                    self.heard.settled_part_reserve_counts[:], answer.settled_part_reserve_counts, fillvalue=0
+                )
                 self.heard.MergeFrom(answer)
                 self.heard.settled_reserve_count = settled
+                self.heard.settled_part_reserve_counts[:] = [sum(pair) for pair in pairs]
         value = getattr(self.heard, field)
         if isinstance(value, pb.SpecConflicts):
             value = value.conflicts

@@ -4,8 +4,10 @@ A policy only orders chunks. The queue keeps chunks in use, and keeps a chunk as
 prompt is there, under every policy:
 
 in line ──choose──► its turn ──it has no hold───────────► evicted
-   ▲                   └─────held, or has children──► set aside ──let go──► evicted first of all
+   ▲                   └─────held, or has children──► set aside ──let go──► evicted first
    └──────────────────────────use─────────────────────────┘
+
+A chunk that is superseded has its turn at once, and is evicted before those that are not.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from lmkv.keys import ChunkKey
+
+_FIRST = 1 << 62
+"""What the turns of superseded chunks precede those of all others by."""
 
 
 class EvictionPolicy(Protocol):
@@ -125,6 +130,7 @@ class EvictionQueue:
         self._let_go: list[tuple[int, ChunkKey]] = []  # heap; entries whose turn is not that of `_aside` are void
         self._waiting: set[ChunkKey] = set()  # who has an entry there that is not void
         self._turns = 0
+        self._superseded: OrderedDict[ChunkKey, None] = OrderedDict()  # whose turn has not come; not in the policy
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -150,9 +156,16 @@ class EvictionQueue:
         """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first."""
         for key in reversed(keys):
             assert key in self._parents, "use of a chunk that is not there"
-            if key in self._aside:
+            if key in self._aside or key in self._superseded:
                 self._back(key)
             self._policy.use(key)
+
+    def supersede(self, key: ChunkKey) -> None:
+        """Has the chunk evicted before all that are not superseded, once it has no hold, unless it is used before."""
+        assert key in self._parents, "supersession of a chunk that is not there"
+        self._back(key)
+        self._policy.forget(key)
+        self._superseded[key] = None
 
     def hold(self, key: ChunkKey) -> None:
         """Keeps the chunk until `unhold` was called as often."""
@@ -173,6 +186,13 @@ class EvictionQueue:
 
     def pop(self) -> ChunkKey | None:
         """Removes and returns the next chunk to evict; None if every chunk is held."""
+        while self._superseded:
+            key, _ = self._superseded.popitem(last=False)
+            if not self._is_held(key):
+                self._leave(key)
+                return key
+            self._turns += 1
+            self._aside[key] = self._turns - _FIRST
         while self._let_go:
             turn, key = heapq.heappop(self._let_go)
             if self._aside.get(key) != turn:
@@ -194,7 +214,8 @@ class EvictionQueue:
         return key in self._holds or key in self._children
 
     def _back(self, key: ChunkKey) -> None:
-        """Takes the chunk back from those that were set aside, if it is one."""
+        """Takes the chunk back from those that were set aside or are superseded, if it is one."""
+        self._superseded.pop(key, None)
         self._aside.pop(key, None)
         self._waiting.discard(key)
 
@@ -227,3 +248,4 @@ class EvictionQueue:
         assert all(key in self._parents and count > 0 for key, count in self._holds.items())
         ready = {key for turn, key in self._let_go if self._aside.get(key) == turn}
         assert self._waiting == ready >= {key for key in self._aside if not self._is_held(key)}
+        assert self._superseded.keys() <= self._parents.keys() - self._aside.keys()

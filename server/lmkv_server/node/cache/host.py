@@ -126,6 +126,15 @@ class HostTier:
         self._queue.use([chunk.key for chunk in found])
         return found
 
+    def use(self, chunks: Iterable[Chunk]) -> None:
+        """Notes a use of chunks of a prompt, in its order, that are in the index."""
+        self._queue.use([chunk.key for chunk in chunks])
+
+    def supersede(self, key: ChunkKey) -> None:
+        """Has the chunk, if it is here and not used again, evicted before others."""
+        if key in self._chunks:
+            self._queue.supersede(key)
+
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Keeps the bytes of the chunks, each in its own tier, in place until as many `unhold`s."""
         for chunk in chunks:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmkv import telemetry
+from lmkv.errors import BadMessage
 from lmkv.keys import split_keys
 from lmkv.telemetry import Span
 from lmkv.tiers import HANDOFF, Run
@@ -12,7 +15,9 @@ from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
 from lmkv_server.node.sessions.extents import credit, extent
 from lmkv_server.node.sessions.session import EngineSession, LookupLease
-from lmkv_server.node.stack import Hit, TierStack
+from lmkv_server.node.stack import TierStack
+from lmkv_server.node.tiers.hit import Hit
+from lmkv_server.node.tiers.item_lookup import ItemLookup
 
 
 class EngineLookups:
@@ -30,6 +35,9 @@ class EngineLookups:
 
     def lookup(self, lookup: pb.LookupChunks) -> None:
         """Begins a lookup. Raises `BadChunkKey` or `BadMessage` if its keys or its id cannot be used."""
+        if not self._session.spec.has_plain_parts:
+            self._lookup_items(lookup)
+            return
         lease = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
         lease.handoff_id = lookup.handoff_id
         lease.on_release = self._stack.claim(lookup.handoff_id, self._session.engine_id)
@@ -52,6 +60,19 @@ class EngineLookups:
         """Grants up to `count` write credits; the answer settles `settled` of those that the engine asked for."""
         granted = [credit(one) for one in self._session.reserve(count)]
         self._outbox.put(pb.AttachResponse(credits=granted, settled_reserve_count=settled))
+
+    def reserve_parts(self, counts: Sequence[int]) -> None:
+        """Grants up to so many write credits for parts 1, 2, ... of chunks. Raises `BadMessage` for an unknown part."""
+        self._check_parts(counts)
+        settled = [max(0, count) for count in counts]
+        granted = [
+            credit(one, part) for part, count in enumerate(settled, 1) for one in self._session.reserve(count, part)
+        ]
+        self._outbox.put(pb.AttachResponse(credits=granted, settled_part_reserve_counts=settled))
+
+    def _check_parts(self, counts: Sequence[int]) -> None:
+        if counts and len(counts) >= (part_count := len(self._session.spec.parts)):
+            raise BadMessage(f"chunks of this spec have {part_count} parts", field="part_reserve_counts")
 
     async def _ask(self, lookup: pb.LookupChunks, lease: LookupLease, span: Span) -> None:
         with span:
@@ -84,6 +105,61 @@ class EngineLookups:
             self._hits[lookup.request_id] = hit
         else:
             self._session.release(lookup.request_id)
+
+    # --- Prompts whose chunks have several parts -----------------------------------------------------------------
+
+    def _lookup_items(self, lookup: pb.LookupChunks) -> None:
+        """As `lookup`. No handoff is waited for: the engine computes what one would bring."""
+        self._check_parts(lookup.part_reserve_counts)
+        keys = split_keys(lookup.chunk_keys)
+        lease = self._session.begin(lookup.request_id)
+        items = self._stack.begin_items(self._session.spec, keys)
+        asked_count = len(self._session.spec.items(len(keys)))
+        span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=asked_count)
+        if items.is_complete or not self._stack.usable:
+            with span:
+                self._answer_items(lookup, lease, items, span, asked_count)
+        else:
+            self._tasks.start(lookup.request_id, self._ask_for_items(lookup, lease, items, span, asked_count))
+
+    async def _ask_for_items(
+        self, lookup: pb.LookupChunks, lease: LookupLease, items: ItemLookup, span: Span, asked_count: int
+    ) -> None:
+        with span:
+            await self._stack.ask_for_items(items)
+            self._answer_items(lookup, lease, items, span, asked_count)
+
+    def _answer_items(
+        self, lookup: pb.LookupChunks, lease: LookupLease, items: ItemLookup, span: Span, asked_count: int
+    ) -> None:
+        found = items.result(self._session.holdable_bytes, lookup.prefill_tokens_per_second)
+        runs, source = found.rest.runs, found.rest.source
+        message = pb.FoundChunks(
+            request_id=lookup.request_id,
+            own=[extent(chunk) for chunk in found.own],
+            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
+            peer_instance_id=source,
+            refused_chunk_count=found.refused_count,
+            hit_chunk_count=found.chunk_count,
+        )
+        self._outbox.put(pb.AttachResponse(found=[message]))
+        self._counters.add(
+            asked_count=max(asked_count, len(found.own) + found.rest.chunk_count),
+            own_count=len(found.own),
+            runs=runs,
+            refused=found.refused_count > 0,
+        )
+        span.set(own_chunks=len(found.own), hit_chunks=found.chunk_count, peer_instance_id=source)
+        self.reserve(lookup.reserve_count, settled=max(0, lookup.reserve_count))
+        if lookup.part_reserve_counts:
+            self.reserve_parts(lookup.part_reserve_counts)
+        if found.rest.items:
+            self._session.hold_items(lease, found.rest.items.keys, found.own, found.behind)
+            self._hits[lookup.request_id] = found.rest
+        else:
+            self._session.release(lookup.request_id)
+
+    # --- Handoffs ------------------------------------------------------------------------------------------------
 
     def _promised(self, lease: LookupLease) -> tuple[int, str]:
         """The number of chunks that a handoff will bring, and the instance that sends them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import zip_longest
 
 from lmkv import rpc
 from lmkv.v1 import engine_service_pb2 as pb
@@ -32,10 +33,13 @@ class Outbox:
             self._last_bytes = 0
         last = self._pending[-1]
         settled = last.settled_reserve_count + part.settled_reserve_count
+        settled_parts = zip_longest(last.settled_part_reserve_counts[:], part.settled_part_reserve_counts, fillvalue=0)
         if part.HasField("conflicts"):
             last.ClearField("conflicts")
         last.MergeFrom(part)
         last.settled_reserve_count = min(settled, MAX_COUNT)
+        if part.settled_part_reserve_counts:
+            last.settled_part_reserve_counts[:] = [min(sum(counts), MAX_COUNT) for counts in settled_parts]
         self._last_bytes += size_bytes
         self._filled.set()
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
-from lmkv.keys import split_keys
+from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
@@ -17,9 +17,10 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.handoff.senders import HandoffSenders
-from lmkv_server.node.sessions.session import EngineSession
+from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
+from lmkv_server.node.tiers.hit import ItemHit
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         """Looks a prompt up in the pool and the tiers behind it. Holds nothing."""
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
+        if not spec.has_plain_parts:
+            found = await self._find_items(spec, keys)
+            return pb.EngineServiceLookupResponse(
+                own_chunk_count=len(found.own),
+                runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.rest.runs],
+                peer_instance_id=found.rest.source,
+                hit_chunk_count=found.chunk_count,
+            )
         own = len(self._tier.find(keys))
         hit = await self._stack.lookup(spec, keys, own)
         return pb.EngineServiceLookupResponse(
@@ -179,6 +188,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         """Brings chunks into the pool from the tiers behind it. Holds nothing."""
         spec = self._spec(request.fingerprint)
         keys = split_keys(request.chunk_keys)
+        if not spec.has_plain_parts:
+            return await self._load_items(spec, keys)
         own = len(self._tier.find(keys))
         fetched = await self._stack.load(
             await self._stack.lookup(spec, keys, own),
@@ -189,6 +200,29 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
         )
         return pb.LoadResponse(chunk_count=len(self._tier.find(keys)), transferred_bytes=fetched.size_bytes)
+
+    async def _find_items(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> ItemHit:
+        """The longest hit of a prompt whose chunks have several parts."""
+        lookup = self._stack.begin_items(spec, keys)
+        if not lookup.is_complete:
+            await self._stack.ask_for_items(lookup)
+        return lookup.result(self._tier.size_bytes // HOLD_SHARE)
+
+    async def _load_items(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> pb.LoadResponse:
+        found = await self._find_items(spec, keys)
+        size_bytes = 0
+        if found.rest.items:
+            fetched = await self._stack.load(
+                found.rest,
+                spec,
+                found.rest.items.keys,
+                len(found.own),
+                UNARY_LOAD_TIMEOUT_SECONDS,
+                lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
+            )
+            size_bytes = fetched.size_bytes
+        held = self._stack.begin_items(spec, keys).result(self._tier.size_bytes // HOLD_SHARE)
+        return pb.LoadResponse(chunk_count=held.chunk_count, transferred_bytes=size_bytes)
 
     async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
         """Releases one request of an engine."""

@@ -62,6 +62,7 @@ class EngineStream:
             "ended_handoffs": each(self._handoffs.end),
             "dropped_handoffs": each(self._handoffs.drop),
             "reset": self._reset,
+            "part_reserve_counts": self._lookups.reserve_parts,
         }
         """Carries out each field of `AttachRequest`."""
 
@@ -101,9 +102,17 @@ class EngineStream:
     def _commit(self, commit: pb.CommitChunk) -> None:
         key = _key(commit.chunk_key, "chunk_key")
         parent = _key(commit.parent_key, "parent_key") if commit.parent_key else None
+        superseded = _key(commit.superseded_key, "superseded_key") if commit.superseded_key else None
         try:
             self._session.commit(
-                commit.offset, key, commit.size_bytes, commit.checksum, commit.token_count, parent=parent
+                commit.offset,
+                key,
+                commit.size_bytes,
+                commit.checksum,
+                commit.token_count,
+                parent=parent,
+                part=commit.part,
+                superseded=superseded,
             )
         except LmkvError as error:
             rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))

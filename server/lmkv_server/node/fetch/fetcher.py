@@ -73,7 +73,7 @@ class PeerFetcher:
                 error = Unreachable(f"{peer.instance_id} failed a short while ago", instance_id=peer.instance_id)
             else:
                 state = HolderState(
-                    matched_count=holder.matched_chunk_count,
+                    indices=progress.held_by(holder.matched_chunk_count),
                     is_near=self._connections.is_near(peer),
                     bandwidth=peer.bandwidth,
                     is_late=peer.is_late,

@@ -76,6 +76,9 @@ class HolderReader:
     def keys(self) -> Sequence[ChunkKey]:
         return self._progress.keys
 
+    def parent(self, index: int) -> ChunkKey | None:
+        return self._progress.parent(index)
+
     @property
     def fingerprint(self) -> bytes:
         return self._progress.spec.fingerprint
@@ -173,7 +176,9 @@ class HolderReader:
             return
         self._granted, self._damaged = {}, set()
         try:
-            granted = granted_chunks(response, window, self._progress.spec, self._peer.regions)
+            granted = granted_chunks(
+                response, window, self._progress.spec, self._peer.regions, self._progress.size_bytes
+            )
             self._granted = {chunk.index: chunk for chunk in granted}
             self._grant_id = response.grant.grant_id
             self._note_absent(window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmkv.keys import ChunkKey
@@ -51,23 +51,20 @@ class PendingWrites:
         self._is_writing = True
         return self._stopped
 
-    def commit(self, keys: Sequence[ChunkKey], fingerprint: bytes, chunk: IncomingChunk) -> Chunk | None:
-        """Makes an intact chunk visible. The chunk of that key in the tier, if another transfer committed it first.
-
-        `keys` are those of the prompt that it belongs to.
-        """
+    def commit(self, key: ChunkKey, parent: ChunkKey | None, fingerprint: bytes, chunk: IncomingChunk) -> Chunk | None:
+        """Makes an intact chunk visible. The chunk of that key in the tier, if another transfer committed it first."""
         remote = chunk.remote
         self._open.pop(chunk.reserved.offset, None)
         committed = self._tier.commit(
             chunk.reserved.offset,
-            key=keys[remote.index],
+            key=key,
             fingerprint=fingerprint,
             size_bytes=remote.size_bytes,
             checksum=remote.checksum,
             token_count=remote.token_count,
-            parent=keys[remote.index - 1] if remote.index else None,
+            parent=parent,
         )
-        return committed or self._tier.get(keys[remote.index])
+        return committed or self._tier.get(key)
 
     def close(self) -> None:
         """Releases what was not committed: now, or when the transfer has stopped."""

@@ -68,6 +68,9 @@ class Transfer(Protocol):
     def keys(self) -> Sequence[ChunkKey]:
         """Keys of the prompt, which the indices of chunks refer to."""
 
+    def parent(self, index: int) -> ChunkKey | None:
+        """The key of what must not be evicted before this chunk, if that is known."""
+
     @property
     def fingerprint(self) -> bytes: ...
 
@@ -202,9 +205,11 @@ class TransferPipeline:
                     transfer.instance_id,
                 )
                 transfer.reject(index)
-            elif transfer.is_missing(index) and (chunk := writes.commit(transfer.keys, transfer.fingerprint, incoming)):
-                self._count(transfer.instance_id, chunk)
-                committed.append((index, chunk))
+            elif transfer.is_missing(index):
+                key, parent = transfer.keys[index], transfer.parent(index)
+                if chunk := writes.commit(key, parent, transfer.fingerprint, incoming):
+                    self._count(transfer.instance_id, chunk)
+                    committed.append((index, chunk))
         transfer.commit(committed)
 
     def _count(self, instance_id: str, chunk: Chunk) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lmkv.transfer.bandwidth import Bandwidth
@@ -47,8 +47,8 @@ MAX_BATCH_BYTES = 32 << 20
 class HolderState:
     """One holder, as one fetch sees it."""
 
-    matched_count: int
-    """The number of chunks that it may hold, from the first one of the prompt."""
+    indices: Collection[int]
+    """The chunks that it may hold; if they have one part, a range from the first one of the prompt on."""
     is_near: bool = False
     """Whether it is on this host."""
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
@@ -67,7 +67,7 @@ class HolderState:
 
     def may_hold(self, index: int) -> bool:
         """Whether it may hold this chunk."""
-        return not self.failed and index < self.matched_count and index not in self.unavailable
+        return not self.failed and index in self.indices and index not in self.unavailable
 
 
 class FetchPlan:
@@ -88,7 +88,7 @@ class FetchPlan:
         """
         now = clock()
         self.holders: Sequence[HolderState] = sorted(
-            holders, key=lambda one: (one.is_late, not one.is_near, -(one.bandwidth.rate(now) or 0), -one.matched_count)
+            holders, key=lambda one: (one.is_late, not one.is_near, -(one.bandwidth.rate(now) or 0), -len(one.indices))
         )
         """Ordered by lateness, distance, bandwidth (highest first) and the number of chunks that they hold."""
         self.active: list[HolderState] = []
@@ -97,7 +97,7 @@ class FetchPlan:
         self._inflight = inflight
         self._combined = combined
         self._clock = clock
-        self._chunk_bytes = progress.spec.chunk_bytes
+        self._chunk_bytes = progress.mean_bytes
 
     def unassigned(self) -> list[int]:
         """Missing chunks that a holder may have and no fetch transfers, in order, up to the first useless one."""
@@ -107,7 +107,7 @@ class FetchPlan:
                 continue
             if any(holder.may_hold(index) for holder in self.holders):
                 found.append(index)
-            elif self._progress.in_order:
+            elif self._progress.stops_at_gap:
                 break  # no holder has it, so the chunks behind it are of no use
         return found
 

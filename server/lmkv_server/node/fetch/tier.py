@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
 from lmkv_server.node.tiers.progress import Progress
@@ -23,8 +26,13 @@ class Coordinators(Protocol):
     def connected(self) -> bool:
         """Whether a lookup can find anything now."""
 
-    async def lookup(self, keys: Sequence[ChunkKey], deadline_seconds: float, /) -> Sequence[Holder]:
-        """The other instances that hold the first key, longest contiguous run first; a failure is a miss."""
+    async def lookup(
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, *, fingerprint: bytes = b""
+    ) -> Sequence[Holder]:
+        """The other instances that hold the first key, longest contiguous run first; a failure is a miss.
+
+        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +61,11 @@ class PeerTier:
         return self._coordinators.connected
 
     async def lookup(self, needs: Needs) -> PeerPresence:
-        """The needed chunks that the peer with the longest run has. Coordinators match contiguous runs only."""
+        """The needed chunks that the peer with the longest run has. Coordinators match whole hits only."""
         if not needs.indices or not self.usable:
             return PeerPresence(asked=needs.indices)
+        if needs.items:
+            return await self._lookup_items(needs, needs.items)
         first, last = needs.indices[0], needs.indices[-1]
         found = await self._coordinators.lookup(needs.keys[first : last + 1], self._lookup_seconds)
         holders = [_counted_from_start(holder, first) for holder in found]
@@ -66,6 +76,18 @@ class PeerTier:
             source=holders[0].instance_id if holders else "",
             holders=holders,
         )
+
+    async def _lookup_items(self, needs: Needs, items: PromptItems) -> PeerPresence:
+        """The needed items of the longest hit that each peer has. A peer may have others, of other hits."""
+        holders = await self._coordinators.lookup(
+            items.chunk_keys, self._lookup_seconds, fingerprint=needs.spec.fingerprint
+        )
+        held = np.zeros(len(items), np.bool_)
+        for count in {min(holder.matched_chunk_count, len(items.chunk_keys)) for holder in holders}:
+            held |= items.in_hit(count)
+        indices = [index for index in needs.indices if held[index]]
+        source = holders[0].instance_id if indices else ""
+        return PeerPresence(asked=needs.indices, indices=indices, source=source, holders=holders)
 
     async def read(self, progress: Progress, presence: Presence, timeout_seconds: float) -> LmkvError | None:
         """Fetches missing chunks from the peers that the lookup found; returns why chunks are missing, if known."""

@@ -33,11 +33,20 @@ class CoordinatorLookup:
         return self._failure_count
 
     async def lookup(
-        self, cache: Any, instance_id: str, keys: Sequence[ChunkKey], deadline_seconds: float
+        self,
+        cache: Any,
+        instance_id: str,
+        keys: Sequence[ChunkKey],
+        deadline_seconds: float,
+        *,
+        fingerprint: bytes = b"",
     ) -> cache_service_pb2.LookupResponse | None:
-        """Instances but this one that hold the first key, longest contiguous run first; None if there is no answer."""
+        """Instances but this one that hold the first key, longest contiguous run first; None if there is no answer.
+
+        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first.
+        """
         request = cache_service_pb2.LookupRequest(
-            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id
+            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id, fingerprint=fingerprint
         )
         method = "lmkv.v1.CacheService/Lookup"
         try:

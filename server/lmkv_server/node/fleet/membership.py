@@ -214,9 +214,12 @@ class FleetMembership:
         found = {(one.instance_id, one.model_name): one for session in self.sessions for one in session.conflicts}
         return list(found.values())
 
-    async def lookup(self, keys: Sequence[ChunkKey], deadline_seconds: float) -> list[cache_service_pb2.Holder]:
+    async def lookup(
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, *, fingerprint: bytes = b""
+    ) -> list[cache_service_pb2.Holder]:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
+        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first.
         Instances without an address are left out: nothing can be fetched from them. Lookups are distributed over the
         coordinators in turn. A partial answer, from a coordinator that does not have all snapshots yet, is returned
         only if no other coordinator answers within the deadline.
@@ -230,7 +233,9 @@ class FleetMembership:
         holders: list[cache_service_pb2.Holder] = []
         for session in sessions[first:] + sessions[:first]:
             left = deadline - time.monotonic()
-            response = await session.lookup(keys, left) if session.connected and left > 0 else None
+            if not session.connected or left <= 0:
+                continue
+            response = await session.lookup(keys, left, fingerprint=fingerprint)
             if response is None:
                 continue
             found = [holder for holder in response.holders if holder.peer_address]

@@ -186,16 +186,18 @@ class CoordinatorSession:
         return self._registrar.conflicts
 
     async def lookup(
-        self, keys: Sequence[ChunkKey], deadline_seconds: float
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, *, fingerprint: bytes = b""
     ) -> cache_service_pb2.LookupResponse | None:
-        """The other instances that hold the first key, longest contiguous run first; None if there is no answer.
+        """The other instances that hold the chunks, as `FleetMembership.lookup`; None if there is no answer.
 
         A lookup without an answer in time suspends further ones until the coordinator answers a heartbeat.
         """
         lease = self._registrar.lease
         if not self.connected or lease is None:
             return None
-        response = await self._lookups.lookup(self._cache, lease.instance.instance_id, keys, deadline_seconds)
+        response = await self._lookups.lookup(
+            self._cache, lease.instance.instance_id, keys, deadline_seconds, fingerprint=fingerprint
+        )
         if self._lookups.is_suspended and self._stream is not None:
             self._stream.probe()
         return response

@@ -65,6 +65,9 @@ class HandoffTransfer:
     def keys(self) -> Sequence[ChunkKey]:
         return self._handoff.keys
 
+    def parent(self, index: int) -> ChunkKey | None:
+        return self._handoff.keys[index - 1] if index else None
+
     @property
     def fingerprint(self) -> bytes:
         return self._handoff.spec.fingerprint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmkv.errors import BadMessage
@@ -25,16 +25,22 @@ class PeerChunk:
 
 
 def peer_chunk(
-    index: int, extent: chunk_pb2.Extent, token_count: int, spec: KvSpec, regions: Sequence[pb.Region]
+    index: int,
+    extent: chunk_pb2.Extent,
+    token_count: int,
+    spec: KvSpec,
+    regions: Sequence[pb.Region],
+    size_bytes: int | None = None,
 ) -> PeerChunk:
-    """The chunk of `token_count` tokens at this extent.
+    """The chunk of `token_count` tokens, or one part of it, at this extent; `size_bytes` is its size, if that is known.
 
     Raises `BadMessage` if the extent is outside the peer's regions, or does not have the size of such a chunk.
     """
     if not (
         0 <= extent.region < len(regions)
-        and 0 < extent.token_count == token_count <= spec.chunk_size
-        and extent.size_bytes == spec.size_bytes(token_count)
+        and extent.token_count == token_count
+        and spec.fits(extent.size_bytes, token_count)
+        and size_bytes in (None, extent.size_bytes)
         and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
     ):
         raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extents")
@@ -48,9 +54,15 @@ def peer_chunk(
 
 
 def granted_chunks(
-    response: pb.AcquireResponse, indices: Sequence[int], spec: KvSpec, regions: Sequence[pb.Region]
+    response: pb.AcquireResponse,
+    indices: Sequence[int],
+    spec: KvSpec,
+    regions: Sequence[pb.Region],
+    size_bytes: Callable[[int], int | None] = lambda _: None,
 ) -> list[PeerChunk]:
     """The chunks that a peer grants, of those whose keys were sent; `indices` are the indices of these.
+
+    `size_bytes` returns the size of a chunk by its index, if that is known.
 
     Raises `BadMessage` if the grant does not match the keys, or an extent is invalid.
     """
@@ -59,6 +71,6 @@ def granted_chunks(
     if len(extents) != len(present) or not is_ordered:
         raise BadMessage("a peer's grant does not match the keys that were sent", field="present")
     return [
-        peer_chunk(indices[at], extent, extent.token_count, spec, regions)
+        peer_chunk(indices[at], extent, extent.token_count, spec, regions, size_bytes(indices[at]))
         for at, extent in zip(present, extents, strict=True)
     ]

@@ -111,9 +111,9 @@ class PeerService(pb_grpc.PeerServiceServicer):
         session = self.sessions.get(caller_identity(context), request.session_id)
         keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
         async with self._promoted(request.fingerprint, keys):
-            self._tier.find(keys)  # counts as a use
             held = [(index, chunk) for index, key in enumerate(keys) if (chunk := self._tier.get(key))]
             held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
+            self._tier.use(chunk for _, chunk in held)
             wish = request.ttl.ToNanoseconds() / 1e9
             ttl_seconds = min(wish, self._grant_ttl_seconds) if wish > 0 else self._grant_ttl_seconds
             chunks = [chunk for _, chunk in held]

@@ -24,6 +24,8 @@ def extent(chunk: Chunk) -> chunk_pb2.Extent:
     )
 
 
-def credit(reserved: Reservation) -> chunk_pb2.Extent:
-    """The extent of a write credit."""
-    return chunk_pb2.Extent(offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation)
+def credit(reserved: Reservation, part: int = 0) -> chunk_pb2.Extent:
+    """The extent of a write credit for a part of a chunk."""
+    return chunk_pb2.Extent(
+        offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation, part=part
+    )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lmkv.errors import BadMessage, GrantNotFound
-from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
+from lmkv.keys import ChunkKey, part_key
+from lmkv.spec import ALL, KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from lmkv_server.node.cache.prompt_items import parent_of
 from lmkv_server.node.sessions.extents import MAX_EXTENTS
 
 HOLD_SHARE = 2
@@ -20,9 +21,13 @@ HOLD_SHARE = 2
 class LookupLease:
     """One lookup: its keys, and the chunks that are held in the pool for it."""
 
-    keys: list[ChunkKey]
+    keys: Sequence[ChunkKey] = ()
+    """Keys of the prompt's chunks; if chunks have several parts, of the hit's items."""
     chunks: list[Chunk] = field(default_factory=list)
     own_count: int = 0
+    """The number of chunks from the first key on that were in the pool."""
+    behind: set[Chunk] = field(default_factory=set)
+    """Held items that were in the pool behind others that were not, and that no load has delivered."""
     handoff_id: str = ""
     """The handoff that brings the other chunks; empty if none does."""
     on_release: Callable[[], None] | None = None
@@ -44,12 +49,15 @@ class EngineSession:
         """Connections by rank that have the pool mapped; a worker that connects again has two for a moment."""
         self._tier = tier
         self._leases: dict[str, LookupLease] = {}
-        self._credits: dict[int, Reservation] = {}
+        self._credits: dict[int, int] = {}
+        """Part by offset."""
+        self._credit_counts: Counter[int] = Counter()
+        """By part."""
         self._held_bytes = 0
 
     @property
     def credit_count(self) -> int:
-        """Write credits that the engine holds."""
+        """Write credits that the engine holds, for all parts of chunks."""
         return len(self._credits)
 
     @property
@@ -58,20 +66,30 @@ class EngineSession:
         return len(self._leases)
 
     @property
+    def holdable_bytes(self) -> int:
+        """Bytes of further chunks that may be held for the engine."""
+        return max(0, self._tier.size_bytes // HOLD_SHARE - self._held_bytes)
+
+    @property
     def holdable_count(self) -> int:
         """Number of further full chunks that may be held for the engine."""
-        return max(0, self._tier.size_bytes // HOLD_SHARE - self._held_bytes) // self.spec.chunk_bytes
+        return self.holdable_bytes // self.spec.chunk_bytes
+
+    def begin(self, request_id: str) -> LookupLease:
+        """Begins a lookup. Raises `BadMessage` if the id is in use."""
+        if request_id in self._leases:
+            raise BadMessage(f"request_id {request_id!r} is in use; release it first", request_id=request_id)
+        lease = self._leases[request_id] = LookupLease()
+        return lease
 
     def open(self, request_id: str, keys: list[ChunkKey]) -> LookupLease:
         """Begins a lookup: finds and holds chunks of a prompt in the pool, at most as many as an answer can name.
 
         Raises `BadMessage` if the id is in use.
         """
-        if request_id in self._leases:
-            raise BadMessage(f"request_id {request_id!r} is in use; release it first", request_id=request_id)
-        lease = LookupLease(keys=keys)
-        self._leases[request_id] = lease
-        budget = self._tier.size_bytes // HOLD_SHARE - self._held_bytes
+        lease = self.begin(request_id)
+        lease.keys = keys
+        budget = self.holdable_bytes
         for chunk in self._tier.find(keys[:MAX_EXTENTS]):
             budget -= chunk.size_bytes
             if budget < 0:
@@ -81,6 +99,14 @@ class EngineSession:
         self._tier.hold(lease.chunks)
         self._held_bytes += self._pool_bytes(lease.chunks)
         return lease
+
+    def hold_items(
+        self, lease: LookupLease, keys: Sequence[ChunkKey], own: Sequence[Chunk], behind: Sequence[Chunk]
+    ) -> None:
+        """Holds the items of a hit that are in the pool: the first ones, and those behind others that are not."""
+        lease.keys, lease.chunks, lease.own_count, lease.behind = keys, list(own), len(own), set(behind)
+        self._tier.hold((*own, *behind))
+        self._held_bytes += self._pool_bytes((*own, *behind))
 
     def lease(self, request_id: str) -> LookupLease | None:
         """The lookup of this id; None if it was released."""
@@ -94,6 +120,10 @@ class EngineSession:
             return False
         lease.chunks.extend(chunks)
         self._held_bytes += self._pool_bytes(chunks)
+        if held := [chunk for chunk in chunks if chunk in lease.behind] if lease.behind else []:
+            lease.behind.difference_update(held)
+            self._tier.unhold(held)
+            self._held_bytes -= self._pool_bytes(held)
         return True
 
     def release(self, request_id: str) -> int:
@@ -101,20 +131,26 @@ class EngineSession:
         lease = self._leases.pop(request_id, None)
         if lease is None:
             return 0
-        self._tier.unhold(lease.chunks)
-        self._held_bytes -= self._pool_bytes(lease.chunks)
+        held = [*lease.chunks, *lease.behind]
+        self._tier.unhold(held)
+        self._held_bytes -= self._pool_bytes(held)
         if lease.on_release:
             lease.on_release()
-        return len(lease.chunks)
+        return len(held)
 
-    def reserve(self, count: int) -> list[Reservation]:
-        """Grants up to `count` write credits of one full chunk each, within the limit and the pool's free space."""
+    def reserve(self, count: int, part: int = 0) -> list[Reservation]:
+        """Grants up to `count` write credits of one part of a full chunk each.
+
+        The limit holds for each part; beyond the pool's free space none are granted.
+        """
         granted: list[Reservation] = []
-        for _ in range(min(count, self.credit_limit - len(self._credits))):
-            reserved = self._tier.reserve(self.spec.chunk_bytes)
+        size_bytes = self.spec.part_bytes(part)
+        for _ in range(min(count, self.credit_limit - self._credit_counts[part])):
+            reserved = self._tier.reserve(size_bytes)
             if reserved is None:
                 break
-            self._credits[reserved.offset] = reserved
+            self._credits[reserved.offset] = part
+            self._credit_counts[part] += 1
             granted.append(reserved)
         return granted
 
@@ -132,31 +168,44 @@ class EngineSession:
         token_count: int,
         *,
         parent: ChunkKey | None = None,
+        part: int = 0,
+        superseded: ChunkKey | None = None,
     ) -> Chunk | None:
-        """Makes a written chunk visible; None if the chunk is held already.
+        """Makes a written part of a chunk visible; None if it is held already.
 
-        Raises `GrantNotFound` if the engine does not hold the credit, `BadMessage` if sizes do not fit the spec.
+        `key`, `parent` and `superseded` are keys of chunks. Raises `GrantNotFound` if the engine does not hold the
+        credit for this part, `BadMessage` if sizes do not fit the spec.
         """
-        if not 0 < token_count <= self.spec.chunk_size or size_bytes != self.spec.size_bytes(token_count):
+        spec = self.spec
+        if not 0 <= part < len(spec.parts):
+            raise BadMessage(f"chunks of this spec have no part {part}", part=part)
+        if not spec.fits(size_bytes, token_count) or (len(spec.parts) > 1 and size_bytes != spec.part_bytes(part)):
             raise BadMessage(f"{size_bytes} bytes are not {token_count} tokens of this spec", size_bytes=size_bytes)
+        if self._credits.get(offset, part) != part:
+            raise GrantNotFound(f"the credit at offset {offset} is not for part {part}", offset=offset)
         self._spend(offset)
-        return self._tier.commit(
+        committed = self._tier.commit(
             offset,
-            key=key,
-            fingerprint=self.spec.fingerprint,
+            key=part_key(key, part),
+            fingerprint=spec.fingerprint,
             size_bytes=size_bytes,
             checksum=checksum,
             token_count=token_count,
-            parent=parent,
+            parent=parent_of(spec, part, key, parent),
         )
+        if superseded is not None and spec.parts[part].rule != ALL:
+            self._tier.supersede(part_key(superseded, part))
+        return committed
 
     def _pool_bytes(self, chunks: Iterable[Chunk]) -> int:
         """Bytes of the pool that the chunks take; those in a device buffer take none."""
         return sum(chunk.size_bytes for chunk in chunks if chunk.tier is self._tier)
 
     def _spend(self, offset: int) -> None:
-        if self._credits.pop(offset, None) is None:
+        part = self._credits.pop(offset, None)
+        if part is None:
             raise GrantNotFound(f"engine {self.engine_id} holds no credit at offset {offset}", offset=offset)
+        self._credit_counts[part] -= 1
 
     def revoke(self) -> None:
         """Ends all grants. The caller guarantees that no process of the engine can touch the pool any more."""

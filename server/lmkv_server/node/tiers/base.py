@@ -13,6 +13,7 @@ from typing import Protocol
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
+from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers.progress import Progress
 
 
@@ -27,6 +28,8 @@ class Needs:
     """Indices in `keys` of the chunks that are asked for, ascending. The others are in memory or in another tier."""
     in_order: bool = True
     """Whether a chunk is only of use with all chunks before it, so that a tier may stop at the first absent one."""
+    items: PromptItems | None = None
+    """What `keys` are, if the prompt's chunks have several parts. A tier that keeps chunks by key need not know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.prompt_items import PromptItems
 
 OnChunks = Callable[[list[tuple[int, Chunk]]], None]
 """Receives chunks with their indices; each has a hold that the callee ends."""
@@ -47,12 +48,19 @@ class Progress:
         *,
         in_order: bool = True,
         evict: bool = True,
+        items: PromptItems | None = None,
     ) -> None:
-        """`evict`: whether other chunks may be evicted to make room for those from peers."""
+        """`evict`: whether other chunks may be evicted to make room for those from peers.
+
+        `items`: what the keys are, if the prompt's chunks have several parts.
+        """
         self.spec = spec
         self.keys = keys
         self.in_order = in_order
         self.evict = evict
+        self.items = items
+        self.stops_at_gap = in_order and spec.has_plain_parts
+        """Whether a chunk is of no use if one before it cannot be had. Items come from several tiers, in any order."""
         self.missing = set(range(first, len(keys)))
         """Indices of chunks that have not arrived."""
         self.failures: dict[ChunkKey, LmkvError] = {}
@@ -72,7 +80,28 @@ class Progress:
     @property
     def front(self) -> Collection[int]:
         """The missing chunks that would be delivered as soon as they arrive."""
-        return {self._next_index} & self.missing if self.in_order else self.missing
+        return {self._next_index} & self.missing if self.stops_at_gap else self.missing
+
+    @property
+    def mean_bytes(self) -> int:
+        """Average size of the chunks."""
+        if self.items:
+            return self.items.mean_bytes
+        return max(1, self.spec.chunk_bytes // len(self.spec.parts))
+
+    def size_bytes(self, index: int) -> int | None:
+        """Exact size of a chunk; None if it depends on the number of its tokens, or its part is not known."""
+        return self.items.size_bytes(index) if self.items else None
+
+    def parent(self, index: int) -> ChunkKey | None:
+        """The key of what must not be evicted before a chunk; None if there is none or it is unknown."""
+        if self.items:
+            return self.items.parent(index)
+        return self.keys[index - 1] if index and self.spec.has_plain_parts else None
+
+    def held_by(self, matched_count: int) -> Collection[int]:
+        """The chunks that a holder of the first `matched_count` chunks of the prompt may hold."""
+        return self.items.below(matched_count) if self.items else range(matched_count)
 
     def result(self, error: LmkvError | None = None) -> Loaded:
         """What has been delivered by now; `error` is why chunks are missing, if any are."""
@@ -87,7 +116,7 @@ class Progress:
     def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
         """Adds chunks that are in the host tier now; `instance_id` is the peer that sent them, if any."""
         for index, chunk in chunks:
-            if index in self.missing and not self._closed:
+            if index in self.missing and not self._closed and (not self.items or self.items.fits(index, chunk)):
                 self._take(index, chunk, instance_id)
         if due := self._due():
             self._handed_count += len(due)

@@ -56,7 +56,7 @@ def evicted(queue: EvictionQueue) -> list[int]:
 
 
 class QueueAgainstModel(RuleBasedStateMachine):
-    """The model knows who is there, in order of use, and how often each is held."""
+    """The model knows who is there, in order of use, how often each is held, and which are superseded."""
 
     policy: ClassVar[str]
 
@@ -65,6 +65,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
         self.queue = EvictionQueue(self.make())
         self.there: dict[int, int] = {}
         """Holds of each, least recently used first."""
+        self.superseded: set[int] = set()
 
     @staticmethod
     def make() -> EvictionPolicy:
@@ -91,6 +92,14 @@ class QueueAgainstModel(RuleBasedStateMachine):
         use(self.queue, *found)
         for one in reversed(found):
             self.there[one] = self.there.pop(one)
+        self.superseded.difference_update(found)
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def supersede(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.there)))
+        self.queue.supersede(chunk_key(number))
+        self.superseded.add(number)
 
     @precondition(lambda self: self.there)
     @rule(data=st.data())
@@ -112,6 +121,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.there)))
         self.queue.remove(chunk_key(number))
         del self.there[number]
+        self.superseded.discard(number)
 
     @rule()
     def pop(self) -> None:
@@ -121,7 +131,10 @@ class QueueAgainstModel(RuleBasedStateMachine):
             return
         number = number_of(key)
         assert number in self.can_go(), "it was held, or a child of it is there"
-        if self.policy == "lru":
+        if early := self.superseded.intersection(self.can_go()):
+            assert number in early, "one that is superseded could have been evicted"
+            self.superseded.remove(number)
+        elif self.policy == "lru":
             assert self.there[number] == 0
             assert number == self.oldest(), "another chunk was used less recently"
         del self.there[number]
@@ -192,6 +205,29 @@ def test_a_parent_that_comes_again_is_kept_by_the_children_that_stayed() -> None
     assert evicted(queue) == []
     queue.unhold(chunk_key(2))
     assert evicted(queue) == [2, 1, 0]
+
+
+def test_superseded_chunks_leave_before_those_that_were_let_go() -> None:
+    queue = EvictionQueue()
+    add(queue, 10, 11, 0)
+    for number in (10, 11):
+        queue.hold(chunk_key(number))
+    assert evicted(queue) == [0]
+    queue.supersede(chunk_key(11))
+    add(queue, 1)
+    assert evicted(queue) == [1]
+    for number in (10, 11):
+        queue.unhold(chunk_key(number))
+    assert evicted(queue) == [11, 10]
+
+
+def test_a_use_ends_supersession() -> None:
+    queue = EvictionQueue()
+    add(queue, 0, 10, 11)
+    queue.supersede(chunk_key(10))
+    queue.supersede(chunk_key(11))
+    use(queue, 11)
+    assert evicted(queue) == [10, 0, 11]
 
 
 def test_a_chunk_on_hold_keeps_all_before_it() -> None:

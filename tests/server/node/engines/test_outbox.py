@@ -26,6 +26,15 @@ async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
     assert await outbox.take() is None
 
 
+async def test_settled_credits_of_parts_are_added_up_part_by_part() -> None:
+    outbox = Outbox()
+    for counts in ([1, 2], [], [5], [2**31 - 1, 1, 3]):
+        outbox.put(pb.AttachResponse(settled_part_reserve_counts=counts))
+    message = await outbox.take()
+    assert message
+    assert list(message.settled_part_reserve_counts) == [2**31 - 1, 3, 3]
+
+
 async def test_conflicts_are_always_reported_completely() -> None:
     outbox = Outbox()
     for names in (["a", "b"], ["c"]):

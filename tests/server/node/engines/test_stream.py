@@ -30,6 +30,7 @@ def test_every_field_of_a_message_is_carried_out_in_the_order_of_its_number() ->
     stream._handlers = {name: lambda _, name=name: done.append(name) for name in ATTACH_ORDER}  # type: ignore[misc]
     stream.act(
         pb.AttachRequest(
+            part_reserve_counts=[1],
             reset=True,
             dropped_handoffs=[pb.DropHandoff()],
             ended_handoffs=["a"],

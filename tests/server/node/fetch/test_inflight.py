@@ -28,7 +28,7 @@ def put(tier: HostTier, key: ChunkKey) -> Chunk:
     writes = PendingWrites(tier)
     reserved = tier.reserve(SMALL.chunk_bytes)
     assert reserved
-    chunk = writes.commit([key], SMALL.fingerprint, writes.add(peer_chunk(), reserved))
+    chunk = writes.commit(key, None, SMALL.fingerprint, writes.add(peer_chunk(), reserved))
     writes.close()
     assert chunk
     return chunk
@@ -135,7 +135,8 @@ def test_a_chunk_that_arrived_keeps_the_one_before_it() -> None:
         writes = PendingWrites(tier)
         reserved = tier.reserve(SMALL.chunk_bytes)
         assert reserved
-        writes.commit(keys, SMALL.fingerprint, writes.add(peer_chunk(index), reserved))
+        parent = keys[index - 1] if index else None
+        writes.commit(keys[index], parent, SMALL.fingerprint, writes.add(peer_chunk(index), reserved))
         writes.close()
     tier.find(keys[:1])
     tier.find(keys[1:])

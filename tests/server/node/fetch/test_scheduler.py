@@ -144,7 +144,7 @@ def test_every_available_chunk_is_fetched_once_whichever_holder_fails(data: st.D
     rates = {number: data.draw(st.sampled_from([0.05, 1, 5]), label="rate") * GB for number in numbers}
     holders = [
         HolderState(
-            matched_count=data.draw(st.integers(0, count)),
+            indices=range(data.draw(st.integers(0, count))),
             is_near=data.draw(st.booleans()),
             bandwidth=known(rates[number]) if data.draw(st.booleans()) else Bandwidth(),
         )
@@ -160,7 +160,7 @@ def test_every_available_chunk_is_fetched_once_whichever_holder_fails(data: st.D
         index: [
             number
             for number in numbers
-            if index < holders[number].matched_count and index not in lost[number] and number not in fails_after
+            if index in holders[number].indices and index not in lost[number] and number not in fails_after
         ]
         for index in range(count)
     }
@@ -176,7 +176,7 @@ def test_every_available_chunk_is_fetched_once_whichever_holder_fails(data: st.D
 
 
 def test_one_holder_is_asked_for_all_of_it_in_one_window() -> None:
-    holder = HolderState(matched_count=20)
+    holder = HolderState(indices=range(20))
     it = world(20, holder)
     assert it.plan.activate() == [holder]
     assert list(holder.pending) == list(range(20))
@@ -184,22 +184,22 @@ def test_one_holder_is_asked_for_all_of_it_in_one_window() -> None:
 
 def test_the_nearest_begins_then_the_fastest_then_who_has_most() -> None:
     far, near, fast, long = (
-        HolderState(matched_count=8, bandwidth=known(1 * GB)),
-        HolderState(matched_count=8, is_near=True),
-        HolderState(matched_count=8, bandwidth=known(5 * GB)),
-        HolderState(matched_count=10),
+        HolderState(indices=range(8), bandwidth=known(1 * GB)),
+        HolderState(indices=range(8), is_near=True),
+        HolderState(indices=range(8), bandwidth=known(5 * GB)),
+        HolderState(indices=range(10)),
     )
     assert world(10, far, long, fast, near).plan.holders == [near, fast, far, long]
 
 
 def test_a_prompt_that_comes_soon_is_not_split() -> None:
-    holders = [HolderState(matched_count=3), HolderState(matched_count=3)]
+    holders = [HolderState(indices=range(3)), HolderState(indices=range(3))]
     it = world(3, *holders)
     assert it.plan.activate() == [holders[0]]
 
 
 def test_two_unknown_holders_of_much_are_both_tried_a_little_at_first() -> None:
-    holders = [HolderState(matched_count=20), HolderState(matched_count=20)]
+    holders = [HolderState(indices=range(20)), HolderState(indices=range(20))]
     it = world(20, *holders)
     assert it.plan.activate() == holders
     assert [list(holder.pending) for holder in holders] == [[0], [1]]
@@ -207,7 +207,7 @@ def test_two_unknown_holders_of_much_are_both_tried_a_little_at_first() -> None:
 
 
 def test_two_equal_holders_take_half_of_the_time() -> None:
-    holders = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
+    holders = [HolderState(indices=range(100), bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(100, *holders)
     alone = 100 * CHUNK_BYTES / GB
     assert it.run({0: GB, 1: GB}, {}, {}) < 0.55 * alone
@@ -215,7 +215,7 @@ def test_two_equal_holders_take_half_of_the_time() -> None:
 
 
 def test_the_front_does_not_wait_for_what_others_bring_behind_it() -> None:
-    holders = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
+    holders = [HolderState(indices=range(40), bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(40, *holders)
     it.run({0: GB, 1: GB}, {}, {})
     first = [index for index, holder in it.brought if holder is holders[0]]
@@ -224,8 +224,8 @@ def test_the_front_does_not_wait_for_what_others_bring_behind_it() -> None:
 
 def test_a_slow_holder_is_left_alone_when_a_fast_one_has_everything() -> None:
     fast, slow = (
-        HolderState(matched_count=40, bandwidth=known(5 * GB)),
-        HolderState(matched_count=40, bandwidth=known(0.05 * GB)),
+        HolderState(indices=range(40), bandwidth=known(5 * GB)),
+        HolderState(indices=range(40), bandwidth=known(0.05 * GB)),
     )
     it = world(40, slow, fast)
     assert it.plan.activate() == [fast]
@@ -233,15 +233,15 @@ def test_a_slow_holder_is_left_alone_when_a_fast_one_has_everything() -> None:
 
 def test_a_holder_whose_answer_takes_longer_than_the_rest_is_left_alone() -> None:
     fast, late = (
-        HolderState(matched_count=40, bandwidth=known(1 * GB)),
-        HolderState(matched_count=40, bandwidth=known(1 * GB, answer_seconds=0.5)),
+        HolderState(indices=range(40), bandwidth=known(1 * GB)),
+        HolderState(indices=range(40), bandwidth=known(1 * GB, answer_seconds=0.5)),
     )
     it = world(40, fast, late)
     assert it.plan.activate() == [fast]
 
 
 def test_no_instance_joins_while_the_own_side_is_saturated() -> None:
-    holders = [HolderState(matched_count=40, bandwidth=known(1 * GB)) for _ in range(2)]
+    holders = [HolderState(indices=range(40), bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(40, *holders)
     for _ in range(2):
         it.combined.record_read(CHUNK_BYTES, CHUNK_BYTES / GB, 0.0)
@@ -249,7 +249,7 @@ def test_no_instance_joins_while_the_own_side_is_saturated() -> None:
 
 
 def test_a_holder_that_gets_slow_has_its_share_stolen() -> None:
-    holders = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
+    holders = [HolderState(indices=range(100), bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(100, *holders)
     alone = 100 * CHUNK_BYTES / GB
     slow = CHUNK_BYTES / (0.1 * alone)
@@ -257,7 +257,7 @@ def test_a_holder_that_gets_slow_has_its_share_stolen() -> None:
 
 
 def test_what_a_failed_holder_had_taken_the_others_bring() -> None:
-    holders = [HolderState(matched_count=30), HolderState(matched_count=30)]
+    holders = [HolderState(indices=range(30)), HolderState(indices=range(30))]
     it = world(30, *holders)
     it.run({0: GB, 1: GB}, {}, {0: 2})
     assert it.handed == list(range(30))
@@ -270,14 +270,14 @@ def test_batches_are_small_until_it_is_known_how_fast_bytes_come() -> None:
         (known(1 * GB), GB * BATCH_SECONDS),
         (known(90 * GB), MAX_BATCH_BYTES),
     ):
-        holder = HolderState(matched_count=1000, bandwidth=bandwidth)
+        holder = HolderState(indices=range(1000), bandwidth=bandwidth)
         it = World(1000, [holder], spec=SMALL)
         assert it.plan.activate() == [holder]
         assert len(it.plan.next_batch(holder)) == int(size_bytes // SMALL.chunk_bytes)
 
 
 def test_beside_others_only_what_sharing_does_not_explain_is_held_against_a_holder() -> None:
-    holders = [HolderState(matched_count=100, bandwidth=known(1 * GB)) for _ in range(2)]
+    holders = [HolderState(indices=range(100), bandwidth=known(1 * GB)) for _ in range(2)]
     it = world(100, *holders, own_rate=GB)
     assert len(it.plan.activate()) == 2
     it.plan.record_read(holders[0], CHUNK_BYTES, CHUNK_BYTES / (0.51 * GB))
@@ -290,8 +290,8 @@ def test_beside_others_only_what_sharing_does_not_explain_is_held_against_a_hold
 
 def test_what_a_late_holder_does_not_read_yet_is_moved_and_what_it_reads_is_asked_of_another_as_well() -> None:
     late, other = (
-        HolderState(matched_count=16, bandwidth=known(1e12)),
-        HolderState(matched_count=12, bandwidth=known(1e9)),
+        HolderState(indices=range(16), bandwidth=known(1e12)),
+        HolderState(indices=range(12), bandwidth=known(1e9)),
     )
     world = World(16, [late, other])
     assert world.plan.activate() == [late]
@@ -316,8 +316,8 @@ def test_what_a_late_holder_does_not_read_yet_is_moved_and_what_it_reads_is_aske
 
 
 def test_a_late_holder_is_given_only_what_no_other_on_time_has_until_it_answers() -> None:
-    late = HolderState(matched_count=8, is_late=True, bandwidth=known(1e12))
-    other = HolderState(matched_count=4, bandwidth=known(1e12))
+    late = HolderState(indices=range(8), is_late=True, bandwidth=known(1e12))
+    other = HolderState(indices=range(4), bandwidth=known(1e12))
     world = World(8, [late, other])
     assert [*world.plan.holders] == [other, late]
     assert world.plan.activate() == [other, late]
@@ -329,7 +329,7 @@ def test_a_late_holder_is_given_only_what_no_other_on_time_has_until_it_answers(
 
 
 def test_a_holder_that_stays_late_reads_no_chunk_twice() -> None:
-    first, second = (HolderState(matched_count=16, bandwidth=known(rate)) for rate in (1e10, 1e8))
+    first, second = (HolderState(indices=range(16), bandwidth=known(rate)) for rate in (1e10, 1e8))
     world = World(16, [first, second])
     assert world.plan.activate() == [first]
     reading = world.plan.next_batch(first)

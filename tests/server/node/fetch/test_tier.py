@@ -21,11 +21,15 @@ class ScriptedCoordinators:
     def __init__(self, *holders: Holder) -> None:
         self.connected = True
         self.asked: list[list[ChunkKey]] = []
+        self.fingerprints: list[bytes] = []
         self._holders = holders
 
-    async def lookup(self, keys: Sequence[ChunkKey], deadline_seconds: float, /) -> Sequence[Holder]:
+    async def lookup(
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, *, fingerprint: bytes = b""
+    ) -> Sequence[Holder]:
         assert deadline_seconds == 1.0
         self.asked.append(list(keys))
+        self.fingerprints.append(fingerprint)
         return self._holders
 
 

@@ -8,6 +8,7 @@ from lmkv.errors import BadMessage
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
+from tests.server.node.hybrid_engine import HYBRID
 from tests.server.node.peer_parts import SMALL
 
 REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
@@ -48,6 +49,19 @@ def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
 def test_an_extent_that_cannot_be_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(BadMessage):
         granted_chunks(offer(**changes), range(3), SMALL, [REGION])
+
+
+def test_an_item_has_the_size_of_its_part() -> None:
+    sizes = [HYBRID.part_bytes(part) for part in range(3)]
+    for size_bytes in sizes:
+        response = offer(size_bytes=size_bytes, token_count=HYBRID.chunk_size, offset=0)
+        assert granted_chunks(response, range(3), HYBRID, [REGION])[0].size_bytes == size_bytes
+        assert granted_chunks(response, range(3), HYBRID, [REGION], lambda _, size=size_bytes: size)  # type: ignore[misc]
+        with pytest.raises(BadMessage):
+            granted_chunks(response, range(3), HYBRID, [REGION], lambda index: sizes[index] + 8)
+    for size_bytes, token_count in ((sizes[0] + 8, HYBRID.chunk_size), (sizes[0], HYBRID.chunk_size - 1)):
+        with pytest.raises(BadMessage):
+            granted_chunks(offer(size_bytes=size_bytes, token_count=token_count), range(3), HYBRID, [REGION])
 
 
 @pytest.mark.parametrize("present", [[], [3], [-1], [1, 2]])

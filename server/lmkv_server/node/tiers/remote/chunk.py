@@ -86,10 +86,7 @@ class RemoteChunk:
             self.size_bytes,
         ):
             return None
-        fits = (
-            0 < said.token_count <= self.spec.chunk_size and self.spec.size_bytes(said.token_count) == self.size_bytes
-        )
-        return said if fits else None
+        return said if self.spec.fits(self.size_bytes, said.token_count) else None
 
 
 def object_name(fingerprint: bytes, key: ChunkKey) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
-from lmkv.spec import KvSpec
+from lmkv.spec import ALL, KvSpec
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
 from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, StoreBackend
@@ -70,17 +71,47 @@ class RemoteTier(BackendTier[RemoteChunk]):
         deadline = time.monotonic() + self._lookup_seconds
         if not self.usable or not needs.indices:
             return Presence(asked=needs.indices)
+        if needs.items:
+            return await self._lookup_items(needs, needs.items, deadline)
         keys = [needs.keys[index] for index in needs.indices]
         if not needs.in_order:
             await self._ask_all(needs.spec, [key for key in keys if not self.has(key)], 0, deadline, stop_early=False)
             return Presence(
                 asked=needs.indices, indices=[index for index in needs.indices if self.has(needs.keys[index])]
             )
+        count = await self._find_run(needs.spec, keys, deadline, needs.spec.chunk_bytes)
+        return Presence(asked=needs.indices, indices=needs.indices[:count])
+
+    async def _lookup_items(self, needs: Needs, items: PromptItems, deadline: float) -> Presence:
+        """Asks for parts of which a hit needs every chunk; then for the others, the last chunks first.
+
+        Not for those behind the first absent chunk: no hit here goes further.
+        """
+        end = len(items.chunk_keys)
+        rest: list[int] = []
+        for number, part in enumerate(needs.spec.parts):
+            indices = [index for index in needs.indices if items.parts[index] == number]
+            if part.rule != ALL:
+                rest += indices
+                continue
+            keys = [needs.keys[index] for index in indices]
+            count = await self._find_run(needs.spec, keys, deadline, needs.spec.part_bytes(number))
+            if count < len(keys):
+                end = min(end, int(items.chunks[indices[count]]))
+        rest = sorted((index for index in rest if items.chunks[index] < end), key=lambda index: -items.chunks[index])
+        keys = [needs.keys[index] for index in rest if not self.has(needs.keys[index])]
+        await self._ask_all(needs.spec, keys, 0, deadline, stop_early=False)
+        found = [index for index in needs.indices if items.chunks[index] < end and self.has(needs.keys[index])]
+        return Presence(asked=needs.indices, indices=found)
+
+    async def _find_run(self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, size_bytes: int) -> int:
+        """How many of the chunks the store holds, from the first on without a gap; `size_bytes` is that of each."""
         stop = 0
         while stop < len(keys) and self.has(keys[stop]):
             stop += 1
-        search = self._search if self.backend.one_per_request else self._ask_all
-        return Presence(asked=needs.indices, indices=needs.indices[: await search(needs.spec, keys, stop, deadline)])
+        if not self.backend.one_per_request:
+            return await self._ask_all(spec, keys, stop, deadline)
+        return await self._search(spec, keys, stop, deadline, size_bytes)
 
     async def _ask_all(
         self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float, *, stop_early: bool = True
@@ -102,7 +133,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
             asked_at_once = min(4 * asked_at_once, MOST_ASKED)
         return stop
 
-    async def _search(self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float) -> int:
+    async def _search(self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float, size_bytes: int) -> int:
         """As `_ask_all`, with few requests: for the first and the last, then for some between present and absent."""
         low, high, probes = stop, len(keys), {stop, len(keys) - 1}
         while low < high:
@@ -118,7 +149,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
             probes = {low + (high - low) * part // (PROBES + 1) for part in range(1, PROBES + 1)}
         for key in keys[stop:low]:
             if not self.has(key):
-                self.backend.note(spec, [key], [HEADER_BYTES + spec.chunk_bytes])
+                self.backend.note(spec, [key], [HEADER_BYTES + size_bytes])
         return low
 
     async def _sizes(self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float) -> Sequence[int]:

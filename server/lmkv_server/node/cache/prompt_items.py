@@ -1,0 +1,98 @@
+"""Items of a prompt: parts of its chunks, under keys of their own. Pure.
+
+Pool and tiers hold an item as they hold a chunk: by key, with a size. Only specs whose chunks have several parts have
+items that are not chunks (`KvSpec.has_plain_parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.keys import ChunkKey, part_key
+from lmkv.spec import ALL, KvSpec
+from lmkv_server.node.cache.host import Chunk
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PromptItems:
+    """Some or all items of a prompt. An index means the same in every field."""
+
+    spec: KvSpec
+    chunk_keys: Sequence[ChunkKey]
+    """Keys of the prompt's chunks."""
+    parts: NDArray[np.int64]
+    chunks: NDArray[np.int64]
+    """Part and chunk of each item."""
+    keys: Sequence[ChunkKey]
+    """Key of each item."""
+
+    @classmethod
+    def of_prompt(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey]) -> Self:
+        """All parts of all chunks, part by part."""
+        part_count, chunk_count = len(spec.parts), len(chunk_keys)
+        keys = [part_key(key, part) for part in range(part_count) for key in chunk_keys]
+        parts = np.repeat(np.arange(part_count), chunk_count)
+        return cls(spec, chunk_keys, parts, np.tile(np.arange(chunk_count), part_count), keys)
+
+    @classmethod
+    def of_hit(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey], chunk_count: int) -> Self:
+        """The items of a hit of `chunk_count` chunks, in their order."""
+        items = spec.items(chunk_count)
+        parts, chunks = (np.fromiter((getattr(item, name) for item in items), np.int64) for name in ("part", "chunk"))
+        return cls(spec, chunk_keys, parts, chunks, spec.item_keys(items, chunk_keys))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Average size of the items."""
+        return sum(self.spec.part_bytes(part) for part in self.parts.tolist()) // max(1, len(self)) or 1
+
+    def size_bytes(self, index: int) -> int:
+        """Size of an item."""
+        return self.spec.part_bytes(int(self.parts[index]))
+
+    def parent(self, index: int) -> ChunkKey | None:
+        """What must not be evicted before an item; see `parent_of`."""
+        chunk = int(self.chunks[index])
+        previous = self.chunk_keys[chunk - 1] if chunk else None
+        return parent_of(self.spec, int(self.parts[index]), self.chunk_keys[chunk], previous)
+
+    def fits(self, index: int, chunk: Chunk) -> bool:
+        """Whether this is the item that the key stands for."""
+        return chunk.fingerprint == self.spec.fingerprint and chunk.size_bytes == self.size_bytes(index)
+
+    def below(self, chunk_count: int) -> frozenset[int]:
+        """The items of the first chunks."""
+        return frozenset(np.flatnonzero(self.chunks < chunk_count).tolist())
+
+    def used_with(self, found: Sequence[int]) -> list[ChunkKey]:
+        """The keys of some items, and of those before them in parts of which a hit needs every chunk."""
+        every = np.array([part.rule == ALL for part in self.spec.parts])
+        used = every[self.parts] & (self.chunks <= self.chunks[list(found)].max(initial=-1))
+        used[list(found)] = True
+        return [self.keys[index] for index in np.flatnonzero(used)]
+
+    def in_hit(self, chunk_count: int) -> NDArray[np.bool_]:
+        """Which of the items a hit of `chunk_count` chunks needs."""
+        needed = [part.needed(chunk_count, self.spec.chunk_size) for part in self.spec.parts]
+        starts = np.array([part.start for part in needed])
+        found: NDArray[np.bool_] = (self.chunks >= starts[self.parts]) & (self.chunks < chunk_count)
+        return found
+
+
+def parent_of(spec: KvSpec, part: int, chunk_key: ChunkKey, previous: ChunkKey | None) -> ChunkKey | None:
+    """The key of what must not be evicted before a part of a chunk; `previous` is the key of the chunk before it.
+
+    A part leaves before part 0 of its chunk, which no hit that needs the part can do without. Part 0 keeps the chunk
+    before it only if a hit needs every chunk of it: of a sliding window the oldest chunks leave first.
+    """
+    if part:
+        return chunk_key
+    return previous if spec.rule == ALL else None

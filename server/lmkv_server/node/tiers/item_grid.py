@@ -1,0 +1,62 @@
+"""Where the items of a prompt are: in the pool, in which tier, or nowhere. Pure; used by `ItemLookup`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.parts import first_needed, possible_hits
+from lmkv_server.node.cache.prompt_items import PromptItems
+
+OWN = 0
+"""The source of items in the pool; tiers have the numbers from 1 on, in the order in which they were asked."""
+ABSENT = 1 << 16
+
+
+class ItemGrid:
+    """All items of a prompt (`PromptItems.of_prompt`), each with its first source."""
+
+    def __init__(self, items: PromptItems) -> None:
+        self.items = items
+        spec = items.spec
+        self.chunk_count = len(items.chunk_keys)
+        counts = np.arange(self.chunk_count + 1)
+        self._sources = np.full((len(spec.parts), self.chunk_count), ABSENT)
+        self._starts = np.stack([first_needed(part, spec.chunk_size, counts) for part in spec.parts])
+        sizes = np.array([[spec.part_bytes(part)] for part in range(len(spec.parts))])
+        self._hit_bytes = ((counts - self._starts) * sizes).sum(axis=0)
+
+    def place(self, source: int, indices: Iterable[int]) -> None:
+        """These items are in a source. An earlier source stays."""
+        flat = self._sources.reshape(-1)
+        at = np.fromiter(indices, np.int64)
+        flat[at] = np.minimum(flat[at], source)
+
+    def place_own(self, indices: Iterable[int]) -> None:
+        """Exactly these items are in the pool."""
+        self._sources[self._sources == OWN] = ABSENT
+        self.place(OWN, indices)
+
+    def longest(self, last_source: int = ABSENT - 1, budget_bytes: int | None = None) -> int:
+        """Chunks of the longest hit with the sources up to `last_source` whose items together fit into the budget."""
+        spec = self.items.spec
+        possible = possible_hits(spec.parts, spec.chunk_size, list(self._sources <= last_source))
+        if budget_bytes is not None:
+            possible &= self._hit_bytes <= budget_bytes
+        found = np.flatnonzero(possible)
+        return int(found[-1]) if found.size else 0
+
+    def wanted(self) -> list[int]:
+        """The absent items that a longer hit than the present one would need."""
+        found = self.longest()
+        if found == self.chunk_count:
+            return []
+        chunks = np.arange(self.chunk_count)
+        useful = (chunks >= self._starts[:, found + 1, None]) & (chunks >= self._starts[:, 1:])
+        return [int(index) for index in np.flatnonzero(useful & (self._sources == ABSENT))]
+
+    def sources_of_hit(self, chunk_count: int) -> NDArray[np.int64]:
+        """The source of each item of a hit, in their order."""
+        return self._sources.reshape(-1)[self.items.in_hit(chunk_count)]

@@ -1,0 +1,120 @@
+"""A lookup of a prompt whose chunks have several parts: in the pool, then in tier after tier.
+
+The longest hit whose items are all somewhere is found where it is known what is there: a count of chunks from the first
+on, as tiers return it for chunks of one part, does not tell which hits are possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv.keys import ChunkKey
+from lmkv.spec import KvSpec
+from lmkv.tiers import OWN, Run
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.prompt_items import PromptItems
+from lmkv_server.node.tiers import item_grid
+from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier
+from lmkv_server.node.tiers.hit import Hit, ItemHit
+from lmkv_server.node.tiers.item_grid import ItemGrid
+
+
+class ItemLookup:
+    """One lookup: `ask` the tiers if it is not complete, then take the `result`. One event loop owns it."""
+
+    def __init__(self, tier: HostTier, spec: KvSpec, chunk_keys: Sequence[ChunkKey], max_items: int) -> None:
+        """`max_items` bounds the items of the prompt; the chunks behind them are not found."""
+        self.spec = spec
+        self._tier = tier
+        self._keys = chunk_keys[: max_items // len(spec.parts)]
+        self._asked: list[tuple[SecondaryTier, Presence]] = []
+        self._grid = ItemGrid(PromptItems.of_prompt(spec, self._keys))
+        self._find_own()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the pool has every item of a hit of the whole prompt."""
+        return self._grid.longest(item_grid.OWN) == len(self._keys)
+
+    async def ask(self, tiers: Sequence[SecondaryTier]) -> None:
+        """Asks each tier for the items that a longer hit needs and those before it do not hold. Raises nothing."""
+        for tier in tiers:
+            wanted = self._grid.wanted()
+            if not wanted:
+                break
+            if not tier.usable:
+                continue
+            items = self._grid.items
+            needs = Needs(spec=self.spec, keys=items.keys, indices=wanted, in_order=False, items=items)
+            presence = await tier.lookup(needs)
+            self._asked.append((tier, presence))
+            self._grid.place(len(self._asked), presence.indices)
+        self._find_own()  # it has changed meanwhile
+
+    def result(self, budget_bytes: int, tokens_per_second: float = 0.0) -> ItemHit:
+        """The longest hit whose items fit into the budget and are not slower to bring than to compute.
+
+        Counts as a use of its items in the pool. `tokens_per_second` is the engine's prefill rate, 0 if unknown.
+        """
+        own_count = self._grid.longest(item_grid.OWN, budget_bytes)
+        most = count = self._grid.longest(budget_bytes=budget_bytes)
+        for last in range(len(self._asked), -1, -1):
+            count = self._grid.longest(last, budget_bytes)
+            if not self._is_slow(count, count - own_count, tokens_per_second):
+                break
+        return self._located(count, most - count)
+
+    def _is_slow(self, chunk_count: int, gained_count: int, tokens_per_second: float) -> bool:
+        """Whether bringing a hit's items takes longer than computing what it has more than the pool's own."""
+        if tokens_per_second <= 0 or not gained_count:
+            return False
+        items = PromptItems.of_hit(self.spec, self._keys, chunk_count)
+        sources = self._grid.sources_of_hit(chunk_count)
+        total = 0.0
+        for number, (tier, presence) in enumerate(self._asked, start=1):
+            size_bytes = sum(items.size_bytes(int(index)) for index in np.flatnonzero(sources == number))
+            total += (tier.expected_seconds(presence, size_bytes) or 0.0) if size_bytes else 0.0
+        return total > gained_count * self.spec.chunk_size / tokens_per_second
+
+    def _located(self, chunk_count: int, refused_count: int) -> ItemHit:
+        if not chunk_count:
+            return ItemHit(refused_count=refused_count)
+        items = PromptItems.of_hit(self.spec, self._keys, chunk_count)
+        sources = self._grid.sources_of_hit(chunk_count)
+        chunks = [self._tier.get(items.keys[index]) for index in np.flatnonzero(sources == item_grid.OWN)]
+        own = [chunk for chunk in chunks if chunk]
+        self._tier.use(own)
+        elsewhere = np.flatnonzero(sources != item_grid.OWN)
+        own_count = int(elsewhere[0]) if elsewhere.size else len(items)
+        return ItemHit(
+            chunk_count=chunk_count,
+            own=own[:own_count],
+            behind=own[own_count:],
+            rest=Hit(runs=self._runs(sources[own_count:]), presences=self._presences(sources), items=items),
+            refused_count=refused_count,
+        )
+
+    def _runs(self, sources: NDArray[np.int64]) -> tuple[Run, ...]:
+        names = [OWN, *(tier.name for tier, _ in self._asked)]
+        return tuple(Run(tier=names[source], chunk_count=len([*run])) for source, run in groupby(sources.tolist()))
+
+    def _presences(self, sources: NDArray[np.int64]) -> dict[str, Presence]:
+        """What each tier said, by indices of the hit's items."""
+        return {
+            tier.name: replace(
+                presence,
+                asked=np.flatnonzero(sources >= number).tolist(),
+                indices=np.flatnonzero(sources == number).tolist(),
+            )
+            for number, (tier, presence) in enumerate(self._asked, start=1)
+        }
+
+    def _find_own(self) -> None:
+        items = self._grid.items
+        found = ((index, self._tier.get(key)) for index, key in enumerate(items.keys))
+        self._grid.place_own(index for index, chunk in found if chunk and items.fits(index, chunk))
