@@ -104,8 +104,6 @@ class HandoffReceiver:
         spec = self._engines.spec(request.fingerprint)
         if spec is None:
             raise KvSpecMismatch("no engine here shares chunks of this spec", fingerprint=request.fingerprint.hex())
-        if not spec.has_plain_parts:
-            raise KvSpecMismatch("chunks of several parts are not handed off", fingerprint=request.fingerprint.hex())
         if request.instance_id == self._instance_id:
             raise BadMessage("instance_id is this node's own", field="instance_id")
         holder = await self._directory.find_epoch(request.instance_id, request.epoch)

@@ -19,6 +19,7 @@ from enum import Enum
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from lmkv_server.node.cache.prompt_items import parent_of
 
 
 class HandoffState(Enum):
@@ -118,6 +119,14 @@ class Handoff:
         """Its bytes."""
         part = self._items[index].part if self._items else 0
         return self.spec.part_bytes(part, self.token_count_of(index))
+
+    def parent(self, index: int) -> ChunkKey | None:
+        """The key of what must not be evicted before it; None if there is none."""
+        if not self._items:
+            return self.keys[index - 1] if index else None
+        item = self._items[index]
+        previous = self.chunk_keys[item.chunk - 1] if item.chunk else None
+        return parent_of(self.spec, item.part, self.chunk_keys[item.chunk], previous)
 
     def promised(self, first: int) -> int:
         """Number of chunks from the index `first` on, without a gap, that have arrived or may still arrive."""

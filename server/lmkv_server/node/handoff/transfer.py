@@ -66,7 +66,7 @@ class HandoffTransfer:
         return self._handoff.keys
 
     def parent(self, index: int) -> ChunkKey | None:
-        return self._handoff.keys[index - 1] if index else None
+        return self._handoff.parent(index)
 
     @property
     def fingerprint(self) -> bytes:
