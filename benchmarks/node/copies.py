@@ -41,19 +41,22 @@ Bytes = NDArray[np.uint8]
 
 def measure(run: BenchmarkRun, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
-    from lmkv_client.connector.identity import HeadShare
+    from lmkv_client.connector.identity import head_shares
+    from lmkv_client.connector.kv_layout import LayerGroup
     from lmkv_client.connector.worker.side import WorkerSide
 
     chunk_count = PROMPT_TOKENS // spec.chunk_size
     memory, tensors = kv_cache(spec, chunk_count * spec.chunk_size // spec.block_size + SPARE_BLOCKS)
+    caches = {str(layer): tensor for layer, tensor in enumerate(tensors)}
+    group = LayerGroup(part=0, block_size=spec.block_size, layer_names=tuple(caches))
     copies = scattered_copies(whole_tiles(tensors, 0, spec.kv_head_count), spec.chunk_size, chunk_count)
     with Pool.create(chunk_count * spec.chunk_bytes) as pool, ThreadPoolExecutor(max(THREADS)) as executor:
         pool.populate()
         with served(run, pool) as attachment:
             for threads in THREADS:
-                worker = WorkerSide(spec, HeadShare.of_rank(0, 1, spec.kv_head_count), rank=0, threads=threads)
+                worker = WorkerSide(spec, head_shares(spec, 0, 1), groups=[group], rank=0, threads=threads)
                 try:
-                    worker.register({str(layer): tensor for layer, tensor in enumerate(tensors)})
+                    worker.register(caches)
                     acts = Acts(worker, attachment, copies)
                     _measure(run, pool, memory, acts, threads, executor)
                 finally:

@@ -24,7 +24,7 @@ def measure(run: BenchmarkRun, link: NodeClient) -> None:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from lmkv_client.connector.engine_kv import EngineKv
-    from lmkv_client.connector.identity import HeadShare
+    from lmkv_client.connector.identity import head_shares
     from lmkv_client.connector.kv_layout import LayerGroup
     from lmkv_client.connector.scheduler.side import SchedulerSide
     from lmkv_client.connector.worker.side import WorkerSide
@@ -32,7 +32,7 @@ def measure(run: BenchmarkRun, link: NodeClient) -> None:
     groups = (LayerGroup(part=0, block_size=SPEC.block_size, layer_names=()),)
     kv = EngineKv(spec=SPEC, groups=groups)
     scheduler = SchedulerSide(ConnectorConfig(), kv, link, rank_count=1, step_tokens=8192)
-    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, SPEC.kv_head_count), groups=groups, rank=0, threads=1)
+    worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=groups, rank=0, threads=1)
     nothing = SchedulerOutput.make_empty()
 
     def step() -> None:

@@ -8,7 +8,7 @@ Start with `pages.Pages` and `host.gather`.
 from lmkv_kernels._chunk_table import ChunkTable
 from lmkv_kernels.copies import ChunkCopy, copied_bytes
 from lmkv_kernels.host import checksum, chunk_keys, gather, scatter, summed_copy, token_ids
-from lmkv_kernels.pages import Pages, packed_rows, token_rows, whole_tiles
+from lmkv_kernels.pages import Pages, packed_rows, token_rows, whole_states, whole_tiles
 
 __all__ = [
     "ChunkCopy",
@@ -23,5 +23,6 @@ __all__ = [
     "summed_copy",
     "token_ids",
     "token_rows",
+    "whole_states",
     "whole_tiles",
 ]

@@ -42,7 +42,7 @@ class Pages:
     head_stride_bytes: int
     rows_per_block: int
     row_tokens: int = 1
-    """Tokens per row: 1, or the block size for opaque tiles."""
+    """Tokens per row: 1, the block size for opaque tiles, or the chunk size for states."""
     row_bytes: int
     element_bytes: int
     parts: tuple[TilePart, ...]
@@ -86,6 +86,11 @@ class Pages:
     def chunk_layers(self) -> int:
         """Layers of a chunk."""
         return self.layer_count or len(self.layer_addresses)
+
+    @property
+    def lacks_layers(self) -> bool:
+        """Whether a chunk has other layers, too."""
+        return self.chunk_layers > len(self.layer_addresses)
 
     @property
     def first_chunk_head(self) -> int:
@@ -193,14 +198,17 @@ class PageTensor(Protocol):
     def stride(self) -> Sequence[int]: ...
 
 
-def whole_tiles(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
+def whole_tiles(
+    tensors: Sequence[PageTensor], first_head: int, kv_head_count: int, *, first_layer: int = 0, layer_count: int = 0
+) -> Pages:
     """Pages with opaque tiles.
 
     `tensors` are one per layer, each `[blocks, heads, block size, content]`. Blocks and heads may have any stride; each
-    tile must be contiguous. The tensors must outlive the pages. Raises `ValueError` if a tile is not contiguous, or a
-    tensor has another layout than the first.
+    tile must be contiguous. They are the layers of a chunk from `first_layer` on; a `layer_count` of 0 means that it
+    has no others. The tensors must outlive the pages. Raises `ValueError` if a tile is not contiguous, or a tensor has
+    another layout than the first.
     """
-    layout = _layout(tensors)
+    layout = _layout(tensors, first_layer, layer_count)
     if not layout.tiles_are_contiguous:
         raise ValueError(f"the tiles of shape {layout.shape[2:]} are not contiguous: strides {layout.strides}")
     return layout.pages(
@@ -213,13 +221,21 @@ def whole_tiles(tensors: Sequence[PageTensor], first_head: int, kv_head_count: i
     )
 
 
-def token_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int, *, part_count: int = 2) -> Pages:
+def token_rows(
+    tensors: Sequence[PageTensor],
+    first_head: int,
+    kv_head_count: int,
+    *,
+    part_count: int = 2,
+    first_layer: int = 0,
+    layer_count: int = 0,
+) -> Pages:
     """Pages with the key and value of a token side by side: all layouts of vLLM on GPUs.
 
     `tensors` are one per layer, each `[blocks, heads, block size, content]` with contiguous content: key, then value;
-    or with a `part_count` of 1 one latent (MLA). Raises as `whole_tiles` does.
+    or with a `part_count` of 1 one latent (MLA). The rest is as for `whole_tiles`.
     """
-    layout = _layout(tensors)
+    layout = _layout(tensors, first_layer, layer_count)
     if layout.content % part_count:
         raise ValueError(f"a content of {layout.content} elements cannot be {part_count} parts")
     size = layout.content // part_count
@@ -232,12 +248,14 @@ def token_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: in
     )
 
 
-def packed_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: int) -> Pages:
+def packed_rows(
+    tensors: Sequence[PageTensor], first_head: int, kv_head_count: int, *, first_layer: int = 0, layer_count: int = 0
+) -> Pages:
     """Pages of vLLM's CPU attention kernels `vec` and `vec16`: keys with the tokens innermost, then values.
 
-    `tensors` are as for `whole_tiles`; the content of their tiles does not follow the shape. Raises as it does.
+    All is as for `whole_tiles`; the content of the tiles does not follow their shape.
     """
-    layout = _layout(tensors)
+    layout = _layout(tensors, first_layer, layer_count)
     if not layout.tiles_are_contiguous or layout.content % 2:
         raise ValueError(f"tiles of shape {layout.shape[2:]} and strides {layout.strides[2:]} are not packed so")
     size, tokens = layout.content // 2, layout.block_size
@@ -250,6 +268,34 @@ def packed_rows(tensors: Sequence[PageTensor], first_head: int, kv_head_count: i
     )
 
 
+def whole_states(
+    tensors: Sequence[PageTensor],
+    first_head: int,
+    kv_head_count: int,
+    *,
+    chunk_tokens: int,
+    first_layer: int = 0,
+    layer_count: int = 0,
+) -> Pages:
+    """Pages of recurrent states: a block has one state, which is one row of a chunk of `chunk_tokens` tokens.
+
+    `tensors` are one per layer, each `[blocks, 1, 1, state]`; blocks may have any stride, so that what follows a state
+    is not copied. What one rank has of a state counts as a head, and `kv_head_count` is the number of such shares. The
+    rest is as for `whole_tiles`.
+    """
+    layout = _layout(tensors, first_layer, layer_count)
+    if layout.shape[1:3] != (1, 1):
+        raise ValueError(f"tensor 0 has shape {layout.shape}, not [blocks, 1, 1, state]")
+    return layout.pages(
+        first_head,
+        kv_head_count,
+        rows_per_block=1,
+        row_tokens=chunk_tokens,
+        row_elements=layout.content,
+        parts=[(0, layout.content, 1)],
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
     """The common layout of the layers' tensors; strides in elements."""
@@ -259,6 +305,8 @@ class _Layout:
     strides: tuple[int, ...]
     element_bytes: int
     device: str
+    first_layer: int
+    layer_count: int
 
     @property
     def block_size(self) -> int:
@@ -305,10 +353,12 @@ class _Layout:
             first_head=first_head,
             kv_head_count=kv_head_count,
             device=self.device,
+            first_layer=self.first_layer,
+            layer_count=self.layer_count,
         )
 
 
-def _layout(tensors: Sequence[PageTensor]) -> _Layout:
+def _layout(tensors: Sequence[PageTensor], first_layer: int, layer_count: int) -> _Layout:
     if not tensors:
         raise ValueError("tensors is empty")
     layouts = [
@@ -324,6 +374,8 @@ def _layout(tensors: Sequence[PageTensor]) -> _Layout:
         strides=strides,
         element_bytes=element_bytes,
         device=device,
+        first_layer=first_layer,
+        layer_count=layer_count,
     )
 
 

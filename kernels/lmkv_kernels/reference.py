@@ -28,6 +28,9 @@ class ReferencePages:
     inside: Literal["whole", "tokens", "packed"]
     """Content of a tile: opaque, or the parts of each token, or all keys as `[element, token]` and then all values."""
     part_count: int = 2
+    first_layer: int = 0
+    layer_count: int = 0
+    """Layers of a chunk; 0: those of `tensors`."""
 
     def gather(self, pool: Tensor, copies: Sequence[ChunkCopy]) -> None:
         """Copies pages to the pool, of `uint8`. Does not check the copies."""
@@ -69,17 +72,19 @@ class ReferencePages:
         return rows.reshape(heads, tokens, content)
 
     def _chunk(self, pool: Tensor, copy: ChunkCopy) -> tuple[Tensor, int, int]:
-        """The copy's part of its chunk, `[layer, rank's head, part, row, element]`, and its rows in the blocks."""
+        """The copy's part of its chunk, `[own layer, rank's head, part, row, element]`, and its rows in the blocks."""
         tile = self.unpack(self.tensors[0][0])
         heads, parts, rows, elements = tile.shape
         row_tokens = self.tensors[0].shape[2] // rows
-        shape = (len(self.tensors), self.kv_head_count, parts, -(-copy.extent_tokens // row_tokens), elements)
+        layer_count = self.layer_count or len(self.tensors)
+        shape = (layer_count, self.kv_head_count, parts, -(-copy.extent_tokens // row_tokens), elements)
         size_bytes = int(np.prod(shape)) * tile.element_size()
         chunk = pool[copy.offset : copy.offset + size_bytes].view(tile.dtype).view(shape)
         first, count = copy.first_token // row_tokens, -(-copy.token_count // row_tokens)
         slot = copy.first_slot // row_tokens
         own = slice(self.first_head, self.first_head + heads)
-        return chunk[:, own, :, first : first + count], slot, slot + count
+        layers = slice(self.first_layer, self.first_layer + len(self.tensors))
+        return chunk[layers, own, :, first : first + count], slot, slot + count
 
 
 def checksum(words: NDArray[np.uint8], first_word: int = 0) -> int:

@@ -49,7 +49,7 @@ class Case:
             rows, width = self.pages.row_count(copy.extent_tokens), self.pages.row_bytes
             first, count = copy.first_token // self.pages.row_tokens, self.pages.row_count(copy.token_count)
             heads = self.pages.first_head, self.pages.first_head + self.pages.head_count
-            for layer in range(len(self.pages.layer_addresses)):
+            for layer in range(self.pages.first_layer, self.pages.first_layer + len(self.pages.layer_addresses)):
                 for head in range(*heads):
                     for part in range(len(self.pages.parts)):
                         run = (layer * self.pages.kv_head_count + head) * len(self.pages.parts) + part
@@ -88,7 +88,8 @@ def kv_cache(
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Every layout, dtype and inside of a tile; gaps, any rank's heads, copies that begin anywhere, shuffled blocks."""
+    """Every layout, dtype and inside of a tile; gaps, any rank's heads, any of a chunk's layers, copies that begin
+    anywhere, shuffled blocks."""
     inside = draw(st.sampled_from(["whole", "tokens", "tokens", "packed"]))
     dtype = draw(st.sampled_from(DTYPES))
     step = max(1, 8 // dtype.itemsize)
@@ -98,6 +99,9 @@ def cases(draw: st.DrawFn) -> Case:
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     first_head = draw(st.integers(0, 2))
     kv_head_count = first_head + heads + draw(st.integers(0, 2))
+    first_layer = draw(st.sampled_from([0, 0, 1, 2]))
+    layer_count = first_layer + layers + draw(st.integers(0, 1))
+    within = {"first_layer": first_layer, "layer_count": layer_count}
     layout = draw(st.sampled_from(sorted(LAYOUTS)))
     if inside != "tokens" and layout in ("LBNHC", "BLNHC"):
         layout = "LBHNC"  # tiles must be contiguous
@@ -117,17 +121,18 @@ def cases(draw: st.DrawFn) -> Case:
     seed = draw(st.integers(0, 2**32 - 1))
     memory, tensors = kv_cache(seed, shape, layout, dtype, gaps)
     if inside == "whole":
-        pages = whole_tiles(tensors, first_head, kv_head_count)
+        pages = whole_tiles(tensors, first_head, kv_head_count, **within)
     elif inside == "packed":
-        pages = packed_rows(tensors, first_head, kv_head_count)
+        pages = packed_rows(tensors, first_head, kv_head_count, **within)
     else:
-        pages = token_rows(tensors, first_head, kv_head_count, part_count=part_count)
+        pages = token_rows(tensors, first_head, kv_head_count, part_count=part_count, **within)
     twin = ReferencePages(
         tensors=tensors,
         first_head=first_head,
         kv_head_count=kv_head_count,
         inside=inside,  # type: ignore[arg-type]
         part_count=part_count,
+        **within,
     )
     ids = draw(st.permutations(range(block_count)))
     copies = []

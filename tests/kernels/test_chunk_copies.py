@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lmkv_kernels
-from lmkv_kernels import ChunkCopy, _host, host, reference, token_rows, whole_tiles
+from lmkv_kernels import ChunkCopy, _host, host, reference, token_rows, whole_states, whole_tiles
 from lmkv_kernels.copies import check
 from tests.kernels.layouts import DTYPES, LAYOUTS, Case, cases, kv_cache, large_case, random_bytes
 from tests.waiting import wait_until
@@ -259,9 +259,9 @@ def test_chunks_that_share_a_block_may_come_in_any_order() -> None:
     middle = dataclasses.replace(case.copies[1], token_count=20, block_ids=(3,), first_slot=40)
     last = dataclasses.replace(case.copies[2], token_count=30, block_ids=(3,), first_slot=60)
     twice = dataclasses.replace(middle, token_count=21)
-    for copies in permutations([first, middle, last]):
+    for copies in itertools.permutations([first, middle, last]):
         lmkv_kernels.scatter(case.pages, case.pool, copies)
-    for copies in permutations([first, twice, last]):
+    for copies in itertools.permutations([first, twice, last]):
         with pytest.raises(ValueError, match="block 3 would be written twice"):
             lmkv_kernels.scatter(case.pages, case.pool, copies)
 
@@ -295,3 +295,87 @@ def test_parts_of_a_chunk_add_up_to_its_checksum() -> None:
     ranks = [whole_tiles([tensor[:, head : head + 1] for tensor in tensors], head, 2) for head in range(2)]
     parts = [lmkv_kernels.gather(rank, case.pool, case.copies)[0] for rank in ranks]
     assert sum(parts) % 2**64 == whole[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), count=st.integers(1, 3), threads=st.integers(0, 3), data=st.data())
+def test_groups_of_layers_make_the_extent_that_all_layers_make_at_once(
+    case: Case, count: int, threads: int, data: st.DataObject
+) -> None:
+    """Whichever blocks each group has: groups share neither block ids nor the order of their blocks."""
+    layers = len(case.pages.layer_addresses)
+    marks = [0, *sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=count)) if layers > 1 else []), layers]
+    groups = [
+        dataclasses.replace(
+            case.pages,
+            layer_addresses=case.pages.layer_addresses[start:stop],
+            first_layer=case.pages.first_layer + start,
+        )
+        for start, stop in itertools.pairwise(marks)
+    ]
+    pool, memory = case.pool.copy(), case.memory.copy()
+    sums = lmkv_kernels.gather(case.pages, case.pool, case.copies)
+    expected = case.pool.copy()
+    case.pool[:] = pool
+    parts = [lmkv_kernels.gather(group, case.pool, case.copies, threads=threads) for group in groups]
+    assert np.array_equal(case.pool, expected)
+    assert [sum(own) % 2**64 for own in zip(*parts, strict=True)] == sums
+
+    case.pool[:] = random_bytes(5, case.pool.size)
+    lmkv_kernels.scatter(case.pages, case.pool, case.copies)
+    expected = case.memory.copy()
+    case.memory[:] = memory
+    for group in groups:
+        lmkv_kernels.scatter(group, case.pool, case.copies, threads=threads)
+    assert np.array_equal(case.memory, expected)
+
+
+@pytest.mark.parametrize(("first", "state_bytes"), [(0, 64), (1, 1000), (2, 70000)])
+def test_states_are_copied_without_the_padding_of_their_pages(first: int, state_bytes: int) -> None:
+    """Three groups of one layer each, on one of two ranks, over the same memory: each has its own block ids."""
+    page = state_bytes + 24
+    memory = torch.from_numpy(random_bytes(1, 8 * page)).view(torch.int8)
+    tensor = memory.as_strided((8, 1, 1, state_bytes), (page, state_bytes, state_bytes, 1))
+    pages = [
+        whole_states([tensor], 1, 2, chunk_tokens=256, first_layer=layer, layer_count=3)
+        for layer in (first, (first + 1) % 3)
+    ]
+    size_bytes = pages[0].extent_bytes(256)
+    assert size_bytes == 3 * 2 * state_bytes
+    pool = random_bytes(2, size_bytes + 16)
+    expected, before = pool.copy(), pool.copy()
+    chunk = expected[8 : 8 + size_bytes].reshape(3, 2, state_bytes)
+    total = 0
+    for group, block in zip(pages, (5, 2), strict=True):
+        copy = ChunkCopy(offset=8, extent_tokens=256, token_count=256, block_ids=[block])
+        chunk[group.first_layer, 1] = tensor[block].flatten().numpy().view(np.uint8)
+        total += lmkv_kernels.gather(group, pool, [copy])[0]
+    assert np.array_equal(pool, expected)
+    for layer in range(3):
+        for rank in range(2):
+            if rank == 0 or layer == (first + 2) % 3:  # what others have, as it was
+                start = 8 + (layer * 2 + rank) * state_bytes
+                assert np.array_equal(pool[start : start + state_bytes], before[start : start + state_bytes])
+                total += reference.checksum(pool[start : start + state_bytes].copy(), (start - 8) // 8)
+    assert total % 2**64 == lmkv_kernels.checksum(pool, 8, size_bytes)
+
+    kept = memory.clone()
+    copy = ChunkCopy(offset=8, extent_tokens=256, token_count=256, block_ids=[7])
+    lmkv_kernels.scatter(pages[1], pool, [copy])
+    kept[7 * page : 7 * page + state_bytes] = tensor[2].flatten()
+    assert torch.equal(memory, kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_ids": [1, 2]}, "2 block_ids do not hold"),
+        ({"first_token": 1}, "not where a block begins"),
+        ({"extent_tokens": 512, "token_count": 512, "block_ids": [1, 2]}, "ends behind the pool"),
+    ],
+)
+def test_a_state_is_never_cut(change: dict[str, object], words: str) -> None:
+    pages = whole_states([torch.zeros(4, 1, 1, 64, dtype=torch.int8)], 0, 1, chunk_tokens=256)
+    copy = ChunkCopy(offset=0, extent_tokens=256, token_count=256, block_ids=[1])
+    with pytest.raises(ValueError, match=words):
+        lmkv_kernels.gather(pages, bytearray(64), [dataclasses.replace(copy, **change)])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lmkv_kernels import ChunkCopy, Pages, checksum, cuda, packed_rows, token_rows
+from lmkv_kernels import ChunkCopy, Pages, checksum, cuda, packed_rows, token_rows, whole_states
 from lmkv_kernels.cuda import Copier, CopyPath, CopyPaths, CudaStream, Device, RegisteredMemory
 from lmkv_kernels.cuda.launch_buffers import MAX_BUFFERS
 from lmkv_kernels.reference import ReferencePages
@@ -308,3 +308,32 @@ def test_dma_outside_the_registered_pool_is_an_error_with_the_drivers_words() ->
             copier.gather(case.copies, after=0)
         copier.close()
         pool.close()
+
+
+@pytest.mark.parametrize("way", CopyPath)
+def test_states_of_two_groups_and_ranks_make_one_extent(way: CopyPath) -> None:
+    """Over the same memory, as vLLM has it: each group has its own block ids."""
+    state_bytes, page_bytes, blocks = 1000, 1024, 6
+    memory = random_bytes(1, blocks * page_bytes)
+    tensor = torch.from_numpy(memory).as_strided((blocks, 1, 1, state_bytes), (page_bytes, 1000, 1000, 1))
+    pool = random_bytes(2, 4 * state_bytes)
+    total = 0
+    for run in range(4):
+        layer, rank = divmod(run, 2)
+        pages = whole_states([tensor], rank, 2, chunk_tokens=256, first_layer=layer, layer_count=2)
+        copy = ChunkCopy(offset=0, extent_tokens=256, token_count=256, block_ids=[run + 1])
+        twin = ReferencePages(tensors=[tensor], first_head=rank, kv_head_count=2, inside="whole")
+        case = Case(pages=pages, twin=twin, memory=memory, pool=pool, copies=[copy])
+        with copier_of(case, WAYS[way]) as copier:
+            copying = copier.gather(case.copies, after=0)
+            copying.wait()
+            total += copying.checksums[0]
+    states = memory.reshape(blocks, page_bytes)[1:5, :state_bytes]
+    assert np.array_equal(pool.reshape(4, state_bytes), states)
+    assert total % 2**64 == checksum(pool)
+    before = memory.copy()
+    case = dataclasses.replace(case, copies=[dataclasses.replace(copy, block_ids=[0])])
+    with copier_of(case, WAYS[way]) as copier:
+        copier.scatter(case.copies, after=0).wait()
+    before[:state_bytes] = states[3]
+    assert np.array_equal(memory, before)

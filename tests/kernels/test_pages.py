@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from lmkv_kernels import Pages, packed_rows, token_rows, whole_tiles
+from lmkv_kernels import Pages, packed_rows, token_rows, whole_states, whole_tiles
 from lmkv_kernels.pages import TilePart
 from tests.kernels.layouts import LAYOUTS, kv_cache
 
@@ -134,6 +135,10 @@ def test_tensors_that_cannot_be_moved_are_refused() -> None:
         ({"head_count": 0}, "head_count"),
         ({"first_head": 3}, "heads 3 to 4"),
         ({"first_head": -1}, "heads -1"),
+        ({"first_layer": 1}, r"layers 1 to 2 \(first_layer, layer_addresses\) are not among a chunk's 2"),
+        ({"first_layer": 2, "layer_count": 3}, "layers 2 to 3 .* are not among a chunk's 3"),
+        ({"first_layer": -1, "layer_count": 3}, "layers -1 to 0"),
+        ({"layer_count": 1}, "layers 0 to 1 .* are not among a chunk's 1"),
         ({"block_count": 0}, "block_count"),
         ({"block_stride_bytes": 128}, "stride_bytes 128 makes tiles overlap"),
         ({"head_stride_bytes": 120}, "head_stride_bytes 120 makes tiles overlap"),
@@ -158,3 +163,47 @@ def test_pages_that_contradict_themselves_are_refused(change: dict[str, object],
 
 def test_an_extent_holds_all_layers_all_heads_of_the_model_and_all_parts() -> None:
     assert PAGES.extent_bytes(3) == 2 * 4 * 2 * 3 * 16
+
+
+def test_an_extent_holds_layers_whose_pages_are_elsewhere_too() -> None:
+    pages = dataclasses.replace(PAGES, first_layer=3, layer_count=5)
+    assert pages.extent_bytes(3) == 5 * 4 * 2 * 3 * 16
+    assert (pages.first_chunk_head, PAGES.first_chunk_head) == (3 * 4 + 2, 2)
+    assert (pages.lacks_layers, PAGES.lacks_layers) == (True, False)
+
+
+@pytest.mark.parametrize("make", [whole_tiles, token_rows, packed_rows])
+def test_tensors_may_be_some_layers_of_a_chunk(make: Callable[..., Pages]) -> None:
+    tensors = [torch.zeros(4, 2, 8, 16) for _ in range(2)]
+    alone, among = make(tensors, 0, 2), make(tensors, 0, 2, first_layer=1, layer_count=4)
+    assert among == dataclasses.replace(alone, first_layer=1, layer_count=4)
+    with pytest.raises(ValueError, match=r"layers 3 to 4 .* are not among a chunk's 4"):
+        make(tensors, 0, 2, first_layer=3, layer_count=4)
+
+
+def test_a_state_is_one_row_without_the_padding_of_its_page() -> None:
+    memory = torch.zeros(6, 2, 4096, dtype=torch.int8)  # the pages of two layers follow each other, block by block
+    tensors = [memory[:, layer, :1000].view(6, 1, 1, 1000) for layer in range(2)]
+    pages = whole_states(tensors, 1, 2, chunk_tokens=256, first_layer=2, layer_count=5)
+    assert pages == Pages(
+        layer_addresses=(memory.data_ptr(), memory.data_ptr() + 4096),
+        block_count=6,
+        block_stride_bytes=8192,
+        head_stride_bytes=6 * 8192,
+        rows_per_block=1,
+        row_tokens=256,
+        row_bytes=1000,
+        element_bytes=1,
+        parts=(TilePart(offset=0, row_stride=1000, element_stride=1),),
+        head_count=1,
+        first_head=1,
+        kv_head_count=2,
+        first_layer=2,
+        layer_count=5,
+    )
+    assert pages.extent_bytes(256) == 5 * 2 * 1000
+    for shape in ((6, 2, 1, 500), (6, 1, 2, 500)):
+        with pytest.raises(ValueError, match=r"not \[blocks, 1, 1, state\]"):
+            whole_states([torch.zeros(shape, dtype=torch.int8)], 0, 1, chunk_tokens=256)
+    with pytest.raises(ValueError, match="1004, not a multiple of 8"):
+        whole_states([torch.zeros(6, 1, 1, 1004, dtype=torch.int8)], 0, 1, chunk_tokens=256)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmkv.packing import pack_fields
+from lmkv.spec import KvSpec
 from lmkv_client.plugin import SERVED_NAMES
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class HeadShare:
         """The share of one of `rank_count` ranks."""
         per_head = max(1, rank_count // kv_head_count)
         return cls(first_head=rank * kv_head_count // rank_count, is_writer=rank % per_head == 0)
+
+
+def head_shares(spec: KvSpec, rank: int, rank_count: int) -> list[HeadShare]:
+    """What one of `rank_count` tensor-parallel ranks has of each part."""
+    return [HeadShare.of_rank(rank, rank_count, part.kv_head_count) for part in spec.parts]
 
 
 def served_names(model: ModelConfig) -> list[str]:

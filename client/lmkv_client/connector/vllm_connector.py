@@ -21,7 +21,7 @@ from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
 from lmkv_client.connector.engine_kv import attention_isa, engine_kv
-from lmkv_client.connector.identity import HeadShare, served_names
+from lmkv_client.connector.identity import head_shares, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -92,10 +92,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                     if isinstance(cache := group.kv_cache_spec, AttentionSpec):
                         check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
             rank = get_tensor_model_parallel_rank()
-            share = HeadShare.of_rank(rank, parallel.tensor_parallel_size, spec.kv_head_count)
             self._worker = WorkerSide(
                 spec,
-                share,
+                head_shares(spec, rank, parallel.tensor_parallel_size),
                 groups=kv.groups,
                 rank=rank,
                 threads=config.copy_threads,

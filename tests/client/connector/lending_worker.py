@@ -131,14 +131,22 @@ class Rank:
     def __init__(self, rank: int, rank_count: int, attachment: Attachment) -> None:
         import torch
 
-        from lmkv_client.connector.identity import HeadShare
+        from lmkv_client.connector.identity import head_shares
+        from lmkv_client.connector.kv_layout import LayerGroup
         from lmkv_client.connector.messages import StepPlan
         from lmkv_client.connector.worker.side import WorkerSide
 
-        share = HeadShare.of_rank(rank, rank_count, SPEC.kv_head_count)
         shape = (BLOCKS, SPEC.kv_head_count // rank_count, BLOCK, 2 * SPEC.head_size)
-        self.worker = WorkerSide(SPEC, share, rank=rank, threads=1, lends_buffer=True)
-        self.worker.register({str(layer): torch.zeros(shape) for layer in range(SPEC.layer_count)})
+        caches = {str(layer): torch.zeros(shape) for layer in range(SPEC.layer_count)}
+        self.worker = WorkerSide(
+            SPEC,
+            head_shares(SPEC, rank, rank_count),
+            groups=[LayerGroup(part=0, block_size=BLOCK, layer_names=tuple(caches))],
+            rank=rank,
+            threads=1,
+            lends_buffer=True,
+        )
+        self.worker.register(caches)
         self.worker.load(StepPlan(attachment=attachment))
         self._attachment = attachment
 
@@ -164,7 +172,7 @@ class Rank:
         assert report
         assert not report.loaded["r"].failed
         copies = [whole_chunk(index, 0, tokens) for index, (_, _, tokens) in enumerate(extents)]
-        return [gather(self.worker._pages, bytearray(SPEC.chunk_bytes), [copy])[0] for copy in copies]
+        return [gather(self.worker._pages[0], bytearray(SPEC.chunk_bytes), [copy])[0] for copy in copies]
 
 
 def whole_chunk(index: int, offset: int, tokens: int) -> ChunkCopy:

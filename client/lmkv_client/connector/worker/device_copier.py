@@ -16,6 +16,8 @@ from vllm.logger import init_logger
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv.units import format_bytes
+from lmkv_client.connector.worker.groups import begin_each
+from lmkv_client.connector.worker.handles import CopyHandle
 from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import (
     Copier,
@@ -28,7 +30,7 @@ from lmkv_kernels.cuda import (
     RegisteredMemory,
     driver,
 )
-from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR
+from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR, STAGING_BYTES
 from lmkv_kernels.cuda.measure import fastest_paths
 
 if TYPE_CHECKING:
@@ -54,13 +56,14 @@ class DevicePageCopier:
 
     def __init__(
         self,
-        pages: Pages,
+        pages: Sequence[Pages],
         *,
         model_stream: Callable[[], int] | None = None,
         open_device: Callable[[int], tuple[Device, Program]] | None = None,
         prepare_thread: Callable[[], object] = lambda: None,
     ) -> None:
-        ordinal = int(pages.device.partition(":")[2] or 0)
+        """`pages` are those of each KV-cache group."""
+        ordinal = int(pages[0].device.partition(":")[2] or 0)
         self._model_stream = model_stream or (lambda: torch_stream(ordinal))
         self._device, self._program = (open_device or open_cuda)(ordinal)
         self._pages = pages
@@ -72,17 +75,18 @@ class DevicePageCopier:
         # Registering a pool takes seconds: one thread, so that a pool is closed before the next is opened.
         self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
         try:
-            self._paths = fastest_paths(self._device, self._program, pages)
+            self._paths = [fastest_paths(self._device, self._program, one) for one in pages]
         except BaseException:
             self.close()
             raise
-        logger.info(
-            "KV cache on %s (%s): stores go %s, loads go %s",
-            pages.device,
-            self._device.name,
-            self._paths.gather,
-            self._paths.scatter,
-        )
+        for paths in dict.fromkeys(self._paths):
+            logger.info(
+                "KV cache on %s (%s): stores go %s, loads go %s",
+                pages[0].device,
+                self._device.name,
+                paths.gather,
+                paths.scatter,
+            )
 
     def open(self, pool: Pool) -> None:
         """Takes and registers a pool in the background; until that is done copies raise `PoolNotReady`.
@@ -118,33 +122,40 @@ class DevicePageCopier:
             for copying in self._reading:
                 copying.block_stream_until_read(stream)
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> PendingCopy:
+    def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
         """Begins to copy pages, as the forward that was put on the model's stream last will leave them.
 
         Raises `ValueError` if a copy does not fit, `CudaError` if it cannot be made now.
         """
-        copying = self._copier().gather(copies, after=self._model_stream())
-        self._running.append(copying)
-        self._reading.append(copying)
-        return copying
+        copiers, stream = self._copiers(), self._model_stream()
 
-    def scatter(
-        self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None
-    ) -> PendingCopy:
+        def begin(group: int, own: Sequence[ChunkCopy]) -> PendingCopy:
+            copying = copiers[group].gather(own, after=stream)
+            self._running.append(copying)
+            self._reading.append(copying)
+            return copying
+
+        return begin(0, copies) if len(copiers) == 1 else begin_each(copies, len(copiers), begin)
+
+    def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
         """Begins to copy into pages, which those forwards may still read that are on the model's stream by now.
 
         With `sync` the next forward waits for it, on the device. Out of a device buffer the kernels read as they are:
         nothing leaves the device. Raises as `gather` does.
         """
         stream = self._model_stream()
+        copiers = [self._copier_of(buffer)] if buffer else self._copiers()
+
+        def begin(group: int, own: Sequence[ChunkCopy]) -> PendingCopy:
+            copying = copiers[group].scatter(own, after=stream)
+            if sync:
+                copying.block_stream(stream)
+            self._running.append(copying)
+            return copying
+
         if buffer:
-            copying = self._copier_of(buffer).scatter(buffer.shrunk(copies), after=stream)
-        else:
-            copying = self._copier().scatter(copies, after=stream)
-        if sync:
-            copying.block_stream(stream)
-        self._running.append(copying)
-        return copying
+            copies = buffer.shrunk(copies)
+        return begin(0, copies) if len(copiers) == 1 else begin_each(copies, len(copiers), begin)
 
     def close(self) -> None:
         """Waits for running copies, then for the pool to be unregistered. Idempotent."""
@@ -157,13 +168,14 @@ class DevicePageCopier:
             self._program.close()
         self._device.close()
 
-    def _copier(self) -> Copier:
+    def _copiers(self) -> list[Copier]:
+        """One for each group."""
         if self._opening is None or not self._opening.done():
             raise PoolNotReady("the pool is not registered with CUDA yet")
         self._running = [copying for copying in self._running if not copying.done()]
         if error := self._opening.exception():
             raise PoolNotReady(f"the pool is not registered with CUDA: {error}")
-        return self._opening.result().copier
+        return self._opening.result().copiers
 
     def _copier_of(self, buffer: DeviceBufferPart) -> Copier:
         self._running = [copying for copying in self._running if not copying.done()]
@@ -204,12 +216,24 @@ class DevicePageCopier:
                 with self._device.current() as cuda:
                     registration = RegisteredMemory(cuda, pool.address, size_bytes)
                 stack.callback(self._unregister, registration)
-                copier = Copier(self._device, self._program, self._pages, registration, paths=self._paths)
-                stack.callback(copier.close)
+                copiers = []
+                for pages, paths in zip(self._pages, self._paths, strict=True):
+                    copiers.append(self._open_copier(pages, paths, registration))
+                    stack.callback(copiers[-1].close)
             except CudaError as error:
                 logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
                 raise
-            return _Open(copier, stack.pop_all())
+            return _Open(copiers, stack.pop_all())
+
+    def _open_copier(self, pages: Pages, paths: CopyPaths, registration: RegisteredMemory) -> Copier:
+        return Copier(
+            self._device,
+            self._program,
+            pages,
+            registration,
+            paths=paths,
+            staging_bytes=STAGING_BYTES // len(self._pages),  # a group has so much less of a chunk
+        )
 
     def _unregister(self, registration: RegisteredMemory) -> None:
         with self._device.current():
@@ -219,8 +243,8 @@ class DevicePageCopier:
 class _Open:
     """A pool that is registered."""
 
-    def __init__(self, copier: Copier, stack: ExitStack) -> None:
-        self.copier = copier
+    def __init__(self, copiers: list[Copier], stack: ExitStack) -> None:
+        self.copiers = copiers
         self.stack = stack
 
 

@@ -7,14 +7,17 @@ layouts on GPUs are known; how its CPU attention packs a block is tried out befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lmkv.errors import ConfigError
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_kernels import ChunkCopy, Pages, gather, packed_rows, token_rows, whole_tiles
+from lmkv.v1.chunk_pb2 import PART_RULE_END
+from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_kernels import ChunkCopy, Pages, gather, packed_rows, token_rows, whole_states, whole_tiles
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -22,21 +25,30 @@ if TYPE_CHECKING:
 TRIAL_BLOCKS = 3
 
 
-def make_pages(tensors: Sequence[torch.Tensor], spec: KvSpec, *, first_head: int) -> Pages:
-    """The pages of one rank's KV cache, `[blocks, heads, block size, content]` per layer, for chunks of this spec.
+def make_pages(tensors: Sequence[torch.Tensor], spec: KvSpec, group: LayerGroup, *, first_head: int) -> Pages:
+    """The pages of one rank's layers of a KV-cache group, for chunks of this spec.
 
-    Raises `ValueError` if they cannot be had.
+    `tensors` are `[blocks, heads, block size, content]` per layer, or `[blocks, 1, 1, state]`. Raises `ValueError` if
+    the pages cannot be had.
     """
-    if spec.format == NATIVE_TILES:
-        pages = whole_tiles(tensors, first_head, spec.kv_head_count)
-    elif tensors[0].device.type == "cpu":
-        pages = packed_rows(tensors, first_head, spec.kv_head_count)
-    else:
-        pages = token_rows(tensors, first_head, spec.kv_head_count, part_count=1 if spec.mla else 2)
-    if (size_bytes := pages.extent_bytes(spec.chunk_size)) != spec.chunk_bytes:
+    part = spec.parts[group.part]
+    make: Callable[..., Pages] = whole_tiles
+    if part.rule == PART_RULE_END:
+        make = partial(whole_states, chunk_tokens=spec.chunk_size)
+    elif spec.format != NATIVE_TILES:
+        is_packed = tensors[0].device.type == "cpu"
+        make = packed_rows if is_packed else partial(token_rows, part_count=1 if part.mla else 2)
+    pages = make(tensors, first_head, part.kv_head_count, first_layer=group.first_layer, layer_count=part.layer_count)
+    size_bytes, expected = pages.extent_bytes(part.kept_tokens(spec.chunk_size)), spec.part_bytes(group.part)
+    if size_bytes != expected:
         raise ValueError(
-            f"a chunk of this engine's pages has {size_bytes} bytes, and its KvSpec says {spec.chunk_bytes}: "
+            f"a chunk of this engine's pages has {size_bytes} bytes, and its KvSpec says {expected}: "
             "its layers are not all alike, or keep something besides keys and values"
+        )
+    if part.rule != PART_RULE_END and pages.block_tokens != group.block_size:
+        raise ValueError(
+            f"the attention kernels use blocks of {pages.block_tokens} tokens, and the engine's have "
+            f"{group.block_size}: set its --block-size to {pages.block_tokens}"
         )
     return pages
 

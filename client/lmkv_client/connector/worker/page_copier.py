@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from lmkv.pool.pool import Pool
+from lmkv_client.connector.worker.groups import begin_each, grouped_bytes
+from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
 from lmkv_client.plugin import PROCESSORS
-from lmkv_kernels import ChunkCopy, Pages, copied_bytes, gather, scatter
+from lmkv_kernels import ChunkCopy, Pages, gather, scatter
 
 if TYPE_CHECKING:
     from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
@@ -20,20 +22,6 @@ INLINE_BYTES = 4 << 20
 """Copies of at most this size run inline: they take less time than starting another thread."""
 PART_BLOCKS = 64
 """Most blocks of one task of the copy thread."""
-
-
-class CopyHandle(Protocol):
-    """A copy that runs."""
-
-    def done(self) -> bool:
-        """Whether it has ended. Raises `ValueError` or `RuntimeError` if it failed."""
-
-    def wait(self) -> None:
-        """Waits until it has ended. Raises as `done` does."""
-
-    @property
-    def checksums(self) -> list[int]:
-        """Of a gather that is done: for each copy what its words add to its chunk's checksum."""
 
 
 class PageCopier(Protocol):
@@ -64,30 +52,11 @@ class PageCopier(Protocol):
         """Waits for running copies and releases all resources. Idempotent."""
 
 
-class ThreadTask:
-    """A copy or a check on threads of this process."""
-
-    def __init__(self, futures: Sequence[Future[None]] = (), checksums: Sequence[int] = ()) -> None:
-        self._futures = futures
-        self.checksums = list(checksums)
-
-    def done(self) -> bool:
-        """Implements `CopyHandle`."""
-        if not all(future.done() for future in self._futures):
-            return False
-        self.wait()
-        return True
-
-    def wait(self) -> None:
-        """Implements `CopyHandle`."""
-        for future in self._futures:
-            future.result()
-
-
 class HostPageCopier:
     """Copies for pages in host memory. Copies that the forward pass does not wait for run on a thread."""
 
-    def __init__(self, pages: Pages, threads: int) -> None:
+    def __init__(self, pages: Sequence[Pages], threads: int) -> None:
+        """`pages` are those of each KV-cache group."""
         self._pages = pages
         self._threads = threads
         self._pool: Pool | None = None
@@ -108,21 +77,31 @@ class HostPageCopier:
 
     def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
         """Copies before it returns: the pages may change as soon as the step has ended."""
-        return ThreadTask(checksums=gather(self._pages, self._opened().buffer, copies, threads=self._threads))
+        if len(self._pages) == 1:
+            return self._gather(0, copies)
+        return begin_each(copies, len(self._pages), self._gather)
 
     def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
         """Copies before it returns if `sync`, or if that is faster than starting another thread."""
-        pages, memory = (buffer.pages, buffer.bytes) if buffer else (self._pages, self._opened().buffer)
+        pages, memory = ([buffer.pages], buffer.bytes) if buffer else (self._pages, self._opened().buffer)
         copies = buffer.shrunk(copies) if buffer else copies
-        begin = partial(scatter, pages, memory, threads=self._threads)
-        if sync or copied_bytes(pages, copies) <= INLINE_BYTES:
-            begin(copies)
-            return ThreadTask()
-        return ThreadTask([self._loader.submit(begin, part) for part in split(copies)])
+        inline = sync or grouped_bytes(pages, copies) <= INLINE_BYTES
+
+        def begin(group: int, own: Sequence[ChunkCopy]) -> CopyHandle:
+            copy = partial(scatter, pages[group], memory, threads=self._threads)
+            if inline:
+                copy(own)
+                return ThreadTask()
+            return ThreadTask([self._loader.submit(copy, part) for part in split(own)])
+
+        return begin(0, copies) if len(pages) == 1 else begin_each(copies, len(pages), begin)
 
     def close(self) -> None:
         """Implements `PageCopier`."""
         self._loader.shutdown(cancel_futures=True)
+
+    def _gather(self, group: int, copies: Sequence[ChunkCopy]) -> CopyHandle:
+        return ThreadTask(checksums=gather(self._pages[group], self._opened().buffer, copies, threads=self._threads))
 
     def _opened(self) -> Pool:
         if self._pool is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from lmkv_client.connector.messages import LoadPlan
-from lmkv_client.connector.worker.page_copier import CopyHandle
+from lmkv_client.connector.worker.handles import CopyHandle
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
@@ -33,6 +33,8 @@ class RunningLoad:
     copied_blocks: list[int] = field(default_factory=list)
     final: bool = False
     failed: bool = False
+    lost: bool = False
+    """Whether the rest of the request's load cannot be had, so that what was copied is of no use."""
 
     def begin(self, act: Callable[[], CopyHandle]) -> None:
         """Starts a part; a failure to start fails the load."""

@@ -28,10 +28,12 @@ from lmkv_client.connector.messages import (
     WrittenExtent,
 )
 from lmkv_client.connector.worker.format import make_pages
-from lmkv_client.connector.worker.page_copier import CopyHandle, HostPageCopier, PageCopier, ThreadTask, use_processors
+from lmkv_client.connector.worker.groups import grouped_bytes
+from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
+from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier, use_processors
 from lmkv_client.connector.worker.pool_mapping import PoolMapping
 from lmkv_client.connector.worker.running_copies import COPY_ERRORS, RunningLoad, RunningStore
-from lmkv_kernels import ChunkCopy, Pages, checksum, copied_bytes
+from lmkv_kernels import ChunkCopy, Pages, checksum
 
 if TYPE_CHECKING:
     import torch
@@ -50,21 +52,26 @@ class WorkerSide:
     def __init__(
         self,
         spec: KvSpec,
-        share: HeadShare,
+        shares: Sequence[HeadShare],
         *,
-        groups: tuple[LayerGroup, ...] = (),
+        groups: Sequence[LayerGroup],
         rank: int,
         threads: int,
         lends_buffer: bool = False,
         nixl_backends: tuple[str, ...] = ("UCX",),
     ) -> None:
-        """`lends_buffer`: whether handoffs are read into a buffer on the pages' device."""
+        """`shares` are what the rank has of each part of `spec`; `groups` are its layers, by `ChunkCopy.group`.
+
+        `rank` is its number among the engine's workers. `lends_buffer`: whether handoffs are read into a buffer on the
+        pages' device, which needs a rank with all layers of all chunks in one group.
+        """
+        self._groups = tuple(groups)
+        self._writes = [shares[group.part].is_writer for group in self._groups]
         self._lends_buffer = lends_buffer
         self._nixl_backends = nixl_backends
         self._buffer_agent: BufferAgent | None = None
         self._spec = spec
-        self._groups = groups
-        self._share = share
+        self._shares = shares
         self._rank = rank
         self._threads = threads
         self._copies: PageCopier | None = None
@@ -82,9 +89,10 @@ class WorkerSide:
         self._step_is_poisoned = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Registers the pages. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
+        """Registers the pages by layer name. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
-        self._pages = make_pages(self._tensors, self._spec, first_head=self._share.first_head)
+        self._pages = [self._pages_of(group, kv_caches) for group in self._groups]
+        self._lends_buffer &= len(self._pages) == 1 and not self._pages[0].lacks_layers
         self._copies = make_copies(self._pages, self._threads)
 
     def load(self, plan: StepPlan) -> None:
@@ -99,6 +107,7 @@ class WorkerSide:
             )
             running.final |= load.final
             running.failed_blocks += load.failed_blocks
+            running.lost |= load.failed
             if self._mapping and not self._mapping.tried and not load.sync:
                 running.postponed.append(load)
             else:
@@ -108,7 +117,7 @@ class WorkerSide:
                     running.wait()
                 if running.over():
                     self._finish(load.request_id, running)
-                self._step_is_poisoned |= running.failed or bool(running.failed_blocks)
+                self._step_is_poisoned |= running.failed or running.lost or bool(running.failed_blocks)
 
     def store(self, plan: StepPlan) -> None:
         """Copies completed chunks into the pool, before their pages can change."""
@@ -118,18 +127,21 @@ class WorkerSide:
             # After a failed synchronous load this step's forward has read pages that were never filled.
             self._skip(plan.stores)
             return
-        if not self._share.is_writer:
-            nothing = {copy.offset: WrittenExtent(rank_count=1, checksum=0) for copy in plan.stores}
-            self._reporting().written.update(nothing)
-            return
+        stores = plan.stores
+        if not all(self._writes):
+            others = [copy.offset for copy in stores if not self._writes[copy.group]]
+            self._reporting().written.update({at: WrittenExtent(rank_count=1, checksum=0) for at in others})
+            stores = [copy for copy in stores if self._writes[copy.group]]
+            if not stores:
+                return
         started = time.perf_counter()
         try:
-            copying = self._copies.gather(plan.stores)
+            copying = self._copies.gather(stores)
         except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
-            self._skip(plan.stores)
+            self._skip(stores)
             return
-        self._storing.append(RunningStore(copies=plan.stores, copying=copying, started_at=started))
+        self._storing.append(RunningStore(copies=stores, copying=copying, started_at=started))
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, successful or not."""
@@ -143,12 +155,12 @@ class WorkerSide:
         return finished
 
     def take_failed_blocks(self) -> set[int]:
-        """Pages that failed loads did not fill."""
+        """Pages that failed loads did not fill. With several groups, whose pages vLLM cannot tell apart, none."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed, where the model has several KV-cache groups."""
+        """Requests whose loads have failed, if there are several groups; they are then among the finished ones, too."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
@@ -168,6 +180,12 @@ class WorkerSide:
             self._detach_pool()
             self._copies.close()
 
+    def _pages_of(self, group: LayerGroup, kv_caches: Mapping[str, torch.Tensor]) -> Pages:
+        if missing := [name for name in group.layer_names if name not in kv_caches]:
+            raise ValueError(f"layer {missing[0]} has no KV cache")
+        tensors = [kv_caches[name] for name in group.layer_names]
+        return make_pages(tensors, self._spec, group, first_head=self._shares[group.part].first_head)
+
     def _begin(self, running: RunningLoad, load: LoadPlan) -> None:
         """Begins the checks and copies of one piece of a load."""
         if load.checks:
@@ -182,14 +200,14 @@ class WorkerSide:
     def _scatter(self, running: RunningLoad, load: LoadPlan) -> CopyHandle:
         if self._pool is None or self._copies is None:
             raise RuntimeError("the pool is not mapped")
-        running.size_bytes += copied_bytes(self._pages, load.copies)
+        running.size_bytes += grouped_bytes(self._pages, load.copies)
         return self._copies.scatter(load.copies, sync=load.sync)
 
     def _scatter_buffered(self, running: RunningLoad, load: LoadPlan) -> CopyHandle:
         buffer = self._buffer_agent.buffer if self._buffer_agent else None
         if buffer is None or self._copies is None:
             raise RuntimeError("there is no device buffer")
-        running.size_bytes += copied_bytes(self._pages, load.buffered)
+        running.size_bytes += grouped_bytes(self._pages, load.buffered)
         return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
 
     def _stored(self, storing: RunningStore) -> bool:
@@ -203,8 +221,11 @@ class WorkerSide:
             return True
         report = self._reporting()
         report.store_seconds = time.perf_counter() - storing.started_at
+        sums: dict[int, int] = {}
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
-            report.written[copy.offset] = WrittenExtent(rank_count=1, checksum=part)
+            sums[copy.offset] = sums.get(copy.offset, 0) + part  # an extent has the layers of several groups
+        for offset, total in sums.items():
+            report.written[offset] = WrittenExtent(rank_count=1, checksum=total & 0xFFFF_FFFF_FFFF_FFFF)
         return True
 
     def _skip(self, copies: Sequence[ChunkCopy]) -> None:
@@ -213,9 +234,14 @@ class WorkerSide:
     def _finish(self, request_id: str, running: RunningLoad) -> None:
         """Adds a load that has ended to the report."""
         del self._running[request_id]
-        self._failed_blocks.update(running.failed_blocks)
-        if running.failed:
-            self._failed_blocks.update(running.copied_blocks)
+        is_useless = running.failed or running.lost
+        if len(self._groups) > 1:
+            if is_useless or running.failed_blocks:
+                self._failed_requests.add(request_id)
+        else:
+            self._failed_blocks.update(running.failed_blocks)
+            if is_useless:
+                self._failed_blocks.update(running.copied_blocks)
         self._reporting().loaded[request_id] = LoadResult(
             rank_count=1,
             size_bytes=0 if running.failed else running.size_bytes,
@@ -266,7 +292,7 @@ class WorkerSide:
         from lmkv_client.connector.worker.buffer_agent import BufferAgent  # NIXL is needed only here
 
         return BufferAgent(
-            attachment, self._rank, self._pages, sums=self._share.is_writer, nixl_backends=self._nixl_backends
+            attachment, self._rank, self._pages[0], sums=self._writes[0], nixl_backends=self._nixl_backends
         )
 
     def _detach_pool(self) -> None:
@@ -281,9 +307,9 @@ class WorkerSide:
             self._copies.close_pool(pool.close)
 
 
-def make_copies(pages: Pages, threads: int) -> PageCopier:
-    """The copier for the device of the pages. Raises `RuntimeError` if there is none."""
-    if pages.device == "cpu":
+def make_copies(pages: Sequence[Pages], threads: int) -> PageCopier:
+    """The copier for the device of the pages of all groups. Raises `RuntimeError` if there is none."""
+    if pages[0].device == "cpu":
         return HostPageCopier(pages, threads)
     from lmkv_client.connector.worker.device_copier import DevicePageCopier
 

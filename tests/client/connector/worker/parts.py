@@ -14,7 +14,8 @@ import torch
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.identity import head_shares
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import Attachment, ExtentChecksum, LoadPlan, StepPlan
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.side import WorkerSide
@@ -39,6 +40,9 @@ SPEC = KvSpec(
     format=NATIVE_TILES,
     block_size=BLOCK,
 )
+
+NAMES = tuple(f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS))
+GROUP = LayerGroup(part=0, block_size=BLOCK, layer_names=NAMES)
 
 
 class ServedPool:
@@ -123,8 +127,7 @@ def make_worker() -> Iterator[Callable[..., WorkerSide]]:
     made: list[WorkerSide] = []
 
     def make(caches: Caches, rank: int = 0, ranks: int = 1, threads: int = 1) -> WorkerSide:
-        share = HeadShare.of_rank(rank, ranks, HEADS)
-        made.append(WorkerSide(SPEC, share, rank=rank, threads=threads))
+        made.append(WorkerSide(SPEC, head_shares(SPEC, rank, ranks), groups=[GROUP], rank=rank, threads=threads))
         made[-1].register(caches)
         return made[-1]
 
@@ -141,7 +144,7 @@ def caches(seed: int | None, heads: int = HEADS, blocks: int = BLOCKS) -> Caches
     """One allocation for all layers, as vLLM makes it; random bytes, or zeros without a seed."""
     shape = (LAYERS, blocks, heads, BLOCK, CONTENT)
     memory = torch.zeros(shape) if seed is None else torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-    return {f"model.layers.{layer}.self_attn.attn": memory[layer] for layer in range(LAYERS)}
+    return dict(zip(NAMES, memory, strict=True))
 
 
 def chunk_copy(number: int, block_ids: list[int], first_block: int = 0, blocks: int = CHUNK_BLOCKS) -> ChunkCopy:

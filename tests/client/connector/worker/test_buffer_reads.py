@@ -115,7 +115,7 @@ def load(pages: Pages, buffer: DeviceBufferPart, copies: list[ChunkCopy]) -> Non
     """Copies out of the buffer, as the worker does."""
     from lmkv_client.connector.worker.side import make_copies
 
-    made = make_copies(pages, 1)
+    made = make_copies([pages], 1)
     try:
         made.scatter(copies, sync=True, buffer=buffer).wait()
     finally:

@@ -69,7 +69,7 @@ def test_the_ranks_parts_scatter_what_the_whole_chunks_hold_and_their_sums_add_u
         if HeadShare.of_rank(rank, rank_count, heads).is_writer:
             sums = [(own + more) % 2**64 for own, more in zip(sums, buffer.checksums(chunks), strict=True)]
         copies = [copy_of(chunk.offset, block_ids) for chunk, block_ids in zip(chunks, blocks, strict=True)]
-        host = HostPageCopier(pages, threads=1)
+        host = HostPageCopier([pages], threads=1)
         host.scatter(copies, sync=True, buffer=buffer)
         host.close()
         scattered = memory.copy()
@@ -111,7 +111,7 @@ def test_kernels_read_the_part_as_it_is(sync: bool) -> None:
     seen = np.zeros_like(case.memory)
     model = Model(case, seen, buffer.bytes)
     device = DevicePageCopier(
-        on_device(case.pages), model_stream=lambda: model.stream.handle, open_device=open_emulated
+        [on_device(case.pages)], model_stream=lambda: model.stream.handle, open_device=open_emulated
     )
     try:
         loading = device.scatter(copies, sync=sync, buffer=buffer)

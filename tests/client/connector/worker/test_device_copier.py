@@ -56,7 +56,7 @@ def open_emulated(_ordinal: int) -> tuple[Device, Program]:
 def running(case: Case, *buffers: Bytes) -> Iterator[tuple[Model, DevicePageCopier]]:
     model = Model(case, *buffers)
     copies = DevicePageCopier(
-        on_device(case.pages), model_stream=lambda: model.stream.handle, open_device=open_emulated
+        [on_device(case.pages)], model_stream=lambda: model.stream.handle, open_device=open_emulated
     )
     try:
         yield model, copies
@@ -209,13 +209,13 @@ def test_another_pool_can_be_opened_while_copies_from_the_old_one_run() -> None:
 def test_the_pages_must_be_on_a_device_and_as_they_are_there() -> None:
     case = whole_chunks(1)
     with pytest.raises(ValueError, match="on cpu"):
-        DevicePageCopier(case.pages, model_stream=lambda: 0, open_device=open_emulated)
+        DevicePageCopier([case.pages], model_stream=lambda: 0, open_device=open_emulated)
     packed = dataclasses.replace(
         on_device(case.pages),
         parts=tuple(dataclasses.replace(part, row_stride=2, element_stride=8) for part in case.pages.parts[:1]),
     )
     with pytest.raises(ValueError, match="as on CPUs only"):
-        DevicePageCopier(packed, model_stream=lambda: 0, open_device=open_emulated)
+        DevicePageCopier([packed], model_stream=lambda: 0, open_device=open_emulated)
 
 
 def test_closing_twice_is_fine() -> None:

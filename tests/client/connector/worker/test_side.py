@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.identity import head_shares
 from lmkv_client.connector.messages import ExtentChecksum
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
 from lmkv_client.connector.worker.side import WorkerSide
@@ -19,8 +20,10 @@ from tests.client.connector.worker.parts import (
     CHUNK_BLOCKS,
     CHUNK_BYTES,
     CONTENT,
+    GROUP,
     HEADS,
     LAYERS,
+    NAMES,
     SPEC,
     TILE_BYTES,
     MakeWorker,
@@ -232,16 +235,30 @@ def test_an_idle_step_leaves_nothing_to_report(serve: Serve, make_worker: MakeWo
 
 
 def test_tensors_that_cannot_be_moved_by_whole_tiles_are_refused() -> None:
-    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, HEADS), rank=0, threads=1)
+    worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=[GROUP], rank=0, threads=1)
     with pytest.raises(ValueError, match="not contiguous"):
-        worker.register({"layer": torch.zeros(BLOCKS, HEADS, CONTENT, BLOCK).transpose(2, 3)})
+        worker.register({name: torch.zeros(BLOCKS, HEADS, CONTENT, BLOCK).transpose(2, 3) for name in NAMES})
     worker.close()
 
 
 def test_pages_of_another_size_than_the_specs_are_refused() -> None:
-    worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, HEADS), rank=0, threads=1)
+    worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=[GROUP], rank=0, threads=1)
     with pytest.raises(ValueError, match="its KvSpec says"):
-        worker.register({"layer": torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT)})  # one layer of three
+        worker.register({name: torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT // 2) for name in NAMES})
+    worker.close()
+
+
+def test_blocks_of_another_size_than_the_engines_are_refused() -> None:
+    worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=[replace(GROUP, block_size=2 * BLOCK)], rank=0, threads=1)
+    with pytest.raises(ValueError, match=f"set its --block-size to {BLOCK}"):
+        worker.register(caches(None))
+    worker.close()
+
+
+def test_a_layer_without_pages_is_refused() -> None:
+    worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=[GROUP], rank=0, threads=1)
+    with pytest.raises(ValueError, match=f"layer {NAMES[1]} has no KV cache"):
+        worker.register({name: tensor for name, tensor in caches(None).items() if name != NAMES[1]})
     worker.close()
 
 

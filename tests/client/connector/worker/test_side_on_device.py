@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmkv_client.connector.identity import HeadShare
+from lmkv_client.connector.identity import head_shares
+from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import Attachment, LoadPlan, StepPlan, WorkerReport
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.device_copier import DevicePageCopier
@@ -35,11 +36,12 @@ class OnDevice:
         self.later = random_bytes(1, case.memory.size)
         self.model = Model(case, self.later)
         copies = DevicePageCopier(
-            on_device(case.pages), model_stream=lambda: self.model.stream.handle, open_device=open_emulated
+            [on_device(case.pages)], model_stream=lambda: self.model.stream.handle, open_device=open_emulated
         )
         monkeypatch.setattr(worker_module, "make_pages", lambda *_, **__: on_device(case.pages))
         monkeypatch.setattr(worker_module, "make_copies", lambda *_: copies)
-        self.worker = WorkerSide(SPEC, HeadShare.of_rank(0, 1, SPEC.kv_head_count), rank=0, threads=1)
+        group = LayerGroup(part=0, block_size=SPEC.block_size, layer_names=("layer",))
+        self.worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=[group], rank=0, threads=1)
         self.worker.register({"layer": torch.zeros(1)})
 
     def attach(self, served: ServedPool) -> Attachment:
