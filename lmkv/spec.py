@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
+from typing import Any
 
 from lmkv.errors import BadKvSpec
 from lmkv.keys import HASH_SCHEME, KEY_BYTES, ChunkKey, part_key
@@ -161,14 +162,29 @@ class KvSpec:
         return [part_key(chunk_keys[item.chunk], item.part) for item in items]
 
     def first_difference(self, other: KvSpec) -> str | None:
-        """Name of the first field in which two specs differ; None if their chunks are interchangeable."""
-        names = (field.name for field in fields(self) if field.name not in _NOT_HASHED)
-        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+        """Name of the first field in which two specs differ; None if their chunks are interchangeable.
+
+        The name of a field of part 1 is `more_parts[0].span`, for example.
+        """
+        names = [field.name for field in fields(self) if field.name not in _NOT_HASHED]
+        if len(self.more_parts) == len(other.more_parts):
+            names.remove("more_parts")
+            names += [f"more_parts[{index}].{name}" for index in range(len(self.more_parts)) for name in _PART_FIELDS]
+        return next((name for name in names if self._value(name) != other._value(name)), None)
 
     def shown(self, name: str) -> str:
-        """The value of a field, as errors show it."""
-        value = getattr(self, name)
+        """The value of a field, as errors show it; `name` is as `first_difference` returns it."""
+        value = self._value(name)
+        if name == "more_parts":
+            return ", ".join(chunk_pb2.PartRule.Name(part.rule) for part in self.more_parts) or "none"
+        if name.endswith("rule"):
+            return chunk_pb2.PartRule.Name(value)
         return chunk_pb2.KvFormat.Name(value) if name == "format" else str(value)
+
+    def _value(self, name: str) -> Any:
+        part, _, field = name.rpartition(".")
+        owner = self.more_parts[int(part.removeprefix("more_parts[").removesuffix("]"))] if part else self
+        return getattr(owner, field)
 
     def to_proto(self) -> chunk_pb2.KvSpec:
         """Converts to the protobuf message, with the fingerprint."""

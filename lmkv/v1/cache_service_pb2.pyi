@@ -341,7 +341,7 @@ class MoveResult(_message.Message):
     chunk_count: _builtins.int
     """Chunks that the destination holds now."""
     token_count: _builtins.int
-    """Tokens in them."""
+    """Tokens in them. If chunks have several parts: in the longest hit of which the destination holds all that was to move."""
     transferred_bytes: _builtins.int
     """Transferred bytes, without chunks that the destination held before."""
     dropped_chunk_count: _builtins.int
@@ -385,7 +385,7 @@ class MoveProgress(_message.Message):
     chunk_count: _builtins.int
     """Chunks to move, according to the layout map."""
     token_count: _builtins.int
-    """Tokens in them."""
+    """Tokens in them. If chunks have several parts: in the hit."""
     done_chunk_count: _builtins.int
     """Chunks that the destination has committed so far."""
     transferred_bytes: _builtins.int
@@ -971,7 +971,7 @@ class WatchRequest(_message.Message):
     start_revision: _builtins.int
     """Start after this revision; 0 starts with a snapshot."""
     fingerprint: _builtins.bytes
-    """Only chunks of this spec; empty means all."""
+    """Only chunks of this spec, with all their parts; empty means all."""
     def __init__(
         self,
         *,
@@ -1035,7 +1035,7 @@ class LayoutChange(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     admitted_keys: _builtins.bytes
-    """Admitted keys, 16 bytes each."""
+    """Admitted keys, 16 bytes each. Each part of a chunk has its own key (`KvPart`)."""
     evicted_keys: _builtins.bytes
     """Evicted keys, 16 bytes each."""
     instance_gone: _builtins.bool

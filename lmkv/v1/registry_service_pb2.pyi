@@ -252,7 +252,7 @@ class SpecConflict(_message.Message):
     model_name: _builtins.str
     """The model that both serve."""
     field: _builtins.str
-    """The first field of `KvSpec` that differs."""
+    """The first field of `KvSpec` that differs; `more_parts[0].span` for the span of part 1."""
     own_value: _builtins.str
     """This instance's value."""
     other_value: _builtins.str

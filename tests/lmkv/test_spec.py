@@ -11,7 +11,7 @@ from lmkv.errors import BadKvSpec
 from lmkv.parts import DTYPE_BYTES, KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1 import chunk_pb2
-from lmkv.v1.chunk_pb2 import PART_RULE_END
+from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
 LLAMA = KvSpec(
@@ -68,6 +68,22 @@ def test_a_field_that_decides_changes_the_fingerprint(name: str) -> None:
     other = replace(TILES, **{name: CHANGES[name]})
     assert other.fingerprint != TILES.fingerprint
     assert TILES.first_difference(other) == name
+
+
+def test_a_difference_of_a_further_part_is_named_with_its_field() -> None:
+    window = KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_LAST, span=16)
+    state = KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_END)
+    spec = replace(TILES, format=TOKEN_MAJOR, more_parts=(window, state))
+    for other, name, own_value, other_value in (
+        (replace(spec, more_parts=(window, replace(state, head_size=2))), "more_parts[1].head_size", "1", "2"),
+        (replace(spec, more_parts=(state, state)), "more_parts[0].rule", "PART_RULE_LAST", "PART_RULE_END"),
+        (replace(spec, more_parts=()), "more_parts", "PART_RULE_LAST, PART_RULE_END", "none"),
+        (replace(spec, rule=PART_RULE_LAST, span=16), "rule", "PART_RULE_ALL", "PART_RULE_LAST"),
+        (replace(spec, format=NATIVE_TILES, more_parts=(replace(window, block_size=16), state)),
+         "format", "KV_FORMAT_TOKEN_MAJOR", "KV_FORMAT_NATIVE_TILES"),
+    ):  # fmt: skip
+        assert spec.first_difference(other) == name
+        assert (spec.shown(name), other.shown(name)) == (own_value, other_value)
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -66,6 +66,15 @@ class PromptParts:
         size_bytes = None if limit is None else limit * KEY_BYTES
         return self._longest(tuple(_held(layout, positions, keys[:size_bytes]) for keys in self._keys))
 
+    def hit_of(self, keys: NDArray[np.void]) -> int:
+        """Chunks of the longest hit of which all items are among `keys`."""
+        return self._longest(tuple(np.isin(np.frombuffer(column, keys.dtype), keys) for column in self._keys))
+
+    @property
+    def all_keys(self) -> tuple[bytes, ...]:
+        """The keys of each part of all chunks."""
+        return self._keys
+
     def match(self, layout: LayoutMap, instance_id: str, limit: int) -> Match | None:
         """The longest hit of an instance, in any tier; None if it has none. One run, in the slowest tier that a needed
         item is in."""

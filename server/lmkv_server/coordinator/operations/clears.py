@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from typing import NamedTuple
 
 from google.rpc import status_pb2
 
@@ -23,6 +24,14 @@ BATCH_CHUNKS = 16_384
 """Chunks per order."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of a clear; instances that have not answered by then count as failed."""
+
+
+class _Drop(NamedTuple):
+    """What each instance is to drop."""
+
+    order: registry_pb.DropOrder
+    has_tokens: bool = True
+    """Whether the tokens of these chunks count: those of a prompt count with part 0."""
 
 
 class Clears:
@@ -52,7 +61,7 @@ class Clears:
             clear.run,
             seconds=TIMEOUT_SECONDS,
             record_holders=instance_ids,
-            work_bytes=sum(len(drop.chunk_keys) for drop in drops),
+            work_bytes=sum(len(drop.order.chunk_keys) for drop in drops),
         )
 
     async def resume(self, operation: Operation) -> pb.ClearResult:
@@ -70,25 +79,44 @@ class Clears:
             return [instance.info.instance_id for instance in self._registry.instances]
         return [self._registry.instances.named(request.instance_id, "instance_id").info.instance_id]
 
-    async def _drops(self, request: pb.ClearRequest) -> list[registry_pb.DropOrder]:
+    async def _drops(self, request: pb.ClearRequest) -> list[_Drop]:
         """The orders for each instance."""
         common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
+        models = self._registry.instances.models
         drops = []
-        names_chunks = request.tokens or request.chunk_keys
-        for selection in await self._selector.required(request) if names_chunks else ():
-            for start in range(0, len(selection.keys), BATCH_CHUNKS * KEY_BYTES):
-                keys = selection.keys[start : start + BATCH_CHUNKS * KEY_BYTES]
-                drops.append(registry_pb.DropOrder(chunk_keys=keys))
-        if not drops and request.model_name:
-            specs = self._registry.instances.models.specs(request.model_name)
-            drops = [registry_pb.DropOrder(fingerprint=spec.fingerprint) for spec in specs]
-        if not drops:
-            if not request.all:
-                raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
-            drops = [registry_pb.DropOrder(all=True)]
+        if request.tokens or request.chunk_keys:
+            drops = await self._drops_of_prompt(request)
+        elif request.model_name:
+            specs = models.specs(request.model_name)
+            drops = [_Drop(registry_pb.DropOrder(fingerprint=spec.fingerprint)) for spec in specs]
+        elif request.all:
+            drops = [_Drop(registry_pb.DropOrder(all=True))]
+        else:
+            raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
         for drop in drops:
-            drop.MergeFrom(common)
+            drop.order.MergeFrom(common)
         return drops
+
+    async def _drops_of_prompt(self, request: pb.ClearRequest) -> list[_Drop]:
+        """The orders for chunks that are named, with all their parts.
+
+        Keys may be of any registered spec. They do not depend on what is held, so that `resume` repeats the orders.
+        """
+        if request.chunk_keys:
+            (named,) = await self._selector.select(request)
+            part_count = self._registry.instances.models.max_part_count()
+            columns = [await self._selector.keys_by_part(named.keys, part_count)]
+        else:
+            selections = await self._selector.required(request)
+            columns = [one.parts.all_keys if one.parts else (one.keys,) for one in selections]
+        return [
+            _Drop(
+                registry_pb.DropOrder(chunk_keys=keys[start : start + BATCH_CHUNKS * KEY_BYTES]), has_tokens=part == 0
+            )
+            for column in columns
+            for part, keys in enumerate(column)
+            for start in range(0, len(keys), BATCH_CHUNKS * KEY_BYTES)
+        ]
 
 
 class _Clear:
@@ -98,7 +126,7 @@ class _Clear:
         self,
         orders: PendingOrders,
         instance_ids: list[str],
-        drops: list[registry_pb.DropOrder],
+        drops: list[_Drop],
         progress: pb.ClearProgress,
         seconds: float,
     ) -> None:
@@ -127,7 +155,7 @@ class _Clear:
         failure = pb.ClearFailure(instance_id=instance_id)
         for drop in self._drops:
             try:
-                order = registry_pb.Order(order_id=_order_id(operation, drop), drop=drop)
+                order = registry_pb.Order(order_id=_order_id(operation, drop.order), drop=drop.order)
                 outcome = await self._orders.execute(
                     instance_id, order, self._deadline - time.monotonic(), operation.cancelled
                 )
@@ -135,13 +163,14 @@ class _Clear:
                 failure.failures.add(status=rpc.to_status(error))
                 break
             self._add_outcome(outcome, failure)
+            if drop.has_tokens:
+                self._result.token_count += outcome.token_count
         if failure.failures:
             self._result.failures.append(failure)
         self._progress.done_instance_count += 1
 
     def _add_outcome(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
         self._result.chunk_count += outcome.chunk_count
-        self._result.token_count += outcome.token_count
         self._result.pinned_chunk_count += outcome.pinned_chunk_count
         for part in outcome.failures:
             add_failure(failure.failures, part.chunk_keys, part.status)

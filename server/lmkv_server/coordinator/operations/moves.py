@@ -75,15 +75,26 @@ class Moves:
         """Continues a move that another coordinator started: chunks that have arrived stay."""
         assert isinstance(operation.request, pb.MoveRequest)
         assert isinstance(operation.progress, pb.MoveProgress)
-        move = self._plan(operation.request, await self._selector.required(operation.request))
+        token_count = operation.progress.token_count
+        move = self._plan(operation.request, await self._selector.required(operation.request), token_count)
         move.continue_from(operation.progress)
         return await move.run(operation)
 
-    def _plan(self, request: pb.MoveRequest, selections: Sequence[SelectedChunks]) -> _Move:
+    def _plan(
+        self, request: pb.MoveRequest, selections: Sequence[SelectedChunks], begun_token_count: int | None = None
+    ) -> _Move:
+        """`begun_token_count` is that of a move that was begun: the source may have dropped a part of its hit since."""
         source, destination = self._positions(request)
         selection = self._choose(selections, source, destination)
         check_spec(self._registry.instances.named(destination.instance_id, "new_position"), selection)
-        return _Move(self._registry, self._orders, self._locks, source, destination, selection, request)
+        hit = 0
+        if (parts := selection.parts) and begun_token_count is not None:
+            hit = begun_token_count // parts.spec.chunk_size
+        elif parts:
+            layout = self._registry.layout
+            # If an earlier move did not end well, both together hold what is needed.
+            hit = parts.hit_at(layout, source) or parts.hit_at(layout, source, destination)
+        return _Move(self._registry, self._orders, self._locks, source, destination, selection, hit, request)
 
     def _positions(self, request: pb.MoveRequest) -> tuple[Position, Position]:
         instances = self._registry.instances
@@ -98,8 +109,8 @@ class Moves:
 
     def _choose(self, selections: Sequence[SelectedChunks], source: Position, destination: Position) -> SelectedChunks:
         """If the model name has several specs: the one that the source, then the destination, holds most of."""
-        match_at = self._registry.layout.match_at
-        return max(selections, key=lambda one: (match_at(*source, one.keys)[0], match_at(*destination, one.keys)[0]))
+        layout = self._registry.layout
+        return max(selections, key=lambda one: (one.match_at(layout, *source), one.match_at(layout, *destination)))
 
 
 class _Move:
@@ -113,8 +124,10 @@ class _Move:
         source: Position,
         destination: Position,
         selection: SelectedChunks,
+        hit: int,
         request: pb.MoveRequest,
     ) -> None:
+        """`hit` is the number of chunks to move if they have several parts; otherwise all that are held are moved."""
         self._layout = registry.layout
         self._instances = registry.instances
         self._orders = orders
@@ -125,7 +138,9 @@ class _Move:
         self._fingerprint = selection.fingerprint
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.MoveResult()
-        named = np.array(list(dict.fromkeys(_keys_of(selection.keys))), dtype=f"V{KEY_BYTES}")  # without duplicates
+        self._parts = selection.parts
+        keys = selection.keys if self._parts is None else self._parts.item_keys(hit)
+        named = np.array(list(dict.fromkeys(_keys_of(keys))), dtype=f"V{KEY_BYTES}")  # without duplicates
         held = self._layout.held_mask(*source, named.tobytes())
         self._keys = named[held]
         """Chunks to move, in prompt order."""
@@ -136,7 +151,17 @@ class _Move:
             absent = named[~held & ~arrived]
             missing = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
             self._fail(absent, rpc.to_status(missing))
-        _, token_count = self._layout.match_at(*source, self._keys.tobytes())
+        if request.chunk_keys and self._parts:
+            beyond = np.frombuffer(selection.keys[hit * KEY_BYTES :], dtype=named.dtype)
+            missing = ChunkNotFound(
+                f"instance {source.instance_id!r} does not hold all parts that a hit needs",
+                instance_id=source.instance_id,
+            )
+            self._fail(beyond, rpc.to_status(missing))
+        if self._parts:
+            token_count = hit * self._parts.spec.chunk_size
+        else:
+            _, token_count = self._layout.match_at(*source, self._keys.tobytes())
         self.progress = pb.MoveProgress(
             chunk_count=len(self._keys),
             token_count=token_count,
@@ -165,17 +190,19 @@ class _Move:
 
     async def run(self, operation: Operation) -> pb.MoveResult:
         """Runs it to its end. Raises the error if nothing was moved, `OperationCancelled`, or `OperationTakenOver`."""
+        arrived = [self._moved]
         for start in range(0, len(self._keys), BATCH_CHUNKS):
             if operation.cancelled.is_set():
                 break
             batch = self._keys[start : start + BATCH_CHUNKS]
             if self._copy:
-                await self._fetch(batch, operation)
+                arrived.append(await self._fetch(batch, operation))
                 continue
             async with self._locks.hold(batch, self._deadline):
-                arrived = await self._fetch(batch, operation)
-                if len(arrived):
-                    await self._drop(arrived, operation)
+                fetched = await self._fetch(batch, operation)
+                arrived.append(fetched)
+                if len(fetched):
+                    await self._drop(fetched, operation)
         if operation.cancelled.is_set():
             raise OperationCancelled(
                 f"cancelled after {self._result.chunk_count} of {self.progress.chunk_count} chunks; "
@@ -184,6 +211,8 @@ class _Move:
             )
         if self._result.failures and not self._result.chunk_count:
             raise rpc.from_status(self._result.failures[0].status)
+        if self._parts:
+            self._result.token_count = self._parts.hit_of(np.concatenate(arrived)) * self._parts.spec.chunk_size
         return self._result
 
     async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:

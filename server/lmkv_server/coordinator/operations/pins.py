@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
 
 from lmkv import rpc
-from lmkv.errors import BadSelection
+from lmkv.errors import BadSelection, ChunkNotFound
+from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
@@ -41,13 +45,22 @@ class FleetPins:
         """Sets a pin, or renews it if the `request_id` was used before. Raises the errors of `CacheService.Pin`."""
         instance_id, tier = resolve_position(self._registry.instances, request.position, "position")
         selections = await self._selector.required(request)
-        chosen = max(selections, key=lambda one: self._registry.layout.match_at(instance_id, tier, one.keys)[0])
-        if len(chosen) > MAX_PINNED_CHUNKS:
-            raise BadSelection(f"{len(chosen)} chunks are named; a pin covers at most {MAX_PINNED_CHUNKS}")
+        layout = self._registry.layout
+        chosen = max(selections, key=lambda one: one.match_at(layout, instance_id, tier))
+        keys, parts = chosen.keys, chosen.parts
+        if parts:
+            keys = parts.item_keys(parts.hit_at(layout, (instance_id, tier)))
+            if not keys:
+                raise ChunkNotFound(
+                    f"instance {instance_id!r} does not hold all parts that a hit of this prompt needs",
+                    instance_id=instance_id,
+                )
+        if len(keys) > MAX_PINNED_CHUNKS * KEY_BYTES:
+            raise BadSelection(f"{len(keys) // KEY_BYTES} chunks are named; a pin covers at most {MAX_PINNED_CHUNKS}")
         order = registry_pb.PinOrder(
             pin_id=_pin_id(instance_id, request.request_id),
             tier=chunk_pb2.Tier.ValueType(tier),
-            chunk_keys=chosen.keys,
+            chunk_keys=keys,
         )
         order.ttl.FromNanoseconds(_ttl_nanoseconds(request))
         outcome = await self._orders.execute(instance_id, registry_pb.Order(pin=order), TIMEOUT_SECONDS)
@@ -64,6 +77,9 @@ class FleetPins:
         instance = self._registry.instances.find(instance_id)
         if instance and (pin.pin_id in instance.pins or len(instance.pins) < MAX_PINS):
             pin = instance.pins.setdefault(pin.pin_id, pin)
+        if parts:  # the instance counts the tokens of each part
+            pinned = np.frombuffer(keys, dtype=f"V{KEY_BYTES}")[: outcome.chunk_count]
+            pin = replace(pin, token_count=parts.hit_of(pinned) * parts.spec.chunk_size)
         return _to_proto(instance_id, pin)
 
     async def unpin(self, pin_id: str) -> None:

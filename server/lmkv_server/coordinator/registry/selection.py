@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from lmkv.keys import KEY_BYTES, MAX_KEYS, Tokens, as_tokens, check_keys, root_k
 from lmkv.spec import KvSpec
 from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
+from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import Models, Namespace
 from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
 
@@ -60,9 +61,17 @@ class SelectedChunks:
     """Fingerprint of their spec; empty if the request gave keys, and their spec is not known."""
     parted_spec: KvSpec | None = None
     """Their spec, if it has other parts than plain ones (`KvSpec.has_plain_parts`)."""
+    parts: PromptParts | None = None
+    """With `parted_spec`: their parts, which `Selector.required` computes."""
 
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
+
+    def match_at(self, layout: LayoutMap, instance_id: str, tier: int) -> int:
+        """Chunks of the prefix, or of the hit if chunks have several parts, that an instance holds in one tier."""
+        if self.parts:
+            return self.parts.hit_at(layout, (instance_id, tier))
+        return layout.match_at(instance_id, tier, self.keys)[0]
 
 
 class Selector:
@@ -113,7 +122,9 @@ class Selector:
         return [self._of_keys(keys, fingerprint)]
 
     async def required(self, request: NamesChunks) -> list[SelectedChunks]:
-        """As `select`, but never empty. Keys have the spec under which the first held one was reported.
+        """As `select`, but never empty, and with the parts of chunks.
+
+        Keys have the spec under which the first held one was reported.
 
         Also raises `BadSelection`, or `ModelNotFound` if no engine has registered.
         """
@@ -124,19 +135,26 @@ class Selector:
             raise BadSelection("no chunk is named; set tokens or chunk_keys")
         if request.chunk_keys:
             (named,) = selections
-            return [self._of_keys(named.keys, await self._held_fingerprint(named.keys))]
-        return selections
+            selections = [self._of_keys(named.keys, await self._held_fingerprint(named.keys))]
+        return [
+            replace(one, parts=await self.parts_of(one.parted_spec, one.keys)) if one.parted_spec else one
+            for one in selections
+        ]
 
     async def parts_of(self, spec: KvSpec, keys: bytes) -> PromptParts:
         """The parts of a prompt's chunks. Other tasks run after each slice of a long prompt."""
+        return PromptParts(spec, await self.keys_by_part(keys, len(spec.parts)))
+
+    async def keys_by_part(self, keys: bytes, part_count: int) -> tuple[bytes, ...]:
+        """The keys of each part of chunks. Other tasks run after each slice of a long prompt."""
         columns = [keys]
-        for part in range(1, len(spec.parts)):
+        for part in range(1, part_count):
             column = []
             for start in range(0, len(keys), SLICE_KEYS * KEY_BYTES):
                 column.append(keys_of_part(keys[start : start + SLICE_KEYS * KEY_BYTES], part))
                 await self._pause_if_due(len(column[-1]) // KEY_BYTES)
             columns.append(b"".join(column))
-        return PromptParts(spec, tuple(columns))
+        return tuple(columns)
 
     async def of_tokens(
         self,

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from lmkv.errors import BadInstance, BadKvSpec, BadMessage
 from lmkv.operation_records import MAX_RECORDS
+from lmkv.parts import MAX_PARTS
 from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -108,14 +109,28 @@ def _specs(message: pb.Instance) -> tuple[KvSpec, ...]:
             field="specs",
         )
     for spec in message.specs:
-        for descriptor, value in spec.ListFields():
-            if isinstance(value, str) and len(value.encode()) > MAX_FIELD_BYTES:
-                raise BadInstance(
-                    f"specs.{descriptor.name} has {len(value.encode())} bytes; at most {MAX_FIELD_BYTES} are allowed",
-                    instance_id=message.instance_id,
-                    field=f"specs.{descriptor.name}",
-                )
+        if len(spec.more_parts) >= MAX_PARTS:
+            raise BadInstance(
+                f"specs.more_parts has {len(spec.more_parts)} parts; at most {MAX_PARTS - 1} are allowed",
+                instance_id=message.instance_id,
+                field="specs.more_parts",
+            )
+        _check_texts(spec, "specs", message.instance_id)
+        for part in spec.more_parts:
+            _check_texts(part, "specs.more_parts", message.instance_id)
     return tuple(KvSpec.from_proto(spec) for spec in message.specs)
+
+
+def _check_texts(message: Message, name: str, instance_id: str) -> None:
+    """Raises `BadInstance`, which names the field, if a text is too long."""
+    for descriptor, value in message.ListFields():
+        if isinstance(value, str) and len(value.encode()) > MAX_FIELD_BYTES:
+            field = f"{name}.{descriptor.name}"
+            raise BadInstance(
+                f"{field} has {len(value.encode())} bytes; at most {MAX_FIELD_BYTES} are allowed",
+                instance_id=instance_id,
+                field=field,
+            )
 
 
 def set_state(instance: Instance, message: pb.Instance | pb.ReportRequest) -> None:

@@ -213,7 +213,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
             return
         for own in specs:
             if own.model_name == other.model_name and (field := own.first_difference(other)):
-                own_value, other_value = getattr(own, field), getattr(other, field)
+                own_value, other_value = own.shown(field), other.shown(field)
                 logger.warning("a peer has another spec: %s is %s here, %s there", field, own_value, other_value)
                 raise KvSpecMismatch(
                     f"{self._instance_id} serves {own.model_name!r} with {field} {own_value!r}, not {other_value!r}",

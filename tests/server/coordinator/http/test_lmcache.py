@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT
+from tests.server.coordinator import parted
+from tests.server.coordinator.cases import CHUNKS, HYBRID, KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import Make
 
 HOST = "LocalCPUBackend"
@@ -43,6 +44,18 @@ async def test_lookup_answers_nested_and_flat_at_once(http: httpx.AsyncClient, m
     assert answer == {"layout_info": layout, **layout}
     assert list(answer["layout_info"]) == ["lmcache_instance_1", "lmcache_instance_2"]
     assert await post(http, "/check_finish", event_id=event_id) == {"status": "done"}
+
+
+async def test_tokens_of_chunks_with_several_parts_count_once(http: httpx.AsyncClient, make: Make) -> None:
+    prompt = {"tokens": parted.PROMPT}
+    held = [*parted.items(4), *parted.items(2)]
+    async with make("a", held, HYBRID), make("b", parted.items(4)[:-1], HYBRID), make("c", spec=HYBRID):
+        assert (await post(http, "/lookup", **prompt))["layout_info"] == {"a": [HOST, 64]}
+        assert (await post(http, "/pin", instance_id="a", location=HOST, **prompt))["num_tokens"] == 64
+        moved = await post(http, "/move", old_position=["a", HOST], new_position=["c", HOST], copy=True, **prompt)
+        assert moved["num_tokens"] == 64
+        assert await finished(http, moved["event_id"]) == {"status": "done", "num_tokens": 64}
+        assert (await post(http, "/clear", instance_id="c", location=HOST, **prompt))["num_tokens"] == 64
 
 
 async def test_an_instance_cannot_take_the_place_of_another_field(http: httpx.AsyncClient, make: Make) -> None:

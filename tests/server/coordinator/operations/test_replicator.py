@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from google.longrunning.operations_pb2_grpc import OperationsStub
 from lmkv import rpc
 from lmkv.errors import LmkvError, OperationCancelled
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, DrainRequest, DrainResult, MoveRequest, MoveResult
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
@@ -24,7 +25,8 @@ from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import drains, operations
 from lmkv_server.coordinator.operations import replicator as keeping
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator import parted
+from tests.server.coordinator.cases import CHUNKS, HYBRID, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 
 MOVE = MoveRequest(
@@ -35,12 +37,12 @@ MOVE = MoveRequest(
 class Elsewhere:
     """Another coordinator, and instances `a` and `b` as it knows them."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, spec: KvSpec = LLAMA, chunks: Any = CHUNKS) -> None:
         self.cache: Any = CacheServiceStub(channel)
         self.operations: Any = OperationsStub(channel)
         fleet: dict[str, ScriptedInstance] = {}
-        self.a = ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS)
-        self.b = ScriptedInstance(channel, fleet, "b", LLAMA)
+        self.a = ScriptedInstance(channel, fleet, "a", spec, chunks)
+        self.b = ScriptedInstance(channel, fleet, "b", spec)
 
     async def hear(self, record: OperationRecord, *, orphaned: bool = False) -> operations_pb2.Operation:
         """Makes `b` report a record; returns the operation after that."""
@@ -71,21 +73,29 @@ class Elsewhere:
 
 @pytest.fixture
 async def elsewhere(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Elsewhere]:
+    async with opened_elsewhere(monkeypatch) as made:
+        yield made
+
+
+@asynccontextmanager
+async def opened_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, spec: KvSpec = LLAMA, chunks: Any = CHUNKS
+) -> AsyncIterator[Elsewhere]:
     monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)  # scripted instances report nothing by themselves
     monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # it began just now, and all records will have been reported
     async with (
         Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush") as serving,
         rpc.open_channel(serving.address) as channel,
     ):
-        made = Elsewhere(channel)
+        made = Elsewhere(channel, spec, chunks)
         async with made.a, made.b:
             yield made
 
 
-async def booked(cache: Any, b: ScriptedInstance) -> OperationRecord:
+async def booked(cache: Any, b: ScriptedInstance, request: MoveRequest = MOVE) -> OperationRecord:
     """The record of a move that does not get on."""
     b.going.clear()
-    operation = await cache.Move(MOVE, timeout=5)
+    operation = await cache.Move(request, timeout=5)
     await until(lambda: operation.name in b.records)
     return b.records[operation.name]
 
@@ -140,6 +150,22 @@ async def test_an_orphaned_operation_continues_where_it_was(make: Make, cache: A
     assert {(order.operation_name, order.attempt) for order in elsewhere.b.orders} == {(record.operation.name, 2)}
     await until(lambda: elsewhere.b.records[record.operation.name].operation.done)
     assert elsewhere.b.records[record.operation.name].attempt == 2
+
+
+async def test_a_move_of_several_parts_continues_after_its_source_has_dropped_some(
+    make: Make, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = MoveRequest(old_position=MOVE.old_position, new_position=MOVE.new_position, tokens=parted.PROMPT)
+    chunks = parted.items(4)
+    async with make("a", chunks, HYBRID), make("b", spec=HYBRID) as b:
+        record = await booked(cache, b, request)
+    async with opened_elsewhere(monkeypatch, HYBRID, chunks) as elsewhere:
+        await elsewhere.b.store(dict.fromkeys(chunks[:3], 16))
+        await elsewhere.a.evict(chunks[:3])
+        await elsewhere.hear(record, orphaned=True)
+        result = unpacked((await elsewhere.wait(record.operation.name)).response, MoveResult)
+        assert (result.chunk_count, result.token_count, result.dropped_chunk_count) == (len(chunks), 64, len(chunks))
+        assert (set(elsewhere.a.chunks), set(elsewhere.b.chunks)) == (set(), set(chunks))
 
 
 async def test_the_instance_that_reported_a_resumed_operation_is_in_the_audit_log(

@@ -19,7 +19,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
 from lmkv_server.coordinator.registry.selection import MAX_WAITING
-from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 
 LONG = LookupRequest(tokens=range(65_000), model_name="attacked")
@@ -80,6 +80,27 @@ async def test_a_spec_with_a_long_text_is_refused(fleet: Guarded) -> None:
     error = await error_of(join(fleet, specs(1, model_name="m" * 600)))
     assert isinstance(error, BadInstance)
     assert "specs.model_name has 600 bytes" in str(error)
+
+
+@pytest.mark.parametrize("field", ["layers", "tile_isa", "kv_dtype"])
+async def test_a_part_with_a_long_text_is_refused(fleet: Guarded, field: str) -> None:
+    message = HYBRID.to_proto()
+    setattr(message.more_parts[1], field, "x" * 600)
+    registry = await fleet.registry(token_of("engine", "a"))
+    instance = Instance(instance_id="evil", epoch=1, specs=[message])
+    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=30))
+    assert isinstance(error, BadInstance)
+    assert f"specs.more_parts.{field} has 600 bytes" in str(error)
+
+
+async def test_a_spec_with_too_many_parts_is_refused(fleet: Guarded) -> None:
+    message = HYBRID.to_proto()
+    message.more_parts.extend([message.more_parts[0]] * 1000)
+    registry = await fleet.registry(token_of("engine", "a"))
+    instance = Instance(instance_id="evil", epoch=1, specs=[message])
+    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=30))
+    assert isinstance(error, BadInstance)
+    assert "specs.more_parts has 1002 parts; at most 7 are allowed" in str(error)
 
 
 async def test_a_model_with_too_many_specs_takes_no_more_of_them(fleet: Guarded) -> None:

@@ -14,32 +14,13 @@ import pytest
 from lmkv.errors import BadChunkKey, BadTokens, LmkvError
 from lmkv.keys import MAX_KEYS, ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
-from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.chunk_pb2 import TIER_DISK
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
+from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make
 from tests.waiting import eventually
-
-PROMPT = list(range(100, 170))  # four chunks of 16 tokens, and 6 tokens that are never stored
-KEYS = keys_of(PROMPT, HYBRID)[:4]
-FULL, WINDOW, STATE = range(3)
-
-
-def items(chunk_count: int, spec: KvSpec = HYBRID) -> list[ChunkKey]:
-    """The keys of what a hit of some chunks of the prompt needs."""
-    return spec.item_keys(spec.items(chunk_count), keys_of(PROMPT, spec))
-
-
-def item(part: int, chunk: int, spec: KvSpec = HYBRID) -> ChunkKey:
-    (key,) = (
-        key
-        for count in range(1, 5)
-        for one, key in zip(spec.items(count), items(count, spec), strict=True)
-        if (one.part, one.chunk) == (part, chunk) and count == chunk + 1
-    )
-    return key
 
 
 def without(keys: Iterable[ChunkKey], *missing: ChunkKey) -> list[ChunkKey]:

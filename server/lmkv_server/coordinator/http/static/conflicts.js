@@ -40,11 +40,19 @@ function variantsOf(instances, modelName) {
   for (const { instanceId, specs } of instances) {
     for (const spec of specs ?? []) {
       if (spec.modelName !== modelName) continue;
-      if (!variants.has(spec.fingerprint)) variants.set(spec.fingerprint, { spec, names: [] });
+      if (!variants.has(spec.fingerprint)) variants.set(spec.fingerprint, { spec: withParts(spec), names: [] });
       variants.get(spec.fingerprint).names.push(instanceId);
     }
   }
   return [...variants.values()].sort((one, other) => other.names.length - one.names.length);
+}
+
+/** A spec with the fields of its further parts beside its own, such as `moreParts[0].span`. */
+function withParts({ moreParts = [], ...spec }) {
+  const fields = moreParts.flatMap((part, index) =>
+    Object.entries(part).map(([field, value]) => [`moreParts[${index}].${field}`, value]),
+  );
+  return { ...spec, ...Object.fromEntries(fields) };
 }
 
 function firstDifference(one, other) {

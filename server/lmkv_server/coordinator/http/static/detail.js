@@ -121,7 +121,8 @@ function makeFact([name]) {
 function makeSpec() {
   const element = h("li");
   const update = (spec) => {
-    const size = `${spec.chunkSize} tokens a chunk, ${spec.layerCount} layers`;
+    const layerCount = [spec, ...(spec.moreParts ?? [])].reduce((sum, part) => sum + part.layerCount, 0);
+    const size = `${spec.chunkSize} tokens a chunk, ${layerCount} layers`;
     setText(element, `${spec.modelName} · ${spec.kvDtype} · ${size}`);
     setAttribute(element, "title", spec.modelId ?? null);
   };

@@ -391,7 +391,7 @@ export type MoveResult = Message<"lmkv.v1.MoveResult"> & {
   chunkCount: number;
 
   /**
-   * Tokens in them.
+   * Tokens in them. If chunks have several parts: in the longest hit of which the destination holds all that was to move.
    *
    * @generated from field: int32 token_count = 2;
    */
@@ -447,7 +447,7 @@ export type MoveProgress = Message<"lmkv.v1.MoveProgress"> & {
   chunkCount: number;
 
   /**
-   * Tokens in them.
+   * Tokens in them. If chunks have several parts: in the hit.
    *
    * @generated from field: int32 token_count = 3;
    */
@@ -1136,7 +1136,7 @@ export type WatchRequest = Message<"lmkv.v1.WatchRequest"> & {
   startRevision: bigint;
 
   /**
-   * Only chunks of this spec; empty means all.
+   * Only chunks of this spec, with all their parts; empty means all.
    *
    * @generated from field: bytes fingerprint = 2;
    */
@@ -1206,7 +1206,7 @@ export type LayoutChange = Message<"lmkv.v1.LayoutChange"> & {
   tier: Tier;
 
   /**
-   * Admitted keys, 16 bytes each.
+   * Admitted keys, 16 bytes each. Each part of a chunk has its own key (`KvPart`).
    *
    * @generated from field: bytes admitted_keys = 3;
    */
@@ -1248,8 +1248,9 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
  * bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
  * tokens needs `model_name` only if several specs are registered.
  *
- * If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; the limits
- * on keys count all parts.
+ * If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on. Limits and
+ * counts of chunks count each part as a chunk. The tokens of a prompt count once; where a node counts all that it holds
+ * (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
  *
  * `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
  * then needs no `lora_name`. Engines register an adapter with its first request.
@@ -1305,6 +1306,10 @@ export const CacheService: GenService<{
    *
    * The destination fetches, verifies and commits; only then does the source drop its copy, unless `copy` is set.
    *
+   * If chunks have several parts: what the longest hit at the source needs, or, if it has none because a move did not
+   * complete, what the longest hit of source and destination together needs. Other parts of these chunks stay at the source
+   * until they are evicted.
+   *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
    * * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
@@ -1322,11 +1327,13 @@ export const CacheService: GenService<{
     output: typeof OperationSchema;
   },
   /**
-   * Protects chunks from eviction for a time.
+   * Protects chunks from eviction for a time. If chunks have several parts: what the longest hit needs that the instance
+   * holds in this tier.
    *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
    * * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
+   * * `NOT_FOUND` (`CHUNK_NOT_FOUND`): the instance holds none of the chunks, or not all parts that a hit needs.
    * * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
    * * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
    * * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
@@ -1365,7 +1372,7 @@ export const CacheService: GenService<{
     output: typeof ListPinsResponseSchema;
   },
   /**
-   * Drops chunks from instances, as an operation. Pinned chunks stay.
+   * Drops chunks from instances, with all their parts, as an operation. Pinned chunks stay.
    *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.

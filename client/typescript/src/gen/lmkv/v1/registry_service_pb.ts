@@ -305,7 +305,7 @@ export type SpecConflict = Message<"lmkv.v1.SpecConflict"> & {
   modelName: string;
 
   /**
-   * The first field of `KvSpec` that differs.
+   * The first field of `KvSpec` that differs; `more_parts[0].span` for the span of part 1.
    *
    * @generated from field: string field = 3;
    */
