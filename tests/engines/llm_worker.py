@@ -51,6 +51,8 @@ class Worker:
     def __init__(self, options: dict[str, Any]) -> None:
         self._llm = LLM(**options, enforce_eager=True, disable_log_stats=False)
         self._engine = self._llm.llm_engine
+        if options.get("pipeline_parallel_size", 1) > 1:
+            self._llm.collective_rpc("warm_up", args=(options["max_num_batched_tokens"],))
         self._begun_count = 0
 
     def ask(self, prompts: list[list[int]], salt: str, sampling: dict[str, Any], lora: list[str]) -> Any:

@@ -18,6 +18,7 @@ from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_client.connector.identity import engine_identity, served_names
 from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.pipeline import first_layer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,8 +41,13 @@ class EngineKv:
     """In the order of vLLM's groups: a request has a list of block ids for each."""
 
 
-def engine_kv(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> EngineKv:
-    """The KV of this engine. Raises `ConfigError` if it is of a kind that this version cannot move."""
+def engine_kv(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, *, stage: int = 0
+) -> EngineKv:
+    """The KV of this engine; `groups` has the layers of one pipeline stage.
+
+    Raises `ConfigError` if it is of a kind that this version cannot move.
+    """
     model = vllm_config.model_config
     caches = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     for cache in caches:
@@ -68,6 +74,16 @@ def engine_kv(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: C
         replace(kind, layer_count=len(own), layers="" if is_plain else _digest(own))
         for kind, own in zip(order, names, strict=True)
     ]
+    stage_count = vllm_config.parallel_config.pipeline_parallel_size
+    if stage_count > 1:
+        if not is_plain:
+            raise ConfigError(
+                "LMKVConnector: pipeline_parallel_size: this version of lmkv supports 1 for models with layers of "
+                f"several kinds; {REMEDY}"
+            )
+        layer_count = model.get_total_num_hidden_layers()
+        parts = [replace(parts[0], layer_count=layer_count)]
+        groups = [replace(groups[0], first_layer=first_layer(names[0], layer_count, stage, stage_count))]
     chunk_size = _chunk_size(parts, caches, kv_cache_config.cache_hit_alignment_tokens or 0, config)
     first = parts[0]
     spec = KvSpec(
@@ -127,7 +143,6 @@ def _check_engine(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         "use_mla: vLLM's CPU backend reads MLA that was not computed in the same step inexactly, and switches its own "
         "prefix cache off for it": model.use_mla and device == "cpu",
         "kv_format: native tiles are for CPUs; use token_major": config.kv_format == "native" and device != "cpu",
-        "pipeline_parallel_size: this version of lmkv supports 1": parallel.pipeline_parallel_size != 1,
         "prefill_context_parallel_size, decode_context_parallel_size: this version of lmkv supports 1": (
             parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size != 1
         ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -24,6 +24,7 @@ from lmkv_client.connector.engine_kv import attention_isa, engine_kv
 from lmkv_client.connector.identity import head_shares, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.node.client import NodeClient
+from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.stats import ConnectorStats, PromMetrics
@@ -63,7 +64,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             for notice in config.notices:
                 logger.warning("%s", notice)
             self._recompute_failed_loads()
-        kv = engine_kv(vllm_config, kv_cache_config, config)
+        stage = 0 if role is KVConnectorRole.SCHEDULER else get_pp_group().rank_in_group
+        kv = engine_kv(vllm_config, kv_cache_config, config, stage=stage)
         spec = kv.spec
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -91,10 +93,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 for group in kv_cache_config.kv_cache_groups:
                     if isinstance(cache := group.kv_cache_spec, AttentionSpec):
                         check_packing(attention_isa(vllm_config, cache.head_size, cache.block_size), cache)
-            rank = get_tensor_model_parallel_rank()
+            tensor_rank, tensor_ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
+            rank = worker_rank(stage, tensor_rank, tensor_ranks)
             self._worker = WorkerSide(
                 spec,
-                head_shares(spec, rank, parallel.tensor_parallel_size),
+                head_shares(spec, tensor_rank, tensor_ranks),
                 groups=kv.groups,
                 rank=rank,
                 threads=config.copy_threads,
@@ -159,8 +162,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self.worker.take_finished() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, with the requests whose loads have failed: vLLM computes them. Only where the model has
-        several KV-cache groups; otherwise failures are reported by page."""
+        """As `get_finished`, with the requests whose loads have failed: vLLM computes them. Only where chunks have
+        several parts; otherwise failures are reported by page."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving = self.worker.take_failed_requests()
         return results

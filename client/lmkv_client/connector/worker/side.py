@@ -155,12 +155,12 @@ class WorkerSide:
         return finished
 
     def take_failed_blocks(self) -> set[int]:
-        """Pages that failed loads did not fill. With several groups, whose pages vLLM cannot tell apart, none."""
+        """Pages that failed loads did not fill. Where chunks have parts, loads fail as a whole: none."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed, if there are several groups; they are then among the finished ones, too."""
+        """Requests whose loads have failed, where chunks have parts; they are among the finished ones, too."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
@@ -235,7 +235,7 @@ class WorkerSide:
         """Adds a load that has ended to the report."""
         del self._running[request_id]
         is_useless = running.failed or running.lost
-        if len(self._groups) > 1:
+        if not self._spec.has_plain_parts:
             if is_useless or running.failed_blocks:
                 self._failed_requests.add(request_id)
         else:
@@ -244,9 +244,9 @@ class WorkerSide:
                 self._failed_blocks.update(running.copied_blocks)
         self._reporting().loaded[request_id] = LoadResult(
             rank_count=1,
-            size_bytes=0 if running.failed else running.size_bytes,
+            size_bytes=0 if is_useless else running.size_bytes,
             seconds=time.monotonic() - running.started_at,
-            failed=running.failed,
+            failed=is_useless,
         )
 
     def _reporting(self) -> WorkerReport:
