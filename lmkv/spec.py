@@ -187,8 +187,10 @@ class KvSpec:
         return getattr(owner, field)
 
     def to_proto(self) -> chunk_pb2.KvSpec:
-        """Converts to the protobuf message, with the fingerprint."""
+        """Converts to the protobuf message, with the fingerprint. `rule` is set only if it is needed."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "more_parts"}
+        if self.has_plain_parts:
+            del values["rule"]
         more = [chunk_pb2.KvPart(**{name: getattr(part, name) for name in _PART_FIELDS}) for part in self.more_parts]
         return chunk_pb2.KvSpec(fingerprint=self.fingerprint, more_parts=more, **values)
 

@@ -101,6 +101,10 @@ def test_a_spec_survives_the_wire(spec: KvSpec) -> None:
     assert len(message.fingerprint) == 16
 
 
+def test_a_model_with_one_kind_of_layers_has_no_field_of_others_on_the_wire() -> None:
+    assert not {field.name for field, _ in LLAMA.to_proto().ListFields()} & {"rule", "span", "layers", "more_parts"}
+
+
 def test_a_spec_that_lies_is_refused() -> None:
     message = LLAMA.to_proto()
     message.head_size = 64
