@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv_client.connector.worker.device_copier import DevicePageCopier, PoolNotReady
+from lmkv_client.connector.worker.handles import CopyHandle
+from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import CudaError, CudaStream, Device, Program, RegisteredMemory
 from tests.kernels.emulation import IMAGE, emulated_driver
 from tests.kernels.layouts import Bytes, Case, random_bytes
@@ -52,11 +55,38 @@ def open_emulated(_ordinal: int) -> tuple[Device, Program]:
         return device, Program(driver, IMAGE)
 
 
+GROUPS = {"one group": (0, 3), "two groups": (0, 1, 3)}
+"""Boundaries of groups of the three layers."""
+ONE, TWO = GROUPS.values()
+
+
+def in_groups(case: Case, marks: Sequence[int]) -> tuple[list[Pages], list[ChunkCopy]]:
+    """The pages of each group of layers, and the copies of all of them."""
+    pages = [
+        dataclasses.replace(
+            case.pages, layer_addresses=case.pages.layer_addresses[first:stop], first_layer=first, layer_count=3
+        )
+        for first, stop in itertools.pairwise(marks)
+    ]
+    copies = [dataclasses.replace(copy, group=group) for copy in case.copies for group in range(len(pages))]
+    return pages, copies
+
+
+def sums_of(handle: CopyHandle, copies: Sequence[ChunkCopy], case: Case) -> list[int]:
+    """Checksums of the extents: the groups' parts added up."""
+    sums = {copy.offset: 0 for copy in case.copies}
+    for copy, part in zip(copies, handle.checksums, strict=True):
+        sums[copy.offset] += part
+    return [total % 2**64 for total in sums.values()]
+
+
 @contextmanager
-def running(case: Case, *buffers: Bytes) -> Iterator[tuple[Model, DevicePageCopier]]:
+def running(case: Case, *buffers: Bytes, marks: Sequence[int] = ONE) -> Iterator[tuple[Model, DevicePageCopier]]:
     model = Model(case, *buffers)
     copies = DevicePageCopier(
-        [on_device(case.pages)], model_stream=lambda: model.stream.handle, open_device=open_emulated
+        [on_device(pages) for pages in in_groups(case, marks)[0]],
+        model_stream=lambda: model.stream.handle,
+        open_device=open_emulated,
     )
     try:
         yield model, copies
@@ -79,13 +109,15 @@ def close_pool(copies: DevicePageCopier) -> None:
     assert gone.wait(10.0)
 
 
-def test_a_store_reads_what_the_forward_wrote_and_the_next_forward_does_not_disturb_it() -> None:
+@pytest.mark.parametrize("marks", GROUPS.values(), ids=GROUPS.keys())
+def test_a_store_reads_what_the_forward_wrote_and_the_next_forward_does_not_disturb_it(marks: Sequence[int]) -> None:
     case = whole_chunks(6)
+    _, plan = in_groups(case, marks)
     now, later = random_bytes(1, case.memory.size), random_bytes(2, case.memory.size)
-    with Pool.create(case.pool.size) as pool, running(case, now, later) as (model, copies):
+    with Pool.create(case.pool.size) as pool, running(case, now, later, marks=marks) as (model, copies):
         opened(copies, pool)
         model.forward(case.memory, now)
-        storing = copies.gather(case.copies)
+        storing = copies.gather(plan)
         assert not storing.done()
         copies.begin_step()
         model.forward(case.memory, later)
@@ -97,19 +129,23 @@ def test_a_store_reads_what_the_forward_wrote_and_the_next_forward_does_not_dist
     case.memory[:] = now
     case.twin.gather(case.pool_tensor, case.copies)
     assert np.array_equal(stored, case.pool)
-    assert storing.checksums == case.expected_sums()
+    assert sums_of(storing, plan, case) == case.expected_sums()
 
 
+@pytest.mark.parametrize("marks", GROUPS.values(), ids=GROUPS.keys())
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_load_waits_for_the_forward_before_it_and_a_forward_that_needs_it_waits_for_the_load(sync: bool) -> None:
+def test_a_load_waits_for_the_forward_before_it_and_a_forward_that_needs_it_waits_for_the_load(
+    sync: bool, marks: Sequence[int]
+) -> None:
     case = whole_chunks(6)
+    _, plan = in_groups(case, marks)
     read, seen = np.zeros_like(case.memory), np.zeros_like(case.memory)
     before = case.memory.copy()
-    with Pool.create(case.pool.size) as pool, running(case, read, seen) as (model, copies):
+    with Pool.create(case.pool.size) as pool, running(case, read, seen, marks=marks) as (model, copies):
         pool.buffer[:] = case.pool.tobytes()
         opened(copies, pool)
         model.forward(read, case.memory)
-        loading = copies.scatter(case.copies, sync=sync)
+        loading = copies.scatter(plan, sync=sync)
         copies.begin_step()
         model.forward(seen, case.memory)
         model.run()
@@ -120,6 +156,22 @@ def test_a_load_waits_for_the_forward_before_it_and_a_forward_that_needs_it_wait
     case.twin.scatter(case.pool_tensor, case.copies)
     assert np.array_equal(read, before)
     assert np.array_equal(seen, case.memory if sync else before)
+
+
+def test_groups_that_have_begun_have_ended_when_a_later_one_is_refused() -> None:
+    """Their extents may then be given to others."""
+    case = whole_chunks(2)
+    _, (first, second, *_) = in_groups(case, TWO)
+    with Pool.create(case.pool.size) as pool, running(case, marks=TWO) as (_, copies):
+        opened(copies, pool)
+        with pytest.raises(ValueError, match="ends behind the pool"):
+            copies.gather([first, dataclasses.replace(second, offset=case.pool.size)])
+        stored = np.frombuffer(pool.buffer, np.uint8).copy()
+        layer_bytes = case.pages.extent_bytes(8) // 3
+        case.twin.gather(case.pool_tensor, case.copies)
+        assert np.array_equal(stored[:layer_bytes], case.pool[:layer_bytes])
+        assert not stored[layer_bytes:].any()
+        close_pool(copies)
 
 
 def test_without_a_registered_pool_copies_are_refused() -> None:
