@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, part_key
 from lmkv.parts import KvPart, PartItem
 from lmkv.pool.pool import Pool
@@ -14,6 +18,7 @@ from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST, Extent
 from lmkv_kernels import checksum
+from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient
 
@@ -48,6 +53,8 @@ HYBRID = KvSpec(
 )
 """A hit of n chunks needs all chunks of full attention, the last two of the window, and the last state."""
 
+CAPACITY = 60
+"""Chunks, all of their parts, that the pool of a node has room for."""
 PROMPT = [chunk_key(number) for number in range(1, 9)]
 
 
@@ -126,6 +133,20 @@ class HybridEngine(EngineClient):
             assert extent.size_bytes == self.spec.part_bytes(item.part)
             words = np.frombuffer(self.pool.buffer, np.uint64, extent.size_bytes // 8, extent.offset)
             assert (words == _word(part_key(PROMPT[item.chunk], item.part))).all()
+
+
+@asynccontextmanager
+async def engine_at_node(
+    folder: Path, instance_id: str = "n", *, capacity: int = CAPACITY, **more: Any
+) -> AsyncIterator[tuple[Node, HybridEngine]]:
+    values: dict[str, Any] = {
+        "instance_id": instance_id,
+        "runtime_dir": str(folder),
+        "max_local_cpu_size": f"{capacity * HYBRID.chunk_bytes}B",
+        "enable_p2p": False,
+    }
+    async with Node(NodeConfig(**(values | more))) as node, HybridEngine(node, spec=HYBRID) as engine:
+        yield node, engine.use(node.pool)
 
 
 def item_key(part: int, chunk: int) -> ChunkKey:

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.config import NodeConfig
-from lmkv.keys import ChunkKey
+from lmkv.keys import ChunkKey, part_key
+from lmkv.parts import PartItem
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
@@ -63,6 +64,11 @@ def words_of(key: ChunkKey, spec: KvSpec, token_count: int = 256) -> NDArray[np.
     """What the chunk of this key holds, wherever it is."""
     words = np.arange(spec.size_bytes(token_count) // 8, dtype=np.uint64)
     return words * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(key, "big"))
+
+
+def item_words(key: ChunkKey, size_bytes: int) -> NDArray[np.uint64]:
+    """What the part of a chunk of this key holds, wherever it is."""
+    return np.full(size_bytes // 8, int.from_bytes(key[-8:], "little"), np.uint64)
 
 
 class Parts:
@@ -165,6 +171,23 @@ class Parts:
         self.senders.stored(HOST, chunk)
         return chunk
 
+    def put_item(self, item: PartItem, chunk_keys: Sequence[ChunkKey]) -> Chunk:
+        """Commits a part of a chunk of a prompt; its words are what the item's key stands for."""
+        key, size_bytes = part_key(chunk_keys[item.chunk], item.part), self.spec.part_bytes(item.part)
+        reserved = self.tier.reserve(size_bytes)
+        assert reserved
+        self.words(reserved.offset, size_bytes)[:] = item_words(key, size_bytes)
+        chunk = self.tier.commit(
+            reserved.offset,
+            key=key,
+            fingerprint=self.spec.fingerprint,
+            size_bytes=size_bytes,
+            checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
+            token_count=self.spec.chunk_size,
+        )
+        assert chunk
+        return chunk
+
     async def fetch(
         self,
         spec: KvSpec,
@@ -210,6 +233,8 @@ class Parts:
     def holds_right(self, chunk: Chunk) -> bool:
         """Whether the chunk's bytes are those that its key stands for."""
         words = self.words(chunk.offset, chunk.size_bytes)
+        if not self.spec.has_plain_parts:
+            return np.array_equal(words, item_words(chunk.key, chunk.size_bytes))
         return np.array_equal(words, words_of(chunk.key, self.spec, chunk.token_count))
 
     def check_nothing_left(self) -> None:

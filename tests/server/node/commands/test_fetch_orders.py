@@ -21,6 +21,7 @@ from tests.server.node.commands.order_parts import (
     order,
     reason,
 )
+from tests.server.node.hybrid_engine import HYBRID, PROMPT
 from tests.server.node.ordering import until
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, keys_of
 
@@ -227,3 +228,14 @@ async def test_a_spec_that_no_engine_here_has_is_refused_by_name(owner: Parts, h
     assert reason(outcome) == "KV_SPEC_MISMATCH"
     assert LARGE.fingerprint.hex() in outcome.status.message
     assert claimed(outcome) == []
+
+
+async def test_items_of_any_part_come_by_their_keys() -> None:
+    async with Parts("owner", spec=HYBRID) as owner, Parts("reader", spec=HYBRID) as reader:
+        chunks = [owner.put_item(item, PROMPT) for item in HYBRID.items(5)]
+        async with coordinating(reader) as here:
+            keys = [chunk.key for chunk in chunks]
+            outcome = await here.carried_out(fetch(owner.holder(0), keys, HYBRID))
+            assert (reason(outcome), outcome.chunk_count, failed(outcome)) == ("", len(keys), {})
+            assert outcome.transferred_bytes == sum(chunk.size_bytes for chunk in chunks)
+            assert [reader.tier.get(key) is not None for key in keys] == [True] * len(keys)

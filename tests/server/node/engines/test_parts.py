@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmkv import rpc
-from lmkv.config import NodeConfig
 from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, Unreachable
 from lmkv.keys import join_keys
 from lmkv.parts import PartItem
@@ -20,25 +17,18 @@ from lmkv_server.node.node import Node
 from lmkv_server.node.sessions.session import HOLD_SHARE
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE
 from tests.server.node.disk_parts import until
-from tests.server.node.hybrid_engine import FULL, HYBRID, PROMPT, STATE, WINDOW, HybridEngine, item_key, places
+from tests.server.node.hybrid_engine import (
+    CAPACITY,
+    FULL,
+    HYBRID,
+    PROMPT,
+    STATE,
+    WINDOW,
+    engine_at_node,
+    item_key,
+    places,
+)
 from tests.server.node.whole_nodes import until_free
-
-CAPACITY = 60
-"""Chunks, all of their parts, that the pool has room for."""
-
-
-@asynccontextmanager
-async def engine_at_node(
-    folder: Path, instance_id: str = "n", *, capacity: int = CAPACITY, **more: Any
-) -> AsyncIterator[tuple[Node, HybridEngine]]:
-    values: dict[str, Any] = {
-        "instance_id": instance_id,
-        "runtime_dir": str(folder),
-        "max_local_cpu_size": f"{capacity * HYBRID.chunk_bytes}B",
-        "enable_p2p": False,
-    }
-    async with Node(NodeConfig(**(values | more))) as node, HybridEngine(node, spec=HYBRID) as engine:
-        yield node, engine.use(node.pool)
 
 
 def disk(folder: Path) -> dict[str, Any]:

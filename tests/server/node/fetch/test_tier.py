@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.tier import PeerTier
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
 from lmkv_server.node.tiers.progress import Progress
+from tests.server.node.hybrid_engine import HYBRID, PROMPT
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 
 KEYS = keys_of(8)
@@ -79,4 +81,94 @@ async def test_a_read_fetches_what_the_lookup_found_and_is_counted() -> None:
         assert (await tier.drop(Selection())).chunk_count == 0
         assert await tier.read(progress, Presence(), 0.1) is None, "another tier's presence names no peers"
         reader.tier.unhold(delivered)
+        reader.check_nothing_left()
+
+
+# --- Prompts whose chunks have several parts -----------------------------------------------------------------
+
+
+def item_needs(items: PromptItems) -> Needs:
+    return Needs(spec=HYBRID, keys=items.keys, indices=range(len(items)), in_order=False, items=items)
+
+
+async def test_a_lookup_of_items_asks_for_the_whole_prompt_and_finds_the_items_of_hits() -> None:
+    async with Parts("reader", spec=HYBRID) as reader:
+        coordinators = ScriptedCoordinators(
+            Holder(instance_id="long", matched_chunk_count=6), Holder(instance_id="short", matched_chunk_count=3)
+        )
+        items = PromptItems.of_prompt(HYBRID, PROMPT)
+        presence = await PeerTier(reader.fetcher, coordinators, 1.0).lookup(item_needs(items))
+        assert (coordinators.asked, coordinators.fingerprints) == ([PROMPT], [HYBRID.fingerprint])
+        found = {items.keys[index] for index in presence.indices}
+        assert found == {key for count in (6, 3) for key in HYBRID.item_keys(HYBRID.items(count), PROMPT)}
+        assert presence.source == "long"
+        assert [holder.matched_chunk_count for holder in getattr(presence, "holders", ())] == [6, 3]
+
+
+async def test_items_come_from_all_peers_that_may_have_them_and_in_order() -> None:
+    async with (
+        Parts("one", spec=HYBRID) as one,
+        Parts("two", spec=HYBRID) as two,
+        Parts("reader", spec=HYBRID) as reader,
+    ):
+        hit = HYBRID.items(6)
+        for number, item in enumerate(hit):
+            (one if number % 3 else two).put_item(item, PROMPT)
+        items = PromptItems.of_hit(HYBRID, PROMPT, 6)
+        tier = PeerTier(reader.fetcher, ScriptedCoordinators(one.holder(6), two.holder(6)), 1.0)
+        delivered: list[tuple[int, Chunk]] = []
+        progress = Progress(reader.tier, HYBRID, items.keys, 0, delivered.extend, items=items)
+        presence = await tier.lookup(item_needs(items))
+        assert await tier.read(progress, presence, 10.0) is None
+        progress.close()
+        assert [index for index, _ in delivered] == list(range(len(hit)))
+        assert [chunk.key for _, chunk in delivered] == list(items.keys)
+        assert [chunk.parent for _, chunk in delivered] == [items.parent(index) for index in range(len(hit))]
+        assert set(progress.result().instance_ids) == {"one", "two"}
+        reader.tier.unhold(chunk for _, chunk in delivered)
+        reader.check_nothing_left()
+
+
+async def test_an_item_that_no_peer_has_keeps_none_behind_it_from_coming() -> None:
+    async with Parts("owner", spec=HYBRID) as owner, Parts("reader", spec=HYBRID) as reader:
+        hit = HYBRID.items(4)
+        for item in hit[:1] + hit[2:]:
+            owner.put_item(item, PROMPT)
+        items = PromptItems.of_hit(HYBRID, PROMPT, 4)
+        delivered: list[tuple[int, Chunk]] = []
+        progress = Progress(reader.tier, HYBRID, items.keys, 0, delivered.extend, items=items)
+        tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(4)), 1.0)
+        await tier.read(progress, await tier.lookup(item_needs(items)), 10.0)
+        assert progress.missing == {1}, "another tier may have it"
+        assert [index for index, _ in delivered] == [0]
+        progress.add([(1, reader.put_item(hit[1], PROMPT))])
+        progress.close()
+        assert [index for index, _ in delivered] == list(range(len(hit)))
+        reader.tier.unhold(chunk for _, chunk in delivered)
+        reader.check_nothing_left()
+
+
+async def test_a_peer_that_has_an_item_in_another_size_delivers_nothing() -> None:
+    async with Parts("owner", spec=HYBRID) as owner, Parts("reader", spec=HYBRID) as reader:
+        first, *_, state = HYBRID.items(1)
+        wrong = owner.put_item(first, PROMPT)
+        owner.tier.drop([wrong.key])
+        swapped = owner.tier.reserve(HYBRID.part_bytes(state.part))
+        assert swapped
+        owner.tier.commit(
+            swapped.offset,
+            key=PROMPT[0],
+            fingerprint=HYBRID.fingerprint,
+            size_bytes=HYBRID.part_bytes(state.part),
+            checksum=0,
+            token_count=HYBRID.chunk_size,
+        )
+        items = PromptItems.of_hit(HYBRID, PROMPT, 1)
+        progress = Progress(reader.tier, HYBRID, items.keys, 0, lambda _: None, items=items)
+        tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(1)), 1.0)
+        error = await tier.read(progress, await tier.lookup(item_needs(items)), 10.0)
+        progress.close()
+        assert error is not None
+        assert "invalid extent" in str(error)
+        assert not len(reader.tier)
         reader.check_nothing_left()
