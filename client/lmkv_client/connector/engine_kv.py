@@ -6,9 +6,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
@@ -19,10 +16,22 @@ from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART
 from lmkv_client.connector.identity import engine_identity, served_names
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.pipeline import first_layer
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from lmkv_client.connector.vllm_api import (
+    FIRST_WITH_GROUPS,
+    VLLM_VERSION,
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    VllmConfig,
+    attention_isa,
+    hit_alignment,
+    init_logger,
+)
 
 logger = init_logger("vllm.lmkv")
 
@@ -84,7 +93,14 @@ def engine_kv(
         layer_count = model.get_total_num_hidden_layers()
         parts = [replace(parts[0], layer_count=layer_count)]
         groups = [replace(groups[0], first_layer=first_layer(names[0], layer_count, stage, stage_count))]
-    chunk_size = _chunk_size(parts, caches, kv_cache_config.cache_hit_alignment_tokens or 0, config)
+    alignment = hit_alignment(kv_cache_config)
+    if alignment is None and not is_plain:
+        raise ConfigError(
+            f"LMKVConnector: vLLM {VLLM_VERSION} lacks what lmkv needs for model {served_names(model)[0]}, whose KV "
+            f"cache is not one group of full attention; install vLLM {FIRST_WITH_GROUPS} or newer, or add "
+            "--disable-hybrid-kv-cache-manager if some layers of the model have full attention"
+        )
+    chunk_size = _chunk_size(parts, caches, alignment or 0, config)
     first = parts[0]
     spec = KvSpec(
         model_name=served_names(model)[0],
@@ -113,14 +129,6 @@ def check_cache_kind(cache: KVCacheSpec, model_name: str) -> None:
 
     Subclasses are refused too: `RSWASpec` extends `FullAttentionSpec`, and its pages are freed.
     """
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    )
-
     known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
     if type(cache) in known:
         return
@@ -168,8 +176,6 @@ def _head_count(vllm_config: VllmConfig) -> int:
 
 def _part(vllm_config: VllmConfig, cache: KVCacheSpec, *, native: bool) -> KvPart:
     """The part of layers that have a cache of this kind, as if it had one layer."""
-    from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
-
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if isinstance(cache, MambaSpec):
         return KvPart(
@@ -251,12 +257,3 @@ def tile_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
     isa = attention_isa(vllm_config, head_size, block_size)
     width = "avx512" if torch.cpu._is_avx512_supported() else "base"
     return f"{isa}-{platform.machine()}-{width}"
-
-
-def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
-    """The kernel that vLLM's CPU attention chooses, by its name for it."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-    isa: str = _get_attn_isa(dtype, block_size, head_size, cache_dtype)
-    return isa

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmkv.packing import pack_fields
 from lmkv.spec import KvSpec
+from lmkv_client.connector.vllm_api import LoRARequest, ModelConfig, VllmConfig
 from lmkv_client.plugin import SERVED_NAMES
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.lora.request import LoRARequest
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 SAMPLE_COUNT = 256

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
+from lmkv_client.connector.vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
 from lmkv_kernels import ChunkCopy
 
 

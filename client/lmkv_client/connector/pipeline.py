@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmkv.errors import ConfigError
+from lmkv_client.connector.vllm_api import get_pp_indices
 
 
 def worker_rank(stage: int, tensor_rank: int, tensor_ranks: int) -> int:
@@ -14,8 +15,6 @@ def worker_rank(stage: int, tensor_rank: int, tensor_ranks: int) -> int:
 
 def stage_layers(layer_count: int, stage: int, stage_count: int) -> range:
     """The layers that vLLM gives to a stage; `layer_count` is that of the model."""
-    from vllm.distributed.utils import get_pp_indices
-
     return range(*get_pp_indices(layer_count, stage, stage_count))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-
 from lmkv.tiers import HIT_TIERS, OWN
+from lmkv_client.connector.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
     "stored_tokens": "Tokens whose KV was stored in the node's pool.",

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import AttentionSpec
-
 from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
-from lmkv_client.connector.engine_kv import attention_isa, engine_kv
+from lmkv_client.connector.engine_kv import engine_kv
 from lmkv_client.connector.identity import head_shares, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.node.client import NodeClient
@@ -28,6 +22,25 @@ from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.stats import ConnectorStats, PromMetrics
+from lmkv_client.connector.vllm_api import (
+    AttentionSpec,
+    CacheHitSource,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheEvent,
+    KVConnectorBase_V1,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    Request,
+    SchedulerOutput,
+    SupportsHMA,
+    VllmConfig,
+    attention_isa,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    init_logger,
+)
 from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.connector.worker.side import WorkerSide
 
@@ -35,14 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmkv")
 

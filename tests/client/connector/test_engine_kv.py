@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from lmkv.errors import BadKvSpec, ConfigError
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
-from lmkv_client.connector.engine_kv import attention_isa, engine_kv, kv_dtype
+from lmkv_client.connector.engine_kv import engine_kv, kv_dtype
 from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.vllm_api import VLLM_VERSION, attention_isa
 from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.demo.model import make_model
 from lmkv_kernels import token_rows
@@ -179,6 +181,24 @@ def test_two_groups_of_full_attention_are_one_part_that_is_not_plain(tiny_config
     """vLLM handles a failed load by request where it has several groups, so that hits are all or nothing."""
     spec = spec_of(tiny_config, cache_config(groups=2))
     assert (len(spec.parts), spec.rule, spec.has_plain_parts) == (1, PART_RULE_ALL, False)
+
+
+@pytest.mark.parametrize("caches", [(FULL, SLIDING), (FULL, FULL), (SLIDING,), (STATES,)], ids=str)
+def test_a_vllm_without_hit_alignment_serves_one_group_of_full_attention_only(
+    tiny_config: VllmConfig, caches: tuple[KVCacheSpec, ...]
+) -> None:
+    """vLLM 0.31 has no `KVCacheConfig.cache_hit_alignment_tokens`."""
+
+    def older(*caches: KVCacheSpec) -> SimpleNamespace:
+        return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec([str(at)], one) for at, one in enumerate(caches)])
+
+    assert spec_of(tiny_config, older(FULL)) == spec_of(tiny_config, groups_of((FULL, ["0"])))
+    with pytest.raises(ConfigError) as refused:
+        spec_of(tiny_config, older(*caches))
+    line = str(refused.value)
+    assert f"vLLM {VLLM_VERSION} lacks what lmkv needs" in line
+    assert "install vLLM 0.32 or newer" in line
+    assert "\n" not in line
 
 
 def test_a_model_with_states_has_chunks_where_vllm_keeps_them(tiny_config: VllmConfig) -> None:

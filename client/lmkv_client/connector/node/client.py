@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
-from vllm.logger import init_logger
 
 from lmkv import rpc
 from lmkv.attach_order import can_merge
@@ -24,6 +23,7 @@ from lmkv.v1 import engine_service_pb2_grpc
 from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.node.launcher import NodeLauncher
 from lmkv_client.connector.served_names import ServedNames
+from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.plugin import PROCESSORS
 
 logger = init_logger("vllm.lmkv")

@@ -8,12 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from vllm.logger import init_logger
-
 from lmkv import config as configuration
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigConflict, ConfigError, Unreachable
 from lmkv_client.connector.node.process import NodeProcess
+from lmkv_client.connector.vllm_api import init_logger
 
 logger = init_logger("vllm.lmkv")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from lmkv_client.connector.vllm_api import (
+    MEDIUM_CPU,
+    BlockStored,
+    Request,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 
 
 class BlockEvents:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
 
 from lmkv.auth.handoff import HandoffKeys
 from lmkv.config import ConnectorConfig
@@ -15,9 +12,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.stats import ConnectorCounters
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from lmkv_client.connector.vllm_api import Request, init_logger
 
 logger = init_logger("vllm.lmkv")
 

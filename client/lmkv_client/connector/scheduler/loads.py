@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
@@ -22,11 +19,10 @@ from lmkv_client.connector.scheduler.load_state import LoadState
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.stats import ConnectorCounters, tier_tokens
+from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
 
 logger = init_logger("vllm.lmkv")
 
-if TYPE_CHECKING:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 HIT_SOURCES = {OWN: "HOST", DISK: "DISK", PEERS: "P2P", HANDOFF: "P2P"}
 """vLLM's name of each tier; it counts all others as `EXTERNAL_UNSPECIFIED`."""
@@ -102,7 +98,6 @@ class Loads:
 
     def hit_sources(self, request_id: str, token_count: int) -> dict[CacheHitSource, int]:
         """The first `token_count` tokens of a request's load by vLLM's name of their source."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # vLLM 0.31, which never calls this, has none
 
         load_state = self._load_states.get(request_id)
         if load_state is None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
@@ -18,9 +15,7 @@ from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.served_names import ServedNames
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from lmkv_client.connector.vllm_api import Request, init_logger
 
 logger = init_logger("vllm.lmkv")
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from vllm.logger import init_logger
-from vllm.v1.request import RequestStatus
+from typing import Any
 
 from lmkv.config import ConnectorConfig
 from lmkv.v1 import engine_service_pb2 as pb
@@ -29,14 +26,16 @@ from lmkv_client.connector.scheduler.request_builder import RequestBuilder
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.scheduler.stores import Stores
 from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorCounters, ConnectorStats
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_events import BlockStored
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+from lmkv_client.connector.vllm_api import (
+    BlockStored,
+    CacheHitSource,
+    KVCacheBlocks,
+    KVConnectorOutput,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    init_logger,
+)
 
 logger = init_logger("vllm.lmkv")
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
 
 from lmkv import telemetry
 from lmkv.keys import ChunkKey
@@ -19,11 +16,8 @@ from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.scheduler.write_credits import PartCredits
 from lmkv_client.connector.stats import ConnectorCounters
+from lmkv_client.connector.vllm_api import BlockStored, SchedulerOutput, init_logger
 from lmkv_kernels import ChunkCopy
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_events import BlockStored
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger("vllm.lmkv")
 

@@ -11,11 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv.units import format_bytes
+from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.groups import begin_each
 from lmkv_client.connector.worker.handles import CopyHandle
 from lmkv_kernels import ChunkCopy, Pages

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,8 @@ from lmkv.errors import ConfigError
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.vllm_api import AttentionSpec, cpu_store_kv
 from lmkv_kernels import ChunkCopy, Pages, gather, packed_rows, token_rows, whole_states, whole_tiles
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 TRIAL_BLOCKS = 3
 
@@ -58,7 +55,6 @@ def check_packing(isa: str, cache: AttentionSpec) -> None:
 
     vLLM stores some random keys and values, and they are read back. Raises `ConfigError` if they are not the same.
     """
-    from vllm import _custom_ops as ops
 
     heads, size, tokens = 2, cache.head_size, TRIAL_BLOCKS * cache.block_size
     generator = torch.Generator().manual_seed(0)
@@ -69,7 +65,7 @@ def check_packing(isa: str, cache: AttentionSpec) -> None:
     block_ids = list(range(TRIAL_BLOCKS, 0, -1))
     slots = torch.tensor([block * cache.block_size + slot for block in block_ids for slot in range(cache.block_size)])
     try:
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
+        cpu_store_kv(keys, values, halves, slots, isa)
         pages = packed_rows([pages_memory], 0, heads)
     except (RuntimeError, ValueError) as error:
         raise _unknown(isa, str(error)) from None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from vllm.logger import init_logger
-
 from lmkv.errors import LmkvError
 from lmkv.pool.pool import LEFT_BYTES
 from lmkv.pool.socket import AttachedPool, attach
 from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.page_copier import use_processors
 
 logger = init_logger("vllm.lmkv")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from vllm.logger import init_logger
-
 from lmkv_client.connector.messages import LoadPlan
+from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.handles import CopyHandle
 from lmkv_kernels import ChunkCopy
 

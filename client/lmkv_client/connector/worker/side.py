@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from lmkv.pool.socket import AttachedPool
 from lmkv.spec import KvSpec
 from lmkv_client.connector.identity import HeadShare
@@ -27,6 +25,7 @@ from lmkv_client.connector.messages import (
     WorkerReport,
     WrittenExtent,
 )
+from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.format import make_pages
 from lmkv_client.connector.worker.groups import grouped_bytes
 from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask

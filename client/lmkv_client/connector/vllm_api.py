@@ -1,0 +1,154 @@
+"""Everything that the connector imports from vLLM, and what lmkv does where a supported version lacks it.
+
+No other module of `lmkv_client` imports vLLM, except `lmkv_client.plugin`: vLLM loads that before anything else and
+in each of its processes, so it imports two names when it is called. An import contract in `pyproject.toml` checks this.
+
+| name | module in vLLM | used for |
+|---|---|---|
+| `KVConnectorBase_V1`, `KVConnectorRole` | `distributed.kv_transfer.kv_connector.v1` | the connector and its roles |
+| `SupportsHMA` | `distributed.kv_transfer.kv_connector.v1.base` | vLLM keeps several KV-cache groups |
+| `KVConnectorTransferResults` | the same | failed loads, by request |
+| `KVConnectorMetadata`, `KVConnectorWorkerMetadata` | the same | messages between the connector's two sides |
+| `KVConnectorStats`, `KVConnectorPromMetrics` | `distributed.kv_transfer.kv_connector.v1.metrics` | statistics |
+| `VllmConfig`, `ModelConfig` | `config` | what the engine is |
+| `KVCacheConfig`, the `...Spec` classes | `v1.kv_cache_interface` | KV-cache groups and their kinds |
+| `get_tensor_model_parallel_rank`, `get_pp_group` | `distributed.parallel_state` | the ranks of a worker |
+| `get_pp_indices` | `distributed.utils` | the layers of a pipeline stage |
+| `Request`, `RequestStatus` | `v1.request` | requests |
+| `SchedulerOutput` | `v1.core.sched.output` | what a step computes, and the blocks of its requests |
+| `KVCacheBlocks` | `v1.core.kv_cache_manager` | the blocks that a load fills |
+| `KVConnectorOutput` | `v1.outputs` | the workers' reports |
+| `LoRARequest` | `lora.request` | adapters in keys |
+| `BlockStored`, `KVCacheEvent`, `MEDIUM_CPU` | `distributed.kv_events` | KV events |
+| `generate_block_hash_extra_keys`, `maybe_convert_block_hash`, `to_event_extra_keys` | `v1.core.kv_cache_utils` | \
+hashes in KV events |
+| `init_logger` | `logger` | logs |
+| `attention_isa` | `v1.attention.backends.cpu_attn._get_attn_isa` | the format of pages on CPUs |
+| `cpu_store_kv` | `_custom_ops.cpu_attn_reshape_and_cache` | a trial of that format |
+
+All are in each supported version, except:
+
+| name | since | without it |
+|---|---|---|
+| `CacheHitSource` (`v1.metrics.cache_hit_source`) | 0.32 | None; vLLM does not ask for sources of hits |
+| `KVCacheConfig.cache_hit_alignment_tokens` | 0.32 | models with other groups than one of full attention are refused |
+
+`tests/promises/vllm_contract.py` lists the attributes and signatures that lmkv relies on, and names each that a version
+of vLLM does not have: `make verify-vllm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant here
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.utils import get_pp_indices
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:  # vLLM 0.31
+    CacheHitSource = None
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "FIRST_WITH_GROUPS",
+    "MEDIUM_CPU",
+    "VLLM_VERSION",
+    "AttentionSpec",
+    "BlockStored",
+    "CacheHitSource",
+    "ChunkedLocalAttentionSpec",
+    "FullAttentionSpec",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheEvent",
+    "KVCacheSpec",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "LoRARequest",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "ModelConfig",
+    "Request",
+    "RequestStatus",
+    "SchedulerOutput",
+    "SlidingWindowSpec",
+    "SupportsHMA",
+    "VllmConfig",
+    "attention_isa",
+    "cpu_store_kv",
+    "generate_block_hash_extra_keys",
+    "get_pp_group",
+    "get_pp_indices",
+    "get_tensor_model_parallel_rank",
+    "hit_alignment",
+    "init_logger",
+    "maybe_convert_block_hash",
+    "to_event_extra_keys",
+]
+
+FIRST_WITH_GROUPS = "0.32"
+"""The first version of vLLM under which lmkv serves more than one KV-cache group of full attention."""
+
+
+def hit_alignment(kv_cache_config: KVCacheConfig) -> int | None:
+    """Tokens of which every prefix-cache hit is a multiple; 0 if there is no such number, None before vLLM 0.32."""
+    if not hasattr(kv_cache_config, "cache_hit_alignment_tokens"):
+        return None
+    return kv_cache_config.cache_hit_alignment_tokens or 0
+
+
+def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
+    """The kernel that vLLM's CPU attention chooses, by its name for it."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # needed on CPUs only
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    isa: str = _get_attn_isa(dtype, block_size, head_size, cache_dtype)
+    return isa
+
+
+def cpu_store_kv(
+    keys: torch.Tensor, values: torch.Tensor, pages: Sequence[torch.Tensor], slots: torch.Tensor, isa: str
+) -> None:
+    """Stores keys and values as vLLM's CPU attention does, in its pages for keys and its pages for values."""
+    from vllm import _custom_ops  # needed on CPUs only
+
+    key_pages, value_pages = pages
+    _custom_ops.cpu_attn_reshape_and_cache(keys, values, key_pages, value_pages, slots, isa)
