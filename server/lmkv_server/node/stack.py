@@ -91,10 +91,10 @@ class TierStack:
         """Begins a lookup of a prompt whose chunks have several parts, in the pool."""
         return ItemLookup(self._tier, spec, chunk_keys, MAX_EXTENTS)
 
-    async def ask_for_items(self, lookup: ItemLookup) -> None:
-        """Asks the tiers for what the pool does not have. Raises nothing."""
+    async def ask_for_items(self, lookup: ItemLookup, budget_bytes: int) -> None:
+        """Asks the tiers for items of longer hits than the pool has within the budget. Raises nothing."""
         if not self._clearing[lookup.spec.fingerprint]:
-            await lookup.ask(self._tiers)
+            await lookup.ask(self._tiers, budget_bytes)
 
     def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, int]:
         """The runs before the first that takes longer to load than to compute, and how many chunks the others have.

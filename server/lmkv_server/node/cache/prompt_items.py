@@ -6,9 +6,11 @@ items that are not chunks (`KvSpec.has_plain_parts`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from itertools import accumulate
+from typing import Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,21 +32,31 @@ class PromptItems:
     """Part and chunk of each item."""
     keys: Sequence[ChunkKey]
     """Key of each item."""
+    sizes: Sequence[int]
+    """Bytes of each item."""
 
     @classmethod
     def of_prompt(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey]) -> Self:
         """All parts of all chunks, part by part."""
-        part_count, chunk_count = len(spec.parts), len(chunk_keys)
-        keys = [part_key(key, part) for part in range(part_count) for key in chunk_keys]
-        parts = np.repeat(np.arange(part_count), chunk_count)
-        return cls(spec, chunk_keys, parts, np.tile(np.arange(chunk_count), part_count), keys)
+        return cls._of_ranges(spec, chunk_keys, [range(len(chunk_keys))] * len(spec.parts))
 
     @classmethod
     def of_hit(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey], chunk_count: int) -> Self:
-        """The items of a hit of `chunk_count` chunks, in their order."""
-        items = spec.items(chunk_count)
-        parts, chunks = (np.fromiter((getattr(item, name) for item in items), np.int64) for name in ("part", "chunk"))
-        return cls(spec, chunk_keys, parts, chunks, spec.item_keys(items, chunk_keys))
+        """The items of a hit of `chunk_count` chunks, in their order (`KvSpec.items`)."""
+        return cls._of_ranges(spec, chunk_keys, [part.needed(chunk_count, spec.chunk_size) for part in spec.parts])
+
+    @classmethod
+    def _of_ranges(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey], ranges: Sequence[range]) -> Self:
+        """For each part the chunks of one range."""
+        counts = [len(chunks) for chunks in ranges]
+        return cls(
+            spec=spec,
+            chunk_keys=chunk_keys,
+            parts=np.repeat(np.arange(len(ranges)), counts),
+            chunks=np.concatenate([np.arange(chunks.start, chunks.stop) for chunks in ranges]),
+            keys=_ItemKeys(chunk_keys, ranges),
+            sizes=[size for part, count in enumerate(counts) for size in [spec.part_bytes(part)] * count],
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -52,11 +64,7 @@ class PromptItems:
     @property
     def mean_bytes(self) -> int:
         """Average size of the items."""
-        return sum(self.spec.part_bytes(part) for part in self.parts.tolist()) // max(1, len(self)) or 1
-
-    def size_bytes(self, index: int) -> int:
-        """Size of an item."""
-        return self.spec.part_bytes(int(self.parts[index]))
+        return max(1, sum(self.sizes) // max(1, len(self)))
 
     def parent(self, index: int) -> ChunkKey | None:
         """What must not be evicted before an item; see `parent_of`."""
@@ -66,7 +74,7 @@ class PromptItems:
 
     def fits(self, index: int, chunk: Chunk) -> bool:
         """Whether this is the item that the key stands for."""
-        return chunk.fingerprint == self.spec.fingerprint and chunk.size_bytes == self.size_bytes(index)
+        return chunk.fingerprint == self.spec.fingerprint and chunk.size_bytes == self.sizes[index]
 
     def below(self, chunk_count: int) -> frozenset[int]:
         """The items of the first chunks."""
@@ -85,6 +93,35 @@ class PromptItems:
         starts = np.array([part.start for part in needed])
         found: NDArray[np.bool_] = (self.chunks >= starts[self.parts]) & (self.chunks < chunk_count)
         return found
+
+
+class _ItemKeys(Sequence[ChunkKey]):
+    """The keys of items of a prompt. Those of parts 1, 2, ... are computed when they are first asked for."""
+
+    def __init__(self, chunk_keys: Sequence[ChunkKey], ranges: Sequence[range]) -> None:
+        """`ranges` has the chunks of each part."""
+        self._chunk_keys = chunk_keys
+        self._ranges = ranges
+        self._starts = [0, *accumulate(map(len, ranges))]
+        self._keys: list[ChunkKey | None] = [*chunk_keys[ranges[0].start : ranges[0].stop]]
+        self._keys += [None] * (self._starts[-1] - len(self._keys))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ChunkKey]: ...
+    def __getitem__(self, index: int | slice) -> ChunkKey | Sequence[ChunkKey]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        key = self._keys[index]
+        if key is None:
+            part = bisect_right(self._starts, index % len(self._keys)) - 1
+            chunk = self._ranges[part][index % len(self._keys) - self._starts[part]]
+            key = self._keys[index] = part_key(self._chunk_keys[chunk], part)
+        return key
 
 
 def parent_of(spec: KvSpec, part: int, chunk_key: ChunkKey, previous: ChunkKey | None) -> ChunkKey | None:

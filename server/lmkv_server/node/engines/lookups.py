@@ -126,7 +126,7 @@ class EngineLookups:
         self, lookup: pb.LookupChunks, lease: LookupLease, items: ItemLookup, span: Span, asked_count: int
     ) -> None:
         with span:
-            await self._stack.ask_for_items(items)
+            await self._stack.ask_for_items(items, self._session.holdable_bytes)
             self._answer_items(lookup, lease, items, span, asked_count)
 
     def _answer_items(

@@ -203,10 +203,10 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
     async def _find_items(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> ItemHit:
         """The longest hit of a prompt whose chunks have several parts."""
-        lookup = self._stack.begin_items(spec, keys)
+        lookup, budget_bytes = self._stack.begin_items(spec, keys), self._tier.size_bytes // HOLD_SHARE
         if not lookup.is_complete:
-            await self._stack.ask_for_items(lookup)
-        return lookup.result(self._tier.size_bytes // HOLD_SHARE)
+            await self._stack.ask_for_items(lookup, budget_bytes)
+        return lookup.result(budget_bytes)
 
     async def _load_items(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> pb.LoadResponse:
         found = await self._find_items(spec, keys)

@@ -48,14 +48,25 @@ class ItemGrid:
         found = np.flatnonzero(possible)
         return int(found[-1]) if found.size else 0
 
-    def wanted(self) -> list[int]:
-        """The absent items that a longer hit than the present one would need."""
-        found = self.longest()
-        if found == self.chunk_count:
-            return []
+    def hit_bytes(self, chunk_count: int) -> int:
+        """Bytes of the items of a hit."""
+        return int(self._hit_bytes[chunk_count])
+
+    def beyond(self, chunk_count: int) -> list[int]:
+        """The items that hits of more chunks than these need."""
+        return [int(index) for index in np.flatnonzero(self._beyond(chunk_count))]
+
+    def wanted(self, budget_bytes: int) -> list[int]:
+        """The absent items that hits longer than the present one, which fits into the budget, would need."""
+        beyond = self._beyond(self.longest(budget_bytes=budget_bytes))
+        return [int(index) for index in np.flatnonzero(beyond & (self._sources == ABSENT))]
+
+    def _beyond(self, chunk_count: int) -> NDArray[np.bool_]:
+        if chunk_count == self.chunk_count:
+            return np.zeros_like(self._sources, np.bool_)
         chunks = np.arange(self.chunk_count)
-        useful = (chunks >= self._starts[:, found + 1, None]) & (chunks >= self._starts[:, 1:])
-        return [int(index) for index in np.flatnonzero(useful & (self._sources == ABSENT))]
+        found: NDArray[np.bool_] = (chunks >= self._starts[:, chunk_count + 1, None]) & (chunks >= self._starts[:, 1:])
+        return found
 
     def sources_of_hit(self, chunk_count: int) -> NDArray[np.int64]:
         """The source of each item of a hit, in their order."""

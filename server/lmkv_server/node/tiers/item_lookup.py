@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
+from lmkv.spec import ALL, KvSpec
 from lmkv.tiers import OWN, Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.prompt_items import PromptItems
@@ -34,17 +34,17 @@ class ItemLookup:
         self._keys = chunk_keys[: max_items // len(spec.parts)]
         self._asked: list[tuple[SecondaryTier, Presence]] = []
         self._grid = ItemGrid(PromptItems.of_prompt(spec, self._keys))
-        self._find_own()
-
-    @property
-    def is_complete(self) -> bool:
+        self.is_complete = self._longest_own() == len(self._keys)
         """Whether the pool has every item of a hit of the whole prompt."""
-        return self._grid.longest(item_grid.OWN) == len(self._keys)
 
-    async def ask(self, tiers: Sequence[SecondaryTier]) -> None:
-        """Asks each tier for the items that a longer hit needs and those before it do not hold. Raises nothing."""
+    async def ask(self, tiers: Sequence[SecondaryTier], budget_bytes: int) -> None:
+        """Asks each tier for the items that a longer hit needs and those before it do not hold. Raises nothing.
+
+        Longer than the present hit whose items fit into the budget.
+        """
+        self._place_own(budget_bytes)
         for tier in tiers:
-            wanted = self._grid.wanted()
+            wanted = self._grid.wanted(budget_bytes)
             if not wanted:
                 break
             if not tier.usable:
@@ -54,14 +54,15 @@ class ItemLookup:
             presence = await tier.lookup(needs)
             self._asked.append((tier, presence))
             self._grid.place(len(self._asked), presence.indices)
-        self._find_own()  # it has changed meanwhile
 
     def result(self, budget_bytes: int, tokens_per_second: float = 0.0) -> ItemHit:
         """The longest hit whose items fit into the budget and are not slower to bring than to compute.
 
         Counts as a use of its items in the pool. `tokens_per_second` is the engine's prefill rate, 0 if unknown.
         """
-        own_count = self._grid.longest(item_grid.OWN, budget_bytes)
+        if not self._asked:
+            return self._located(self._longest_own(budget_bytes), 0)
+        own_count = self._place_own(budget_bytes)
         most = count = self._grid.longest(budget_bytes=budget_bytes)
         for last in range(len(self._asked), -1, -1):
             count = self._grid.longest(last, budget_bytes)
@@ -77,7 +78,7 @@ class ItemLookup:
         sources = self._grid.sources_of_hit(chunk_count)
         total = 0.0
         for number, (tier, presence) in enumerate(self._asked, start=1):
-            size_bytes = sum(items.size_bytes(int(index)) for index in np.flatnonzero(sources == number))
+            size_bytes = sum(items.sizes[index] for index in np.flatnonzero(sources == number))
             total += (tier.expected_seconds(presence, size_bytes) or 0.0) if size_bytes else 0.0
         return total > gained_count * self.spec.chunk_size / tokens_per_second
 
@@ -85,7 +86,7 @@ class ItemLookup:
         if not chunk_count:
             return ItemHit(refused_count=refused_count)
         items = PromptItems.of_hit(self.spec, self._keys, chunk_count)
-        sources = self._grid.sources_of_hit(chunk_count)
+        sources = self._grid.sources_of_hit(chunk_count) if self._asked else np.full(len(items), item_grid.OWN)
         chunks = [self._tier.get(items.keys[index]) for index in np.flatnonzero(sources == item_grid.OWN)]
         own = [chunk for chunk in chunks if chunk]
         self._tier.use(own)
@@ -114,7 +115,34 @@ class ItemLookup:
             for number, (tier, presence) in enumerate(self._asked, start=1)
         }
 
-    def _find_own(self) -> None:
+    # --- The pool ------------------------------------------------------------------------------------------------
+
+    def _place_own(self, budget_bytes: int) -> int:
+        """Notes what the pool has of its longest hit that fits into the budget, and of longer ones; its chunks."""
+        count = self._longest_own(budget_bytes)
         items = self._grid.items
-        found = ((index, self._tier.get(key)) for index, key in enumerate(items.keys))
-        self._grid.place_own(index for index, chunk in found if chunk and items.fits(index, chunk))
+        own = np.flatnonzero(items.in_hit(count)).tolist()
+        self._grid.place_own([*own, *(index for index in self._grid.beyond(count) if self._has(items, index))])
+        return count
+
+    def _longest_own(self, budget_bytes: int | None = None) -> int:
+        """Chunks of the longest hit of items in the pool. From the end on, so that few keys are computed."""
+        end = len(self._keys)
+        for number, part in enumerate(self.spec.parts):
+            if part.rule == ALL:
+                end = next((chunk for chunk in range(end) if not self._has_part(number, chunk)), end)
+        others = [(number, part) for number, part in enumerate(self.spec.parts) if part.rule != ALL]
+        for count in range(end, 0, -1):
+            if budget_bytes is not None and self._grid.hit_bytes(count) > budget_bytes:
+                continue
+            needed = ((number, reversed(part.needed(count, self.spec.chunk_size))) for number, part in others)
+            if all(self._has_part(number, chunk) for number, chunks in needed for chunk in chunks):
+                return count
+        return 0
+
+    def _has_part(self, part: int, chunk: int) -> bool:
+        return self._has(self._grid.items, part * len(self._keys) + chunk)
+
+    def _has(self, items: PromptItems, index: int) -> bool:
+        chunk = self._tier.get(items.keys[index])
+        return chunk is not None and items.fits(index, chunk)

@@ -91,7 +91,7 @@ class Progress:
 
     def size_bytes(self, index: int) -> int | None:
         """Exact size of a chunk; None if it depends on the number of its tokens, or its part is not known."""
-        return self.items.size_bytes(index) if self.items else None
+        return self.items.sizes[index] if self.items else None
 
     def parent(self, index: int) -> ChunkKey | None:
         """The key of what must not be evicted before a chunk; None if there is none or it is unknown."""

@@ -16,7 +16,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.prompt_items import PromptItems, parent_of
-from lmkv_server.node.tiers.base import Dropped, Needs, Presence, SecondaryTier, Selection, TierStats
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats
 from lmkv_server.node.tiers.item_lookup import ItemLookup
 from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
@@ -103,8 +103,12 @@ async def test_the_longest_hit_that_can_be_held_is_found_and_located(
     own, first, second = (data.draw(subsets | st.just(frozenset(all_items(spec)))) for _ in range(3))
     pool, tiers = tier_with(spec, sorted(own, key=str)), [ScriptedTier("a", first), ScriptedTier("b", second)]
     lookup = ItemLookup(pool, spec, PROMPT, 1000)
-    await lookup.ask(tiers)
     budget_bytes = budget * spec.part_bytes(0)
+    is_asked = data.draw(st.booleans())
+    if is_asked:
+        await lookup.ask(tiers, budget_bytes)
+    else:
+        first, second = frozenset(), frozenset()
 
     def bytes_of(count: int) -> int:
         return sum(spec.part_bytes(item.part) for item in spec.items(count))
@@ -122,7 +126,7 @@ async def test_the_longest_hit_that_can_be_held_is_found_and_located(
     assert [chunk.key for chunk in (*found.own, *found.behind)] == [
         key for key, name in zip(keys, names, strict=True) if name == "own"
     ]
-    for name in ("a", "b") if found.rest.items else ():
+    for name in ("a", "b") if is_asked and found.rest.items else ():
         presence = found.rest.presences.get(name, Presence())
         assert [names[index] for index in presence.indices] == [name] * names.count(name)
         assert set(presence.indices) <= set(presence.asked)
@@ -133,10 +137,10 @@ async def test_only_what_a_longer_hit_needs_is_asked_for() -> None:
     own = [*HYBRID.items(6), PartItem(0, 6)]
     tier = ScriptedTier("a", frozenset())
     lookup = ItemLookup(tier_with(HYBRID, own), HYBRID, PROMPT, 1000)
-    await lookup.ask([tier])
+    await lookup.ask([tier], 1 << 30)
     assert tier.asked == {PartItem(0, 7), PartItem(1, 6), PartItem(1, 7), PartItem(2, 6), PartItem(2, 7)}
     local = ScriptedTier("a", frozenset())
-    await ItemLookup(tier_with(LOCAL, []), LOCAL, PROMPT, 1000).ask([local])
+    await ItemLookup(tier_with(LOCAL, []), LOCAL, PROMPT, 1000).ask([local], 1 << 30)
     assert {item.chunk for item in local.asked if item.part == 1} == {0, 2, 4, 6}, "no hit needs the others"
 
 
@@ -150,7 +154,7 @@ async def test_a_hit_that_takes_longer_than_computing_what_it_adds_is_not_offere
     quick = ScriptedTier("quick", frozenset(HYBRID.items(5)), seconds=0.1)
     other = ScriptedTier("other", frozenset(HYBRID.items(8)), seconds=seconds)
     lookup = ItemLookup(pool, HYBRID, PROMPT, 1000)
-    await lookup.ask([quick, other])
+    await lookup.ask([quick, other], 1 << 30)
     found = lookup.result(1 << 30, tokens_per_second=100.0)  # 1.6 s for the five chunks
     assert (found.chunk_count, found.refused_count) == (chunks, refused)
     assert lookup.result(1 << 30).chunk_count == 8
@@ -165,7 +169,7 @@ async def test_an_item_that_leaves_the_pool_during_the_lookup_is_not_offered() -
             return await super().lookup(needs)
 
     lookup = ItemLookup(pool, HYBRID, PROMPT, 1000)
-    await lookup.ask([Evicting("a", frozenset())])
+    await lookup.ask([Evicting("a", frozenset())], 1 << 30)
     assert lookup.result(1 << 30).chunk_count == 2
 
 
@@ -181,6 +185,13 @@ async def test_a_long_prompt_is_found_by_its_head() -> None:
     assert ItemLookup(pool, HYBRID, PROMPT, 9).result(1 << 30).chunk_count == 3
 
 
+async def test_an_empty_prompt_is_a_miss() -> None:
+    lookup = ItemLookup(tier_with(HYBRID, []), HYBRID, [], 1000)
+    await lookup.ask([ScriptedTier("a", frozenset())], 1 << 30)
+    assert lookup.is_complete
+    assert lookup.result(1 << 30).chunk_count == 0
+
+
 def test_parents_let_a_part_leave_before_its_chunk() -> None:
     items = PromptItems.of_hit(HYBRID, PROMPT, 3)
     assert [items.parent(index) for index in range(len(items))] == [
@@ -191,7 +202,3 @@ def test_parents_let_a_part_leave_before_its_chunk() -> None:
         *PROMPT[2:3] * 2,
     ]
     assert parent_of(WINDOWS, 0, PROMPT[1], PROMPT[0]) is None, "the oldest chunks of a window leave first"
-
-
-def _check(tier: ScriptedTier) -> SecondaryTier:
-    return tier
