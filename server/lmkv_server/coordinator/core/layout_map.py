@@ -219,10 +219,12 @@ class LayoutMap:
 
     def held_mask(self, instance_id: str, tier: int, chunk_keys: bytes) -> NDArray[np.bool_]:
         """Which of the chunks an instance holds in one tier (0: in any)."""
+        return np.frombuffer(self.held(instance_id, tier, chunk_keys), np.bool_)
+
+    def held(self, instance_id: str, tier: int, chunk_keys: bytes) -> bytes:
+        """As `held_mask`, a byte for each chunk: 1 or 0."""
         slot = self._live.get(instance_id)
-        if slot is None:
-            return np.zeros(len(chunk_keys) // KEY_BYTES, np.bool_)
-        return np.frombuffer(self._table.held(slot, tier, chunk_keys), np.bool_)
+        return bytes(len(chunk_keys) // KEY_BYTES) if slot is None else self._table.held(slot, tier, chunk_keys)
 
     def fingerprint_of(self, chunk_key: bytes) -> bytes | None:
         """The spec under which a chunk was reported; None if no instance holds it."""

@@ -93,7 +93,7 @@ class Moves:
         elif parts:
             layout = self._registry.layout
             # If an earlier move did not end well, both together hold what is needed.
-            hit = parts.hit_at(layout, source) or parts.hit_at(layout, source, destination)
+            hit = parts.hit_at(layout, *source) or parts.hit_at_either(layout, source, destination)
         return _Move(self._registry, self._orders, self._locks, source, destination, selection, hit, request)
 
     def _positions(self, request: pb.MoveRequest) -> tuple[Position, Position]:

@@ -49,7 +49,7 @@ class FleetPins:
         chosen = max(selections, key=lambda one: one.match_at(layout, instance_id, tier))
         keys, parts = chosen.keys, chosen.parts
         if parts:
-            keys = parts.item_keys(parts.hit_at(layout, (instance_id, tier)))
+            keys = parts.item_keys(parts.hit_at(layout, instance_id, tier))
             if not keys:
                 raise ChunkNotFound(
                     f"instance {instance_id!r} does not hold all parts that a hit of this prompt needs",

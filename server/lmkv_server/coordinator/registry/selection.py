@@ -70,7 +70,7 @@ class SelectedChunks:
     def match_at(self, layout: LayoutMap, instance_id: str, tier: int) -> int:
         """Chunks of the prefix, or of the hit if chunks have several parts, that an instance holds in one tier."""
         if self.parts:
-            return self.parts.hit_at(layout, (instance_id, tier))
+            return self.parts.hit_at(layout, instance_id, tier)
         return layout.match_at(instance_id, tier, self.keys)[0]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,12 @@ from lmkv import rpc
 from lmkv.auth.caller import count_request
 from lmkv.auth.identity import client_identity
 from lmkv.errors import LmkvError
-from lmkv.keys import KEY_BYTES
-from lmkv.spec import KvSpec
 from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import Match
-from lmkv_server.coordinator.core.part_match import hit_limits
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
@@ -32,6 +28,7 @@ from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.pins import FleetPins
 from lmkv_server.coordinator.operations.replicator import OperationReplicator
+from lmkv_server.coordinator.registry.part_lookup import PartLookup
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, SelectedChunks, Selector
 from lmkv_server.coordinator.services.layout_watch import LayoutWatch
@@ -41,8 +38,6 @@ ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the answers that share a message on a stream: half of the message limit."""
 MAX_ANSWERS = 64
 """Answers per message: about a millisecond of work. Sending it lets other tasks run."""
-MATCH_KEYS = 64
-"""The work of matching parts with one instance, besides reading keys, as a number of keys."""
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -67,8 +62,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._replicator = replicator
         self._pins = pins
         self._watch = watch
-        self._long_matches = asyncio.Lock()
-        """Held while a long prompt with several parts is matched with all its holders, one at a time."""
+        self._part_lookup = PartLookup(registry.layout, selector)
         self.lookups = LatencyHistogram()
         """Lookups that were answered; a hit found at least one holder."""
 
@@ -164,7 +158,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
             if selection.parted_spec is None:
                 found.append(layout.lookup(selection.keys, excluded))
             else:
-                found.append(await self._match_parts(selection.parted_spec, selection.keys, excluded))
+                matches = await self._part_lookup.lookup(selection.parted_spec, selection.keys, excluded)
+                found.append(longest_first(matches))
             read_count += len(selection)
             if read_count > SHORT_KEYS:
                 read_count = 0
@@ -177,25 +172,6 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if names_chunks:  # a request that names nothing is a health probe
             self.lookups.add(time.perf_counter() - begin, bool(matches))
         return response
-
-    async def _match_parts(self, spec: KvSpec, keys: bytes, excluded: str) -> list[Match]:
-        """The hits of a prompt whose chunks have several parts. Other tasks run between instances if it is long."""
-        layout = self._registry.layout
-        limits = hit_limits(layout, spec, keys, excluded)
-        if not limits:
-            return []
-        async with self._long_matches if len(keys) > SHORT_KEYS * KEY_BYTES else nullcontext():
-            parts = await self._selector.parts_of(spec, keys[: max(limits.values()) * KEY_BYTES])
-            matches = []
-            read_count = 0
-            for instance_id, limit in limits.items():
-                if match := parts.match(layout, instance_id, limit):
-                    matches.append(match)
-                read_count += MATCH_KEYS + limit * len(spec.parts)
-                if read_count > SHORT_KEYS:
-                    read_count = 0
-                    await asyncio.sleep(0)
-        return longest_first(matches)
 
     def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
         instance = self._registry.instances.find(match.instance_id)

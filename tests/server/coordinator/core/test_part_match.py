@@ -13,8 +13,15 @@ from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.parts import KvPart
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PartRule
-from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, MatchRun
-from lmkv_server.coordinator.core.part_match import PromptParts, hit_limits, keys_of_part
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Match, MatchRun
+from lmkv_server.coordinator.core.part_match import (
+    MAX_TAIL_KEYS,
+    PromptParts,
+    keys_of_part,
+    match_tail,
+    prefixes,
+    tail_keys,
+)
 from tests.server.coordinator.cases import HYBRID, MISTRAL, PROMPT, keys_of
 
 CHUNK = 16
@@ -77,12 +84,17 @@ def test_each_instance_has_the_longest_hit_of_which_it_holds_every_item(
         }
         for key, tier in own.items():
             admit(layout, f"i{number}", [key], spec, tier)
-    limits = hit_limits(layout, spec, join_keys(KEYS))
+    found = {prefix.instance_id: prefix for prefix in prefixes(layout, spec, join_keys(KEYS))}
     for instance_id, own in tiers.items():
         hits = [n for n in range(CHUNK_COUNT + 1) if all(key in own for key in item_keys(spec, n))]
         longest = hits[-1] if own else 0  # chunked attention alone needs nothing at its boundaries
-        match = parts.match(layout, instance_id, limits.get(instance_id, 0))
+        match = parts.match(layout, found[instance_id]) if instance_id in found else None
         assert (match.chunk_count if match else 0) == longest
+        if instance_id in found:
+            tail = tail_keys(spec, join_keys(KEYS), found[instance_id].chunk_count)
+            assert tail is not None
+            is_longest = longest == found[instance_id].chunk_count
+            assert match_tail(layout, found[instance_id], tail) == (match if is_longest else None)
         if match:
             slowest = max((own[key] for key in item_keys(spec, longest)), default=GPU)
             assert match.runs == (MatchRun(slowest, longest, longest * CHUNK),)
@@ -102,9 +114,9 @@ def test_a_hit_at_two_positions_may_be_held_by_each_in_part() -> None:
     admit(layout, "a", items[:2])
     admit(layout, "b", items[2:])
     parts = prompt_parts(HYBRID)
-    assert parts.hit_at(layout, ("a", 0)) == parts.hit_at(layout, ("b", HOST)) == 0
-    assert parts.hit_at(layout, ("a", HOST), ("b", HOST)) == 3
-    assert parts.hit_at(layout, ("a", HOST), ("b", DISK)) == 0
+    assert parts.hit_at(layout, "a", 0) == parts.hit_at(layout, "b", HOST) == 0
+    assert parts.hit_at_either(layout, ("a", HOST), ("b", HOST)) == 3
+    assert parts.hit_at_either(layout, ("a", HOST), ("b", DISK)) == 0
 
 
 def test_an_item_in_two_tiers_counts_for_the_faster_one() -> None:
@@ -112,7 +124,8 @@ def test_an_item_in_two_tiers_counts_for_the_faster_one() -> None:
     items = item_keys(HYBRID, 2)
     admit(layout, "a", items)
     admit(layout, "a", items[:1], tier=REMOTE)
-    match = prompt_parts(HYBRID).match(layout, "a", 2)
+    (prefix,) = prefixes(layout, HYBRID, join_keys(KEYS))
+    match = prompt_parts(HYBRID).match(layout, prefix)
     assert match is not None
     assert match.runs[0].tier == HOST
 
@@ -122,6 +135,14 @@ def test_only_holders_of_the_spec_are_considered() -> None:
     last = keys_of(PROMPT, MISTRAL)[1:2]
     admit(layout, "a", last, MISTRAL)
     admit(layout, "b", KEYS)
-    assert hit_limits(layout, MISTRAL, join_keys(KEYS)) == {"a": CHUNK_COUNT}
-    assert hit_limits(layout, MISTRAL, join_keys(KEYS), "a") == {}
-    assert hit_limits(layout, HYBRID, join_keys(KEYS)) == {"b": CHUNK_COUNT}
+    assert prefixes(layout, MISTRAL, join_keys(KEYS)) == [Match("a", CHUNK_COUNT, CHUNK * CHUNK_COUNT, ())]
+    assert prefixes(layout, MISTRAL, join_keys(KEYS), "a") == []
+    assert [prefix.instance_id for prefix in prefixes(layout, HYBRID, join_keys(KEYS))] == ["b"]
+
+
+def test_a_long_tail_is_not_computed_at_once() -> None:
+    wide = replace(MISTRAL, span=1 << 30)
+    many = KEYS * 50
+    assert tail_keys(wide, join_keys(many), len(many)) is None
+    tail = tail_keys(wide, join_keys(many), MAX_TAIL_KEYS)
+    assert tail == join_keys(many[:MAX_TAIL_KEYS])
