@@ -63,7 +63,7 @@ function readOperation({ name, done = false, metadata = {}, response, error }) {
     total: Number((isClear ? metadata.instanceCount : metadata.chunkCount) ?? 0),
     reached: Number((isClear ? metadata.doneInstanceCount : metadata.doneChunkCount) ?? 0),
     chunkCount: Number(result.chunkCount ?? metadata.doneChunkCount ?? 0),
-    tokenCount: Number(result.tokenCount ?? metadata.tokenCount ?? 0),
+    tokenCount: Number((response ?? metadata).tokenCount ?? 0),
     bytes: Number(result.transferredBytes ?? metadata.transferredBytes ?? 0),
     failures: readFailures(result.failures ?? []),
     createTime: seconds(metadata.createTime),

@@ -20,7 +20,7 @@ from lmkv_server import http as shared
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.history import History
 from lmkv_server.coordinator.http.app import STATIC
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT
+from tests.server.coordinator.cases import CHUNKS, HYBRID, KEYS, LLAMA, LLAMA_FLOAT
 from tests.server.coordinator.http.page.visitor import (
     GIB,
     NAMES,
@@ -308,6 +308,11 @@ async def test_conflicts_are_grouped_by_reason(visitor: Visitor) -> None:
         ["kvDtype", [["bfloat16", ["a", "b"]], ["fp8", ["c", "e"]]]],
         ["chunkSize", [["256", ["a", "b"]], ["16", ["d"]]]],
     ]
+    window = {"rule": "PART_RULE_LAST", "span": 128}
+    instances = [
+        [name, name, {**common, "moreParts": [{**window, "span": span}]}] for name, span in (("f", 128), ("g", 64))
+    ]
+    assert await page.evaluate(script, instances) == [["moreParts[0].span", [["128", ["f"]], ["64", ["g"]]]]]
 
 
 async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator, make: Make) -> None:
@@ -348,8 +353,12 @@ async def test_a_name_opens_the_details_of_its_instance(
     fleet["a"].stats.CopyFrom(InstanceStats(asked_chunks=8, own_chunks=4, peer_chunks=2))
     fleet["a"].stats.traffic.add(instance_id="b", chunk_count=9, transferred_bytes=9 << 20)
     await fleet["a"].report_stats()
-    async with make("odd", spec=LLAMA_FLOAT):
+    async with make("odd", spec=LLAMA_FLOAT), make("hybrid", spec=HYBRID):
         page = await visitor.open()
+        await page.goto(f"{visitor.url}#instance=hybrid")
+        models = page.get_by_role("dialog", name="hybrid").locator("#detail-models")
+        await expect(models).to_contain_text("16 tokens a chunk, 5 layers")
+        await page.keyboard.press("Escape")
         await page.get_by_role("button", name="a", exact=True).press("Enter")
         dialog = page.get_by_role("dialog", name="a")
         await expect(dialog.get_by_role("button", name="Close")).to_be_focused()
