@@ -84,7 +84,7 @@ class HybridEngine(EngineClient):
             await self.say(commits=[self.commit_item(item, granted[item.part].pop(0), superseded) for item in batch])
 
     async def store_hits(self, *chunk_counts: int) -> None:
-        """Stores the items of hits of so many chunks."""
+        """Stores the items of hits of these numbers of chunks."""
         for count in chunk_counts:
             await self.store_items(self.spec.items(count))
 

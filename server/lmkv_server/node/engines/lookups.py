@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lmkv import telemetry
 from lmkv.errors import BadMessage
 from lmkv.keys import split_keys
 from lmkv.telemetry import Span
-from lmkv.tiers import HANDOFF, Run
+from lmkv.tiers import HANDOFF, OWN, Run
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.outbox import Outbox
@@ -62,7 +63,7 @@ class EngineLookups:
         self._outbox.put(pb.AttachResponse(credits=granted, settled_reserve_count=settled))
 
     def reserve_parts(self, counts: Sequence[int]) -> None:
-        """Grants up to so many write credits for parts 1, 2, ... of chunks. Raises `BadMessage` for an unknown part."""
+        """Grants up to `counts` write credits for parts 1, 2, ...; raises `BadMessage` for an unknown part."""
         self._check_parts(counts)
         settled = [max(0, count) for count in counts]
         granted = [
@@ -149,7 +150,14 @@ class EngineLookups:
             runs=runs,
             refused=found.refused_count > 0,
         )
-        span.set(own_chunks=len(found.own), hit_chunks=found.chunk_count, peer_instance_id=source)
+        counts = Counter({OWN: len(found.own)})
+        for run in runs:
+            counts[run.tier] += run.chunk_count
+        span.set(
+            hit_chunks=found.chunk_count,
+            peer_instance_id=source,
+            **{f"{tier}_chunks": count for tier, count in counts.items()},
+        )
         self.reserve(lookup.reserve_count, settled=max(0, lookup.reserve_count))
         if lookup.part_reserve_counts:
             self.reserve_parts(lookup.part_reserve_counts)

@@ -95,7 +95,7 @@ class NodeMetrics(Collector):
             "Bytes of the pool that may be written to.",
             self._tier.reserved_bytes,
         )
-        yield _gauge("chunks", "Chunks held.", len(self._tier))
+        yield _gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._tier))
         yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:

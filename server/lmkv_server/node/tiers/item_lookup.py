@@ -1,7 +1,7 @@
 """A lookup of a prompt whose chunks have several parts: in the pool, then in tier after tier.
 
-The longest hit whose items are all somewhere is found where it is known what is there: a count of chunks from the first
-on, as tiers return it for chunks of one part, does not tell which hits are possible.
+The longest hit is found where it is known which items are there. A count of chunks from the first on, which is all that
+tiers return for chunks of one part, does not show which hits are possible.
 """
 
 from __future__ import annotations

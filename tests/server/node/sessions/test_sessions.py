@@ -9,11 +9,12 @@ from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound, GrantNotFound
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.sessions.extents import MAX_EXTENTS
 from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE, MAX_CREDITS, EngineSessions
 from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
+from tests.server.node.hybrid_engine import HYBRID, PROMPT, item_key
 
 SPEC = small_spec()
 CAPACITY = 12
@@ -338,3 +339,66 @@ def test_detaching_twice_takes_back_once(tier: HostTier, engines: EngineSessions
 def test_asking_for_an_engine_that_is_not_there_says_so(engines: EngineSessions) -> None:
     with pytest.raises(EngineNotFound):
         engines.session("unknown")
+
+
+# ---- chunks of several parts
+
+
+def item(tier: HostTier, part: int, chunk: int) -> Chunk:
+    reserved = tier.reserve(HYBRID.part_bytes(part))
+    assert reserved
+    committed = tier.commit(
+        reserved.offset,
+        key=item_key(part, chunk),
+        fingerprint=HYBRID.fingerprint,
+        size_bytes=HYBRID.part_bytes(part),
+        checksum=0,
+        token_count=HYBRID.chunk_size,
+    )
+    assert committed
+    return committed
+
+
+def test_items_behind_a_gap_are_held_once_until_the_lookup_is_released() -> None:
+    tier = HostTier(20 * HYBRID.chunk_bytes)
+    session = EngineSessions(tier).attach("e", HYBRID)
+    own, gap, behind = (item(tier, 0, chunk) for chunk in range(3))
+    tier.drop([gap.key])
+    most = session.holdable_bytes
+    session.hold_items(session.begin("r"), [item_key(0, chunk) for chunk in range(3)], [own], [behind])
+    assert session.holdable_bytes == most - own.size_bytes - behind.size_bytes
+    fetched = item(tier, 0, 1)
+    tier.hold([fetched, behind])
+    assert session.hold("r", [fetched, behind])
+    assert [chunk.holds for chunk in (own, fetched, behind)] == [1, 1, 1]
+    assert session.holdable_bytes == most - 3 * own.size_bytes
+    assert session.release("r") == 3
+    assert [chunk.holds for chunk in (own, fetched, behind)] == [0, 0, 0]
+    assert session.holdable_bytes == most
+
+
+def test_whatever_a_detached_engine_held_of_several_parts_is_free() -> None:
+    tier = HostTier(20 * HYBRID.chunk_bytes)
+    engines = EngineSessions(tier)
+    session = engines.attach("e", HYBRID)
+    assert [len(session.reserve(2, part)) for part in range(3)] == [2, 2, 2]
+    session.hold_items(session.begin("r"), [], [item(tier, 0, 0)], [item(tier, 2, 5)])
+    engines.detach(session)
+    assert tier.reserved_count == 0
+    assert not any(chunk.holds for chunk in tier)
+    tier.check()
+
+
+def test_only_windows_and_states_are_superseded() -> None:
+    tier = HostTier(20 * HYBRID.chunk_bytes)
+    session = EngineSessions(tier).attach("e", HYBRID)
+    for part in range(3):
+        item(tier, part, 0)
+    for part in range(3):
+        (credit,) = session.reserve(1, part)
+        session.commit(
+            credit.offset, PROMPT[1], HYBRID.part_bytes(part), 0, HYBRID.chunk_size, part=part, superseded=PROMPT[0]
+        )
+    while len(tier) > 4:
+        assert tier.reserve(4096)
+    assert {chunk.key for chunk in tier} == {item_key(0, 0), *(item_key(part, 1) for part in range(3))}
