@@ -16,7 +16,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-ray demo test test-models test-ray chaos docs docs-publish protos wheel sdist wheels images chart version verify \
-	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows \
+	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-protos fix-typescript
 
 help: ## list the targets
@@ -128,3 +128,6 @@ verify-floors: $(STAMP) ## check the import contracts
 
 fix-floors: $(STAMP) ## regenerate docs/contribute/packages.md from the import contracts and docstrings
 	@$(BIN)/python scripts/architecture
+
+verify-vllm: ## check that the newest vLLM has what the connector relies on; VLLM=0.32.0 names another version
+	@scripts/verify-vllm $(VLLM)

@@ -33,8 +33,8 @@ All are in each supported version, except:
 | `CacheHitSource` (`v1.metrics.cache_hit_source`) | 0.32 | None; vLLM does not ask for sources of hits |
 | `KVCacheConfig.cache_hit_alignment_tokens` | 0.32 | models with other groups than one of full attention are refused |
 
-`tests/promises/vllm_contract.py` lists the attributes and signatures that lmkv relies on, and names each that a version
-of vLLM does not have: `make verify-vllm`.
+`tests/client/connector/vllm_contract.py` lists the attributes and signatures that lmkv relies on and names each that a
+version of vLLM does not have: `make verify-vllm`.
 """
 
 from __future__ import annotations
