@@ -137,11 +137,18 @@ class KvSpec:
     @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of a full chunk, all parts together."""
-        return sum(self.part_bytes(part) for part in range(len(self.parts)))
+        return sum(self._full_bytes)
 
     def part_bytes(self, part: int, token_count: int = 0) -> int:
         """Bytes of one part of a chunk of `token_count` tokens, by default of a full one."""
-        return self.parts[part].size_bytes(token_count or self.chunk_size, self.chunk_size)
+        if token_count in (0, self.chunk_size):
+            return self._full_bytes[part]
+        return self.parts[part].size_bytes(token_count, self.chunk_size)
+
+    @cached_property
+    def _full_bytes(self) -> tuple[int, ...]:
+        """Bytes of the parts of a full chunk."""
+        return tuple(part.size_bytes(self.chunk_size, self.chunk_size) for part in self.parts)
 
     def size_bytes(self, token_count: int) -> int:
         """Bytes of part 0 of a chunk of `token_count` tokens: of the whole chunk, if it has one part."""
@@ -149,6 +156,8 @@ class KvSpec:
 
     def fits(self, size_bytes: int, token_count: int) -> bool:
         """Whether some part of a chunk of `token_count` tokens has this size."""
+        if token_count == self.chunk_size:
+            return size_bytes in self._full_bytes
         if not 0 < token_count <= self.chunk_size or (token_count < self.chunk_size and not self.has_plain_parts):
             return False
         return any(self.part_bytes(part, token_count) == size_bytes for part in range(len(self.parts)))

@@ -18,7 +18,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from lmkv_server.node.tiers.remote.chunk import object_name
+from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, object_name
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.hybrid_engine import FULL, HYBRID, PROMPT, STATE, HybridEngine, engine_at_node, item_key, places
 from tests.server.node.remote_parts import AWS, S3Server
@@ -129,7 +129,9 @@ async def test_what_one_node_has_put_another_loads(runtime_dir: Path) -> None:
             assert await engine.load("1", found) == 9
             await engine.release("1")
             assert await until_free(node)
-            redis.replace(object_name(HYBRID.fingerprint, item_key(STATE, 5)), b"torn")
+            redis.replace(
+                object_name(HYBRID.fingerprint, item_key(STATE, 5)), bytes(HEADER_BYTES + HYBRID.part_bytes(FULL))
+            )
             node.tier.drop([chunk.key for chunk in node.tier])
         async with engine_at_node(runtime_dir, "c", **more) as (node, engine):
             await ready(node)

@@ -131,14 +131,24 @@ class ItemLookup:
         for number, part in enumerate(self.spec.parts):
             if part.rule == ALL:
                 end = next((chunk for chunk in range(end) if not self._has_part(number, chunk)), end)
-        others = [(number, part) for number, part in enumerate(self.spec.parts) if part.rule != ALL]
-        for count in range(end, 0, -1):
-            if budget_bytes is not None and self._grid.hit_bytes(count) > budget_bytes:
+        while end > 0:
+            if budget_bytes is not None and self._grid.hit_bytes(end) > budget_bytes:
+                end -= 1
                 continue
-            needed = ((number, reversed(part.needed(count, self.spec.chunk_size))) for number, part in others)
-            if all(self._has_part(number, chunk) for number, chunks in needed for chunk in chunks):
-                return count
-        return 0
+            missing = self._missing_chunk(end)
+            if missing is None:
+                break
+            end = missing  # each hit that ends behind it needs it
+        return end
+
+    def _missing_chunk(self, chunk_count: int) -> int | None:
+        """A chunk that a hit needs of some windows or states, and the pool lacks."""
+        for number, part in enumerate(self.spec.parts):
+            if part.rule != ALL:
+                for chunk in reversed(part.needed(chunk_count, self.spec.chunk_size)):
+                    if not self._has_part(number, chunk):
+                        return chunk
+        return None
 
     def _has_part(self, part: int, chunk: int) -> bool:
         return self._has(self._grid.items, part * len(self._keys) + chunk)

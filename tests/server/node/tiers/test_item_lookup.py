@@ -26,7 +26,9 @@ WINDOWS = replace(HYBRID, rule=PART_RULE_LAST, span=70, more_parts=HYBRID.more_p
 LOCAL = replace(
     HYBRID, more_parts=(replace(HYBRID.more_parts[0], rule=PART_RULE_SINCE_MULTIPLE, span=64), HYBRID.more_parts[1])
 )
-SPECS = [HYBRID, WINDOWS, LOCAL]
+GROUPS = replace(HYBRID, more_parts=())
+"""Full attention in several of vLLM's groups."""
+SPECS = [HYBRID, WINDOWS, LOCAL, GROUPS]
 
 
 class ScriptedTier:

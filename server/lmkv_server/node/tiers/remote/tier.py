@@ -7,7 +7,7 @@ else waits for it. A store that fails costs its chunks, not the node.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
@@ -28,6 +28,7 @@ MOST_ASKED = 1024
 """Chunks that one request asks for: few at first, because most prompts are not in the store at all."""
 PROBES = 4
 """The same, where each chunk takes a request of its own."""
+_NO_SIZES: Mapping[ChunkKey, int] = {}
 OPEN_SECONDS = 2.0
 """How long a node that starts waits for the store."""
 
@@ -75,11 +76,12 @@ class RemoteTier(BackendTier[RemoteChunk]):
             return await self._lookup_items(needs, needs.items, deadline)
         keys = [needs.keys[index] for index in needs.indices]
         if not needs.in_order:
-            await self._ask_all(needs.spec, [key for key in keys if not self.has(key)], 0, deadline, stop_early=False)
+            absent = [key for key in keys if not self.has(key)]
+            await self._ask_all(needs.spec, absent, 0, deadline, _NO_SIZES, stop_early=False)
             return Presence(
                 asked=needs.indices, indices=[index for index in needs.indices if self.has(needs.keys[index])]
             )
-        count = await self._find_run(needs.spec, keys, deadline, needs.spec.chunk_bytes)
+        count = await self._find_run(needs.spec, keys, deadline)
         return Presence(asked=needs.indices, indices=needs.indices[:count])
 
     async def _lookup_items(self, needs: Needs, items: PromptItems, deadline: float) -> Presence:
@@ -89,38 +91,47 @@ class RemoteTier(BackendTier[RemoteChunk]):
         """
         end = len(items.chunk_keys)
         rest: list[int] = []
+        exact = {needs.keys[index]: items.sizes[index] for index in needs.indices}
         for number, part in enumerate(needs.spec.parts):
             indices = [index for index in needs.indices if items.parts[index] == number]
             if part.rule != ALL:
                 rest += indices
                 continue
             keys = [needs.keys[index] for index in indices]
-            count = await self._find_run(needs.spec, keys, deadline, needs.spec.part_bytes(number))
+            count = await self._find_run(needs.spec, keys, deadline, exact)
             if count < len(keys):
                 end = min(end, int(items.chunks[indices[count]]))
         rest = sorted((index for index in rest if items.chunks[index] < end), key=lambda index: -items.chunks[index])
         keys = [needs.keys[index] for index in rest if not self.has(needs.keys[index])]
-        await self._ask_all(needs.spec, keys, 0, deadline, stop_early=False)
+        await self._ask_all(needs.spec, keys, 0, deadline, exact, stop_early=False)
         found = [index for index in needs.indices if items.chunks[index] < end and self.has(needs.keys[index])]
         return Presence(asked=needs.indices, indices=found)
 
-    async def _find_run(self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, size_bytes: int) -> int:
-        """How many of the chunks the store holds, from the first on without a gap; `size_bytes` is that of each."""
+    async def _find_run(
+        self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, exact: Mapping[ChunkKey, int] = _NO_SIZES
+    ) -> int:
+        """How many of the chunks the store holds, from the first on without a gap; `exact` has known sizes."""
         stop = 0
         while stop < len(keys) and self.has(keys[stop]):
             stop += 1
-        if not self.backend.one_per_request:
-            return await self._ask_all(spec, keys, stop, deadline)
-        return await self._search(spec, keys, stop, deadline, size_bytes)
+        search = self._search if self.backend.one_per_request else self._ask_all
+        return await search(spec, keys, stop, deadline, exact)
 
     async def _ask_all(
-        self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float, *, stop_early: bool = True
+        self,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        stop: int,
+        deadline: float,
+        exact: Mapping[ChunkKey, int],
+        *,
+        stop_early: bool = True,
     ) -> int:
         """The end of the run that begins before `keys[stop]`: asks for one chunk after the other, many at a time."""
         asked_at_once = FIRST_ASKED
         while stop < len(keys):
             asked = keys[stop : stop + asked_at_once]
-            sizes = await self._sizes(spec, asked, deadline)
+            sizes = await self._sizes(spec, asked, deadline, exact)
             if stop_early:
                 count = self.backend.note(spec, asked, sizes)
             else:
@@ -133,12 +144,14 @@ class RemoteTier(BackendTier[RemoteChunk]):
             asked_at_once = min(4 * asked_at_once, MOST_ASKED)
         return stop
 
-    async def _search(self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float, size_bytes: int) -> int:
+    async def _search(
+        self, spec: KvSpec, keys: Sequence[ChunkKey], stop: int, deadline: float, exact: Mapping[ChunkKey, int]
+    ) -> int:
         """As `_ask_all`, with few requests: for the first and the last, then for some between present and absent."""
         low, high, probes = stop, len(keys), {stop, len(keys) - 1}
         while low < high:
             asked = sorted(probes)
-            sizes = await self._sizes(spec, [keys[index] for index in asked], deadline)
+            sizes = await self._sizes(spec, [keys[index] for index in asked], deadline, exact)
             for index, size in zip(asked, sizes, strict=False):
                 if not self.backend.note(spec, [keys[index]], [size]):
                     high = index
@@ -149,15 +162,20 @@ class RemoteTier(BackendTier[RemoteChunk]):
             probes = {low + (high - low) * part // (PROBES + 1) for part in range(1, PROBES + 1)}
         for key in keys[stop:low]:
             if not self.has(key):
-                self.backend.note(spec, [key], [HEADER_BYTES + size_bytes])
+                self.backend.note(spec, [key], [HEADER_BYTES + exact.get(key, spec.chunk_bytes)])
         return low
 
-    async def _sizes(self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float) -> Sequence[int]:
-        """Sizes of objects; empty if they are not known in time."""
+    async def _sizes(
+        self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, exact: Mapping[ChunkKey, int]
+    ) -> Sequence[int]:
+        """Sizes of objects, 0 of those that are not of their exact size; empty if they are not known in time."""
         left = deadline - time.monotonic()
         if left <= 0 or not self.usable:
             return ()
-        return await self.backend.sizes([object_name(spec.fingerprint, key) for key in keys], left)
+        sizes = await self.backend.sizes([object_name(spec.fingerprint, key) for key in keys], left)
+        if not exact:
+            return sizes
+        return [size if size == HEADER_BYTES + exact[key] else 0 for key, size in zip(keys, sizes, strict=False)]
 
     async def drop(self, selection: Selection) -> Dropped:
         """Removes chunks for all nodes that share the store, pinned or not; `keys` need a `fingerprint` or `specs`.
