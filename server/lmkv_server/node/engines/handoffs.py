@@ -7,7 +7,7 @@ from collections.abc import Callable
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
-from lmkv.errors import KvSpecMismatch, Unreachable
+from lmkv.errors import Unreachable
 from lmkv.keys import split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
@@ -40,10 +40,6 @@ class EngineHandoffs:
         if self._senders is None:
             alone = Unreachable("this node has no peers: set enable_p2p")
             self._ended(HandoffResult(request_id=handoff.request_id, error=alone))
-            return
-        if not self._spec.has_plain_parts:
-            unsupported = KvSpecMismatch("chunks of several parts are not handed off; the decode engine computes them")
-            self._ended(HandoffResult(request_id=handoff.request_id, error=unsupported))
             return
         self._running.add(handoff.request_id)
         self._senders.start(

@@ -17,7 +17,7 @@ from lmkv_server.node.engines.request_tasks import RequestTasks
 from lmkv_server.node.sessions.extents import credit, extent
 from lmkv_server.node.sessions.session import EngineSession, LookupLease
 from lmkv_server.node.stack import TierStack
-from lmkv_server.node.tiers.hit import Hit
+from lmkv_server.node.tiers.hit import Hit, ItemHit
 from lmkv_server.node.tiers.item_lookup import ItemLookup
 
 
@@ -110,16 +110,20 @@ class EngineLookups:
     # --- Prompts whose chunks have several parts -----------------------------------------------------------------
 
     def _lookup_items(self, lookup: pb.LookupChunks) -> None:
-        """As `lookup`. No handoff is waited for: the engine computes what one would bring."""
+        """As `lookup`."""
         self._check_parts(lookup.part_reserve_counts)
         keys = split_keys(lookup.chunk_keys)
         lease = self._session.begin(lookup.request_id)
+        lease.handoff_id = lookup.handoff_id
+        lease.on_release = self._stack.claim(lookup.handoff_id, self._session.engine_id)
         items = self._stack.begin_items(self._session.spec, keys)
         asked_count = len(self._session.spec.items(len(keys)))
         span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=asked_count)
-        if items.is_complete or not self._stack.usable:
+        handed, sender_id = self._handed(lease, items)
+        if handed.chunk_count or items.is_complete or not self._stack.usable:
             with span:
-                self._answer_items(lookup, lease, items, span, asked_count)
+                found = handed if handed.chunk_count else self._found(items, lookup)
+                self._answer_items(lookup, lease, found, span, asked_count, sender_id)
         else:
             self._tasks.start(lookup.request_id, self._ask_for_items(lookup, lease, items, span, asked_count))
 
@@ -128,13 +132,21 @@ class EngineLookups:
     ) -> None:
         with span:
             await self._stack.ask_for_items(items, self._session.holdable_bytes)
-            self._answer_items(lookup, lease, items, span, asked_count)
+            self._answer_items(lookup, lease, self._found(items, lookup), span, asked_count)
+
+    def _found(self, items: ItemLookup, lookup: pb.LookupChunks) -> ItemHit:
+        return items.result(self._session.holdable_bytes, lookup.prefill_tokens_per_second)
 
     def _answer_items(
-        self, lookup: pb.LookupChunks, lease: LookupLease, items: ItemLookup, span: Span, asked_count: int
+        self,
+        lookup: pb.LookupChunks,
+        lease: LookupLease,
+        found: ItemHit,
+        span: Span,
+        asked_count: int,
+        sender_id: str = "",
     ) -> None:
-        found = items.result(self._session.holdable_bytes, lookup.prefill_tokens_per_second)
-        runs, source = found.rest.runs, found.rest.source
+        runs, source = found.rest.runs, sender_id or found.rest.source
         message = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in found.own],
@@ -168,6 +180,15 @@ class EngineLookups:
             self._session.release(lookup.request_id)
 
     # --- Handoffs ------------------------------------------------------------------------------------------------
+
+    def _handed(self, lease: LookupLease, items: ItemLookup) -> tuple[ItemHit, str]:
+        """The hit that the pool and a handoff make, and the instance that sends it; none without a handoff of it."""
+        if not lease.handoff_id or items.is_complete:
+            return ItemHit(), ""
+        found = items.handed(self._session.holdable_bytes)
+        first, total = len(found.own), len(found.own) + found.rest.chunk_count
+        count, sender_id = self._stack.promised(lease.handoff_id, first, total)
+        return (found, sender_id) if count and count == total - first else (ItemHit(), "")
 
     def _promised(self, lease: LookupLease) -> tuple[int, str]:
         """The number of chunks that a handoff will bring, and the instance that sends them."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
 from lmkv.spec import ALL, KvSpec
-from lmkv.tiers import OWN, Run
+from lmkv.tiers import HANDOFF, OWN, Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers import item_grid
@@ -36,6 +36,26 @@ class ItemLookup:
         self._grid = ItemGrid(PromptItems.of_prompt(spec, self._keys))
         self.is_complete = self._longest_own() == len(self._keys)
         """Whether the pool has every item of a hit of the whole prompt."""
+
+    def handed(self, budget_bytes: int) -> ItemHit:
+        """The hit of the whole prompt, whose items that the pool lacks a handoff brings; none if it has too many bytes.
+
+        Counts as a use of its items in the pool. The lookup must not be complete.
+        """
+        items = PromptItems.of_hit(self.spec, self._keys, len(self._keys))
+        if sum(items.sizes) > budget_bytes:
+            return ItemHit()
+        found = [self._tier.get(key) for key in items.keys]
+        own = {index: chunk for index, chunk in enumerate(found) if chunk and items.fits(index, chunk)}
+        self._tier.use(list(own.values()))
+        own_count = next(index for index in range(len(items)) if index not in own)
+        tiers = [OWN if index in own else HANDOFF for index in range(own_count, len(items))]
+        return ItemHit(
+            chunk_count=len(self._keys),
+            own=[own[index] for index in range(own_count)],
+            behind=[chunk for index, chunk in own.items() if index > own_count],
+            rest=Hit(runs=tuple(Run(tier=tier, chunk_count=len([*run])) for tier, run in groupby(tiers)), items=items),
+        )
 
     async def ask(self, tiers: Sequence[SecondaryTier], budget_bytes: int) -> None:
         """Asks each tier for the items that a longer hit needs and those before it do not hold. Raises nothing.
