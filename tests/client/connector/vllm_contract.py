@@ -142,16 +142,21 @@ class Moved(Exception):
 
 def moved() -> list[str]:
     """What the installed vLLM does not have, or has otherwise, a line each."""
-    version = tuple(int(number) for number in re.findall(r"\d+", importlib.import_module("vllm").__version__)[:2])
     lines = []
     for check, name, expected in checks():
-        if any(name == late or name.startswith(f"{late}.") for late, since in SINCE.items() if version < since):
+        if not is_expected(name):
             continue
         try:
             check(name, expected)
         except Moved as what:
             lines.append(str(what))
     return list(dict.fromkeys(lines))
+
+
+def is_expected(name: str) -> bool:
+    """Whether the installed version is to have a name."""
+    version = tuple(int(number) for number in re.findall(r"\d+", importlib.import_module("vllm").__version__)[:2])
+    return all(version >= since for late, since in SINCE.items() if f"{name}.".startswith(f"{late}."))
 
 
 def checks() -> Iterator[tuple[Any, str, list[str]]]:
