@@ -33,13 +33,14 @@ class Outbox:
             self._last_bytes = 0
         last = self._pending[-1]
         settled = last.settled_reserve_count + part.settled_reserve_count
-        settled_parts = zip_longest(last.settled_part_reserve_counts[:], part.settled_part_reserve_counts, fillvalue=0)
+        settled_parts = last.settled_part_reserve_counts[:] if part.settled_part_reserve_counts else ()
         if part.HasField("conflicts"):
             last.ClearField("conflicts")
         last.MergeFrom(part)
         last.settled_reserve_count = min(settled, MAX_COUNT)
         if part.settled_part_reserve_counts:
-            last.settled_part_reserve_counts[:] = [min(sum(counts), MAX_COUNT) for counts in settled_parts]
+            pairs = zip_longest(settled_parts, part.settled_part_reserve_counts, fillvalue=0)
+            last.settled_part_reserve_counts[:] = [min(sum(pair), MAX_COUNT) for pair in pairs]
         self._last_bytes += size_bytes
         self._filled.set()
 
