@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv import rpc
-from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch, Unreachable
+from lmkv.errors import BadMessage, GrantNotFound, InstanceNotFound, Unreachable
 from lmkv.keys import join_keys
 from lmkv.parts import PartItem
 from lmkv.v1 import engine_service_pb2 as pb
@@ -253,14 +253,34 @@ async def test_a_reset_drops_every_part(runtime_dir: Path) -> None:
         assert not len(node.tier)
 
 
-@pytest.mark.parametrize(("enable_p2p", "reason"), [(False, Unreachable), (True, KvSpecMismatch)])
-async def test_a_handoff_fails_cleanly(runtime_dir: Path, enable_p2p: bool, reason: type[Exception]) -> None:
+@pytest.mark.parametrize(("enable_p2p", "reason"), [(False, Unreachable), (True, InstanceNotFound)])
+async def test_a_handoff_to_nobody_fails(runtime_dir: Path, enable_p2p: bool, reason: type[Exception]) -> None:
     async with engine_at_node(runtime_dir, enable_p2p=enable_p2p) as (_, engine):
         hand = pb.HandChunks(request_id="h", chunk_keys=join_keys(PROMPT), token_count=256, decode_instance_id="other")
         await engine.say(handoffs=[hand])
         (handed,) = await engine.hear("handed")
         assert isinstance(rpc.from_status(handed.status), reason)
-        lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(PROMPT), handoff_id="h")
-        await engine.say(lookups=[lookup])
-        (found,) = await engine.hear("found")
-        assert (found.hit_chunk_count, list(found.runs)) == (0, [])
+        assert handed.chunk_count == 0
+
+
+async def test_items_are_handed_off_and_loaded(runtime_dir: Path) -> None:
+    async with (
+        engine_at_node(runtime_dir, "prefill", enable_p2p=True) as (_, prefill),
+        engine_at_node(runtime_dir, "decode", enable_p2p=True) as (node, decode),
+    ):
+        keys = join_keys(PROMPT[:5])
+        await decode.store_items([PartItem(FULL, 1)])
+        lookup = pb.LookupChunks(request_id="1", chunk_keys=keys, handoff_id="h")
+        await decode.say(lookups=[lookup])
+        (found,) = await decode.hear("found")
+        assert (found.hit_chunk_count, places(found)) == (5, [("handoff", 1), ("own", 1), ("handoff", 6)])
+        hand = pb.HandChunks(request_id="h", chunk_keys=keys, token_count=160, decode_instance_id="decode")
+        await prefill.say(handoffs=[hand])
+        await prefill.store_hits(5)
+        await prefill.say(ended_handoffs=["h"])
+        assert await decode.load("1", found) == len(HYBRID.items(5))
+        (handed,) = await prefill.hear("handed")
+        assert (handed.chunk_count, handed.status.code) == (8, 0)
+        assert {chunk.key: chunk.parent for chunk in node.tier}[item_key(STATE, 4)] == PROMPT[4]
+        await decode.release("1")
+        assert await until_free(node)
