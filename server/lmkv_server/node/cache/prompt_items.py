@@ -80,11 +80,18 @@ class PromptItems:
         """The items of the first chunks."""
         return frozenset(np.flatnonzero(self.chunks < chunk_count).tolist())
 
-    def used_with(self, found: Sequence[int]) -> list[ChunkKey]:
-        """The keys of some items, and of those before them in parts of which a hit needs every chunk."""
-        every = np.array([part.rule == ALL for part in self.spec.parts])
-        used = every[self.parts] & (self.chunks <= self.chunks[list(found)].max(initial=-1))
-        used[list(found)] = True
+    def used_with(self, found: Sequence[int], asked: Sequence[int]) -> list[ChunkKey]:
+        """The keys that a hit uses if a tier that was asked for some items has found some of them.
+
+        Those that were found and, of parts of which a hit needs every chunk, the chunks before them or before the first
+        one that was asked for.
+        """
+        every = np.array([part.rule == ALL for part in self.spec.parts])[self.parts]
+        at = np.array(asked, np.int64)
+        first = self.chunks[at[every[at]]].min(initial=len(self.chunk_keys))
+        last = self.chunks[np.array(found, np.int64)].max(initial=-1)
+        used = every & ((self.chunks <= last) | ((self.chunks < first) & (at.size > 0)))
+        used[np.array(found, np.int64)] = True
         return [self.keys[index] for index in np.flatnonzero(used)]
 
     def in_hit(self, chunk_count: int) -> NDArray[np.bool_]:

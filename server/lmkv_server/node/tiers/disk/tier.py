@@ -109,7 +109,7 @@ class DiskTier(BackendTier[DiskChunk]):
             elif needs.in_order:
                 break
         end = found[-1] + 1 if found else needs.indices[0] if needs.indices else 0
-        used = needs.items.used_with(found) if needs.items else needs.keys[:end]
+        used = needs.items.used_with(found, needs.indices) if needs.items else needs.keys[:end]
         for volume in self.volumes:
             volume.index.use(used)
         return Presence(asked=needs.indices, indices=found)
