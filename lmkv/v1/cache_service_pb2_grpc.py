@@ -33,17 +33,17 @@ class CacheServiceStub:
     bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
     tokens needs `model_name` only if several specs are registered.
 
-    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on. Limits and
-    counts of chunks count each part as a chunk. The tokens of a prompt count once; where a node counts all that it holds
-    (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
+    together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
+    node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
 
     `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
-    both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
@@ -114,17 +114,17 @@ class CacheServiceServicer:
     bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
     tokens needs `model_name` only if several specs are registered.
 
-    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on. Limits and
-    counts of chunks count each part as a chunk. The tokens of a prompt count once; where a node counts all that it holds
-    (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
+    together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
+    node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
 
     `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
-    both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
@@ -330,17 +330,17 @@ class CacheService:
     bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
     tokens needs `model_name` only if several specs are registered.
 
-    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on. Limits and
-    counts of chunks count each part as a chunk. The tokens of a prompt count once; where a node counts all that it holds
-    (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
+    together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
+    node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
 
     `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
-    both set, or the tokens have more than 65,536 keys under one spec, or 131,072 under all specs of the model.
+    both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the

@@ -24,7 +24,7 @@ from lmkv_server.coordinator.core.models import Models, Namespace
 from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
-"""Keys that one request by tokens may need, over all specs of its model: 2 MiB."""
+"""Keys that one request may need: all parts of its chunks, by tokens under all specs of its model. 2 MiB."""
 MAX_NAMESPACES = 16
 """Specs and adapters of one name that a lookup covers, the last registered ones."""
 SHORT_KEYS = 4096
@@ -171,7 +171,7 @@ class Selector:
         namespaces = self._models.namespaces(model_name, lora_name)
         vocab_size = min((one.spec.vocab_size for one in namespaces if one.spec.vocab_size), default=0)
         unsigned = as_tokens(tokens, vocab_size)
-        if any(tokens.size * len(one.spec.parts) > MAX_KEYS * one.spec.chunk_size for one in namespaces):
+        if any(tokens.size > MAX_KEYS * one.spec.chunk_size for one in namespaces):
             raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
         if held_only:
             namespaces = [one for one in namespaces if self._may_hold(one.spec.fingerprint)][-MAX_NAMESPACES:]
@@ -198,7 +198,7 @@ class Selector:
         spec = self._models.find_spec(fingerprint) if fingerprint else None
         if spec is None or spec.has_plain_parts:
             return SelectedChunks(keys=keys, fingerprint=fingerprint)
-        check_keys(keys, limit=MAX_KEYS // len(spec.parts))
+        check_keys(keys, limit=min(MAX_KEYS, MAX_SELECTED_KEYS // len(spec.parts)))
         return SelectedChunks(keys=keys, fingerprint=fingerprint, parted_spec=spec)
 
     async def _held_fingerprint(self, keys: bytes) -> bytes:

@@ -12,12 +12,13 @@ import grpc
 import pytest
 
 from lmkv.errors import BadChunkKey, BadTokens, LmkvError
-from lmkv.keys import MAX_KEYS, ChunkKey, join_keys
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.chunk_pb2 import TIER_DISK
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.registry.selection import MAX_SELECTED_KEYS
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make
@@ -155,12 +156,14 @@ async def test_a_stream_answers_prompts_with_and_without_parts(make: Make, cache
 
 
 async def test_the_limits_of_a_request_count_the_keys_of_all_parts(make: Make, cache: Any) -> None:
-    limit = MAX_KEYS // 3
+    limit = MAX_SELECTED_KEYS // 3
     async with make("a", items(1), HYBRID):
         error = await refusal(cache, [*KEYS[:1], *[ChunkKey(bytes(16))] * limit], fingerprint=HYBRID.fingerprint)
         assert isinstance(error, BadChunkKey)
         assert f"at most {limit} are allowed" in str(error)
-        assert isinstance(await refusal(cache, tokens=[1] * 16 * (limit + 1)), BadTokens)
+        error = await refusal(cache, tokens=[1] * 16 * (limit + 1))
+        assert isinstance(error, BadTokens)
+        assert f"make {3 * limit + 3} keys" in str(error)
 
 
 async def test_other_tasks_run_between_the_holders_of_a_long_prompt(make: Make, coordinator: Coordinator) -> None:
