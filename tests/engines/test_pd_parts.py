@@ -17,7 +17,7 @@ PROMPT_TOKENS = 1100
 
 @pytest.fixture(
     scope="module",
-    params=["gemma3", *(pytest.param(name, marks=pytest.mark.more_models) for name in ("mistral", "llama4", "lfm2"))],
+    params=["gemma3", *(pytest.param(name, marks=pytest.mark.more_models) for name in ("mistral", "lfm2"))],
 )
 def name(request: pytest.FixtureRequest) -> str:
     """The architecture."""
@@ -47,7 +47,7 @@ def test_the_last_whole_chunks_are_handed_off_and_the_rest_is_computed(trio: Tri
     assert prefill["vllm:generation_tokens_total"] == 1
     assert decode["vllm:generation_tokens_total"] == OUTPUT_TOKENS - 1, "nothing is generated twice"
     chunk_size = ARCHITECTURES[name].chunk_size
-    assert decode["lmkv:loaded_tokens_total"] == token_count // chunk_size * chunk_size
+    assert decode["lmkv:loaded_tokens_total"] == (token_count - 1) // chunk_size * chunk_size
     assert decode["lmkv:load_failures_total"] == 0
 
 

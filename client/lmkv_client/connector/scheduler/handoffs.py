@@ -77,7 +77,7 @@ class RequestHandoffs:
 
     def begin(self, handoff: HandoffParams, request_id: str, state: RequestState | None) -> None:
         """Asks the node to send the request's prompt to the decode's node."""
-        if state is None or not state.keys:
+        if state is None or not state.handed_keys:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
         self._states[handoff.request_id] = state
@@ -85,8 +85,8 @@ class RequestHandoffs:
         message = pb.HandChunks(
             request_id=handoff.request_id,
             decode_instance_id=handoff.decode_instance,
-            chunk_keys=join_keys(state.keys),  # a handoff of parts ends with the last full chunk, too
-            token_count=state.token_count if state.partial_key else state.full_count * state.chunk_size,
+            chunk_keys=join_keys(state.handed_keys),
+            token_count=state.tokens_in(len(state.handed_keys)),
             traceparent=state.traceparent,
         )
         self._send(pb.AttachRequest(handoffs=[message]))

@@ -156,7 +156,14 @@ class RequestState:
     @property
     def asked_keys(self) -> list[ChunkKey]:
         """The keys to look up. With parts a hit leaves a token to compute: a state cannot be cut back."""
-        return self.keys[: (len(self.all_tokens) - 1) // self.chunk_size] if self.has_parts else self.keys
+        if not self.has_parts:
+            return self.keys
+        return self.handed_keys if self.handoff_id else self.keys[: (len(self.all_tokens) - 1) // self.chunk_size]
+
+    @property
+    def handed_keys(self) -> list[ChunkKey]:
+        """The keys of what a prefill hands off. With parts it ends before the prompt does: there vLLM keeps states."""
+        return self.keys[: (self.token_count - 1) // self.chunk_size] if self.has_parts else self.keys
 
     def found_chunks(self, *, here: bool = False) -> int:
         """Chunks of the hit that the lookup found, or only of what is in the node's pool."""
