@@ -91,7 +91,9 @@ class WorkerSide:
         """Registers the pages by layer name. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
         self._pages = [self._pages_of(group, kv_caches) for group in self._groups]
-        self._lends_buffer &= len(self._pages) == 1 and not self._pages[0].lacks_layers
+        if self._lends_buffer and (len(self._pages) > 1 or self._pages[0].lacks_layers):
+            logger.warning("pd_buffer_device: only for all layers in one group and one stage; the pool is used instead")
+            self._lends_buffer = False
         self._copies = make_copies(self._pages, self._threads)
 
     def load(self, plan: StepPlan) -> None:

@@ -311,7 +311,8 @@ def test_a_load_whose_rest_is_lost_fails_with_its_last_piece(serve: Serve, make:
     finished(worker)
     assert worker.take_failed_requests() == {"r"}
     assert worker.take_failed_blocks() == set()
-    assert not report_of(worker).loaded["r"].failed, "what was copied was copied right"
+    loaded = report_of(worker).loaded["r"]
+    assert (loaded.failed, loaded.size_bytes) == (True, 0)
 
 
 def test_with_one_group_a_lost_load_is_reported_by_page(serve: Serve) -> None:
