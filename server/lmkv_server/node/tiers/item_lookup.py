@@ -34,7 +34,8 @@ class ItemLookup:
         self._keys = chunk_keys[: max_items // len(spec.parts)]
         self._asked: list[tuple[SecondaryTier, Presence]] = []
         self._grid = ItemGrid(PromptItems.of_prompt(spec, self._keys))
-        self.is_complete = self._longest_own() == len(self._keys)
+        self._own_count = self._longest_own()
+        self.is_complete = self._own_count == len(self._keys)
         """Whether the pool has every item of a hit of the whole prompt."""
 
     def handed(self, budget_bytes: int) -> ItemHit:
@@ -80,8 +81,9 @@ class ItemLookup:
 
         Counts as a use of its items in the pool. `tokens_per_second` is the engine's prefill rate, 0 if unknown.
         """
-        if not self._asked:
-            return self._located(self._longest_own(budget_bytes), 0)
+        if not self._asked:  # nothing has changed since this lookup began
+            is_small = self._grid.hit_bytes(self._own_count) <= budget_bytes
+            return self._located(self._own_count if is_small else self._longest_own(budget_bytes), 0)
         own_count = self._place_own(budget_bytes)
         most = count = self._grid.longest(budget_bytes=budget_bytes)
         for last in range(len(self._asked), -1, -1):
