@@ -15,7 +15,7 @@ from lmkv.keys import join_keys
 from lmkv.parts import PartItem
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
+from lmkv.v1.cache_service_pb2 import ClearRequest, MoveRequest, MoveResult, PinRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, object_name
@@ -97,6 +97,24 @@ async def test_a_copy_brings_every_part_that_a_hit_needs(runtime_dir: Path) -> N
         assert (result.chunk_count, result.token_count) == (7, 4 * HYBRID.chunk_size)
         assert len(asker.tier) == 7
         assert (await asking.find("1")).hit_chunk_count == 4
+
+
+async def test_every_part_that_a_hit_needs_is_pinned_and_cleared(runtime_dir: Path) -> None:
+    async with two_nodes(runtime_dir) as (coordinator, ((holder, holding), (_, asking))):
+        await holding.store_hits(2, 4)
+        await eventually(lambda: known(asking), [("peers", 7)])
+        request = PinRequest(
+            position=chunk_pb2.Position(instance_id="holder"), chunk_keys=join_keys(PROMPT[:4]), request_id="r"
+        )
+        async with rpc.open_channel(coordinator.address) as channel:
+            cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
+            operations: Any = operations_pb2_grpc.OperationsStub(channel)
+            pin = (await cache.Pin(request)).pin
+            assert (pin.chunk_count, pin.token_count) == (7, 4 * HYBRID.chunk_size)
+            assert {chunk.key for chunk in holder.tier if chunk.pins} == set(HYBRID.item_keys(HYBRID.items(4), PROMPT))
+            operation = await cache.Clear(ClearRequest(instance_id="holder", chunk_keys=join_keys(PROMPT)))
+            await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
+        assert {chunk.key for chunk in holder.tier} == set(HYBRID.item_keys(HYBRID.items(4), PROMPT))
 
 
 # ---- a store
