@@ -254,7 +254,9 @@ async def test_a_reset_drops_every_part(runtime_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("enable_p2p", "reason"), [(False, Unreachable), (True, InstanceNotFound)])
-async def test_a_handoff_to_nobody_fails(runtime_dir: Path, enable_p2p: bool, reason: type[Exception]) -> None:
+async def test_a_handoff_to_an_unknown_instance_fails(
+    runtime_dir: Path, enable_p2p: bool, reason: type[Exception]
+) -> None:
     async with engine_at_node(runtime_dir, enable_p2p=enable_p2p) as (_, engine):
         hand = pb.HandChunks(request_id="h", chunk_keys=join_keys(PROMPT), token_count=256, decode_instance_id="other")
         await engine.say(handoffs=[hand])
