@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from vllm.engine.arg_utils import EngineArgs
 
     from tests.client.connector.simulated_engine import SimulatedEngine
-    from tests.client.connector.simulated_worker import BLOCK
+    from tests.client.connector.simulated_models import BLOCK
 
 from lmkv_client.demo.model import make_model
 

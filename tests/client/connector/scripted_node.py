@@ -7,12 +7,15 @@ side keeps to the contract of `EngineService.Attach`. Memory that may not be rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
+import numpy as np
 from google.rpc import code_pb2
 
-from lmkv.keys import ChunkKey, split_keys
+from lmkv.keys import ChunkKey, part_key, split_keys
+from lmkv.parts import longest_hit
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
@@ -20,28 +23,28 @@ from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.node.client import Event, NodeLost
 from lmkv_client.connector.served_names import ServedNames
 
-Content = list[list[int]]
-"""KV of one rank in one extent: per block the value of each slot."""
-Pool = dict[int, dict[int, Content]]
-"""Content by offset and rank."""
+Content = dict[tuple[int, int], list[int]]
+"""KV in one extent: the value of each row, by rank and KV-cache group."""
+Pool = dict[int, Content]
+"""Content by offset."""
 SPOILT = -1
 """Value of a slot whose bytes mean nothing."""
 
 
 @dataclass
 class Stored:
-    """A chunk at a peer or in the pool."""
+    """A chunk, or one part of it, at a peer or in the pool."""
 
     token_count: int
-    content: dict[int, Content]
-    """By rank."""
+    content: Content
     offset: int = -1
     holds: int = 0
+    part: int = 0
 
 
 @dataclass
 class Fetch:
-    """A load that the engine has asked for: chunks by their index in the prompt."""
+    """A load that the engine has asked for: chunks, or items of a hit, by their index."""
 
     ticket: str
     indexes: list[int]
@@ -52,6 +55,7 @@ class Ticket:
     """A lookup that was answered."""
 
     keys: list[ChunkKey]
+    """Of the chunks, or of the items of the hit."""
     own_count: int
     held: list[Stored] = field(default_factory=list)
 
@@ -67,6 +71,8 @@ class ScriptedNode:
         self.prompt = True
         self.generous = True
         """Whether credits are granted."""
+        self.grudged_parts: set[int] = set()
+        """Parts for which none are."""
         self.fetches_at_once = True
         self.refuses_fetches = False
         """Whether what peers have is not offered, as if to compute it were quicker."""
@@ -77,25 +83,32 @@ class ScriptedNode:
         self.pools: dict[int, Pool] = {}
         """By epoch. A pool outlives its node, as a mapping does."""
         self.chunks: dict[ChunkKey, Stored] = {}
+        """By key; parts behind the first one by their own keys."""
         self.peer_chunks: dict[ChunkKey, Stored] = {}
         self.on_disk = self.in_remote = 0
         """The number of fetched chunks, first and last ones, that come from disk and from a shared store."""
         self.tickets: dict[str, Ticket] = {}
         self.orphans: list[Ticket] = []
         """What was granted over a line that is broken: kept until the workers have let go of the pool."""
-        self.credits_out: set[int] = set()
+        self.credits_out: dict[int, int] = {}
+        """The part that each granted extent is for, by offset."""
         self.fetches: list[Fetch] = []
         self.unanswered: deque[pb.AttachRequest] = deque()
         self.releases: list[pb.ReleaseChunks] = []
         self.lookups: list[pb.LookupChunks] = []
         self.commits: list[ChunkKey] = []
+        """Keys of what was committed: of chunks, or of parts of them."""
+        self.superseded: dict[ChunkKey, bytes] = {}
+        """The chunk that the commit of a part has superseded."""
+        self.alters: Callable[[Extent], None] = lambda _extent: None
+        """Changes the extents of answers."""
         self.parents: dict[ChunkKey, bytes] = {}
         """What commits named as the chunk before."""
         self.handoffs: list[pb.HandChunks] = []
         self.ended_handoffs: dict[str, list[ChunkKey]] = {}
         """By name: what had been committed when it was ended."""
         self.dropped_handoffs: list[pb.DropHandoff] = []
-        self.on_commit: Callable[[ChunkKey, Stored], None] = lambda _key, _chunk: None
+        self.on_commit: Callable[[pb.CommitChunk, Stored], None] = lambda _commit, _chunk: None
         self._next_offset = 0
 
     # ---- what the scheduler side sees
@@ -161,7 +174,7 @@ class ScriptedNode:
         indexes, fetch.indexes = fetch.indexes[:take], fetch.indexes[take:]
         extents = []
         for index in indexes:
-            chunk = self._admit(ticket.keys[index], self.peer_chunks[ticket.keys[index]])
+            chunk = self._admit(ticket.keys[index])
             chunk.holds += 1
             ticket.held.append(chunk)
             extents.append(self._extent(chunk))
@@ -185,15 +198,19 @@ class ScriptedNode:
         loaded.status.code = code_pb2.UNAVAILABLE
         self.inbox.append(pb.AttachResponse(loaded=[loaded]))
 
-    def move_to_peer(self) -> None:
-        """From now on only a peer has what was in the pool."""
-        self.peer_chunks.update(self.chunks)
-        self.evict()
+    def move_to_peer(self, part: int | None = None) -> None:
+        """From now on only a peer has what was in the pool, or one part of the chunks there."""
+        self.peer_chunks.update({key: chunk for key, chunk in self.chunks.items() if part in (None, chunk.part)})
+        self.evict(part)
 
-    def evict(self) -> None:
-        """Drops every chunk that is not held, and damages its memory."""
-        for key in [key for key, chunk in self.chunks.items() if not chunk.holds]:
+    def evict(self, part: int | None = None) -> None:
+        """Drops every chunk that is not held, or one part of each, and damages its memory."""
+        for key in [key for key, chunk in self.chunks.items() if not chunk.holds and part in (None, chunk.part)]:
             self._spoil(self.chunks.pop(key))
+
+    def drop(self, key: ChunkKey) -> None:
+        """Drops one chunk or part."""
+        self._spoil(self.chunks.pop(key))
 
     # ---- its own affairs
 
@@ -206,13 +223,14 @@ class ScriptedNode:
             self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key
             self._commit(commit)
         for offset in message.returned_credits:
-            self.credits_out.remove(offset)
+            del self.credits_out[offset]
         for lookup in message.lookups:
             self._lookup(lookup)
         for load in message.loads:
             self._load(load)
-        if message.reserve_count:
-            self._reserve(message.reserve_count, message.reserve_count)
+        wanted = [message.reserve_count, *message.part_reserve_counts]
+        if any(wanted):
+            self._reserve(wanted, wanted)
         self.handoffs += message.handoffs
         for request_id in message.ended_handoffs:
             assert request_id not in self.ended_handoffs, "a handoff is ended twice"
@@ -227,6 +245,9 @@ class ScriptedNode:
     def _lookup(self, lookup: pb.LookupChunks) -> None:
         assert lookup.request_id not in self.tickets, "a ticket is used twice"
         self.lookups.append(lookup)
+        if not self.spec.has_plain_parts:
+            self._look_up_parts(lookup)
+            return
         keys = split_keys(lookup.chunk_keys)
         own = self._prefix(keys, self.chunks)
         peer = self._prefix(keys[len(own) :], self.peer_chunks)
@@ -240,11 +261,40 @@ class ScriptedNode:
             refused_chunk_count=len(refused),
         )
         if own or peer:
-            for chunk in own:
-                chunk.holds += 1
-            self.tickets[lookup.request_id] = Ticket(keys, len(own), list(own))
+            self._hold(lookup.request_id, keys, own)
         self.inbox.append(pb.AttachResponse(found=[found]))
-        self._reserve(lookup.reserve_count - len(own) - len(peer), lookup.reserve_count)
+        self._reserve([lookup.reserve_count - len(own) - len(peer)], [lookup.reserve_count])
+
+    def _look_up_parts(self, lookup: pb.LookupChunks) -> None:
+        """Finds the longest hit whose items can be loaded, wherever they are."""
+        chunk_keys = split_keys(lookup.chunk_keys)
+        places = self.chunks if self.refuses_fetches else self.chunks | self.peer_chunks
+        present = [
+            np.array([part_key(key, part) in places for key in chunk_keys], np.bool_)
+            for part in range(len(self.spec.parts))
+        ]
+        hit = longest_hit(self.spec.parts, self.spec.chunk_size, present)
+        keys = self.spec.item_keys(self.spec.items(hit), chunk_keys)
+        own = self._prefix(keys, self.chunks)
+        tiers = groupby("own" if key in self.chunks else "peers" for key in keys[len(own) :])
+        runs = [pb.Run(tier=tier, chunk_count=len(list(run))) for tier, run in tiers]
+        found = pb.FoundChunks(
+            request_id=lookup.request_id,
+            hit_chunk_count=hit,
+            own=[self._extent(chunk) for chunk in own],
+            runs=runs,
+            peer_instance_id="peer" if any(run.tier == "peers" for run in runs) else "",
+        )
+        if hit:
+            self._hold(lookup.request_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])
+        self.inbox.append(pb.AttachResponse(found=[found]))
+        wanted = [lookup.reserve_count, *lookup.part_reserve_counts]
+        self._reserve(wanted, wanted)
+
+    def _hold(self, request_id: str, keys: list[ChunkKey], own: list[Stored], held: list[Stored] | None = None) -> None:
+        ticket = self.tickets[request_id] = Ticket(keys, len(own), list(own) if held is None else held)
+        for chunk in ticket.held:
+            chunk.holds += 1
 
     def _load(self, load: pb.LoadChunks) -> None:
         ticket = self.tickets[load.request_id]
@@ -252,7 +302,8 @@ class ScriptedNode:
         assert load.chunk_count > 0
         assert load.timeout.ToNanoseconds() > 0
         indexes = list(range(load.first_chunk, load.first_chunk + load.chunk_count))
-        assert all(ticket.keys[index] in self.peer_chunks for index in indexes)
+        places = self.peer_chunks if self.spec.has_plain_parts else self.peer_chunks | self.chunks
+        assert all(ticket.keys[index] in places for index in indexes)
         self.fetches.append(Fetch(load.request_id, indexes))
         if self.fetches_at_once:
             self.deliver()
@@ -268,28 +319,38 @@ class ScriptedNode:
             if not chunk.holds and chunk not in self.chunks.values():
                 self._spoil(chunk)
 
-    def _reserve(self, count: int, settled: int) -> None:
+    def _reserve(self, counts: Sequence[int], settled: Sequence[int]) -> None:
+        """Grants write credits for each part, as far as there is room for more of it."""
+        assert len(counts) <= len(self.spec.parts)
         granted = []
-        room = self.credit_limit - len(self.credits_out)
-        for _ in range(min(count, room) if self.generous else 0):
-            offset = self._new_offset()
-            self.credits_out.add(offset)
-            granted.append(Extent(offset=offset, size_bytes=self.spec.chunk_bytes))
-        if settled:
-            self.inbox.append(pb.AttachResponse(credits=granted, settled_reserve_count=settled))
+        for part, count in enumerate(counts):
+            room = self.credit_limit - sum(other == part for other in self.credits_out.values())
+            for _ in range(min(count, room) if self.generous and part not in self.grudged_parts else 0):
+                offset = self._new_offset()
+                self.credits_out[offset] = part
+                granted.append(Extent(offset=offset, size_bytes=self.spec.part_bytes(part), part=part))
+        if any(settled):
+            self.inbox.append(
+                pb.AttachResponse(
+                    credits=granted, settled_reserve_count=settled[0], settled_part_reserve_counts=settled[1:]
+                )
+            )
 
     def _commit(self, commit: pb.CommitChunk) -> None:
-        self.credits_out.remove(commit.offset)
-        assert commit.size_bytes == self.spec.size_bytes(commit.token_count)
-        key = ChunkKey(commit.chunk_key)
+        assert self.credits_out.pop(commit.offset) == commit.part, "the credit is for another part"
+        assert commit.size_bytes == self.spec.part_bytes(commit.part, commit.token_count)
+        assert self.spec.has_plain_parts or commit.token_count == self.spec.chunk_size
+        key = part_key(ChunkKey(commit.chunk_key), commit.part)
         if self.refuses_commits:
             rejected = pb.RejectedCommit(chunk_key=key)
             rejected.status.code = code_pb2.NOT_FOUND
             self.inbox.append(pb.AttachResponse(rejected_commits=[rejected]))
             return
-        chunk = Stored(commit.token_count, self.memory[commit.offset], commit.offset)
-        self.on_commit(key, chunk)
+        chunk = Stored(commit.token_count, self.memory[commit.offset], commit.offset, part=commit.part)
+        self.on_commit(commit, chunk)
         self.commits.append(key)
+        if commit.superseded_key:
+            self.superseded[key] = commit.superseded_key
         if key not in self.chunks:
             self.chunks[key] = chunk
 
@@ -301,18 +362,22 @@ class ScriptedNode:
             found.append(chunks[key])
         return found
 
-    def _admit(self, key: ChunkKey, source: Stored) -> Stored:
+    def _admit(self, key: ChunkKey) -> Stored:
         if key not in self.chunks:
-            offset = self._new_offset()
-            content = {rank: [list(block) for block in blocks] for rank, blocks in source.content.items()}
+            offset, source = self._new_offset(), self.peer_chunks[key]
+            content = {place: list(rows) for place, rows in source.content.items()}
             self.memory[offset] = content
-            self.chunks[key] = Stored(source.token_count, content, offset)
+            self.chunks[key] = Stored(source.token_count, content, offset, part=source.part)
         return self.chunks[key]
 
     def _extent(self, chunk: Stored) -> Extent:
-        return Extent(
-            offset=chunk.offset, size_bytes=self.spec.size_bytes(chunk.token_count), token_count=chunk.token_count
+        extent = Extent(
+            offset=chunk.offset,
+            size_bytes=self.spec.part_bytes(chunk.part, chunk.token_count),
+            token_count=chunk.token_count,
         )
+        self.alters(extent)
+        return extent
 
     def _new_offset(self) -> int:
         self._next_offset += self.spec.chunk_bytes
@@ -321,6 +386,4 @@ class ScriptedNode:
 
     def _spoil(self, chunk: Stored) -> None:
         if chunk.offset in self.memory:
-            self.memory[chunk.offset] = {
-                rank: [[SPOILT] * len(block) for block in blocks] for rank, blocks in chunk.content.items()
-            }
+            self.memory[chunk.offset] = {place: [SPOILT] * len(rows) for place, rows in chunk.content.items()}

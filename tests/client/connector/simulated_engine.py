@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
@@ -18,16 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVC
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -35,6 +34,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import Attachment, StepPlan
@@ -43,8 +44,19 @@ from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.stats import ConnectorStats
 from lmkv_client.connector.vllm_connector import LMKVConnector
 from tests.client.connector.scripted_node import SPOILT, ScriptedNode, Stored
-from tests.client.connector.simulated_worker import (
+from tests.client.connector.simulated_models import (
     BLOCK,
+    CHUNK,
+    PLAIN,
+    SimulatedModel,
+    kv_cache_config,
+    kv_of,
+    oldest_read,
+    sliding,
+    slots_per_page,
+)
+from tests.client.connector.simulated_worker import (
+    NULL_PAGE,
     SimulatedWorker,
     answer_of,
     kv_values,
@@ -52,7 +64,6 @@ from tests.client.connector.simulated_worker import (
     seen,
 )
 
-CHUNK = 64
 STEP_SECONDS = 0.002
 MAX_STEPS = 2000
 MOST_IMAGE_TOKENS = 4096
@@ -89,6 +100,7 @@ class ScriptedConnector(LMKVConnector):
     node: ScriptedNode
     clock: Clock
     config: ConnectorConfig
+    kv: EngineKv
     rank_count: int
     step_tokens: int
 
@@ -102,7 +114,7 @@ class ScriptedConnector(LMKVConnector):
         self._worker = None
         self._scheduler = SchedulerSide(
             self.config,
-            ENGINE_KV,
+            self.kv,
             self.node,  # type: ignore[arg-type]  # it has what the scheduler side needs of a link
             rank_count=self.rank_count,
             step_tokens=self.step_tokens,
@@ -139,26 +151,31 @@ class SimulatedEngine:
         step_tokens: int = 8192,
         credit_limit: int = 64,
         attached: bool = True,
+        model: SimulatedModel = PLAIN,
         window: int = 0,
         **config: Any,
     ) -> None:
-        """`window`: tokens that all layers attend to; 0: all of them."""
-        self.window = window
-        self.node = ScriptedNode(SPEC, credit_limit=credit_limit)
+        """`window`: tokens that all layers attend to, unknown to the connector; 0: as the model says."""
+        self.caches: tuple[KVCacheSpec, ...] = (sliding(window),) if window else model.caches
+        caches = kv_cache_config(replace(model, caches=self.caches), vllm_config, block_count)
+        config = {"chunk_size": CHUNK, "save_partial_chunks": False} | config
+        self.kv = ENGINE_KV if model is PLAIN else kv_of(model, vllm_config, caches, **config)
+        self.node = ScriptedNode(self.kv.spec, credit_limit=credit_limit)
         self.node.on_commit = self._check_commit
         self.clock = Clock()
         ScriptedConnector.node = self.node
         ScriptedConnector.clock = self.clock
-        ScriptedConnector.config = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | config))
+        ScriptedConnector.config = ConnectorConfig(**config)
+        ScriptedConnector.kv = self.kv
         ScriptedConnector.rank_count = rank_count
         ScriptedConnector.step_tokens = step_tokens
-        vllm_config.cache_config.num_gpu_blocks = block_count
         vllm_config.scheduler_config.max_num_batched_tokens = step_tokens
-        self.scheduler = make_scheduler(vllm_config, block_count, window)
+        self.scheduler = make_scheduler(vllm_config, caches)
         connector = self.scheduler.connector
         assert isinstance(connector, ScriptedConnector)
         self.side: SchedulerSide = connector.scheduler
-        self.workers = [SimulatedWorker(rank, self.node) for rank in range(rank_count)]
+        slots = slots_per_page(self.caches)
+        self.workers = [SimulatedWorker(rank, self.node, slots) for rank in range(rank_count)]
         self.said: dict[str, list[int]] = {}
         self.transfer_params: dict[str, dict[str, Any]] = {}
         """The `kv_transfer_params` of answers."""
@@ -169,7 +186,7 @@ class SimulatedEngine:
         self.during_step: Callable[[], None] = lambda: None
         """Called after the workers have finished a step, before the scheduler gets their output."""
         self._aggregator = KVOutputAggregator(rank_count)
-        self._hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
+        self._hasher = get_request_block_hasher(self.scheduler.hash_block_size, get_hash_fn_by_name("sha256"))
         self._attachment: Attachment | None = None
         self._free_at_start = self.free_block_count
         if attached:
@@ -290,14 +307,15 @@ class SimulatedEngine:
         side = self.side
         assert (len(side._states), len(side._lookups), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
         assert not side._handoffs._finished
-        in_hand = side._stores.credits[0]
-        assert (in_hand.requested_count, in_hand.writing_count) == (0, 0)
+        in_hand = [side._stores.credits[part] for part in range(len(self.kv.spec.parts))]
+        assert all((part.requested_count, part.writing_count) == (0, 0) for part in in_hand)
+        offsets = {offset: part for part, ours in enumerate(in_hand) for offset in ours._offsets}
         if self.node.attached:
             assert not self.node.tickets, "the node still holds chunks for a request"
             assert not self.node.fetches
-            assert set(in_hand._offsets) == self.node.credits_out
+            assert offsets == self.node.credits_out
         else:
-            assert not in_hand._offsets
+            assert not offsets
 
     @property
     def events(self) -> list[KVCacheEvent]:
@@ -334,69 +352,135 @@ class SimulatedEngine:
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled: dict[str, list[int]] = {}
+        groups = range(len(self.caches))
+        for block_id in output.new_block_ids_to_zero or ():
+            worker.clear_page(block_id)
+        for copied in output.kv_cache_block_copies or ():
+            worker.copy_page(copied.src_block_id, copied.dst_block_id)
+        for request_id in [*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids]:
+            worker.state_index.pop(request_id, None)
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             if worker.rank == 0:
                 self.scheduled_tokens[request_id] += count
-            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            tokens = seen(request)
-            values = list(kv_values(tokens, request.cache_salt or ""))
-            start, stop = computed[request_id], computed[request_id] + count
-            oldest = max(0, start + 1 - self.window) if self.window else 0
-            right = all(worker.page(block_ids[at // BLOCK])[at % BLOCK] == values[at] for at in range(oldest, start))
-            if not right:
-                failed = worker._failed_blocks & set(block_ids)
-                assert failed, f"{request_id} reads pages that hold other bytes than its prompt's"
-            for at in range(start, stop):
-                worker.page(block_ids[at // BLOCK])[at % BLOCK] = values[at] if right else SPOILT
-            token = next_token(values[stop - 1] + (not right))
-            sampled[request_id] = [token] if stop == len(tokens) else []
+            values = list(kv_values(seen(request), request.cache_salt or ""))
+            span = range(computed[request_id], computed[request_id] + count)
+            block_ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            wrong = [
+                group for group in groups if not self._reads(worker, group, request_id, block_ids[group], values, span)
+            ]
+            failed = worker._failed_blocks & set(block_ids[0])
+            assert failed or not wrong, (
+                f"{request_id} reads pages of groups {wrong} that hold other bytes than its prompt's"
+            )
+            for group in groups:
+                self._writes(worker, group, block_ids[group], values, span, right=not wrong)
+            token = next_token(values[span.stop - 1] + bool(wrong))
+            sampled[request_id] = [token] if span.stop == len(values) else []
         return sampled
 
-    def _check_commit(self, key: ChunkKey, chunk: Stored) -> None:
-        """What becomes visible is what its key says, on every rank."""
+    def _reads(
+        self,
+        worker: SimulatedWorker,
+        group: int,
+        request_id: str,
+        block_ids: Sequence[int],
+        values: Sequence[int],
+        span: range,
+    ) -> bool:
+        """Whether a group's pages have what its layers read to compute these tokens."""
+        cache = self.caches[group]
+        if isinstance(cache, MambaSpec):
+            return self._moves_state(worker, group, request_id, block_ids, values, span)
+        return all(
+            worker.page(block_ids[at // cache.block_size], group)[at % cache.block_size] == values[at] + group
+            for at in range(oldest_read(cache, span.start), span.start)
+        )
+
+    def _moves_state(
+        self,
+        worker: SimulatedWorker,
+        group: int,
+        request_id: str,
+        block_ids: Sequence[int],
+        values: Sequence[int],
+        span: range,
+    ) -> bool:
+        """Copies the state to the page where the step ends, as vLLM's `preprocess_mamba` does; whether it is right."""
+        size = self.caches[group].block_size
+        index = worker.state_index.setdefault(request_id, {})
+        before = index.get(group, (span.start - 1) // size)
+        after = index[group] = -(-span.stop // size) - 1
+        if before not in (-1, after):
+            worker.page(block_ids[after], group)[0] = worker.page(block_ids[before], group)[0]
+        return span.start == 0 or worker.page(block_ids[after], group)[0] == values[span.start - 1] + group
+
+    def _writes(
+        self,
+        worker: SimulatedWorker,
+        group: int,
+        block_ids: Sequence[int],
+        values: Sequence[int],
+        span: range,
+        *,
+        right: bool,
+    ) -> None:
+        cache = self.caches[group]
+        for at in span if not isinstance(cache, MambaSpec) else span[-1:]:
+            block_id = block_ids[at // cache.block_size]
+            assert block_id != NULL_PAGE
+            slot = 0 if isinstance(cache, MambaSpec) else at % cache.block_size
+            worker.page(block_id, group)[slot] = values[at] + group if right else SPOILT
+
+    def _check_commit(self, commit: pb.CommitChunk, chunk: Stored) -> None:
+        """What becomes visible is what its key says, on every rank and of every group."""
+        key = ChunkKey(commit.chunk_key)
         values = self._values_of(key)
-        for worker in self.workers:
-            slots = [slot for block in chunk.content[worker.rank] for slot in block]
-            right = slots[: chunk.token_count] == values[-chunk.token_count :]
-            assert right, "a chunk holds other bytes than its key says"
+        part = self.kv.spec.parts[commit.part]
+        count = 1 if part.rule == PART_RULE_END else min(chunk.token_count, part.kept_tokens(CHUNK))
+        groups = [index for index, group in enumerate(self.kv.groups) if group.part == commit.part]
+        expected = {
+            (worker.rank, group): [value + group for value in values[-count:]]
+            for worker in self.workers
+            for group in groups
+        }
+        assert chunk.content == expected, "a chunk holds other bytes than its key says"
+        if commit.superseded_key:
+            older = self._values_of(ChunkKey(commit.superseded_key))
+            assert len(older) < len(values), "a chunk supersedes itself or a later one"
+            assert older == values[: len(older)], "a chunk supersedes one of another prompt"
 
     def _values_of(self, key: ChunkKey) -> list[int]:
         for request in self.requests.values():
             salt = request.cache_salt or ""
             tokens = as_tokens(list(request.all_token_ids))
             extras = multimodal_extras(request.mm_features, CHUNK)
-            chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK, extras)
+            chain = KeyChain(root_key(self.kv.spec.fingerprint, cache_salt=salt), CHUNK, extras)
             chain.extend(tokens)
             if key in chain.keys:
                 count = (chain.keys.index(key) + 1) * CHUNK
                 return list(kv_values(seen(request), salt))[:count]
             prompt = as_tokens(request.prompt_token_ids or [])
             for handed in (prompt, prompt[:-1]):  # a decode's prompt has more tokens than the prefill's
-                chain = KeyChain(root_key(SPEC.fingerprint, cache_salt=salt), CHUNK)
+                chain = KeyChain(root_key(self.kv.spec.fingerprint, cache_salt=salt), CHUNK)
                 chain.extend(handed)
                 if chain.partial(handed) == key:
                     return list(kv_values(handed.tolist(), salt))
         raise AssertionError("a key of no request")
 
 
-def make_scheduler(vllm_config: VllmConfig, block_count: int, window: int) -> Scheduler:
-    """vLLM's scheduler for one layer with `block_count` pages, which attends to `window` tokens (0: to all)."""
-    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64}
-    shape["dtype"] = vllm_config.model_config.dtype
-    cache: AttentionSpec = SlidingWindowSpec(sliding_window=window, **shape) if window else FullAttentionSpec(**shape)
-    kv_cache_config = KVCacheConfig(
-        num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], cache)]
-    )
+def make_scheduler(vllm_config: VllmConfig, caches: KVCacheConfig) -> Scheduler:
+    """vLLM's scheduler for these groups."""
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(caches, vllm_config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         init_none_hash(get_hash_fn_by_name("sha256"))
         scheduler = Scheduler(
             vllm_config,
-            kv_cache_config,
+            caches,
             StructuredOutputManager(vllm_config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
     # vLLM has no encoder cache for images if the model takes none, and nothing computes them here.

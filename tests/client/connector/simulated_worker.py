@@ -1,4 +1,7 @@
-"""A worker whose KV is simulated: a number per token that depends on every token before it."""
+"""A worker whose KV is simulated: a number per token that depends on every token before it.
+
+Each of vLLM's KV-cache groups has numbers of its own. A recurrent state is the number of the last token that is in it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from vllm.v1.request import Request
 
 from lmkv_client.connector.messages import LoadPlan, LoadResult, StepPlan, WorkerReport, WrittenExtent
 from lmkv_kernels import ChunkCopy
-from tests.client.connector.scripted_node import SPOILT, Content, Pool, ScriptedNode
+from tests.client.connector.scripted_node import SPOILT, Pool, ScriptedNode
+from tests.client.connector.simulated_models import BLOCK
 
-BLOCK = 32
+NULL_PAGE = 0
 VOCAB = 500
 
 
@@ -58,16 +62,21 @@ class Copying:
     failed_blocks: list[int] = field(default_factory=list)
     final: bool = False
     failed: bool = False
+    lost: bool = False
     steps_left: int = 0
 
 
 class SimulatedWorker:
     """One rank, as `WorkerSide` promises to be, with numbers for bytes."""
 
-    def __init__(self, rank: int, node: ScriptedNode) -> None:
+    def __init__(self, rank: int, node: ScriptedNode, slots: Sequence[int] = (BLOCK,)) -> None:
+        """`slots`: those of a page of each group."""
         self.rank = rank
         self.node = node
-        self.pages: dict[int, list[int]] = {}
+        self.state_index: dict[str, dict[int, int]] = {}
+        """By request and group: which of its pages has its recurrent state."""
+        self._slots = slots
+        self._pages: dict[int, list[int]] = {}
         self.steps_per_load = 0
         """Steps that an asynchronous load takes after all of it is known."""
         self.fails_loads = False
@@ -77,6 +86,7 @@ class SimulatedWorker:
         self._pool: Pool = {}
         self._poisoned = False
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._report: WorkerReport | None = None
 
     @property
@@ -84,9 +94,29 @@ class SimulatedWorker:
         """Loads that run."""
         return len(self._loads)
 
-    def page(self, block_id: int) -> list[int]:
-        """The slots of one page."""
-        return self.pages.setdefault(block_id, [SPOILT] * BLOCK)
+    def page(self, block_id: int, group: int = 0) -> list[int]:
+        """The slots of one page. All groups share the memory: what another kind of layers has left there is void."""
+        page = self._pages.get(block_id)
+        if page is None or len(page) != self._slots[group]:
+            page = self._pages[block_id] = [SPOILT] * self._slots[group]
+        return page
+
+    def clear_page(self, block_id: int) -> None:
+        """Discards what is in a page."""
+        self._pages.pop(block_id, None)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page to another."""
+        self._pages[target] = list(self._pages[source])
+
+    def slots(self, copy: ChunkCopy) -> Iterator[tuple[list[int], int]]:
+        """The page and the slot of each row of a copy. A state is one row."""
+        size = self._slots[copy.group]
+        stop = copy.first_slot + (1 if size == 1 else copy.token_count)
+        assert len(copy.block_ids) == -(-stop // size)
+        assert NULL_PAGE not in copy.block_ids, "a null page is copied"
+        for at in range(copy.first_slot, stop):
+            yield self.page(copy.block_ids[at // size], copy.group), at % size
 
     def load(self, plan: StepPlan) -> None:
         """Before the forward if it needs the pages at once, else after it."""
@@ -101,6 +131,8 @@ class SimulatedWorker:
             copying.copies += [(self._pool, copy) for copy in load.copies]
             copying.failed_blocks += load.failed_blocks
             copying.final |= load.final
+            copying.lost |= load.failed
+            assert not (load.failed and not load.final)
             if load.sync:
                 assert load.final, "a synchronous load is complete in its step"
                 self._end(load)
@@ -113,18 +145,20 @@ class SimulatedWorker:
     def copy(self, copying: Copying) -> None:
         """Fills pages from the pool, or fails to."""
         for pool, copy in copying.copies:
-            content = pool.get(copy.offset, {}).get(self.rank)
-            for index, block_id in enumerate(copy.block_ids, copy.first_token // BLOCK):
-                block = [SPOILT] * BLOCK if content is None or self.fails_loads else list(content[index])
-                self.pages[block_id] = block
-                if self.fails_loads:
-                    copying.failed_blocks.append(block_id)
-                    copying.failed = True
+            content = pool.get(copy.offset, {}).get((self.rank, copy.group))
+            for index, (page, slot) in enumerate(self.slots(copy), copy.first_token):
+                page[slot] = SPOILT if content is None or self.fails_loads else content[index]
+            if self.fails_loads:
+                copying.failed_blocks += copy.block_ids
+                copying.failed = True
         copying.copies.clear()
 
     def _done(self, request_id: str, copying: Copying) -> None:
         self.copy(copying)
-        self._failed_blocks |= set(copying.failed_blocks)
+        if self.node.spec.has_plain_parts:
+            self._failed_blocks |= set(copying.failed_blocks)
+        elif copying.failed or copying.lost:
+            self._failed_requests.add(request_id)
         self._reporting().loaded[request_id] = LoadResult(rank_count=1, seconds=0.001, failed=copying.failed)
 
     def store(self, plan: StepPlan) -> None:
@@ -136,10 +170,10 @@ class SimulatedWorker:
                 continue
             assert copy.first_token == 0
             assert copy.token_count == copy.extent_tokens
-            assert len(copy.block_ids) == -(-copy.token_count // BLOCK)
-            content: Content = [list(self.page(block_id)) for block_id in copy.block_ids]
-            self._pool[copy.offset][self.rank] = content
-            report.written[copy.offset] = WrittenExtent(rank_count=1, checksum=sum(map(sum, content)) % 2**64)
+            content = [page[slot] for page, slot in self.slots(copy)]
+            self._pool[copy.offset][self.rank, copy.group] = content
+            written = report.written.setdefault(copy.offset, WrittenExtent(rank_count=1, checksum=0))
+            written.checksum = (written.checksum + sum(content)) % 2**64
 
     def result(self) -> KVConnectorOutput:
         """What vLLM collects from the worker after the step."""
@@ -154,9 +188,13 @@ class SimulatedWorker:
             self._done(request_id, copying)
             finished.add(request_id)
         failed, self._failed_blocks = self._failed_blocks, set()
+        failed_requests, self._failed_requests = self._failed_requests, set()
         report, self._report = self._report, None
         return KVConnectorOutput(
-            finished_recving=finished or None, invalid_block_ids=failed, kv_connector_worker_meta=report
+            finished_recving=finished or None,
+            invalid_block_ids=failed,
+            failed_recving=failed_requests,
+            kv_connector_worker_meta=report,
         )
 
     def _reporting(self) -> WorkerReport:

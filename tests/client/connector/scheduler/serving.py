@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import CHUNK
 
 MakeEngine = Callable[..., SimulatedEngine]
 

@@ -6,8 +6,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.client.connector.scheduler.serving import HIT, PROMPT, MakeEngine, filled, forget_pages, until, with_peer
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
-from tests.client.connector.simulated_worker import BLOCK
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import BLOCK, CHUNK
 
 # ---- aborts
 

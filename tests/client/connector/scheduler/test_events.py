@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash, maybe_convert_block_h
 from vllm.v1.request import Request
 
 from lmkv_client.connector.scheduler.events import BlockEvents
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
-from tests.client.connector.simulated_worker import BLOCK
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import BLOCK, CHUNK
 
 MakeEngine = Callable[..., SimulatedEngine]
 

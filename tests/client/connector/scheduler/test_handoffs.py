@@ -15,8 +15,9 @@ from lmkv.auth.token import NO_TOKEN, BearerToken
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of, is_addressed
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
-from tests.client.connector.simulated_worker import BLOCK, answer_of
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import BLOCK, CHUNK
+from tests.client.connector.simulated_worker import answer_of
 
 MakeEngine = Callable[..., SimulatedEngine]
 

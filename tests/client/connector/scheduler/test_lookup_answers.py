@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lmkv_client.connector.scheduler.lookups import HOLD_SECONDS, SUSPECT_SECONDS, TIMEOUTS_UNTIL_SUSPECT
 from tests.client.connector.scheduler.serving import COLD, FOREVER, HIT, PROMPT, MakeEngine, filled, until
-from tests.client.connector.simulated_engine import CHUNK
-from tests.client.connector.simulated_worker import BLOCK
+from tests.client.connector.simulated_models import BLOCK, CHUNK
 
 
 def test_a_request_waits_for_its_answer_and_others_run_meanwhile(make_engine: MakeEngine) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
-from tests.client.connector.simulated_worker import BLOCK
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import BLOCK, CHUNK
 
 MakeEngine = Callable[..., SimulatedEngine]
 

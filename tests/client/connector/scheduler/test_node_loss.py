@@ -9,7 +9,7 @@ import pytest
 
 from tests.client.connector.scheduler.serving import COLD, HIT, PROMPT, MakeEngine, filled, forget_pages, until
 from tests.client.connector.simulated_engine import SimulatedEngine
-from tests.client.connector.simulated_worker import BLOCK
+from tests.client.connector.simulated_models import BLOCK
 
 # ---- the node is lost
 

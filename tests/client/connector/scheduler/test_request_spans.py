@@ -11,7 +11,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from lmkv.telemetry import spans
 from lmkv.telemetry.otel import OtelTracer
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import CHUNK
 
 MakeEngine = Callable[..., SimulatedEngine]
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import CHUNK
 
 PROMPT = list(range(3, 3 + 3 * CHUNK))
 OUTPUT = 2

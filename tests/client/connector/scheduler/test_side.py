@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.client.connector.scheduler.serving import COLD, DECODED, HIT, PROMPT, REST, MakeEngine, filled, forget_pages
-from tests.client.connector.simulated_engine import CHUNK
-from tests.client.connector.simulated_worker import BLOCK
+from tests.client.connector.simulated_models import BLOCK, CHUNK
 
 # ---- misses and hits
 

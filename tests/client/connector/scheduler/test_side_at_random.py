@@ -16,8 +16,9 @@ from hypothesis.stateful import (
 )
 from vllm.config import VllmConfig
 
-from tests.client.connector.simulated_engine import CHUNK, SimulatedEngine
-from tests.client.connector.simulated_worker import BLOCK
+from lmkv.v1.chunk_pb2 import Extent
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS, PLAIN, SimulatedModel
 
 TRUNK = [(7 * i) % 491 for i in range(6 * CHUNK)]
 
@@ -26,6 +27,7 @@ class RandomLife(RuleBasedStateMachine):
     """Each rule is one thing that can happen between two steps of the engine."""
 
     vllm_config: ClassVar[VllmConfig]
+    model: ClassVar[SimulatedModel] = PLAIN
 
     @initialize(
         asynchronous=st.booleans(),
@@ -47,7 +49,8 @@ class RandomLife(RuleBasedStateMachine):
         self.engine = SimulatedEngine(
             self.vllm_config,
             rank_count=rank_count,
-            block_count=block_count,
+            model=self.model,
+            block_count=block_count * len(self.model.caches),
             step_tokens=step_tokens,
             credit_limit=credit_limit,
             enable_async_loading=asynchronous,
@@ -110,12 +113,28 @@ class RandomLife(RuleBasedStateMachine):
         else:
             self.node.deliver(count or None)
 
-    @rule(to_peer=st.booleans())
-    def evicts(self, to_peer: bool) -> None:
+    @rule(to_peer=st.booleans(), part=st.sampled_from([None, 0, 1]))
+    def evicts(self, to_peer: bool, part: int | None) -> None:
         if to_peer:
-            self.node.move_to_peer()
+            self.node.move_to_peer(part)
         else:
-            self.node.evict()
+            self.node.evict(part)
+
+    @precondition(lambda self: any(not chunk.holds for chunk in self.node.chunks.values()))
+    @rule(data=st.data())
+    def drops(self, data: st.DataObject) -> None:
+        free = sorted(key for key, chunk in self.node.chunks.items() if not chunk.holds)
+        self.node.drop(data.draw(st.sampled_from(free)))
+
+    @precondition(lambda self: len(self.model.caches) > 1)
+    @rule(parts=st.sets(st.integers(0, 1)))
+    def grudges(self, parts: set[int]) -> None:
+        self.node.grudged_parts = parts
+
+    @precondition(lambda self: self.model is not PLAIN)
+    @rule(wrong=st.booleans())
+    def sizes_become_wrong(self, wrong: bool) -> None:
+        self.node.alters = halve if wrong else keep
 
     @rule(seconds=st.sampled_from([0.05, 0.2, 1.5, 11.0]))
     def time_passes(self, seconds: float) -> None:
@@ -137,6 +156,7 @@ class RandomLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        self.node.alters = keep
         for worker in self.engine.workers:
             worker.fails_loads = worker.skips_stores = False
         self.engine.check_nothing_is_left()
@@ -145,12 +165,34 @@ class RandomLife(RuleBasedStateMachine):
                 self.engine.check_answer(request_id)
 
 
+def keep(extent: Extent) -> None:
+    """As it is."""
+
+
+def halve(extent: Extent) -> None:
+    """An extent of no part."""
+    extent.size_bytes //= 2
+
+
 @pytest.mark.timeout(120)
 def test_whatever_happens_answers_are_right_and_nothing_is_left(scripted_config: VllmConfig) -> None:
-    RandomLife.vllm_config = scripted_config
+    run(scripted_config, PLAIN, 60)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", MODELS)
+def test_whatever_happens_with_several_groups_answers_are_right_and_nothing_is_left(
+    scripted_config: VllmConfig, name: str
+) -> None:
+    run(scripted_config, MODELS[name], 12)
+
+
+def run(vllm_config: VllmConfig, model: SimulatedModel, examples: int) -> None:
+    RandomLife.vllm_config = vllm_config
+    RandomLife.model = model
     run_state_machine_as_test(
         RandomLife,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

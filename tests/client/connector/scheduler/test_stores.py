@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv_client.connector.scheduler.stores import MAX_FAILURES
 from tests.client.connector.scheduler.serving import COLD, PROMPT, MakeEngine, forget_pages, until
-from tests.client.connector.simulated_engine import CHUNK
+from tests.client.connector.simulated_models import CHUNK
 
 # ---- write credits
 

@@ -1,0 +1,467 @@
+"""The scheduler side with models of several KV-cache groups: windows, local chunks and states beside full attention.
+
+Every step checks that each page that it reads, by the rule of its group, has the KV of its own prompt; every commit,
+that each group's rows are what the key says; every copy, that it names no null page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from lmkv.keys import part_key
+from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, Extent
+from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, until
+from tests.client.connector.simulated_engine import SimulatedEngine
+from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS
+
+REST = 8
+CHUNKS = 6
+PROMPT = [(7 * at) % 491 for at in range(CHUNKS * CHUNK + REST)]
+COLD = len(PROMPT) + DECODED
+HIT = REST + DECODED
+PAGES = 200
+"""More than any test needs."""
+
+every_model = pytest.mark.parametrize("name", MODELS)
+WITH_FULL = [name for name, model in MODELS.items() if "full" in name or "llama" in name or "gemma" in name]
+
+
+def engine_of(make_engine: MakeEngine, name: str, **options: object) -> SimulatedEngine:
+    return make_engine(**{"model": MODELS[name], "block_count": PAGES} | options)
+
+
+def filled(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> SimulatedEngine:
+    """The engine, once it has stored the prompt and forgotten its own pages of it."""
+    engine.serve("filler", prompt)
+    forget_pages(engine)
+    return engine
+
+
+def parts_of(engine: SimulatedEngine) -> range:
+    return range(len(engine.kv.spec.parts))
+
+
+def committed(engine: SimulatedEngine) -> Counter[int]:
+    """The number of chunks whose part the node has, by part."""
+    return Counter(stored.part for stored in engine.node.chunks.values())
+
+
+def hit_of(tokens: int) -> int:
+    """Tokens of the longest hit for a prompt that is stored: at least one is left to compute."""
+    return (tokens - 1) // CHUNK * CHUNK
+
+
+def steps_at_chunks(name: str) -> dict[str, object]:
+    """Options of an engine whose steps end with chunks, so that it has the states there."""
+    return {"step_tokens": CHUNK} if MODELS[name].has_states else {}
+
+
+# ---- misses and hits
+
+
+@every_model
+def test_a_prompt_is_stored_part_by_part_and_loaded(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    assert engine.serve("a", PROMPT) == COLD
+    for index, part in enumerate(engine.kv.spec.parts):
+        needed = sum(part.is_needed(chunk, CHUNK) for chunk in range(CHUNKS))
+        assert committed(engine)[index] == (1 if part.rule == PART_RULE_END else needed)
+    forget_pages(engine)
+    commits = len(engine.node.commits)
+    assert engine.serve("b", PROMPT) == HIT
+    assert (engine.count("loaded_tokens"), engine.count("load_failures")) == (CHUNKS * CHUNK, 0)
+    assert len(engine.node.commits) == commits, "what is held is not stored again"
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_two_ranks_store_and_load_their_shares(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name, rank_count=2))
+    assert engine.serve("a", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_prompts_that_end_around_edges_are_loaded_to_their_last_chunk(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    edges = {CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK, 2 * CHUNK + BLOCK}
+    edges |= {part.span for part in engine.kv.spec.parts if part.span}
+    edges |= {CHUNK + part.span for part in engine.kv.spec.parts if part.span}
+    lengths = sorted({edge + more for edge in edges for more in (-1, 0, 1)})
+    for number, length in enumerate(lengths):
+        prompt = [number, *PROMPT[: length - 1]]
+        assert engine.serve(f"{length} cold", prompt) == length + DECODED
+        forget_pages(engine)
+        assert engine.serve(f"{length} again", prompt) == length - hit_of(length) + DECODED
+        forget_pages(engine)
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_a_prompt_that_shares_a_beginning_loads_it(make_engine: MakeEngine, name: str) -> None:
+    """A hit that ends where the stored prompt does not: inside of its windows, local chunks and between its states."""
+    engine = engine_of(make_engine, name, **steps_at_chunks(name))
+    filled(engine)
+    for shared in (CHUNK - 1, CHUNK, 2 * CHUNK + 1, 3 * CHUNK, 4 * CHUNK + BLOCK, 5 * CHUNK, len(PROMPT)):
+        prompt = [*PROMPT[:shared], *[400 + shared % 64] * 40]
+        hit = min(shared, hit_of(len(prompt))) // CHUNK * CHUNK
+        assert engine.serve(str(shared), prompt) == len(prompt) - hit + DECODED
+        forget_pages(engine)
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("own_tokens", [BLOCK + 1, CHUNK + 1, 2 * CHUNK + BLOCK + 1, 4 * CHUNK + 1, len(PROMPT)])
+def test_what_vllm_has_itself_and_what_the_node_has_make_one_hit(
+    make_engine: MakeEngine, name: str, own_tokens: int
+) -> None:
+    engine = filled(engine_of(make_engine, name))
+    engine.serve("own", PROMPT[:own_tokens])
+    assert engine.serve("a", PROMPT) == HIT
+    assert engine.count("load_failures") == 0
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_several_requests_load_and_store_beside_each_other(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name, step_tokens=100))
+    for number in range(4):
+        engine.add(f"r{number}", PROMPT[: 70 + 80 * number] + [400 + number] * (20 * number), output=5)
+    engine.run()
+    for number in range(4):
+        engine.check_answer(f"r{number}")
+    engine.check_nothing_is_left()
+
+
+# ---- stores
+
+
+@every_model
+@pytest.mark.parametrize("step_tokens", [CHUNK, 96, 150])
+def test_prefill_in_many_steps_stores_what_hits_need(make_engine: MakeEngine, name: str, step_tokens: int) -> None:
+    engine = filled(engine_of(make_engine, name, step_tokens=step_tokens))
+    for index, part in enumerate(engine.kv.spec.parts):
+        if part.rule != PART_RULE_END:
+            assert committed(engine)[index] == sum(part.is_needed(chunk, CHUNK) for chunk in range(CHUNKS))
+    assert engine.serve("a", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_chunks_that_decoding_fills_are_found_by_the_next_turn(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    engine.serve("a", PROMPT, output=2 * CHUNK + 20)
+    forget_pages(engine)
+    turn = [*PROMPT, *engine.said["a"], *range(30)]
+    assert engine.serve("b", turn) == len(turn) - 8 * CHUNK + DECODED
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_without_save_decode_cache_only_the_prompt_is_stored(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name, save_decode_cache=False)
+    engine.serve("a", PROMPT, output=2 * CHUNK + 20)
+    assert max(committed(engine).values()) <= CHUNKS
+    forget_pages(engine)
+    turn = [*PROMPT, *engine.said["a"], *range(30)]
+    assert engine.serve("b", turn) == len(turn) - CHUNKS * CHUNK + DECODED
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_a_part_supersedes_that_of_the_chunk_that_the_next_hit_no_longer_needs(
+    make_engine: MakeEngine, name: str
+) -> None:
+    engine = engine_of(make_engine, name, step_tokens=CHUNK)
+    engine.serve("a", PROMPT)
+    keys = [key for key in engine.node.parents if key in engine.node.chunks or len(engine.kv.spec.parts) == 1]
+    chain = sorted(engine.node.parents, key=lambda key: depth(engine, key))
+    expected = {}
+    for index, part in enumerate(engine.kv.spec.parts):
+        for chunk in range(CHUNKS):
+            if part.rule == PART_RULE_ALL or not part.is_needed(chunk, CHUNK):
+                continue
+            older = part.needed(chunk + 1, CHUNK).start - 1
+            if older >= 0:
+                expected[part_key(chain[chunk], index)] = chain[older]
+    assert keys
+    assert engine.node.superseded == expected
+
+
+def depth(engine: SimulatedEngine, key: bytes) -> int:
+    """Chunks before this one."""
+    parent = engine.node.parents.get(key, b"")  # type: ignore[call-overload]
+    return 1 + depth(engine, parent) if parent else 0
+
+
+@every_model
+def test_without_credits_for_a_part_it_is_not_stored_and_is_counted(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    for part in parts_of(engine):
+        engine.node.evict()
+        engine.node.grudged_parts = {part}
+        skipped = engine.count("skipped_chunks")
+        assert engine.serve(f"without {part}", PROMPT) == COLD
+        assert committed(engine)[part] == 0
+        is_ever_needed = any(engine.kv.spec.parts[part].is_needed(chunk, CHUNK) for chunk in range(CHUNKS))
+        assert (engine.count("skipped_chunks") > skipped) == is_ever_needed
+        forget_pages(engine)
+        assert engine.serve(f"again without {part}", PROMPT) == (COLD if is_ever_needed else HIT)
+        forget_pages(engine)
+    engine.node.grudged_parts = set()
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", WITH_FULL)
+def test_full_attention_that_found_no_credit_is_stored_in_a_later_step(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    engine.node.grudged_parts = {0}
+    engine.add("a", PROMPT, output=20)
+    until(engine, lambda: len(engine.said["a"]) > 2)
+    assert committed(engine)[0] == 0
+    engine.node.grudged_parts = set()
+    engine.run("a")
+    assert committed(engine)[0] == CHUNKS
+    forget_pages(engine)
+    assert engine.serve("b", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_null_pages_of_a_local_hit_are_not_stored(make_engine: MakeEngine, name: str) -> None:
+    """vLLM has the end of a prompt itself, the node has dropped all of it: null pages stand for the rest."""
+    engine = engine_of(make_engine, name)
+    engine.serve("a", PROMPT)
+    engine.node.evict()
+    longer = [*PROMPT, *range(2 * CHUNK)]
+    engine.serve("b", longer)
+    assert engine.count("null_page_requests") == 0
+    forget_pages(engine)
+    engine.serve("c", longer)
+    forget_pages(engine)
+    assert engine.serve("d", longer) == len(longer) - hit_of(len(longer)) + DECODED
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_a_store_that_the_workers_skipped_harms_nothing(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    (worker,) = engine.workers
+    worker.skips_stores = True
+    engine.add("a", PROMPT, output=10)
+    engine.step()
+    worker.skips_stores = False
+    engine.run("a")
+    forget_pages(engine)
+    engine.serve("b", PROMPT)
+    engine.check_nothing_is_left()
+
+
+# ---- items that the node must bring
+
+
+@every_model
+def test_items_at_a_peer_are_brought_and_loaded(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name))
+    engine.node.move_to_peer()
+    assert engine.serve("a", PROMPT) == HIT
+    assert engine.count("peer_tokens") == CHUNKS * CHUNK
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_one_part_at_a_peer_and_the_others_in_the_pool_are_one_hit(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name))
+    for part in parts_of(engine):
+        engine.node.move_to_peer(part)
+        assert engine.serve(f"part {part} at a peer", PROMPT) == HIT
+        forget_pages(engine)
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_items_in_the_pool_behind_a_gap_are_loaded(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name))
+    items = engine.kv.spec.item_keys(engine.kv.spec.items(CHUNKS), chain_of(engine))
+    for number, key in enumerate(items):
+        engine.node.peer_chunks[key] = engine.node.chunks[key]
+        engine.node.drop(key)
+        assert engine.serve(f"item {number} at a peer", PROMPT) == HIT
+        forget_pages(engine)
+    engine.check_nothing_is_left()
+
+
+def chain_of(engine: SimulatedEngine) -> list[bytes]:
+    """The keys of the prompt's chunks, as the last lookup named them."""
+    keys = engine.node.lookups[-1].chunk_keys
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+@every_model
+def test_one_chunk_after_another_arrives_over_many_steps(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name))
+    engine.node.move_to_peer()
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    while engine.node.fetches:
+        engine.node.deliver(1)
+        engine.step()
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == HIT
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_after_the_eviction_of_a_part_nothing_wrong_is_loaded(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_of(make_engine, name)
+    for part in parts_of(engine):
+        filled(engine, [part, *PROMPT])
+        engine.node.evict(part)
+        computed = engine.serve(f"without part {part}", [part, *PROMPT])
+        is_ever_needed = any(engine.kv.spec.parts[part].is_needed(chunk, CHUNK) for chunk in range(CHUNKS))
+        assert computed == (COLD + 1 if is_ever_needed else HIT + 1)
+        del engine.requests["filler"]
+        forget_pages(engine)
+
+
+# ---- loads that fail
+
+
+@every_model
+@pytest.mark.parametrize("delivered", [0, 1])
+def test_if_an_item_is_lost_the_request_is_computed(make_engine: MakeEngine, name: str, delivered: int) -> None:
+    engine = fetching(engine_of(make_engine, name))
+    if delivered:
+        engine.node.deliver(delivered, done=False)
+    if engine.node.fetches:
+        engine.step()
+        engine.node.fail()
+    engine.run("a")
+    engine.check_answer("a")
+    engine.check_nothing_is_left()
+
+
+def fetching(engine: SimulatedEngine) -> SimulatedEngine:
+    """An engine whose request waits for items that are at a peer."""
+    filled(engine)
+    engine.node.move_to_peer()
+    engine.node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    return engine
+
+
+@every_model
+def test_an_item_that_comes_too_late_is_not_waited_for(make_engine: MakeEngine, name: str) -> None:
+    engine = fetching(engine_of(make_engine, name))
+    engine.step()
+    engine.clock.now += 60
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == COLD
+    assert engine.count("load_failures") == 1
+    engine.node.fetches_at_once = True
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("at_peer", [False, True])
+def test_an_extent_of_another_size_is_not_loaded_and_not_waited_for(
+    make_engine: MakeEngine, name: str, at_peer: bool
+) -> None:
+    engine = filled(engine_of(make_engine, name))
+    if at_peer:
+        engine.node.move_to_peer()
+    engine.node.alters = halve_state_or_last
+    started = engine.clock.now
+    assert engine.serve("a", PROMPT) == COLD
+    assert engine.clock.now - started < 0.5, "the load waited for its deadline"
+    assert engine.count("load_failures") == 1
+    engine.check_nothing_is_left()
+
+
+def halve_state_or_last(extent: Extent) -> None:
+    extent.size_bytes //= 2
+
+
+@every_model
+def test_if_the_workers_cannot_copy_the_request_is_computed(make_engine: MakeEngine, name: str) -> None:
+    engine = filled(engine_of(make_engine, name))
+    engine.workers[0].fails_loads = True
+    assert engine.serve("a", PROMPT) == COLD
+    assert engine.count("load_failures") == 1
+    engine.workers[0].fails_loads = False
+    forget_pages(engine)
+    assert engine.serve("b", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("own_tokens", [CHUNK + 1, 4 * CHUNK + 1])
+def test_if_a_load_behind_a_local_hit_fails_the_request_is_computed(
+    make_engine: MakeEngine, name: str, own_tokens: int
+) -> None:
+    engine = filled(engine_of(make_engine, name))
+    engine.serve("own", PROMPT[:own_tokens])
+    engine.workers[0].fails_loads = True
+    engine.serve("a", PROMPT)
+    engine.workers[0].fails_loads = False
+    engine.serve("b", PROMPT)
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("back", ["never", "at once", "same node"])
+def test_if_the_node_is_lost_during_a_load_the_request_is_computed(
+    make_engine: MakeEngine, name: str, back: str
+) -> None:
+    engine = fetching(engine_of(make_engine, name))
+    engine.node.deliver(1, done=False)
+    engine.step()
+    engine.node.lose()
+    if back != "never":
+        engine.node.attach(restarted=back == "at once")
+    engine.node.fetches_at_once = True
+    engine.run("a")
+    engine.check_answer("a")
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_request_that_is_aborted_during_its_load_leaves_nothing(
+    make_engine: MakeEngine, name: str, steps: int
+) -> None:
+    engine = filled(engine_of(make_engine, name))
+    engine.workers[0].steps_per_load = 3
+    engine.add("a", PROMPT)
+    for _ in range(steps + 1):
+        engine.step()
+    engine.abort("a")
+    engine.check_nothing_is_left()
+    assert engine.serve("b", PROMPT) == HIT
+
+
+# ---- preemption
+
+
+@every_model
+def test_preempted_requests_get_right_answers(make_engine: MakeEngine, name: str) -> None:
+    """Two requests that grow until there are pages for one."""
+    engine = engine_of(make_engine, name, block_count=1 + tight_pages(name), step_tokens=96)
+    for number in range(3):
+        engine.add(f"r{number}", PROMPT[number : number + 2 * CHUNK + 5], output=2 * CHUNK)
+    engine.run()
+    for number in range(3):
+        engine.check_answer(f"r{number}")
+    assert any(request.num_preemptions for request in engine.requests.values())
+    engine.check_nothing_is_left()
+
+
+def tight_pages(name: str) -> int:
+    """Pages for a request and a half."""
+    return sum(-(-(4 * CHUNK + 5) // cache.block_size) * 3 // 2 for cache in MODELS[name].caches)
