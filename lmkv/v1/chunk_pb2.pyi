@@ -151,7 +151,7 @@ class KvPart(_message.Message):
     tile_isa: _builtins.str
     """With native tiles: the instruction set the backend packs for. Otherwise empty."""
     block_size: _builtins.int
-    """With native tiles: tokens per KV-cache block. Otherwise 0."""
+    """With native tiles, or if a window is shorter than a chunk: tokens per KV-cache block. Otherwise 0."""
     layers: _builtins.str
     """Digest over the names of its layers, in the order in which an extent has them."""
     def __init__(

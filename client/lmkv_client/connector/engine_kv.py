@@ -101,6 +101,8 @@ def engine_kv(
             "--disable-hybrid-kv-cache-manager if some layers of the model have full attention"
         )
     chunk_size = _chunk_size(parts, caches, alignment or 0, config)
+    if not native:
+        parts = [_in_whole_pages(part, kinds, caches, chunk_size) for part in parts]
     first = parts[0]
     spec = KvSpec(
         model_name=served_names(model)[0],
@@ -205,6 +207,17 @@ def _part(vllm_config: VllmConfig, cache: KVCacheSpec, *, native: bool) -> KvPar
         tile_isa=tile_isa(vllm_config, cache.head_size, cache.block_size) if native else "",
         block_size=cache.block_size if native else 0,
     )
+
+
+def _in_whole_pages(part: KvPart, kinds: Sequence[KvPart], caches: Sequence[KVCacheSpec], chunk_size: int) -> KvPart:
+    """Keeps a window that is shorter than a chunk from the beginning of a page on.
+
+    A load fills whole pages: vLLM takes each one for complete, also for hits that end earlier.
+    """
+    if part.rule != PART_RULE_LAST or part.span - 1 >= chunk_size:
+        return part
+    blocks = {cache.block_size for kind, cache in zip(kinds, caches, strict=True) if kind.span == part.span}
+    return replace(part, block_size=max(blocks))
 
 
 def _chunk_size(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmkv.parts import KvPart
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.kv_layout import LayerGroup
@@ -83,10 +82,12 @@ class BlockMap:
         return [self._one_block(block, offset, group) for group, block in blocks]
 
     def _oldest(self, part: int, end: int) -> int:
-        """The oldest token of a part that a hit ending at `end` copies: whole tiles are copied whole."""
-        kind: KvPart = self.spec.parts[part]
-        oldest = kind.first_token(end)
-        return oldest // kind.block_size * kind.block_size if kind.block_size else oldest
+        """The oldest token of a part that a hit ending at `end` copies: the first of its page.
+
+        vLLM takes pages that were loaded for complete, and uses them for hits that end earlier.
+        """
+        page = max(group.block_size for group in self.groups if group.part == part)
+        return self.spec.parts[part].first_token(end) // page * page
 
     def _state_copy(
         self, block_ids: Sequence[int], group: LayerGroup, chunk: int, offset: int, index: int

@@ -65,12 +65,13 @@ class LoadState:
         self._closed = False
 
     def add_extents(self, first: int, extents: Sequence[Extent]) -> None:
-        """Adds arrived items, from `first` on, with their extents. An extent that does not fit its item is lost."""
+        """Adds arrived items, from `first` on, with their extents. One that does not fit its item ends the load."""
         for index, extent in enumerate(extents, first):
             if index in self._missing and not self._closed:
                 copies = self.items.copies(index, extent)
                 if copies is None:
-                    continue
+                    self.close()
+                    return
                 self._missing.discard(index)
                 self._ready[index] = copies, extent
                 self.arrived_tokens += self.items.token_count(index, extent)
@@ -89,6 +90,11 @@ class LoadState:
         self.arrived_tokens -= sum(self.items.token_count(index, extent) for index, (_, extent) in self._ready.items())
         self._ready.clear()
         self.close()
+
+    @property
+    def waits(self) -> bool:
+        """Whether items may still arrive."""
+        return not self._closed and not self.complete
 
     @property
     def complete(self) -> bool:

@@ -80,7 +80,7 @@ class Loads:
         load_state.add_extents(0, state.own)
         if state.lookup_state is not LookupState.FOUND:  # the node was lost since the match
             load_state.close()
-        elif not load_state.complete:
+        elif load_state.waits:
             wanted = load_state.items.wanted
             first = max(len(state.own), wanted.start)
             self._lookups.request_load(state, first, wanted.stop - first, load_state.span.traceparent)

@@ -56,6 +56,7 @@ class RequestState:
         "peer_id",
         "preemption_count",
         "request_id",
+        "skipped_chunks",
         "sources",
         "state_chunks",
         "store_failures",
@@ -132,6 +133,8 @@ class RequestState:
         """The last chunk whose state is stored, by part."""
         self.partial_is_stored = self.partial_key is None
         """Whether the partial chunk, if there is one, needs no storing any more."""
+        self.skipped_chunks: set[int] = set()
+        """Indices of chunks of which a part was not stored and never will be."""
         self.store_failures = 0
         self.lacked_credit = False
         """Whether a chunk was not stored because there was no write credit."""

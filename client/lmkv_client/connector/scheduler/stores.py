@@ -167,7 +167,9 @@ class Stores:
                 if len(blocks) < sum(group.part == part for group in groups) or state.keys_up_to(index + 1) <= index:
                     continue
                 offset = self._take_credit(state, part)
-                if offset is not None:
+                if offset is None:
+                    state.skipped_chunks.add(index)
+                else:
                     copies += self._blocks.state_copies(part, list(blocks.items()), offset=offset)
                     self._note(state, part, index, size, offset, superseded=state.state_chunks.get(part, -1))
                     state.state_chunks[part] = index
@@ -182,10 +184,13 @@ class Stores:
         copies: list[ChunkCopy],
     ) -> bool:
         """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
+        chunk = state.full_count if index == PARTIAL else index
         offset = self._take_credit(state, part)
         if offset is None:
+            if part in self._freed_parts:
+                lost = self._blocks.stored(part, chunk, block_ids, offset=0, token_count=token_count)
+                state.skipped_chunks |= set() if has_null_page(lost) else {index}
             return False
-        chunk = state.full_count if index == PARTIAL else index
         own = self._blocks.stored(part, chunk, block_ids, offset=offset, token_count=token_count)
         if has_null_page(own):
             self.credits[part].return_unwritten(offset)
@@ -265,8 +270,11 @@ class Stores:
 
     def finished(self, state: RequestState) -> None:
         """Counts chunks of a finished request that were not stored."""
+        skipped = state.skipped_chunks
         if state.lacked_credit or state.store_failures:
-            self._counters.add("skipped_chunks", state.unstored_count)
+            skipped |= set(range(state.stored_count, state.full_count)) if state.may_store else set()
+            self._counters.add("skipped_chunks", int(state.may_store and not state.partial_is_stored))
+        self._counters.add("skipped_chunks", len(skipped))
 
     def idle(self) -> None:
         """Returns the credits that an engine without requests does not need."""
@@ -286,6 +294,8 @@ class Stores:
                 write.state.partial_is_stored = False
             elif write.part in self._kept_parts:
                 write.state.stored_count = min(write.state.stored_count, write.index)
+            else:
+                write.state.skipped_chunks.add(write.index)
         for state in {write.state for write in writes}:
             state.store_failures += 1
 

@@ -83,7 +83,7 @@ export type KvPart = Message<"lmkv.v1.KvPart"> & {
   tileIsa: string;
 
   /**
-   * With native tiles: tokens per KV-cache block. Otherwise 0.
+   * With native tiles, or if a window is shorter than a chunk: tokens per KV-cache block. Otherwise 0.
    *
    * @generated from field: int32 block_size = 9;
    */
