@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadChunkKey, BadTokens
-from lmkv.packing import pack_fields
 
 HASH_SCHEME = "sha256-16"
 KEY_BYTES = 16
@@ -56,6 +55,11 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
     if array.size and top >= limit:
         raise BadTokens(f"token id {top} is beyond the vocabulary of {limit}", token=top, vocab_size=limit)
     return np.ascontiguousarray(array, dtype="<u4")
+
+
+def pack_fields(fields: Iterable[bytes]) -> bytes:
+    """The concatenated fields, each preceded by its length as little-endian u32: different lists differ."""
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
 def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret: bytes = b"") -> ChunkKey:

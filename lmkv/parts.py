@@ -1,4 +1,4 @@
-"""The parts of a chunk: what the layers of one kind hold of it, and which of them a hit needs. Pure.
+"""The parts of a chunk: what the layers of one kind hold of it, and which of them a hit needs.
 
 A hit of n chunks ends at token E = n * C, where C is the chunk size. Of each part it needs the chunks from `start` on:
 

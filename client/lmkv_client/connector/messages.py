@@ -37,14 +37,14 @@ class LoadPlan:
     request_id: str
     copies: list[ChunkCopy]
     sync: bool
-    """Whether the step's forward needs the pages. Never with several KV-cache groups: vLLM could not compute the pages
-    of such a load if it fails."""
+    """Whether the step's forward needs the pages. Never where chunks have several parts: vLLM could not compute the
+    pages of such a load if it fails."""
     final: bool
     """Whether it is the request's last plan."""
     checks: list[ExtentChecksum]
     """Extents to verify first; empty unless `verify_loads` is on."""
     failed_blocks: list[int]
-    """Pages that will not be filled; vLLM computes them instead. Empty with several groups: they have `failed`."""
+    """Pages that will not be filled; vLLM computes them instead. Empty where chunks have several parts."""
     buffered: list[ChunkCopy] = field(default_factory=list)
     """As `copies`, of extents in the device buffer."""
     failed: bool = False

@@ -320,7 +320,7 @@ class ScriptedNode:
                 self._spoil(chunk)
 
     def _reserve(self, counts: Sequence[int], settled: Sequence[int]) -> None:
-        """Grants write credits for each part, as far as there is room for more of it."""
+        """Grants write credits for each part while there is room for more of it."""
         assert len(counts) <= len(self.spec.parts)
         granted = []
         for part, count in enumerate(counts):

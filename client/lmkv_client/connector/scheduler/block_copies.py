@@ -1,4 +1,4 @@
-"""Copies of a request's tokens between the blocks that hold them and extents. Pure."""
+"""Copies of a request's tokens between the blocks that hold them and extents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load copies: the chunks of a prompt, or the items of a hit where chunks have several parts. Pure."""
+"""What a load copies: the chunks of a prompt, or the items of a hit where chunks have several parts."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Loads:
         del self._load_states[request_id]
         complete = load_state.complete and not loaded.failed
         if state:
-            if loaded.failed and self._config.verify_loads:
+            if loaded.failed and load_state.complete and self._config.verify_loads:
                 self._lookups.report_damaged(self._keys(load_state, state))
             state.load_failed |= not complete
             if complete:

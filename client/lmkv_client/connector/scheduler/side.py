@@ -262,7 +262,8 @@ class SchedulerSide:
             self._stores.reset_credits(message.welcome.credit_limit)
             self._welcome = message.welcome
         settled = (message.settled_reserve_count, *message.settled_part_reserve_counts)
-        self._stores.credits.settle(settled, message.credits)
+        granted = [(extent.part, extent.offset) for extent in message.credits]
+        self._stores.credits.settle(settled, granted)
         for found in message.found:
             self._lookups.handle_found(found)
         for loaded in message.loaded:

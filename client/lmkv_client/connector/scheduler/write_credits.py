@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lmkv.v1.chunk_pb2 import Extent
-
 KEPT_WHEN_IDLE = 4
 """Credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
 
@@ -72,13 +70,13 @@ class PartCredits:
         """The numbers to request so that as many as wanted become available, by part."""
         return [part.request(wanted) for part, wanted in zip(self._parts, wanted_counts, strict=True)]
 
-    def settle(self, counts: Sequence[int], granted: Iterable[Extent]) -> None:
-        """Records the node's answer to requested credits, by part, and the extents that it granted."""
+    def settle(self, counts: Sequence[int], granted: Iterable[tuple[int, int]]) -> None:
+        """Records the node's answer to requested credits, by part; `granted` has the part and offset of each."""
         for part, count in zip(self._parts, counts, strict=False):
             part.settle(count, ())
-        for extent in granted:
-            if 0 <= extent.part < len(self._parts):
-                self._parts[extent.part].settle(0, (extent.offset,))
+        for number, offset in granted:
+            if 0 <= number < len(self._parts):
+                self._parts[number].settle(0, (offset,))
 
     def take_surplus(self) -> list[int]:
         """Removes and returns the credits that an idle engine returns to its node."""

@@ -109,7 +109,7 @@ async def test_a_copy_leaves_the_source_as_it_is(make: Make, operator: Operator)
         assert await operator.found() == {"a": 64, "b": 64}
 
 
-async def test_a_hit_that_ends_earlier_is_moved_as_far_as_it_goes(make: Make, operator: Operator) -> None:
+async def test_a_hit_that_ends_earlier_is_moved_up_to_its_end(make: Make, operator: Operator) -> None:
     held = [*items(2), *KEYS[2:]]  # two more chunks of the full attention, but no state behind them
     async with make("a", held, HYBRID) as a, make("b", spec=HYBRID) as b:
         result = await operator.move(KEYS)
