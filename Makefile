@@ -39,7 +39,7 @@ demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
 test: $(STAMP) ## run all tests, including those with real engines of some architectures
-	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m 'not more_models' $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not more_models' $(ARGS)
 
 test-models: $(STAMP) ## run the tests with engines of all architectures; ARGS="-k gpt_oss" selects one
 	@$(BIN)/python -m pytest tests/engines/test_architectures.py $(ARGS)

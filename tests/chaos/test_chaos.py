@@ -28,7 +28,7 @@ from tests.chaos.schedule import schedule
 from tests.chaos.watchers import LayoutWatcher, MetricsWatcher
 
 SHARED = {"": (False, True), "0": (False,), "1": (True,)}[os.environ.get("LMKV_CHAOS_SHARED", "")]
-SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "30")) / len(SHARED)
+SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "12")) / len(SHARED)
 """For each of both."""
 SEED = int(os.environ.get("LMKV_CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
 ENGINES = 2

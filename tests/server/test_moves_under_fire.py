@@ -30,7 +30,7 @@ SPEC = small_spec()
 KEYS = [ChunkKey(number.to_bytes(16, "big")) for number in range(3000)]
 """Three batches of a move."""
 NAMES = ("node-1", "node-2")
-ROUNDS = 6
+ROUNDS = 4
 
 
 @pytest.fixture
