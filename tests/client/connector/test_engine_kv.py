@@ -329,3 +329,17 @@ def test_a_packing_that_is_not_as_expected_is_refused(monkeypatch: pytest.Monkey
 )
 def test_element_types_have_lmkvs_names(cache_dtype: str, element: str, name: str) -> None:
     assert kv_dtype(cache_dtype, element) == name
+
+
+@pytest.mark.parametrize(("window", "block", "kept"), [(20, 32, 32), (34, 32, 64), (256, 32, 256), (257, 0, 256)])
+def test_a_window_shorter_than_a_chunk_is_kept_in_whole_pages(
+    tiny_config: VllmConfig, window: int, block: int, kept: int
+) -> None:
+    """vLLM takes pages that were loaded for complete: tokens before the window may be read by hits that end earlier."""
+    sliding = kinds.SlidingWindowSpec(sliding_window=window, **SHAPE)
+    groups = [KVCacheGroupSpec(["full"], FULL), KVCacheGroupSpec(["slides"], sliding)]
+    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    caches.cache_hit_alignment_tokens = 32
+    spec = spec_of(tiny_config, caches, kv_format="token_major")
+    assert [part.block_size for part in spec.parts] == [0, block]
+    assert spec.parts[1].kept_tokens(256) == kept

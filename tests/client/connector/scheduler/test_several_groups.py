@@ -19,6 +19,7 @@ from lmkv_client.connector.stats import tier_tokens
 from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, until
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS
+from tests.client.connector.simulated_worker import NULL_PAGE
 
 REST = 8
 CHUNKS = 6
@@ -128,6 +129,42 @@ def test_what_vllm_has_itself_and_what_the_node_has_make_one_hit(
     engine.serve("own", PROMPT[:own_tokens])
     assert engine.serve("a", PROMPT) == HIT
     assert engine.count("load_failures") == 0
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("own_tokens", [3 * CHUNK + 1, 5 * CHUNK + 1])
+def test_if_vllm_has_lost_pages_of_one_group_the_request_gets_right_pages(
+    make_engine: MakeEngine, name: str, own_tokens: int
+) -> None:
+    for group in range(len(MODELS[name].caches)):
+        engine = filled(engine_of(make_engine, name))
+        lose_pages(engine, group, PROMPT[:own_tokens])
+        engine.serve("a", PROMPT)
+        engine.check_nothing_is_left()
+
+
+def lose_pages(engine: SimulatedEngine, group: int, prompt: list[int]) -> None:
+    """Serves a prompt, of which vLLM keeps all pages but those of one group."""
+    manager = engine.scheduler.kv_cache_manager
+    pages: set[int] = set()
+    engine.during_step = lambda: pages.update(manager.get_block_ids("own")[group])
+    engine.serve("own", prompt, output=1)
+    engine.during_step = lambda: None
+    manager.evict_blocks(pages - {NULL_PAGE})
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "window" in name])
+def test_pages_that_a_load_has_filled_are_right_for_hits_that_end_earlier(make_engine: MakeEngine, name: str) -> None:
+    """vLLM takes each page of a loaded window for complete, and combines it with pages that it has computed."""
+    engine = filled(engine_of(make_engine, name))
+    assert engine.serve("loads", PROMPT) == HIT
+    engine.node.evict()
+    for page in range(CHUNKS * CHUNK // BLOCK - 4, CHUNKS * CHUNK // BLOCK + 1):
+        engine.serve(f"computes {page}", PROMPT[: page * BLOCK + 1])
+        engine.node.evict()
+        engine.serve(f"combines {page}", [*PROMPT[: (page + 1) * BLOCK], 1])
+        engine.node.evict()
     engine.check_nothing_is_left()
 
 

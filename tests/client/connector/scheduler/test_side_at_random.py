@@ -153,6 +153,12 @@ class RandomLife(RuleBasedStateMachine):
     def pages_are_forgotten(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
 
+    @rule(data=st.data())
+    def vllm_loses_pages(self, data: st.DataObject) -> None:
+        manager = self.engine.scheduler.kv_cache_manager
+        count = manager.block_pool.num_gpu_blocks
+        manager.evict_blocks(data.draw(st.sets(st.integers(1, count - 1), max_size=count // 2)))
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
@@ -184,7 +190,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(scripted_config:
 def test_whatever_happens_with_several_groups_answers_are_right_and_nothing_is_left(
     scripted_config: VllmConfig, name: str
 ) -> None:
-    run(scripted_config, MODELS[name], 12)
+    run(scripted_config, MODELS[name], 20)
 
 
 def run(vllm_config: VllmConfig, model: SimulatedModel, examples: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmkv_client.connector.scheduler.write_credits import KEPT_WHEN_IDLE, WriteCredits
+from lmkv_client.connector.scheduler.write_credits import KEPT_WHEN_IDLE, PartCredits, WriteCredits
 
 LIMIT = 12
 
@@ -95,3 +95,31 @@ def test_asking_twice_does_not_ask_for_the_same_again() -> None:
     assert few.request(4) == 0
     few.settle(4, [0, 1])
     assert few.request(4) == 2
+
+
+def test_the_credits_of_parts_are_requested_and_granted_apart() -> None:
+    parts = PartCredits(3, limit=10)
+    assert parts.request([4, 20, 0]) == [4, 10, 0]
+    parts.settle([4, 10, 0], [(0, 1), (1, 2), (1, 3)])
+    assert [len(parts[part]) for part in range(3)] == [1, 2, 0]
+    assert parts[2].take() is None
+    assert parts[1].take() == 3
+    assert parts.request([1, 20, 1]) == [0, 8, 1], "the limit holds for each part, with what is being written"
+
+
+def test_a_node_that_settles_fewer_or_more_parts_changes_only_those_that_there_are() -> None:
+    parts = PartCredits(2, limit=10)
+    assert parts.request([2, 2]) == [2, 2]
+    parts.settle([2], [(0, 1), (7, 2)])
+    assert [len(parts[part]) for part in range(2)] == [1, 0]
+    assert parts.request([1, 2]) == [0, 0], "those of the second part are still on their way"
+    parts.settle([0, 2, 5], [])
+    assert parts.request([1, 2]) == [0, 2]
+
+
+def test_each_part_keeps_a_few_credits_when_its_engine_is_idle() -> None:
+    parts = PartCredits(2, limit=100)
+    parts.request([10, 2])
+    parts.settle([10, 2], [*((0, offset) for offset in range(10)), (1, 20), (1, 21)])
+    assert sorted(parts.take_surplus()) == list(range(KEPT_WHEN_IDLE, 10))
+    assert [len(parts[part]) for part in range(2)] == [KEPT_WHEN_IDLE, 2]
