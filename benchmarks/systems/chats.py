@@ -77,22 +77,29 @@ def lmkv(plan: ChatPlan) -> Iterator[EngineProcess]:
 @contextmanager
 def offloading(plan: ChatPlan) -> Iterator[EngineProcess]:
     """vLLM's `OffloadingConnector`, its copies by NumPy."""
+    with offloading_engine(plan.run, plan.model, plan.pool_bytes, **plan.options) as engine:
+        yield engine
+
+
+@contextmanager
+def offloading_engine(run: BenchmarkRun, model: Path, pool_bytes: int, **options: Any) -> Iterator[EngineProcess]:
+    """An engine of any model, with the chunk size of the benchmarks."""
     engine = EngineProcess(
-        plan.model,
-        plan.run.logs,
+        model,
+        run.logs,
         name="offloading",
         transfer_config={
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "cpu_bytes_to_use": plan.pool_bytes,
+                "cpu_bytes_to_use": pool_bytes,
                 "block_size": engines.CHUNK_SIZE,
                 "spec_name": "MemcpyOffloadingSpec",
                 "spec_module_path": "benchmarks.systems.memcpy_offload",
             },
         },
         environment={"PYTHONPATH": str(ROOT)},
-        **plan.options,
+        **options,
     )
     with ExitStack() as stack:
         stack.callback(remove_regions, [engine])

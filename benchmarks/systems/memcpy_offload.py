@@ -1,6 +1,6 @@
 """Lets vLLM's own `OffloadingConnector` run on CPUs, where it ships no worker: a spec whose copies are NumPy's.
 
-Only `rivals` and `multi_turn` use it, by vLLM's `spec_module_path`. Scheduling, tiers and transfers between engines
+Benchmarks use it by vLLM's `spec_module_path`. Scheduling, tiers and transfers between engines
 stay vLLM's.
 """
 
@@ -45,13 +45,15 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
             kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
             cpu_page_size=spec.cpu_page_size_per_worker,
         )
-        self._layers: list[tuple[Pages, Pages]] = []
-        """Per layer `[block, bytes]` of the engine, and `[chunk, block of the chunk, bytes]` of the region."""
+        self._tensors: list[tuple[Pages, Pages]] = []
+        """Per tensor `[block, bytes]` of the engine, and `[chunk, block of the chunk, bytes]` of the region."""
         for cache in kv_caches.tensors:
             size = cache.page_size_bytes
             view = self._region.create_next_worker_view(size * self._blocks_per_chunk)
             offloaded = view.unflatten(1, (self._blocks_per_chunk, size)).numpy()
-            self._layers.append((cache.tensor.view(torch.int8).view(-1, size).numpy(), offloaded))
+            self._tensors.append((cache.tensor.view(torch.int8).view(-1, size).numpy(), offloaded))
+        self._groups = [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs]
+        """Per group of layers the tensors with its blocks, and how much of each page it uses."""
         self._thread = ThreadPoolExecutor(1, "memcpy-offload")
         self._jobs: dict[int, Future[TransferResult]] = {}
 
@@ -78,23 +80,29 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
     def shutdown(self) -> None:
         """See vLLM."""
         self._thread.shutdown()
-        self._layers.clear()
+        self._tensors.clear()
         self._region.cleanup()
 
     def _copy(self, job_id: int, engine: Any, offloaded: Any, *, store: bool) -> TransferResult:
         started = time.perf_counter()
         size_bytes = 0
-        for block, chunk, place in self._places(engine, offloaded):
-            for pages, chunks in self._layers:
+        for group, block, chunk, place in self._places(engine, offloaded):
+            for tensor, length in self._groups[group]:
+                pages, chunks = self._tensors[tensor]
                 if store:
-                    chunks[chunk, place] = pages[block]
+                    chunks[chunk, place, :length] = pages[block, :length]
                 else:
-                    pages[block] = chunks[chunk, place]
-                size_bytes += pages.shape[1]
+                    pages[block, :length] = chunks[chunk, place, :length]
+                size_bytes += length
         return TransferResult(job_id, True, size_bytes, time.perf_counter() - started)
 
-    def _places(self, engine: Any, offloaded: Any) -> Iterator[tuple[int, int, int]]:
-        """Each block of the engine, the chunk that it belongs to, and which block of that it is."""
-        first = engine.block_indices[0] % self._blocks_per_chunk
-        for index, block in enumerate(engine.block_ids, first):
-            yield int(block), int(offloaded.block_ids[index // self._blocks_per_chunk]), index % self._blocks_per_chunk
+    def _places(self, engine: Any, offloaded: Any) -> Iterator[tuple[int, int, int, int]]:
+        """Each block of the engine with its group, the chunk that it belongs to, and which block of that it is."""
+        blocks, chunks = iter(engine.block_ids), iter(offloaded.block_ids)
+        for group, (size, first) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):
+            chunk = -1
+            for index in range(first, first + size):
+                place = index % self._blocks_per_chunk
+                if index == first or place == 0:
+                    chunk = int(next(chunks))
+                yield group, int(next(blocks)), chunk, place

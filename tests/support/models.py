@@ -147,15 +147,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By name: all kinds of KV cache that vLLM serves on a CPU, several of them with more than one architecture."""
 
 
-def make_architecture(folder: Path, name: str) -> Path:
-    """Writes the model of this name with its tokenizer into `folder`, and returns `folder`."""
+def configuration(name: str, **changes: Any) -> dict[str, Any]:
+    """The configuration of the model of this name, with these changes."""
+    return {**_COMMON, **ARCHITECTURES[name].config, **changes}
+
+
+def make_architecture(folder: Path, name: str, **changes: Any) -> Path:
+    """Writes the model of this name with its tokenizer into `folder`, and returns `folder`.
+
+    `changes` are other values of the configuration.
+    """
     if name == "llama":
         return make_model(folder, TINY)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture = ARCHITECTURES[name]
-    config = AutoConfig.for_model(architecture.model_type, **{**_COMMON, **architecture.config})
+    config = AutoConfig.for_model(architecture.model_type, **configuration(name, **changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, architecture.dtype))
     with torch.no_grad():
