@@ -12,7 +12,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
         "sliding_window": 1024,
     },
-    "llama4": {"attention_chunk_size": 2048},
+    "llama4": {"attention_chunk_size": 1536},
     "lfm2": {},
     "qwen3_next": {},
 }
 """What makes the tiny models resemble real ones, by architecture: how layers are mixed, and their windows."""
 QUICK = ("gpt_oss", "gemma3")
+WINDOWED = (*QUICK, "llama4")
+"""Those whose layers all attend to tokens: states have no like in full attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(run: BenchmarkRun) -> None:
     """Every architecture."""
-    run.report.settings |= {"prompt_tokens": PROMPT_TOKENS, "block_size": engines.BLOCK_SIZE}
+    run.report.settings |= {"prompt_tokens": PROMPT_TOKENS, "dtype": "float32, of Qwen3-Next in bfloat16"}
     for name in run.args.only or (QUICK if run.quick else SHAPES):
         model = make_architecture(run.folder / name, name, **SHAPES[name])
         measure_architecture(run, name, model)
@@ -93,11 +94,14 @@ def measure_architecture(run: BenchmarkRun, name: str, model: Path) -> None:
             cluster.add_engine(engine_name, **options)
         cluster.start_engines()
         moved = share(run, name, cluster, prompts, token_count)
-    add_bytes(run, name, moved, full_attention_bytes(name), FULL_ATTENTION)
-    with offloading(run, name, model, options) as engine:
-        if engine is not None:
-            offloaded = offload(name, engine, prompts, token_count)
-            add_bytes(run, f"{name}_offloading", moved, offloaded, OFFLOADING)
+    if name in WINDOWED:
+        add_bytes(run, name, moved, full_attention_bytes(name), FULL_ATTENTION)
+    else:
+        run.add(Row(name=f"{name}_fetched_kib", value=moved.fetched / 1024, unit="KiB"))
+    run.say(f"{name}: starting an engine with vLLM's OffloadingConnector")
+    with offloading_engine(run, model, POOL_BYTES, **options) as engine:
+        offloaded = offload(name, engine, prompts, token_count)
+    add_bytes(run, f"{name}_offloading", moved, offloaded, OFFLOADING)
 
 
 def share(
@@ -148,16 +152,6 @@ def full_attention_bytes(name: str) -> PromptBytes:
     heads, size, layers = config["num_key_value_heads"], config["head_dim"], config["num_hidden_layers"]
     token_bytes = 2 * layers * heads * size * DTYPE_BYTES[ARCHITECTURES[name].dtype]
     return PromptBytes(stored=1000 * token_bytes, loaded=1000 * token_bytes, fetched=1000 * token_bytes)
-
-
-def offloading(
-    run: BenchmarkRun, name: str, model: Path, options: Mapping[str, Any]
-) -> AbstractContextManager[EngineProcess | None]:
-    """An engine with vLLM's OffloadingConnector; None for models with which it does not run on a CPU."""
-    if name not in QUICK:
-        return nullcontext()
-    run.say(f"{name}: starting an engine with vLLM's OffloadingConnector")
-    return offloading_engine(run, model, POOL_BYTES, **options)
 
 
 def offload(name: str, engine: EngineProcess, prompts: Sequence[Sequence[int]], token_count: int) -> PromptBytes:

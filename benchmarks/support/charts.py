@@ -200,6 +200,20 @@ def shared_map(report: Report) -> Chart:
     return Chart(title="Shared layout map: ratio to one map for each coordinator", unit="x", groups=groups)
 
 
+def hybrid(report: Report) -> Chart:
+    """Bytes that a prompt moves, by architecture."""
+    rows = _by_name(report)
+    full = Series("full attention in every layer", ALONE.colour)
+    labels = {"stored": "stored", "loaded": "loaded by a hit"}
+    groups = []
+    for name, architecture in (("gpt_oss", "gpt-oss"), ("gemma3", "Gemma 3"), ("llama4", "Llama 4")):
+        for what, label in labels.items():
+            row, offloading = rows[f"{name}_{what}_kib"], rows[f"{name}_offloading_{what}_kib"]
+            bars = (_bar(LMKV, row), _baseline(VLLM, offloading), _baseline(full, row))
+            groups.append(Group(f"{architecture}, {label}", bars))
+    return Chart(title="Bytes per 1,000 tokens of a prompt", unit="KiB", groups=groups)
+
+
 CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "ttft-steps": ("data_path", data_path),
     "channels": ("channels", channels),
@@ -212,6 +226,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "eviction": ("eviction", eviction),
     "scale": ("scale", scale),
     "shared-map": ("shared_map", shared_map),
+    "hybrid": ("hybrid", hybrid),
 }
 """By the name of its file in `docs/images`: the benchmark, and the function that makes its chart."""
 

@@ -99,6 +99,9 @@ _MEANINGS = {
     r"shared_news_p\d+_ms": "time from a commit at a node until both coordinators report the chunk",
     r"shared_whole_s": "time until a coordinator that was killed knows every chunk again",
     r"scale_whole_s": "time until a coordinator that was killed knows every chunk again",
+    r"(gpt_oss|gemma3|llama4|lfm2|qwen3_next)(?:_offloading)?_(stored|loaded|fetched)_kib": "{}: {}, per 1,000 tokens",
+    r"(gpt_oss|gemma3|llama4|lfm2|qwen3_next)_cold_ttft_ms": "{}: TTFT of a miss",
+    r"(gpt_oss|gemma3|llama4|lfm2|qwen3_next)_(own|peer)_ttft_ms": "{}: TTFT of a hit in {}",
     r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }
 """By pattern of the row's name, without the length of its prompts."""
@@ -142,6 +145,14 @@ _WORDS = {
     "s3_fifo": "S3-FIFO",
     "sieve": "SIEVE",
     "two_queues": "2Q",
+    "gpt_oss": "gpt-oss",
+    "gemma3": "Gemma 3",
+    "llama4": "Llama 4",
+    "lfm2": "LFM2",
+    "qwen3_next": "Qwen3-Next",
+    "stored": "bytes stored",
+    "loaded": "bytes that a hit in the node's pool loads",
+    "fetched": "bytes that a hit in a peer's pool fetches",
 }
 _LENGTH = re.compile(r"_(\d{3,})(?=_|$)")
 

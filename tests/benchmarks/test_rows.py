@@ -30,6 +30,7 @@ BENCHMARKS = (
     "data_path",
     "doc_qa",
     "eviction",
+    "hybrid",
     "kernels_cpu",
     "kernels_gpu",
     "multi_turn",
