@@ -102,6 +102,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "no_rope_layers": [1, 1, 1, 0],
             "attn_temperature_tuning": False,
         },
+        chunk_size=128,
         group_count=4,
     ),
     "lfm2": Architecture(
