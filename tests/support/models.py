@@ -47,6 +47,10 @@ class Architecture:
     served_as: str = ""
     """vLLM's name of the architecture, where transformers has another."""
     dtype: str = "float32"
+    splits_exactly: bool = True
+    """Whether vLLM computes the same wherever it splits a prompt, up to the order of sums in float32."""
+    steps_exactly: bool = True
+    """Whether vLLM computes the same in steps of any size; on CPUs, vLLM 0.32 does not with short convolutions."""
     chunk_size: int = 256
     part_count: int = 2
     """Kinds of layers, which are the parts of a chunk."""
@@ -120,6 +124,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "block_multiple_of": 32,
             "block_ffn_dim_multiplier": 1.0,
         },
+        splits_exactly=False,
+        steps_exactly=False,
         chunk_size=128,
         group_count=4,
     ),
@@ -141,6 +147,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "mlp_only_layers": [],
         },
         dtype="bfloat16",
+        splits_exactly=False,
         group_count=4,
     ),
     "llama": Architecture(model_type="llama", config={}, part_count=1, group_count=1),
