@@ -2,8 +2,8 @@
 
 Three engines of each architecture of `tests.support.models`: `alone` has no connector, and says what is right; `first`
 has a node with a disk; `second` has a node with a small pool. In float32 tokens are equal, and log probabilities up to
-`TOLERANCE`, however a prompt is split. In bfloat16, and where vLLM's states depend on the split, `alone` splits it in the
-same place, by a hit in vLLM's own prefix cache.
+`TOLERANCE`, however a prompt is split. In bfloat16, and where vLLM's states depend on the split, `alone` splits it in
+the same place, by a hit in vLLM's own prefix cache.
 
 `make test` runs the architectures in `REPRESENTATIVE`, `make test-models` all of them. Not here: P/D (`test_pd.py`) and
 ranks of tensor and pipeline parallelism (`test_tensor_parallel.py`).
@@ -21,8 +21,8 @@ from tests.engines.parts import NodeParts
 from tests.support.models import ARCHITECTURES, Architecture, make_architecture
 from tests.waiting import wait_until
 
-REPRESENTATIVE = ("llama",)
-"""Those of `make test`."""
+REPRESENTATIVE = ("gemma3", "lfm2", "llama4", "mistral")
+"""One for each rule of a part; plain attention is in every other test."""
 
 TOLERANCE = 1e-4
 """Of log probabilities in float32: splitting a prompt changes the order in which numbers are added."""

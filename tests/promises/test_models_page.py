@@ -18,4 +18,9 @@ def test_the_table_has_a_row_for_every_architecture_and_a_column_for_every_test(
     assert [int(number) for number, _ in columns] == list(range(1, len(tests) + 1))
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (.+) \|$", page, re.MULTILINE)
     assert [name for name, _ in rows] == list(ARCHITECTURES)
-    assert {cells for _, cells in rows} == {" | ".join(["yes"] * len(tests))}
+    for name, cells in rows:
+        compared = [
+            "yes" if ARCHITECTURES[name].steps_exactly or ("at_once" not in test and "continued" not in test) else "hit"
+            for test in tests
+        ]
+        assert cells.split(" | ") == compared
