@@ -24,7 +24,7 @@ COUNTERS = {
     "refused_fetch_tokens": "Tokens that could be fetched and were computed, for that was quicker.",
     "lookup_timeouts": "Lookups that the node did not answer in time.",
     "load_failures": "Loads that brought less than was found; the rest was computed.",
-    "skipped_chunks": "Chunks that were not stored: no write credits, no node, failed stores, or null pages.",
+    "skipped_chunks": "Chunks not stored in all parts: no write credits, no node, failed stores, or null pages.",
     "null_page_requests": "Requests of which no more is stored because vLLM freed pages of them while they ran.",
     "handed_tokens": "Tokens whose KV decode engines have from this one by handoffs.",
     "handed_bytes": "Bytes that their nodes read for that.",

@@ -36,7 +36,7 @@ from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
-from lmkv_client.connector.engine_kv import EngineKv
+from lmkv_client.connector.engine_kv import EngineKv, engine_kv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import Attachment, StepPlan
 from lmkv_client.connector.scheduler.multimodal import multimodal_extras
@@ -50,7 +50,6 @@ from tests.client.connector.simulated_models import (
     PLAIN,
     SimulatedModel,
     kv_cache_config,
-    kv_of,
     oldest_read,
     sliding,
     slots_per_page,
@@ -158,14 +157,15 @@ class SimulatedEngine:
         """`window`: tokens that all layers attend to, unknown to the connector; 0: as the model says."""
         self.caches: tuple[KVCacheSpec, ...] = (sliding(window),) if window else model.caches
         caches = kv_cache_config(replace(model, caches=self.caches), vllm_config, block_count)
-        config = {"chunk_size": CHUNK, "save_partial_chunks": False} | config
-        self.kv = ENGINE_KV if model is PLAIN else kv_of(model, vllm_config, caches, **config)
+        fixed = {"model_id": "simulated", "kv_format": model.kv_format}
+        settings = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | fixed | config))
+        self.kv = ENGINE_KV if model is PLAIN else engine_kv(vllm_config, caches, settings)
         self.node = ScriptedNode(self.kv.spec, credit_limit=credit_limit)
         self.node.on_commit = self._check_commit
         self.clock = Clock()
         ScriptedConnector.node = self.node
         ScriptedConnector.clock = self.clock
-        ScriptedConnector.config = ConnectorConfig(**config)
+        ScriptedConnector.config = settings
         ScriptedConnector.kv = self.kv
         ScriptedConnector.rank_count = rank_count
         ScriptedConnector.step_tokens = step_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -18,9 +17,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-
-from lmkv.config import ConnectorConfig
-from lmkv_client.connector.engine_kv import EngineKv, engine_kv
 
 BLOCK = 32
 CHUNK = 64
@@ -99,11 +95,6 @@ def kv_cache_config(model: SimulatedModel, vllm_config: VllmConfig, block_count:
         result, vllm_config, alignment, hash_block_size
     )
     return result
-
-
-def kv_of(model: SimulatedModel, vllm_config: VllmConfig, caches: KVCacheConfig, **config: Any) -> EngineKv:
-    """The KV of this model as the connector sees it."""
-    return engine_kv(vllm_config, caches, ConnectorConfig(model_id="simulated", kv_format=model.kv_format, **config))
 
 
 def oldest_read(cache: KVCacheSpec, at: int) -> int:

@@ -369,9 +369,9 @@ def test_after_the_eviction_of_one_item_what_is_complete_is_loaded(make_engine: 
     engine.check_nothing_is_left()
 
 
-def longest_hit_of(engine: SimulatedEngine) -> int:
-    """Tokens of the prompt that the items in the pool make a hit of."""
-    spec, keys = engine.kv.spec, chain_of(engine)
+def longest_hit_of(engine: SimulatedEngine, keys: list[ChunkKey] | None = None) -> int:
+    """Tokens of the prompt with these keys, by default the last one, that the items in the pool make a hit of."""
+    spec, keys = engine.kv.spec, chain_of(engine) if keys is None else keys
     present = [np.array([part_key(key, part) in engine.node.chunks for key in keys]) for part in parts_of(engine)]
     return longest_hit(spec.parts, CHUNK, present) * CHUNK
 
@@ -492,6 +492,32 @@ def test_a_request_that_is_aborted_during_its_load_leaves_nothing(
     engine.abort("a")
     engine.check_nothing_is_left()
     assert engine.serve("b", PROMPT) == HIT
+
+
+# ---- handoffs
+
+
+@every_model
+@pytest.mark.parametrize("length", [3 * CHUNK, 3 * CHUNK + 1, len(PROMPT)])
+def test_a_decode_loads_what_a_prefill_has_stored_of_each_part(make_engine: MakeEngine, name: str, length: int) -> None:
+    prompt, chunk_count = PROMPT[:length], hit_of(length) // CHUNK
+    prefill = engine_of(make_engine, name)
+    prefill.add("a", prompt, output=1, transfer={"lmkv": {"request_id": "r", "decode_instance": "decode"}})
+    prefill.run("a")
+    prefill.settle()
+    (handoff,) = prefill.node.handoffs
+    assert (handoff.token_count, len(split_keys(handoff.chunk_keys))) == (chunk_count * CHUNK, chunk_count)
+    assert set(prefill.node.ended_handoffs["r"]) >= set(prefill.node.chunks)
+    prefill.check_nothing_is_left()
+
+    decode = engine_of(make_engine, name)
+    decode.node.peer_chunks = dict(prefill.node.chunks)
+    to_decode = {"request_id": "r", "decode_instance": "node", "prompt_token_count": length}
+    decode.add("b", prompt, output=5, transfer={"lmkv": to_decode})
+    decode.run("b")
+    decode.check_answer("b")
+    assert decode.scheduled_tokens["b"] == length - longest_hit_of(prefill, split_keys(handoff.chunk_keys)) + 4
+    decode.check_nothing_is_left()
 
 
 # ---- preemption
