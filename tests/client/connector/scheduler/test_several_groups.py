@@ -30,6 +30,16 @@ PAGES = 200
 """More than any test needs."""
 
 every_model = pytest.mark.parametrize("name", MODELS)
+one_of_each_kind = pytest.mark.parametrize(
+    "name",
+    [
+        "full and a window that ends inside a chunk",
+        "llama4: local chunks",
+        "old mistral: all layers slide",
+        "states",
+        "states and a window",
+    ],
+)
 WITH_FULL = [name for name, model in MODELS.items() if "full" in name or "llama" in name or "gemma" in name]
 
 
@@ -81,7 +91,7 @@ def test_a_prompt_is_stored_part_by_part_and_loaded(make_engine: MakeEngine, nam
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_two_ranks_store_and_load_their_shares(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name, rank_count=2))
     assert engine.serve("a", PROMPT) == HIT
@@ -168,7 +178,7 @@ def test_pages_that_a_load_has_filled_are_right_for_hits_that_end_earlier(make_e
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_several_requests_load_and_store_beside_each_other(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name, step_tokens=100))
     for number in range(4):
@@ -203,7 +213,7 @@ def test_chunks_that_decoding_fills_are_found_by_the_next_turn(make_engine: Make
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_without_save_decode_cache_only_the_prompt_is_stored(make_engine: MakeEngine, name: str) -> None:
     engine = engine_of(make_engine, name, save_decode_cache=False)
     engine.serve("a", PROMPT, output=2 * CHUNK + 20)
@@ -278,7 +288,7 @@ def test_null_pages_of_a_local_hit_are_not_stored(make_engine: MakeEngine, name:
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_a_store_that_the_workers_skipped_harms_nothing(make_engine: MakeEngine, name: str) -> None:
     engine = engine_of(make_engine, name)
     (worker,) = engine.workers
@@ -331,7 +341,7 @@ def chain_of(engine: SimulatedEngine) -> list[ChunkKey]:
     return split_keys(engine.node.lookups[-1].chunk_keys)
 
 
-@every_model
+@one_of_each_kind
 def test_one_chunk_after_another_arrives_over_many_steps(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name))
     engine.node.move_to_peer()
@@ -379,7 +389,7 @@ def longest_hit_of(engine: SimulatedEngine, keys: list[ChunkKey] | None = None) 
 # ---- loads that fail
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("delivered", [0, 1])
 def test_if_an_item_is_lost_the_request_is_computed(make_engine: MakeEngine, name: str, delivered: int) -> None:
     engine = fetching(engine_of(make_engine, name))
@@ -403,7 +413,7 @@ def fetching(engine: SimulatedEngine) -> SimulatedEngine:
     return engine
 
 
-@every_model
+@one_of_each_kind
 def test_an_item_that_comes_too_late_is_not_waited_for(make_engine: MakeEngine, name: str) -> None:
     engine = fetching(engine_of(make_engine, name))
     engine.step()
@@ -436,7 +446,7 @@ def halve(extent: Extent) -> None:
     extent.size_bytes //= 2
 
 
-@every_model
+@one_of_each_kind
 def test_if_the_workers_cannot_copy_the_request_is_computed(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name))
     engine.workers[0].fails_loads = True
@@ -448,7 +458,7 @@ def test_if_the_workers_cannot_copy_the_request_is_computed(make_engine: MakeEng
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("own_tokens", [CHUNK + 1, 4 * CHUNK + 1])
 def test_if_a_load_behind_a_local_hit_fails_the_request_is_computed(
     make_engine: MakeEngine, name: str, own_tokens: int
@@ -462,7 +472,7 @@ def test_if_a_load_behind_a_local_hit_fails_the_request_is_computed(
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("back", ["never", "at once", "same node"])
 def test_if_the_node_is_lost_during_a_load_the_request_is_computed(
     make_engine: MakeEngine, name: str, back: str
@@ -479,7 +489,7 @@ def test_if_the_node_is_lost_during_a_load_the_request_is_computed(
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_request_that_is_aborted_during_its_load_leaves_nothing(
     make_engine: MakeEngine, name: str, steps: int
