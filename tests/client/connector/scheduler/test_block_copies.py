@@ -82,7 +82,7 @@ class Memory:
 
     @classmethod
     def of(cls, blocks: BlockMap, token_count: int, *, filled: bool, first: int = 100) -> Memory:
-        """Pages for so many tokens. In filled ones each row is the number of its token."""
+        """Pages for this number of tokens. In filled ones each row is the number of its token."""
         ids, pages = [], []
         for group in blocks.groups:
             is_state = blocks.spec.parts[group.part].rule == PART_RULE_END
