@@ -28,6 +28,8 @@ TOLERANCE = 1e-4
 """Of log probabilities in float32: splitting a prompt changes the order in which numbers are added."""
 POISONED = 100 * TOLERANCE
 MAX_TOKENS = 8
+ATTACHED = "attached to node"
+"""In the engine's log."""
 REPORT_TIMEOUT_SECONDS = 20.0
 PROMPT_TOKENS = 1000
 """Longer than a window, a local chunk and three chunks; the last block is not full."""
@@ -279,14 +281,15 @@ def test_a_node_that_is_killed_finds_on_disk_what_it_had(served: Served) -> None
     names = [f"{held.key.hex()}-*" for held in NodeParts(served.fleet, name).held(prompt)]
     disk = served.fleet.runtime_dir / "disk"
     wait_until(lambda: all(any(disk.rglob(pattern)) for pattern in names), "the prompt is on disk")
-    epoch = coordinator.instances()[name].epoch
+    epoch, attached_count = coordinator.instances()[name].epoch, served.first.log().count(ATTACHED)
     kill(served.fleet.node_pid(name))
     served.first.forget()
     served.check(ask(served.first, new), new)  # by an engine without a node
 
     def is_back() -> bool:
         instance = coordinator.instances().get(name)
-        return instance is not None and instance.epoch != epoch and instance.engine_count > 0
+        is_attached = served.first.log().count(ATTACHED) > attached_count  # the engine knows it later than the node
+        return instance is not None and instance.epoch != epoch and is_attached
 
     wait_until(is_back, "the engine has a node again")
     served.reported(served.first, prompt)
