@@ -59,11 +59,15 @@ class Trio:
         seed: int,
         decode_connector: Mapping[str, str] = {},  # never changed
         secret: str = "",
+        settings: Mapping[str, str] = {},  # never changed
     ) -> None:
-        """`decode_connector` extends the decode engine's `kv_transfer_config`; `secret` is the fleet's."""
+        """`decode_connector` extends the decode engine's `kv_transfer_config`; `secret` is the fleet's.
+
+        `settings` are environment variables of all engines.
+        """
         self.secret = secret
         own = {"LMKV_CLUSTER_SECRET": secret} if secret else {}
-        self.cluster = Cluster(folder, model, logs=logs, settings={**SETTINGS, **own}, coordinator=False)
+        self.cluster = Cluster(folder, model, logs=logs, settings={**SETTINGS, **own, **settings}, coordinator=False)
         self._ports = {"prefill": free_port(), "decode": free_port()}
         self.prefill, self.decode = (
             self.cluster.add_engine(

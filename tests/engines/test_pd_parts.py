@@ -1,4 +1,7 @@
-"""A prefill hands the items of its prompt's last whole chunks off; the decode engine computes what follows them."""
+"""A prefill hands the items of its prompt's last whole chunks off; the decode engine computes what follows them.
+
+`make test` runs Gemma 3, `make test-models` all architectures in float32.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ PROMPT_TOKENS = 1100
 
 @pytest.fixture(
     scope="module",
-    params=["gemma3", *(pytest.param(name, marks=pytest.mark.more_models) for name in ("mistral", "lfm2"))],
+    params=[
+        pytest.param(name, marks=() if name == "gemma3" else pytest.mark.more_models)
+        for name, architecture in ARCHITECTURES.items()
+        # In bfloat16 an answer depends on where a prompt is split; test_pd.py has a model with one kind of layers.
+        if architecture.dtype == "float32" and name != "llama"
+    ],
 )
 def name(request: pytest.FixtureRequest) -> str:
     """The architecture."""
@@ -30,7 +38,13 @@ def trio(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     model = make_architecture(tmp_path_factory.mktemp("model"), name)
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Trio(Path(folder), model, tmp_path_factory.mktemp("logs"), seed=5) as trio,
+        Trio(
+            Path(folder),
+            model,
+            tmp_path_factory.mktemp("logs"),
+            seed=5,
+            settings={"LMKV_CHUNK_SIZE": str(ARCHITECTURES[name].chunk_size)},
+        ) as trio,
     ):
         yield trio
         trio.check_nothing_is_left()
