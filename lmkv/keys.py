@@ -11,7 +11,8 @@ preceded by 0xFFFFFFFF, which is not a token id. Keys do not depend on the proce
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import NewType
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadChunkKey, BadTokens
+from lmkv.packing import pack_fields
 
 HASH_SCHEME = "sha256-16"
 KEY_BYTES = 16
@@ -55,11 +57,6 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer], vocab_size: int = 0) 
     if array.size and top >= limit:
         raise BadTokens(f"token id {top} is beyond the vocabulary of {limit}", token=top, vocab_size=limit)
     return np.ascontiguousarray(array, dtype="<u4")
-
-
-def pack_fields(fields: Iterable[bytes]) -> bytes:
-    """The concatenated fields, each preceded by its length as little-endian u32: different lists differ."""
-    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
 def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret: bytes = b"") -> ChunkKey:
@@ -154,3 +151,28 @@ def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) 
     """The keys in one field of a message. Raises as `check_keys`."""
     check_keys(packed, field, limit)
     return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digest:
+    """A digest of a set of keys; the fields are those of `lmkv.v1.TierDigest`."""
+
+    chunk_count: int = 0
+    key_sum: int = 0
+
+    def plus(self, other: Digest) -> Digest:
+        """The digest of the union of two disjoint sets."""
+        return Digest(
+            chunk_count=self.chunk_count + other.chunk_count, key_sum=(self.key_sum + other.key_sum) % (1 << 64)
+        )
+
+
+EMPTY_DIGEST = Digest()
+
+
+def digest(keys: Collection[ChunkKey]) -> Digest:
+    """The digest of distinct keys."""
+    if not keys:
+        return EMPTY_DIGEST
+    heads = np.frombuffer(b"".join(keys), dtype="<u8")[::2]
+    return Digest(chunk_count=len(keys), key_sum=int(heads.sum(dtype=np.uint64)))

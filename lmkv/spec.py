@@ -9,7 +9,8 @@ from hashlib import sha256
 from typing import Any
 
 from lmkv.errors import BadKvSpec
-from lmkv.keys import HASH_SCHEME, KEY_BYTES, ChunkKey, pack_fields, part_key
+from lmkv.keys import HASH_SCHEME, KEY_BYTES, ChunkKey, part_key
+from lmkv.packing import pack_fields
 from lmkv.parts import MAX_PARTS, KvPart, PartItem, items_of_hit
 from lmkv.v1 import chunk_pb2
 

@@ -14,7 +14,7 @@ import hmac
 import time
 
 from lmkv.auth.token import HEADER, BearerToken, token_in
-from lmkv.keys import pack_fields
+from lmkv.packing import pack_fields
 
 LIFETIME_SECONDS = 900
 """Validity of a proof: longer than a request waits in an engine, with a margin for clock skew."""

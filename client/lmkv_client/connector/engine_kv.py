@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
-from lmkv.keys import pack_fields
+from lmkv.packing import pack_fields
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lmkv.keys import pack_fields
+from lmkv.packing import pack_fields
 from lmkv.spec import KvSpec
 from lmkv_client.connector.vllm_api import LoRARequest, ModelConfig, VllmConfig
 from lmkv_client.plugin import SERVED_NAMES

@@ -62,7 +62,7 @@ ATTRIBUTES = {
     f"{SPECS}.AttentionSpec": "dtype head_size num_kv_heads",
     f"{SPECS}.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     f"{SPECS}.ChunkedLocalAttentionSpec": "attention_chunk_size",
-    f"{SPECS}.MambaSpec": "state_content_size_bytes",
+    f"{SPECS}.MambaSpec": "state_content_size_bytes tp_replicated",
     f"{OUTPUT}.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens scheduled_cached_reqs "
     "scheduled_new_reqs total_num_scheduled_tokens",
     f"{OUTPUT}.NewRequestData": "num_computed_tokens req_id",

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections import deque
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any
 
 import grpc
@@ -259,8 +260,11 @@ def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
             break
         size += more.ByteSize()
         reserve_count = message.reserve_count + more.reserve_count
+        pairs = zip_longest(message.part_reserve_counts, more.part_reserve_counts, fillvalue=0)
+        part_counts = [one + other for one, other in pairs]
         message.MergeFrom(outbox.popleft())
         message.reserve_count = reserve_count
+        message.part_reserve_counts[:] = part_counts
     return message
 
 

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.digests import EMPTY_DIGEST, Digest
 from lmkv.errors import Full
-from lmkv.keys import KEY_BYTES, join_keys, split_keys
+from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, Digest, join_keys, split_keys
 from lmkv_kernels import ChunkTable
 
 TIER_COUNT = ChunkTable.TIER_COUNT

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import msgspec
 
-from lmkv.digests import Digest
+from lmkv.keys import Digest
 from lmkv_server.coordinator.core.layout_map import Change
 
 SHARD_COUNT = 4

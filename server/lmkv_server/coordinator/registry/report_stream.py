@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmkv.digests import Digest
 from lmkv.errors import BadMessage, ResyncRequired
-from lmkv.keys import KEY_BYTES, check_keys
+from lmkv.keys import KEY_BYTES, Digest, check_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change, LayoutMap, Snapshot

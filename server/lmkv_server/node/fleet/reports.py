@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from lmkv.digests import digest
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 

@@ -293,17 +293,22 @@ def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
         value = getattr(message, name)
         if name in ("reserve_count", "reset"):
             done += [(name, value)] * bool(value)
+        elif name == "part_reserve_counts":
+            done += [(name, tuple(value))] * bool(value)
         else:
             done += [(name, one if isinstance(one, int | bytes | str) else one.SerializeToString()) for one in value]
     return done
 
 
 def summed(done: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Neighbouring credits asked for are one sum, and neighbouring resets one reset."""
+    """Neighbouring credits asked for are one sum, for each part, and neighbouring resets one reset."""
     result: list[tuple[str, object]] = []
     for name, value in done:
         if result and result[-1][0] == name == "reserve_count":
             result[-1] = (name, result[-1][1] + value)  # type: ignore[operator]
+        elif result and result[-1][0] == name == "part_reserve_counts":
+            pairs = zip(result[-1][1], value, strict=True)  # type: ignore[call-overload]
+            result[-1] = (name, tuple(one + other for one, other in pairs))
         elif not (result and result[-1][0] == name == "reset"):
             result.append((name, value))
     return result
@@ -326,6 +331,7 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
         "ended_handoffs": [str(number)],
         "dropped_handoffs": [pb.DropHandoff(request_id=str(number))],
         "reset": True,
+        "part_reserve_counts": [number, 2 * number],
     }
     return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]
 

@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lmkv.digests import EMPTY_DIGEST, Digest, digest
-from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.keys import EMPTY_DIGEST, ChunkKey, Digest, digest, join_keys, split_keys
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Match, MatchRun, Snapshot
 
 GPU, HOST, DISK = 1, 2, 3

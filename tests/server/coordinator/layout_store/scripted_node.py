@@ -12,8 +12,7 @@ from typing import Any, Self
 import grpc
 
 from lmkv import rpc
-from lmkv.digests import digest
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb

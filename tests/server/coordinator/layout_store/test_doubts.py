@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmkv.digests import Digest
+from lmkv.keys import Digest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap

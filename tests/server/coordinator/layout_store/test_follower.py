@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmkv.digests import digest
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap

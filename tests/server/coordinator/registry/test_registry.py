@@ -8,9 +8,8 @@ from hashlib import sha256
 
 import pytest
 
-from lmkv.digests import digest
 from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncRequired, StaleEpoch
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lmkv.digests import digest
-from lmkv.keys import ChunkKey, split_keys
+from lmkv.keys import ChunkKey, digest, split_keys
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
