@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkv_client.demo.model import EOS_TOKEN_ID
 from tests.engines.pd import OUTPUT_TOKENS, Trio
 from tests.support.models import ARCHITECTURES, make_architecture
 
@@ -54,7 +55,8 @@ def trio(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
 @pytest.mark.parametrize("token_count", [PROMPT_TOKENS, 1024, 1025])
 def test_the_last_whole_chunks_are_handed_off_and_the_rest_is_computed(trio: Trio, name: str, token_count: int) -> None:
     prompt = trio.prompt(token_count)
-    expected = trio.expected(prompt)
+    while (expected := trio.expected(prompt))[0] == EOS_TOKEN_ID:  # has no text: the proxy would repeat the request
+        prompt = trio.prompt(token_count)
     with trio.counting(trio.prefill) as prefill, trio.counting(trio.decode) as decode:
         answer = trio.proxy.complete(prompt, OUTPUT_TOKENS)
     assert answer.token_ids == expected
