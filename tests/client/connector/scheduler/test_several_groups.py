@@ -6,72 +6,33 @@ that each group's rows are what the key says; every copy, that it names no null 
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from lmkv.keys import ChunkKey, part_key, split_keys
 from lmkv.parts import longest_hit
 from lmkv.tiers import PEERS
-from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, Extent
+from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.stats import tier_tokens
 from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, until
+from tests.client.connector.scheduler.several_groups import (
+    CHUNKS,
+    COLD,
+    HIT,
+    PROMPT,
+    WITH_FULL,
+    committed,
+    engine_of,
+    every_model,
+    filled,
+    hit_of,
+    one_of_each_kind,
+    parts_of,
+    steps_at_chunks,
+)
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS
 from tests.client.connector.simulated_worker import NULL_PAGE
-
-REST = 8
-CHUNKS = 6
-PROMPT = [(7 * at) % 491 for at in range(CHUNKS * CHUNK + REST)]
-COLD = len(PROMPT) + DECODED
-HIT = REST + DECODED
-PAGES = 200
-"""More than any test needs."""
-
-every_model = pytest.mark.parametrize("name", MODELS)
-one_of_each_kind = pytest.mark.parametrize(
-    "name",
-    [
-        "full and a window that ends inside a chunk",
-        "llama4: local chunks",
-        "old mistral: all layers slide",
-        "states",
-        "states and a window",
-    ],
-)
-WITH_FULL = [name for name, model in MODELS.items() if "full" in name or "llama" in name or "gemma" in name]
-
-
-def engine_of(make_engine: MakeEngine, name: str, **options: object) -> SimulatedEngine:
-    return make_engine(**{"model": MODELS[name], "block_count": PAGES} | options)
-
-
-def filled(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> SimulatedEngine:
-    """The engine, once it has stored the prompt and forgotten its own pages of it."""
-    engine.serve("filler", prompt)
-    forget_pages(engine)
-    return engine
-
-
-def parts_of(engine: SimulatedEngine) -> range:
-    return range(len(engine.kv.spec.parts))
-
-
-def committed(engine: SimulatedEngine) -> Counter[int]:
-    """The number of chunks whose part the node has, by part."""
-    return Counter(stored.part for stored in engine.node.chunks.values())
-
-
-def hit_of(tokens: int) -> int:
-    """Tokens of the longest hit for a prompt that is stored: at least one is left to compute."""
-    return (tokens - 1) // CHUNK * CHUNK
-
-
-def steps_at_chunks(name: str) -> dict[str, object]:
-    """Options of an engine whose steps end with chunks, so that it has the states there."""
-    return {"step_tokens": CHUNK} if MODELS[name].has_states else {}
-
 
 # ---- misses and hits
 
@@ -384,124 +345,6 @@ def longest_hit_of(engine: SimulatedEngine, keys: list[ChunkKey] | None = None) 
     spec, keys = engine.kv.spec, chain_of(engine) if keys is None else keys
     present = [np.array([part_key(key, part) in engine.node.chunks for key in keys]) for part in parts_of(engine)]
     return longest_hit(spec.parts, CHUNK, present) * CHUNK
-
-
-# ---- loads that fail
-
-
-@one_of_each_kind
-@pytest.mark.parametrize("delivered", [0, 1])
-def test_if_an_item_is_lost_the_request_is_computed(make_engine: MakeEngine, name: str, delivered: int) -> None:
-    engine = fetching(engine_of(make_engine, name))
-    if delivered:
-        engine.node.deliver(delivered, done=False)
-    if engine.node.fetches:
-        engine.step()
-        engine.node.fail()
-    engine.run("a")
-    engine.check_answer("a")
-    engine.check_nothing_is_left()
-
-
-def fetching(engine: SimulatedEngine) -> SimulatedEngine:
-    """An engine whose request waits for items that are at a peer."""
-    filled(engine)
-    engine.node.move_to_peer()
-    engine.node.fetches_at_once = False
-    engine.add("a", PROMPT)
-    until(engine, lambda: bool(engine.node.fetches))
-    return engine
-
-
-@one_of_each_kind
-def test_an_item_that_comes_too_late_is_not_waited_for(make_engine: MakeEngine, name: str) -> None:
-    engine = fetching(engine_of(make_engine, name))
-    engine.step()
-    engine.clock.now += 60
-    engine.run("a")
-    engine.check_answer("a")
-    assert engine.scheduled_tokens["a"] == COLD
-    assert engine.count("load_failures") == 1
-    engine.node.fetches_at_once = True
-    engine.check_nothing_is_left()
-
-
-@every_model
-@pytest.mark.parametrize("at_peer", [False, True])
-def test_an_extent_of_another_size_is_not_loaded_and_not_waited_for(
-    make_engine: MakeEngine, name: str, at_peer: bool
-) -> None:
-    engine = filled(engine_of(make_engine, name))
-    if at_peer:
-        engine.node.move_to_peer()
-    engine.node.alters = halve
-    started = engine.clock.now
-    assert engine.serve("a", PROMPT) == COLD
-    assert engine.clock.now - started < 0.5, "the load waited for its deadline"
-    assert engine.count("load_failures") == 1
-    engine.check_nothing_is_left()
-
-
-def halve(extent: Extent) -> None:
-    extent.size_bytes //= 2
-
-
-@one_of_each_kind
-def test_if_the_workers_cannot_copy_the_request_is_computed(make_engine: MakeEngine, name: str) -> None:
-    engine = filled(engine_of(make_engine, name))
-    engine.workers[0].fails_loads = True
-    assert engine.serve("a", PROMPT) == COLD
-    assert engine.count("load_failures") == 1
-    engine.workers[0].fails_loads = False
-    forget_pages(engine)
-    assert engine.serve("b", PROMPT) == HIT
-    engine.check_nothing_is_left()
-
-
-@one_of_each_kind
-@pytest.mark.parametrize("own_tokens", [CHUNK + 1, 4 * CHUNK + 1])
-def test_if_a_load_behind_a_local_hit_fails_the_request_is_computed(
-    make_engine: MakeEngine, name: str, own_tokens: int
-) -> None:
-    engine = filled(engine_of(make_engine, name))
-    engine.serve("own", PROMPT[:own_tokens])
-    engine.workers[0].fails_loads = True
-    engine.serve("a", PROMPT)
-    engine.workers[0].fails_loads = False
-    engine.serve("b", PROMPT)
-    engine.check_nothing_is_left()
-
-
-@one_of_each_kind
-@pytest.mark.parametrize("back", ["never", "at once", "same node"])
-def test_if_the_node_is_lost_during_a_load_the_request_is_computed(
-    make_engine: MakeEngine, name: str, back: str
-) -> None:
-    engine = fetching(engine_of(make_engine, name))
-    engine.node.deliver(1, done=False)
-    engine.step()
-    engine.node.lose()
-    if back != "never":
-        engine.node.attach(restarted=back == "at once")
-    engine.node.fetches_at_once = True
-    engine.run("a")
-    engine.check_answer("a")
-    engine.check_nothing_is_left()
-
-
-@one_of_each_kind
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_request_that_is_aborted_during_its_load_leaves_nothing(
-    make_engine: MakeEngine, name: str, steps: int
-) -> None:
-    engine = filled(engine_of(make_engine, name))
-    engine.workers[0].steps_per_load = 3
-    engine.add("a", PROMPT)
-    for _ in range(steps + 1):
-        engine.step()
-    engine.abort("a")
-    engine.check_nothing_is_left()
-    assert engine.serve("b", PROMPT) == HIT
 
 
 # ---- handoffs
