@@ -168,11 +168,11 @@ class RequestState:
         """The keys of what a prefill hands off. With parts it ends before the prompt does: there vLLM keeps states."""
         return self.keys[: (self.token_count - 1) // self.chunk_size] if self.has_parts else self.keys
 
-    def found_chunks(self, *, here: bool = False) -> int:
+    def found_chunks(self, *, pool_only: bool = False) -> int:
         """Chunks of the hit that the lookup found, or only of what is in the node's pool."""
         if self.has_parts:
-            return 0 if here and self.absent_count else self.hit_chunk_count
-        return len(self.own) + (0 if here else self.absent_count)
+            return 0 if pool_only and self.absent_count else self.hit_chunk_count
+        return len(self.own) + (0 if pool_only else self.absent_count)
 
     def mark_loaded(self, chunk_count: int) -> None:
         """Marks the prompt's first `chunk_count` chunks as held by the node and not computed here: vLLM has not all of
@@ -215,7 +215,7 @@ class RequestState:
         self.peer_id = peer_id
         self.found_at = now
         self.lookup_state = LookupState.FOUND
-        self.mark_held(self.found_chunks(here=True))
+        self.mark_held(self.found_chunks(pool_only=True))
         self.end_lookup_span(sources)
         if not own and not self.absent_count:
             self.end_lookup()

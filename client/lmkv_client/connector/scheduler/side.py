@@ -139,7 +139,7 @@ class SchedulerSide:
             return 0, False
         sync = self._sync
         state.computed_count = computed_count
-        here = max(computed_count, self._hit(state, request, state.found_chunks(here=True), sync=sync))
+        here = max(computed_count, self._hit(state, request, state.found_chunks(pool_only=True), sync=sync))
         hit = self._hit(state, request, state.found_chunks(), sync=sync)
         if hit - here < max(1, self._config.min_fetch_tokens):
             hit = here
