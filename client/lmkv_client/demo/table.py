@@ -43,4 +43,4 @@ def _amounts(taken: CacheTransfer) -> tuple[str, str, str]:
 
 
 def _same(same: bool) -> str:
-    return "identical" if same else "DIFFERENT"
+    return "same" if same else "DIFFERS"

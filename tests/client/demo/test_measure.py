@@ -127,5 +127,5 @@ def test_the_table_fits_80_columns_and_shows_what_was_taken(from_peer: CacheTran
     assert "…" not in text
     assert "123,456 ms" in text
     assert "10.0 %" in text
-    assert "DIFFERENT" in text
-    assert "identical" in text
+    assert "DIFFERS" in text
+    assert "same" in text
