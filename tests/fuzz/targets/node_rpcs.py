@@ -1,0 +1,254 @@
+"""Every RPC of a node: engines and peers get what the protos promise, and nothing stays reserved or held.
+
+A call is a number, which selects the method, and its request.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv.errors import Unreachable
+from lmkv.keys import join_keys
+from lmkv.transfer.access import ReadAccess
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import engine_service_pb2 as engine_pb
+from lmkv.v1 import peer_service_pb2 as peer_pb
+from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.pins import Pins
+from lmkv_server.node.engines.service import EngineService
+from lmkv_server.node.handoff.receiver import HandoffReceiver
+from lmkv_server.node.handoff.table import HandoffTable
+from lmkv_server.node.hints.executor import HintExecutor
+from lmkv_server.node.serving.service import PeerService
+from lmkv_server.node.sessions.sessions import EngineSessions
+from lmkv_server.node.stack import TierStack
+from tests.fuzz.inputs import Input, calls
+from tests.fuzz.rpcs import call, methods_of
+from tests.fuzz.virtual_loop import run as run_virtually
+from tests.server.node.cases import admit, chunk_key, small_spec
+
+COVERS = (
+    "lmkv_server.node.engines",
+    "lmkv_server.node.serving.service",
+    "lmkv_server.node.serving.read_grants",
+    "lmkv_server.node.sessions",
+    "lmkv_server.node.handoff.receiver",
+    "lmkv_server.node.handoff.table",
+    "lmkv_server.node.hints",
+    "lmkv_server.node.cache.host",
+    "lmkv.spec",
+    "lmkv.parts",
+)
+MAX_CALLS = 6
+SPEC = small_spec()
+POOL_BYTES = 64 * SPEC.chunk_bytes
+EPOCH = 7
+SERVICES = ("lmkv.v1.EngineService", "lmkv.v1.PeerService")
+METHODS = methods_of(SERVICES)
+_NUMBERS = {f"{method.containing_service.name}.{method.name}": number for number, method in enumerate(METHODS)}
+KEYS = [chunk_key(number) for number in range(1, 5)]
+SESSION, GRANT = "s" * 32, "g" * 32
+"""In a request they stand for the ids of the session and of the grant that the peer was given last."""
+NEXT_PART = b"\0NEXT\0"
+"""Separates the messages of a stream."""
+
+
+def _calls(*parts: tuple[str, Any]) -> bytes:
+    return calls(
+        *(
+            (
+                _NUMBERS[name],
+                NEXT_PART.join(one.SerializeToString() for one in (said if type(said) is list else [said])),
+            )
+            for name, said in parts
+        )
+    )
+
+
+_HELLO = engine_pb.Hello(engine_id="e", spec=SPEC.to_proto(), worker_count=1)
+_ACTS: list[dict[str, Any]] = [
+    {"commits": [engine_pb.CommitChunk(chunk_key=KEYS[0], offset=8192, size_bytes=8192, token_count=32)]},
+    {"lookups": [engine_pb.LookupChunks(request_id="r", chunk_keys=join_keys(KEYS), reserve_count=2)]},
+    {
+        "loads": [engine_pb.LoadChunks(request_id="r", chunk_count=2, timeout=Duration(seconds=2))],
+        "releases": [engine_pb.ReleaseChunks(request_id="r", avoided_prefill_duration=Duration(seconds=1))],
+    },
+    {"reserve_count": 3, "returned_credits": [0, 4096], "damaged_keys": KEYS[2:], "part_reserve_counts": [1]},
+    {
+        "reset": True,
+        "weight_version": "v2",
+        "ended_handoffs": ["h"],
+        "served_models": [chunk_pb2.ServedModel(name="m")],
+    },
+]
+_INIT = peer_pb.InitRequest(
+    instance_id="peer", epoch=3, peer_instance_id="node", peer_epoch=EPOCH, spec=SPEC.to_proto()
+)
+_NAMED: dict[str, Any] = {"peer_epoch": EPOCH, "fingerprint": SPEC.fingerprint, "chunk_keys": join_keys(KEYS)}
+SEEDS = [
+    *(
+        _calls(("EngineService.Attach", [engine_pb.AttachRequest(hello=_HELLO), engine_pb.AttachRequest(**acts)]))
+        for acts in _ACTS
+    ),
+    _calls(
+        (
+            "EngineService.Attach",
+            [
+                engine_pb.AttachRequest(hello=_HELLO, **_ACTS[1]),
+                engine_pb.AttachRequest(**_ACTS[2]),
+                engine_pb.AttachRequest(
+                    hints=[
+                        engine_pb.HintChunks(hint_id="h", action=chunk_pb2.HINT_ACTION_PIN, chunk_keys=join_keys(KEYS))
+                    ],
+                    reports=[chunk_pb2.RequestReport(request_id="r")],
+                ),
+            ],
+        )
+    ),
+    _calls(
+        (
+            "EngineService.Lookup",
+            engine_pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS[0]),
+        ),
+        ("EngineService.Load", engine_pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS[0])),
+        ("EngineService.Release", engine_pb.EngineServiceReleaseRequest(engine_id="own", request_id="r")),
+        ("EngineService.Lend", engine_pb.LendRequest()),
+    ),
+    _calls(
+        ("PeerService.Init", _INIT),
+        ("PeerService.Acquire", peer_pb.AcquireRequest(session_id=SESSION, ttl=Duration(seconds=1), **_NAMED)),
+        ("PeerService.Release", peer_pb.ReleaseRequest(session_id=SESSION, grant_id=GRANT, damaged=[0])),
+    ),
+    _calls(
+        ("PeerService.Init", _INIT),
+        (
+            "PeerService.Allocate",
+            peer_pb.AllocateRequest(
+                instance_id="peer", epoch=3, request_id="h", token_count=100, session_id=SESSION, **_NAMED
+            ),
+        ),
+        (
+            "PeerService.Commit",
+            peer_pb.CommitRequest(
+                grant_id=GRANT,
+                session_id=SESSION,
+                indices=[0],
+                extents=[chunk_pb2.Extent(size_bytes=8192, token_count=32)],
+            ),
+        ),
+        ("PeerService.Release", peer_pb.ReleaseRequest(session_id=SESSION, request_id="h")),
+    ),
+]
+
+
+class _Channels:
+    """The channels of a node that shares none with the peer."""
+
+    def __init__(self) -> None:
+        self.access = ReadAccess()
+
+    async def offer(self, _: object) -> None:
+        return None
+
+    def serve(self, _: bool) -> None: ...
+
+
+class _Peer:
+    """A connection to a peer that cannot be reached."""
+
+    nixl_metadata = None
+
+    async def connect(self, *_: object, **__: object) -> None:
+        raise Unreachable("no such peer")
+
+
+class _Peers:
+    """Directory and connections: every peer is known."""
+
+    async def find_epoch(self, instance_id: str, epoch: int) -> Holder:
+        return Holder(instance_id=instance_id, epoch=epoch, peer_address="10.0.0.2:1")
+
+    def get(self, _: Holder) -> _Peer:
+        return _Peer()
+
+    def connect(self, *_: object, **__: object) -> None: ...
+
+
+def run(data: bytes) -> None:
+    """Makes the calls of an input."""
+    run_virtually(_run(Input(data)))
+
+
+async def _run(source: Input) -> None:
+    tier = HostTier(POOL_BYTES)
+    sessions = EngineSessions(tier)
+    own = sessions.attach("own", SPEC, 1)
+    for number in range(1, 4):
+        admit(tier, SPEC, number)
+    pipeline: Any = SimpleNamespace(verifier=SimpleNamespace(enabled=True))
+    peers: Any = _Peers()
+    channels: Any = _Channels()
+    inspected: Any = SimpleNamespace(inspect=lambda *_: None)
+    table = HandoffTable(tier, buffer_bytes=POOL_BYTES // 4)
+    async with HandoffReceiver(table, pipeline, peers, sessions, peers, "node") as receiver:
+        stack = TierStack(tier, [], receiver)
+        hints = HintExecutor(
+            instance_id="node",
+            tier=tier,
+            stack=stack,
+            stores=[],
+            pins=Pins(tier),
+            on_pinned=lambda: None,
+            has_peers=True,
+        )
+        peer_service = PeerService(
+            instance_id="node",
+            epoch=EPOCH,
+            tier=tier,
+            specs=sessions,
+            channels=channels,
+            region_address=4096,
+            grant_ttl_seconds=30.0,
+            inspector=inspected,
+            receiver=receiver,
+        )
+        async with hints, peer_service:
+            engine_service = EngineService(
+                tier=tier,
+                sessions=sessions,
+                stack=stack,
+                hints=hints,
+                welcome=engine_pb.Welcome(instance_id="node", epoch=EPOCH, pool_size_bytes=POOL_BYTES),
+                config={"LMKV_CHUNK_SIZE": "256"},
+                on_attach=lambda: None,
+                on_detach=lambda: None,
+            )
+            await _call(source, {SERVICES[0]: engine_service, SERVICES[1]: peer_service}, tier)
+            table.check()
+    sessions.detach(own)
+    tier.check()
+    assert tier.reserved_count == 0, "memory stays reserved"
+    assert not any(chunk.holds > chunk.pins for chunk in tier), "a chunk stays held"
+
+
+async def _call(source: Input, servicers: dict[str, Any], tier: HostTier) -> None:
+    known = {SESSION: SESSION, GRANT: GRANT}
+    for number, message in source.calls(MAX_CALLS):
+        method = METHODS[number % len(METHODS)]
+        for name, value in known.items():
+            message = message.replace(name.encode(), value.encode())
+        parts = message.split(NEXT_PART) if method.client_streaming else [message]
+        answer = await call(servicers, method, parts)
+        tier.check()
+        for response in answer if isinstance(answer, list) else ():
+            if isinstance(response, peer_pb.InitResponse):
+                known[SESSION] = response.session_id
+            elif isinstance(response, peer_pb.AcquireResponse | peer_pb.AllocateResponse):
+                grant_id = (
+                    response.grant.grant_id if isinstance(response, peer_pb.AcquireResponse) else response.grant_id
+                )
+                known[GRANT] = grant_id or GRANT
