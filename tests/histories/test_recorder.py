@@ -1,0 +1,162 @@
+"""What the recorder writes of calls to a scripted coordinator, over real channels."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.longrunning import operations_pb2
+
+from lmkv import rpc
+from lmkv.errors import ChunkNotFound, Unreachable
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv.v1 import registry_service_pb2_grpc as registry_grpc
+from lmkv.v1.chunk_pb2 import TIER_HOST
+from tests.chaos.relay import CoordinatorRelay
+from tests.histories.history import NEVER, Outcome, Record, dump, load
+from tests.histories.recorder import Recorder
+
+KEYS = join_keys([ChunkKey((3).to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(2)])
+ANSWER = pb.LookupResponse(
+    holders=[pb.Holder(instance_id="node-1", runs=[pb.TierRun(tier=TIER_HOST, chunk_count=2)])], revision=7
+)
+FOUND = {"revision": 7, "partial": False, "holders": {"node-1": [2, 2]}}
+
+
+class Scripted(pb_grpc.CacheServiceServicer, registry_grpc.RegistryServiceServicer):
+    """Answers as a coordinator may."""
+
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802
+        return ANSWER
+
+    async def LookupStream(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.LookupStreamResponse]:  # noqa: N802
+        async for message in request_iterator:
+            for _ in message.requests:
+                yield pb.LookupStreamResponse(results=[pb.LookupResult(response=ANSWER)])
+
+    async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:  # noqa: N802
+        raise ChunkNotFound("none") if request.copy else Unreachable("gone")
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
+        change = pb.LayoutChange(instance_id="node-1", tier=TIER_HOST, admitted_keys=KEYS)
+        yield pb.WatchResponse(revision=7, snapshot=True, changes=[change])
+        yield pb.WatchResponse(revision=8, changes=[pb.LayoutChange(instance_id="node-1", instance_gone=True)])
+
+    async def Report(self, request_iterator: Any, context: Any) -> AsyncIterator[registry_pb.ReportResponse]:  # noqa: N802
+        drop = registry_pb.DropOrder(tier=TIER_HOST, chunk_keys=KEYS)
+        async for report in request_iterator:
+            if report.sequence == 2:
+                order = registry_pb.Order(order_id="o1", operation_name="move-1", drop=drop)
+                yield registry_pb.ReportResponse(acked_sequence=2, revision=9, orders=[order])
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = await rpc.make_server([])
+    scripted = cast(Any, Scripted)()
+    pb_grpc.add_CacheServiceServicer_to_server(scripted, server)
+    registry_grpc.add_RegistryServiceServicer_to_server(scripted, server)
+    port = rpc.add_port(server, "127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder(tmp_path / "history.jsonl")
+
+
+def recorded(recorder: Recorder) -> list[Record]:
+    """All records, once the recorder is closed."""
+    with recorder:
+        pass
+    return list(load(recorder.path))
+
+
+def test_a_record_is_the_same_after_it_was_written(tmp_path: Path) -> None:
+    records = [
+        Record(call="Move", actor="a", server="b", start=0.5, outcome=Outcome.UNKNOWN, request={"keys": ["1/0"]}),
+        Record(call="Watch", actor="a", server="b", start=1.0, end=2.0, stream="watch 1", answer={"revision": 1}),
+    ]
+    path = tmp_path / "records"
+    path.write_text("".join(dump(record) + "\n" for record in records))
+    assert list(load(path)) == records
+
+
+async def test_unary_calls_have_answers_refusals_or_unknown_outcomes(recorder: Recorder, address: str) -> None:
+    async with recorder.client_channel(address, "coordinator-1") as channel:
+        stub: Any = pb_grpc.CacheServiceStub(channel)
+        await stub.Lookup(pb.LookupRequest(chunk_keys=KEYS), timeout=20)
+        for copy in (True, False):
+            with pytest.raises(grpc.RpcError):
+                await stub.Move(pb.MoveRequest(chunk_keys=KEYS, copy=copy))
+    lookup, refused, unknown = recorded(recorder)
+    assert (lookup.call, lookup.server, lookup.outcome) == ("Lookup", "coordinator-1", Outcome.OK)
+    assert lookup.request == {"keys": ["3/0", "3/1"], "excluded": "", "timeout": 20}
+    assert lookup.answer.items() >= FOUND.items()
+    assert lookup.start <= lookup.end
+    assert (refused.outcome, refused.answer["error"]) == (Outcome.FAILED, "NOT_FOUND")
+    assert (unknown.outcome, unknown.end, unknown.answer["error"]) == (Outcome.UNKNOWN, NEVER, "UNAVAILABLE")
+
+
+async def test_each_message_of_a_stream_is_a_record(recorder: Recorder, address: str) -> None:
+    async with recorder.client_channel(address, "coordinator-1") as channel:
+        stub: Any = pb_grpc.CacheServiceStub(channel)
+        watched = [response.revision async for response in stub.Watch(pb.WatchRequest())]
+        call = stub.LookupStream()
+        await call.write(pb.LookupStreamRequest(requests=[pb.LookupRequest(chunk_keys=KEYS)] * 2))
+        for _ in range(2):
+            assert isinstance(await call.read(), pb.LookupStreamResponse)
+        await call.done_writing()
+        assert not isinstance(await call.read(), pb.LookupStreamResponse)
+    first, second, *lookups = recorded(recorder)
+    assert watched == [7, 8]
+    assert first.answer["changes"] == [{"instance": "node-1", "tier": 2, "gained": ["3/0", "3/1"], "lost": []}]
+    assert second.answer == {"revision": 8, "snapshot": False, "changes": [{"instance": "node-1", "gone": True}]}
+    assert first.stream == second.stream
+    assert [(lookup.call, lookup.answer) for lookup in lookups] == [("LookupStream", FOUND)] * 2
+
+
+async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outcome(
+    recorder: Recorder, address: str
+) -> None:
+    relay = CoordinatorRelay(recorder.relay_channel(address, "coordinator-1"), lambda _, peer: peer)
+    async with relay, rpc.open_channel(f"127.0.0.1:{relay.port}") as channel:
+        call: Any = registry_grpc.RegistryServiceStub(channel).Report()  # type: ignore[call-arg]
+        change = registry_pb.ChunkChange(tier=TIER_HOST, admitted_keys=KEYS)
+        for sequence in (1, 2):
+            await call.write(registry_pb.ReportRequest(instance_id="node-1", sequence=sequence, changes=[change]))
+        assert (await call.read()).acked_sequence == 2
+        outcome = registry_pb.OrderOutcome(order_id="o1", chunk_count=2)
+        await call.write(registry_pb.ReportRequest(instance_id="node-1", sequence=3, outcomes=[outcome]))
+        await call.done_writing()
+        assert not isinstance(await call.read(), registry_pb.ReportResponse)
+    records = recorded(recorder)
+    reports = {record.request["sequence"]: record for record in records if record.call == "Report"}
+    assert [reports[number].outcome for number in (1, 2, 3)] == [Outcome.OK, Outcome.OK, Outcome.UNKNOWN]
+    assert reports[1].request["changes"] == [{"tier": 2, "gained": ["3/0", "3/1"], "lost": []}]
+    (ack,) = (record for record in records if record.call == "Acknowledge")
+    assert ack.answer == {"acked_sequence": 2, "revision": 9}
+    (drop,) = (record for record in records if record.call == "Drop")
+    assert (drop.server, drop.request["operation"], drop.answer["failed"]) == ("node-1", "move-1", [])
+    assert reports[2].start <= drop.start <= reports[3].start <= drop.end
+
+
+async def test_calls_that_are_open_at_the_end_have_no_known_outcome(recorder: Recorder) -> None:
+    with recorder:
+        recorder.orders["o1"] = recorder.open("Drop", "node-1", {"keys": []})
+        with recorder.fault("kill", "node-1"):
+            pass
+    drop, fault = sorted(load(recorder.path), key=lambda record: record.call)
+    assert (drop.outcome, drop.end) == (Outcome.UNKNOWN, NEVER)
+    assert (fault.call, fault.request) == ("Fault", {"kind": "kill"})
+    late = recorder.count
+    recorder.write(fault)
+    assert recorder.count == late
