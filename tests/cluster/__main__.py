@@ -1,0 +1,131 @@
+"""Runs the chart's pods with Podman and checks the fleet: `make cluster`.
+
+python -m tests.cluster --registry REGISTRY [CASE...]: needs root, podman, runc, netavark and catatonit, and the images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.cases import CASES, Case
+from tests.cluster.cluster import Cluster
+from tests.cluster.fleet import Fleet, engine_values, logs_folder
+from tests.cluster.secrets import issued
+from tests.cluster.translation import Manifest
+from tests.helm.chart import render
+
+PROGRAMS = {
+    "podman": "podman",
+    "runc": "runc",
+    "catatonit": "catatonit",
+    "iptables": "iptables",
+    "redis-server": "redis-server",
+}
+LOCK = Path(tempfile.gettempdir()) / "lmkv-cluster.lock"
+
+Results = dict[tuple[str, str], str]
+
+
+def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with others on top, as Helm merges files of values."""
+    result = dict(values)
+    for key, other in others.items():
+        both = isinstance(other, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], other) if both else other
+    return result
+
+
+def manifests_of(case: Case, registry: str) -> list[Manifest]:
+    """What a case gives to the cluster: the rendered chart and its secrets."""
+    rendered = render(merged(engine_values(registry), case.values))
+    return [*rendered, *issued(rendered), *case.secrets()]
+
+
+async def run_case(name: str, case: Case, registry: str, results: Results) -> None:
+    """Runs one case; what a check returns, or why it failed, is in the results."""
+    logs = logs_folder(name)
+    shutil.rmtree(logs, ignore_errors=True)
+    manifests = manifests_of(case, registry)
+    check_name = "start"
+    began = time.monotonic()
+    try:
+        async with Cluster(manifests, case.hosts, logs) as cluster:
+            for host, command in case.beside.items():
+                await cluster.run_beside(host, command)
+            fleet = Fleet(cluster)
+            await fleet.start()
+            results[name, check_name] = report(name, check_name, f"{time.monotonic() - began:.0f} s")
+            for check in case.checks:
+                check_name = check.__name__.replace("_", " ")
+                results[name, check_name] = report(name, check_name, await check(fleet))
+    except Exception as error:
+        reason = " ".join(str(each) for each in leaves(error))
+        results[name, check_name] = report(name, check_name, f"FAILED: {reason}")
+        print(f"{name}: output of the pods is in {logs}", flush=True)
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors in an exception group, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
+    return [error]
+
+
+def report(case: str, check: str, text: str) -> str:
+    """Prints a result at once; returns it."""
+    print(f"{time.strftime('%H:%M:%S')} {case}: {check}: {text}", flush=True)
+    return text
+
+
+def table(results: Results) -> str:
+    """Case by check, as Markdown."""
+    cases, checks = list(dict.fromkeys(key[0] for key in results)), list(dict.fromkeys(key[1] for key in results))
+    rows = [["case", *checks], ["---"] * (len(checks) + 1)]
+    rows += [[case, *(results.get((case, check), "-") for check in checks)] for case in cases]
+    return "\n".join("| " + " | ".join(cell.replace("\n", " ")[:200] for cell in row) + " |" for row in rows)
+
+
+async def main(cases: list[str], registry: str) -> int:
+    """Returns 1 if a check failed."""
+    task = asyncio.current_task()
+    assert task
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    results: Results = {}
+    try:
+        for name in cases or CASES:
+            await run_case(name, CASES[name], registry, results)
+    finally:
+        if results:
+            print(table(results), flush=True)
+    return int(any(text.startswith("FAILED") for text in results.values()))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", choices=[*CASES, []], help=f"default: {', '.join(CASES)}")
+    parser.add_argument("--registry", required=True, help="what the names of images begin with")
+    arguments = parser.parse_args()
+    if missing := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
+        sys.exit(f"make cluster needs {', '.join(missing)}: apt-get install {' '.join(missing)} netavark")
+    if os.geteuid() != 0:
+        sys.exit("make cluster needs root: pods have users and networks of their own")
+    with LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit("another make cluster runs on this machine")
+        try:
+            sys.exit(asyncio.run(main(arguments.cases, arguments.registry)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            sys.exit(130)

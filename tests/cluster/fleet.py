@@ -1,0 +1,222 @@
+"""A release of the chart as pods, with the calls by which its checks use it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import shutil
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lmkv.errors import LmkvError
+from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.engine import _ENVIRONMENT as ENGINE_ENVIRONMENT
+from lmkv_client.demo.model import make_model
+from tests.cluster.cluster import Cluster
+from tests.cluster.kubelet import RunningPod
+from tests.cluster.translation import Manifest, Pod, find, pods_of, secret_data
+
+MODEL = "tiny"
+MODELS = "/models"
+ENGINES = "StatefulSet/demo-lmkv-engine-"
+COORDINATOR = "StatefulSet/demo-lmkv-coordinator"
+PROXY = "Deployment/demo-lmkv-proxy"
+NODES = "DaemonSet/demo-lmkv-node"
+
+
+def engine_values(registry: str) -> dict[str, Any]:
+    """Values of the smallest engines on CPUs, with a model of each host's folder."""
+    variables = {**ENGINE_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "0"}
+    return {
+        "image": {"registry": registry, "pullPolicy": "Never"},
+        "engines": {
+            "image": {"repository": "lmkv-vllm-cpu"},
+            "args": [
+                *("--served-model-name", MODEL, "--dtype", "float32", "--block-size", "128"),
+                *("--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--max-num-seqs", "4"),
+                *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--enable-prompt-tokens-details"),
+            ],
+            "resources": {"limits": {"nvidia.com/gpu": None, "memory": "3Gi"}},
+            "sharedMemory": 0.125,
+            "startTimeout": 600,
+            "stopTimeout": 10,
+            "modelVolume": {"hostPath": {"path": MODELS}},
+            "extraEnv": [
+                {"name": name, "value": text} for name, text in variables.items() if not name.startswith("VLLM_CPU_KV")
+            ],
+        },
+        "node": {"maxLocalCpuSize": 0.125, "memoryOverhead": 0.5, "resources": {"requests": {"cpu": "100m"}}},
+    }
+
+
+class Fleet:
+    """The pods of one case."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._tls = client_context(cluster.manifests, cluster.places.disk)
+        self._token = reader_token(cluster.manifests)
+
+    async def start(self) -> None:
+        """Gives each host the model and starts all pods."""
+        for host in self.cluster.hosts:
+            folder = self.cluster.places.of_host(host, MODELS)
+            make_model(folder / MODEL)
+            for path in (folder, *folder.rglob("*")):
+                shutil.chown(path, 10001, 10001)
+        await self.cluster.start_all()
+
+    def engines(self) -> list[RunningPod]:
+        """All engines, in order of their names."""
+        found = [each for each in self.cluster.running.values() if each.pod.owner.startswith(ENGINES)]
+        return sorted(found, key=lambda each: each.pod.name)
+
+    def producers(self) -> list[RunningPod]:
+        """The engines that store."""
+        return [each for each in self.engines() if "kv_consumer" not in engine_command(each.pod)]
+
+    def consumers(self) -> list[RunningPod]:
+        """The engines that load."""
+        return [each for each in self.engines() if "kv_producer" not in engine_command(each.pod)]
+
+    def node_of(self, engine: RunningPod) -> RunningPod:
+        """The pod with the node of an engine: its own, or its host's."""
+        if has_node(engine):
+            return engine
+        (found,) = (each for each in self.cluster.of(NODES) if each.pod.host == engine.pod.host)
+        return found
+
+    def instance_of(self, engine: RunningPod) -> str:
+        """The instance of an engine's node."""
+        return engine.pod.name if has_node(engine) else engine.pod.host
+
+    @property
+    def transfer_channel(self) -> str:
+        """What the nodes are configured with."""
+        config = yaml.safe_load(find(self.cluster.manifests, "ConfigMap", "demo-lmkv-node")["data"]["lmkv.yaml"])
+        return str(config["transfer_channel"])
+
+    async def channels_of(self, node: RunningPod) -> set[str]:
+        """The channels by which a node has read from others, by its log."""
+        return set(re.findall(r"reading from \S+ by channel (\w+)", (await node.logs())["node"]))
+
+    async def complete(self, running: RunningPod, prompt: str, **extra: object) -> Completion:
+        """A completion by the API of a pod: of an engine, or of the proxy."""
+        endpoint = self.endpoint(running)
+        return await asyncio.to_thread(endpoint.complete, prompt, 8, extra=extra or None)
+
+    async def tokens(self, engine: RunningPod, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        body = {"model": MODEL, "prompt": text}
+        answer = await asyncio.to_thread(self.endpoint(engine)._request, "POST", "/tokenize", body)
+        return list(json.loads(answer)["tokens"])
+
+    def endpoint(self, running: RunningPod) -> Endpoint:
+        """The API of a pod; that of engines has no TLS."""
+        (port,) = (
+            port["containerPort"]
+            for container in running.pod.containers
+            for port in container["ports"]
+            if port["name"] == "http"
+        )
+        tls = self._tls if running.pod.owner == PROXY else None
+        return Endpoint(running.pod.name, port, MODEL, running.address, tls=tls)
+
+    async def forget(self, running: RunningPod) -> None:
+        """Empties the prefix cache of an engine, so that hits come from lmkv."""
+        endpoint = self.endpoint(running)
+
+        async def reset() -> bool:
+            answer = await asyncio.to_thread(endpoint._request, "POST", "/reset_prefix_cache")
+            return bool(json.loads(answer)["success"])
+
+        await self.cluster.wait_for(reset, f"{running.pod.name} empties its prefix cache")
+
+    async def metrics(self, running: RunningPod, port: int = 9202) -> Mapping[str, float]:
+        """The metrics of a node."""
+        endpoint = Endpoint(running.pod.name, port, MODEL, running.address, tls=self._tls, token=self._token)
+        return await asyncio.to_thread(endpoint.metrics)
+
+    async def instances(self) -> dict[str, int]:
+        """The number of chunks of each instance, as the pod of `helm test` sees it. Raises `LmkvError`."""
+        found = json.loads(await self._lmkv(self._test_pod(), "instances", "--json"))["instances"]
+        return {each["instance_id"]: sum(int(tier["chunk_count"]) for tier in each["tiers"]) for each in found}
+
+    async def holders(self, chunks: list[str]) -> dict[str, int]:
+        """The number of these chunks that each instance holds. Raises `LmkvError`."""
+        found = json.loads(await self._lmkv(self._test_pod(), "lookup", "--json", *chunks))["holders"]
+        return {each["instance_id"]: int(each["matched_chunk_count"]) for each in found}
+
+    async def order(self, *words: str) -> None:
+        """Runs a command of `lmkv` as an operator. Raises `LmkvError` if it is not done completely."""
+        pod = self._test_pod()
+        volumes = [
+            {**each, "secret": {**each["secret"], "secretName": "operator"}} if each["name"] == "token" else each
+            for each in pod.spec["volumes"]
+        ]
+        await self._lmkv(dataclasses.replace(pod, spec={**pod.spec, "volumes": volumes}), *words)
+
+    def _test_pod(self) -> Pod:
+        (pod,) = pods_of(find(self.cluster.manifests, "Pod", "demo-lmkv-test"), self.cluster.hosts)
+        return pod
+
+    async def _lmkv(self, pod: Pod, verb: str, *words: str) -> str:
+        """What `lmkv` prints as JSON or text in a pod like that of `helm test`. Raises `LmkvError`."""
+        (container,) = pod.containers
+        program, _, *options = container["command"]
+        command = [program, verb, *options]
+        spec: Manifest = {**pod.spec, "containers": [{**container, "command": command, "args": list(words)}]}
+        code, output = await self.cluster.run_to_end(dataclasses.replace(pod, spec=spec))
+        if code:
+            raise LmkvError(f"lmkv {verb} ended with exit code {code}: {output}")
+        return output[output.find("{") :] if "--json" in words else output
+
+
+def engine_command(pod: Pod) -> str:
+    """The command line of an engine."""
+    (container,) = pod.containers
+    return " ".join(container["command"])
+
+
+def has_node(running: RunningPod) -> bool:
+    """Whether a node runs in the pod."""
+    return "node" in running.containers
+
+
+def client_context(manifests: Sequence[Manifest], folder: Path) -> ssl.SSLContext | None:
+    """TLS with the certificate of the fleet's clients; None: the fleet has no TLS. Pods are asked by their address."""
+    try:
+        files = secret_data(find(manifests, "Secret", "demo-lmkv-client-tls"))
+    except LookupError:
+        return None
+    for name in ("tls.crt", "tls.key"):
+        (folder / name).write_bytes(files[name])
+    context = ssl.create_default_context(cadata=files["ca.crt"].decode())
+    context.check_hostname = False
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    return context
+
+
+def reader_token(manifests: Sequence[Manifest]) -> str:
+    """The token that reads metrics; empty: the fleet has no tokens."""
+    try:
+        return secret_data(find(manifests, "Secret", "reader"))["token"].decode()
+    except LookupError:
+        return ""
+
+
+def prompt(name: str, length: int = 2000) -> str:
+    """A prompt that no other name has: one token for each byte."""
+    return " ".join(f"{name}-{index}" for index in range(length))[:length]
+
+
+def logs_folder(case: str) -> Path:
+    """Where the output of a case's pods is kept."""
+    return Path("build") / "cluster" / case
