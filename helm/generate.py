@@ -60,6 +60,7 @@ VARIABLE = {
         "valueFrom": {"type": "object"},
     },
 }
+NAMED = {"type": "object", "required": ["name"]}
 GROUP = {
     "type": "object",
     "additionalProperties": False,
@@ -71,6 +72,20 @@ GROUP = {
         "replicas": {"type": "integer", "minimum": 0, "maximum": 1024},
         "args": {"type": "array", "items": {"type": "string"}},
         "resources": {"type": "object"},
+        "hosts": {"type": "integer", "minimum": 1, "maximum": 1024},
+        "ranksPerHost": {"type": "integer", "minimum": 1, "maximum": 64},
+        "autoscaling": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["maxReplicas", "requestsPerReplica"],
+            "properties": {
+                "minReplicas": {"type": "integer", "minimum": 1},
+                "maxReplicas": {"type": "integer", "minimum": 1, "maximum": 1024},
+                "requestsPerReplica": {"type": "integer", "minimum": 1},
+            },
+        },
+        "podSpec": {"type": "object"},
+        "workloadSpec": {"type": "object"},
     },
 }
 NARROWER: Mapping[str, Mapping[str, Any]] = {
@@ -78,6 +93,9 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r".*[rR]eplicas": {"minimum": 0, "maximum": 1024},
     r".*\.maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"},
     r".*\.extraEnv": {"items": VARIABLE},
+    r".*\.extraVolume(s|Mounts)": {"items": NAMED},
+    r"common(Labels|Annotations)": {"additionalProperties": {"type": "string"}},
+    r"extraObjects": {"items": {"type": ["object", "string"]}},
     r".*\.service\.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
     r"logLevel": {"enum": ["debug", "info", "warning", "error"]},
     r"logFormat": {"enum": ["text", "json"]},
@@ -88,7 +106,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     },
     r"node\.capabilities": {"items": {"type": "string", "pattern": "^[A-Z_]+$"}},
     r"image\.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
-    r"otlpEndpoint|monitoring\.prometheusRule\.docsUrl": {"pattern": "^(https?://.+)?$"},
+    r"otlpEndpoint|keda\.serverAddress|monitoring\.prometheusRule\.docsUrl": {"pattern": "^(https?://.+)?$"},
     r"tls\.certManager\.(duration|renewBefore)": TIME,
     r"monitoring\.serviceMonitor\.interval": TIME,
     r"node\.mode": {"enum": ["daemonSet", "sidecar"]},
@@ -98,6 +116,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"node\.nixlPorts": {"items": {"type": "integer", **PORT}, "minItems": 2, "maxItems": 2},
     r"node\.host(Runtime|Pool)Dir": {"pattern": "^/[^ ]+$"},
     r"node\.rdma\.count": {"minimum": 1},
+    r"webhook\.timeoutSeconds": {"minimum": 1, "maximum": 30},
     r"node\.drain\.timeoutSeconds": {"minimum": 1, "maximum": 600},  # the coordinator accepts no longer drain
     r"engines\.groups": {"items": GROUP},
     r"engines\.args": {"items": {"type": "string"}},
@@ -106,6 +125,10 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"proxy\.policy": {"enum": ["round_robin", "least_loaded", "kv_aware"]},
     r".*\.autoscaling\.(min|max)Replicas": {"minimum": 1},
     r".*\.autoscaling\.target.*": {"minimum": 1, "maximum": 100},
+    r".*\.requestsPerReplica": {"minimum": 0},
+    r".*\.parentRefs": {"items": NAMED},
+    r".*\.(hosts|hostnames)": {"items": {"type": "string", "minLength": 1}},
+    r"keda\..*(Interval|Seconds)": {"minimum": 0},
 }
 """What a value may be beyond being of its default's type."""
 MAY_BE_NULL = re.compile(r"securityContext|.*\.resources|.*\.labels")
@@ -261,7 +284,7 @@ Installs a fleet: a coordinator, a node on each host or in each engine's pod, an
 [docs/operate/kubernetes.md](../../docs/operate/kubernetes.md) explains how they work together.
 
 ```
-docker build --file docker/Dockerfile --target lmkv --tag REGISTRY/lmkv:0.1.0 .      and lmkv-node, lmkv-vllm
+make images IMAGES=REGISTRY      lmkv, lmkv-node and lmkv-vllm; push them to the registry
 helm install lmkv helm/lmkv --namespace lmkv --create-namespace --set image.registry=REGISTRY
 helm test lmkv --namespace lmkv --logs
 ```

@@ -33,23 +33,58 @@ def test_its_targets_are_the_charts_images_and_their_commands_are_in_them() -> N
     programs = {re.sub(r".*/|:.*", "", each["image"]): set[str]() for each in every}
     for each in every:
         programs[re.sub(r".*/|:.*", "", each["image"])].add(each["command"][0])
-    assert programs == {"lmkv": {"lmkv"}, "lmkv-node": {"lmkv", "chown", "find"}, "lmkv-vllm": {"vllm"}}
+    assert programs == {"lmkv": {"lmkv"}, "lmkv-node": {"lmkv", "chown", "find"}, "lmkv-vllm": {"vllm", "sh"}}
     assert programs.keys() <= stages().keys()
-    assert all(f"--target {name} " in DOCKERFILE.read_text() for name in programs)
+    assert all(f"make images TARGETS={name} " in DOCKERFILE.read_text() for name in stages() if name.startswith("lmkv"))
 
 
 def test_images_speak_as_the_charts_user() -> None:
     user = yaml.safe_load((CHART / "values.yaml").read_text())["podSecurityContext"]["runAsUser"]
-    for name in ("lmkv", "lmkv-vllm"):
-        assert f"\nUSER {user}:{user}\n" in stages()[name]
+    for name in ("base", "lmkv-vllm"):
+        assert stages()[name].rindex(f"\nUSER {user}:{user}\n")
         assert f"useradd --uid {user} " in stages()[name]
-    assert stages()["lmkv-node"].startswith("lmkv AS ")
+    for name in ("lmkv", "lmkv-node", "lmkv-vllm-cpu"):
+        assert stages()[name].startswith("base AS ")
+        users = re.findall(r"^USER (\S+)$", stages()[name], re.MULTILINE)
+        assert not users or users[-1] == f"{user}:{user}"
 
 
-def test_only_vllms_image_has_torch() -> None:
-    assert "torch" not in "".join(re.findall(r"pip install.*", DOCKERFILE.read_text()))
-    extras = set(re.findall(r"\[([a-z0-9,]+)\]", DOCKERFILE.read_text()))
+def test_final_stages_have_no_compiler_and_no_pip() -> None:
+    for name in ("build-lmkv", "build-node", "build-vllm-cpu"):
+        assert stages()[name].rstrip().splitlines()[-1].strip().startswith("&& /opt/lmkv/bin/pip uninstall --yes")
+    for name in ("base", "lmkv", "lmkv-node", "lmkv-vllm-cpu"):
+        assert "BUILD_PACKAGES" not in stages()[name]
+        assert "pip install" not in stages()[name]
+    assert "rm -rf /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/*" in stages()["base"]
+
+
+def test_every_image_describes_itself() -> None:
+    for name in targets():
+        labels = set(re.findall(r"org\.opencontainers\.image\.(\w+)=", stages()[name]))
+        inherited = set() if name == "lmkv-vllm" else set(re.findall(r"image\.(\w+)=", stages()["base"]))
+        assert labels | inherited == {"title", "description", "licenses", "source", "documentation", "vendor"}
+        assert f'image.title="{name}"' in stages()[name]
+
+
+def test_every_image_lists_its_software_once_all_of_it_is_installed() -> None:
+    for name in targets():
+        runs = re.findall(r"^(?:RUN|COPY) (?:.*\\\n)*.*$", stages()[name], re.MULTILINE)
+        assert runs[-1].splitlines()[-1].strip() == f"python3 /run/scripts/sbom {name} /usr/share/lmkv/sbom.cdx.json"
+
+
+def targets() -> list[str]:
+    """The stages that are images."""
+    return [name for name in stages() if name.startswith("lmkv")]
+
+
+def test_only_vllms_images_have_torch() -> None:
+    others = "".join(stages()[name] for name in ("build", "build-lmkv", "build-node"))
+    assert "torch" not in "".join(re.findall(r"pip install.*", others))
+    extras = set(re.findall(r"whl\)\[([a-z0-9,]+)\]", others))
     assert extras == {"telemetry,tokenizers,valkey", "telemetry,valkey,s3"}
+    for name in ("build-vllm-cpu", "lmkv-vllm"):  # an engine may start a node, which needs what a node has
+        (its,) = re.findall(r"whl\)\[([a-z0-9,]+)\]", stages()[name])
+        assert {"telemetry", "valkey", "s3"} <= set(its.split(","))
     wanted = [each for names in extras for name in names.split(",") for each in optional(name)]
     assert wanted
     assert not any(re.match("torch|vllm|nixl|lmkv", each) for each in wanted)
@@ -57,7 +92,7 @@ def test_only_vllms_image_has_torch() -> None:
 
 
 def test_what_it_pins_is_what_pyproject_takes() -> None:
-    tag = re.match(r"vllm/vllm-openai:v(\d+)\.(\d+)\.\d+ ", stages()["lmkv-vllm"])
+    tag = re.search(r"^ARG VLLM_IMAGE=\S+/vllm-openai:v(\d+)\.(\d+)\.\d+$", DOCKERFILE.read_text(), re.MULTILINE)
     assert tag
     assert version_error(f"{tag[1]}.{tag[2]}.0") is None
     nixl = re.search(r"nixl-cu12==(\d+\.\d+)\.", stages()["build-node"])
@@ -78,5 +113,6 @@ def test_the_build_is_given_all_that_the_wheel_is_made_of_and_no_more() -> None:
     given = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
     packages = {Path(folder).parts[0] for folder in PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()}
     named = {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"], "pyproject.toml", "CMakeLists.txt"}
-    assert given == packages | {name for name in named if Path(name).parts[0] not in packages}
+    own = {name for name in named if Path(name).parts[0] not in packages}
+    assert given == packages | own | {"scripts/sbom", "scripts/vllm-metadata"}
     assert rules[1] == "*"

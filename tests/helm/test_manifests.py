@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import yaml
 
-from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
+from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, WebhookConfig, keys
 from lmkv.config.schema import Config
 from lmkv.config.spellings import spellings
-from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, render, values_of
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.metrics import ProxyMetrics
+from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, render, values_of, variable
 
 PROCESSES: Mapping[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
     "node": NodeConfig,
     "engine": ConnectorConfig,
     "proxy": ProxyConfig,
+    "webhook": WebhookConfig,
 }
 
 
@@ -49,6 +52,7 @@ def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
     labelled = [
         ({"apps.kubernetes.io/pod-index": str(number), **pod["metadata"]["labels"]}, ports_of(pod))
         for _, pod in pods(manifests)
+        if serves(pod)
         for number in range(2)
     ]
     checked = 0
@@ -62,6 +66,11 @@ def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
                 assert ports <= held, f"{name_of(manifest)}: {ports - held}"
             checked += 1
     assert checked >= 4
+
+
+def serves(pod: Manifest) -> bool:
+    """Whether it has ports. Of an engine with several hosts only the leader has an API."""
+    return bool(pod["metadata"]["labels"].get("lmkv/place") != "worker")
 
 
 def ports_of(pod: Manifest) -> set[str | int]:
@@ -81,7 +90,9 @@ def selections(manifest: Manifest) -> list[tuple[dict[str, str], set[str | int]]
         case "PodMonitor":
             return [(spec["selector"]["matchLabels"], {each["port"] for each in spec["podMetricsEndpoints"]})]
         case "NetworkPolicy":
-            named = {port["port"] for rule in spec["ingress"] for port in rule["ports"] if "endPort" not in port}
+            named = {
+                port["port"] for rule in spec["ingress"] for port in rule.get("ports", ()) if "endPort" not in port
+            }
             return [(spec["podSelector"]["matchLabels"], named)]
         case _:
             return []
@@ -156,8 +167,9 @@ def test_pods_restart_when_their_settings_change(case: str) -> None:
             continue
         checksum = pod["metadata"]["annotations"]["checksum/config"]
         configs = [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
-        texts = [find(manifests, f"ConfigMap/{config}")["data"]["lmkv.yaml"].rstrip("\n") for config in configs]
-        settings = [re.sub("\nlog_level: .*\nlog_format: .*$", "", text) for text in texts]
+        data = [find(manifests, f"ConfigMap/{config}")["data"] for config in configs]
+        settings = [re.sub("\nlog_level: .*\nlog_format: .*$", "", each["lmkv.yaml"].rstrip("\n")) for each in data]
+        settings += [each["pods.yaml"].rstrip("\n") for each in data if "pods.yaml" in each]
         assert checksum == hashlib.sha256("".join(settings).encode()).hexdigest()
 
 
@@ -211,12 +223,6 @@ def test_only_nodes_that_drain_are_given_the_token_of_an_operator() -> None:
         assert mounted == ({"node"} if enabled else set())
 
 
-def variable(container: Manifest, name: str) -> dict[str, Any]:
-    """A variable of a container, without its name."""
-    (found,) = (each for each in container["env"] if each["name"] == name)
-    return {key: value for key, value in found.items() if key != "name"}
-
-
 def test_the_coordinators_certificate_is_for_the_name_that_its_clients_dial() -> None:
     manifests = manifests_of("mutual-tls")
     names = find(manifests, "Certificate/demo-lmkv-server-tls")["spec"]["dnsNames"]
@@ -249,7 +255,7 @@ def test_clients_are_not_given_the_coordinators_key() -> None:
     assert [item["key"] for item in secret["items"]] == ["ca.crt"]
 
 
-@pytest.mark.parametrize("case", [name for name in NAMES if values_of(name).get("engines")])
+@pytest.mark.parametrize("case", [name for name in NAMES if values_of(name).get("engines", {}).get("groups")])
 def test_the_proxy_names_every_engine_and_no_other(case: str) -> None:
     manifests = manifests_of(case)
     dialled: set[str] = set()
@@ -259,13 +265,30 @@ def test_the_proxy_names_every_engine_and_no_other(case: str) -> None:
             routed = {engine.removeprefix("http://") for engine in config.engines}
             dialled = routed or {*config.prefillers, *config.decoders}
     there = {
-        f"{manifest['metadata']['name']}-{index}.{manifest['spec']['serviceName']}.prod.svc:8000"
+        f"{manifest['metadata']['name']}-{index}.{service_of(manifest)}.prod.svc:8000"
         for manifest in manifests
-        if name_of(manifest).startswith("StatefulSet/demo-lmkv-engine-")
-        for index in range(manifest["spec"]["replicas"])
+        if name_of(manifest).startswith(("StatefulSet/demo-lmkv-engine-", "LeaderWorkerSet/demo-lmkv-engine-"))
+        for index in range(most_replicas(manifest, manifests))
     }
     assert there
     assert dialled == (there if values_of(case).get("proxy") else set())
+
+
+def service_of(workload: Manifest) -> str:
+    """The headless Service of a workload. The controller of LeaderWorkerSets makes one of the same name."""
+    return str(workload["spec"].get("serviceName", workload["metadata"]["name"]))
+
+
+def most_replicas(workload: Manifest, manifests: Sequence[Manifest]) -> int:
+    """The largest number of replicas that a workload may have."""
+    for manifest in manifests:
+        if (
+            manifest["kind"] == "ScaledObject"
+            and manifest["spec"]["scaleTargetRef"]["name"] == workload["metadata"]["name"]
+        ):
+            assert "replicas" not in workload["spec"], "each upgrade would undo what the autoscaler did"
+            return int(manifest["spec"]["maxReplicaCount"])
+    return int(workload["spec"]["replicas"])
 
 
 def test_a_nodes_memory_is_that_of_its_pool_and_some_more() -> None:
@@ -279,55 +302,131 @@ def test_a_nodes_memory_is_that_of_its_pool_and_some_more() -> None:
     assert limits("rdma") == {"memory": "1024Mi", "hugepages-1Gi": "65536Mi", "rdma/hca_shared_devices_a": 1}
 
 
-def test_network_policies_let_nodes_use_exactly_the_ports_of_their_channels() -> None:
-    def ports(case: str) -> list[dict[str, int]]:
-        policy = find(manifests_of(case), "NetworkPolicy/demo-lmkv-node")
-        admitted_ports: list[dict[str, int]] = policy["spec"]["ingress"][0]["ports"]
-        return admitted_ports
-
-    assert ports("network-policy") == [{"port": 9200}, {"port": 9201}, {"port": 9210, "endPort": 9229}]
-    assert ports("network-policy-sidecar") == [{"port": 9200}, {"port": 9201}]
-    (node,) = dict(pods(manifests_of("network-policy")))["DaemonSet/demo-lmkv-node"]["spec"]["containers"]
-    assert variable(node, "UCX_TCP_PORT_RANGE") == {"value": "9210-9229"}
-
-
-WAYS = {
-    "coordinator": {
-        *("node:grpc", "proxy:grpc", "test:grpc"),
-        *("operator:grpc", "operator:http", "monitoring:http"),
-    },
-    "node": {"node:9200", "node:9201", "node:9210", "monitoring:9202"},
-    "engine": {"proxy:http", "monitoring:http"},
-    "proxy": {"apps:http", "monitoring:http"},
-}
-"""Who reaches which ports of which component, where network policies are on."""
-
-
-def test_network_policies_admit_only_required_traffic() -> None:
-    manifests = manifests_of("network-policy")
-    ways: dict[str, set[str]] = {}
-    for policy in (manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"):
-        assert policy["spec"]["policyTypes"] == ["Ingress"]
-        ways[policy["metadata"]["labels"]["app.kubernetes.io/component"]] = {
-            f"{who_of(peer)}:{port['port']}"
-            for rule in policy["spec"]["ingress"]
-            for peer in rule["from"]
-            for port in rule["ports"]
-        }
-    assert ways == WAYS
-    components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for _, pod in pods(manifests)}
-    assert {component.partition("-")[0] for component in components} == {*WAYS, "test"}, "a component has no policy"
+def test_routes_lead_to_ports_of_services() -> None:
+    manifests = manifests_of("routes")
+    services = {
+        manifest["metadata"]["name"]: {port["name"]: port["port"] for port in manifest["spec"]["ports"]}
+        for manifest in manifests
+        if manifest["kind"] == "Service"
+    }
+    ways = {}
+    for manifest in manifests:
+        if manifest["kind"] in ("HTTPRoute", "GRPCRoute"):
+            (rule,) = manifest["spec"]["rules"]
+            (backend,) = rule["backendRefs"]
+            (port,) = (name for name, number in services[backend["name"]].items() if number == backend["port"])
+            ways[name_of(manifest)] = f"{backend['name']}:{port}"
+            assert manifest["spec"]["parentRefs"]
+        elif manifest["kind"] == "Ingress":
+            backends = {
+                f"{path['backend']['service']['name']}:{path['backend']['service']['port']['name']}"
+                for rule in manifest["spec"]["rules"]
+                for path in rule["http"]["paths"]
+            }
+            (ways[name_of(manifest)],) = backends
+    assert ways == {
+        "GRPCRoute/demo-lmkv-coordinator": "demo-lmkv-coordinator:grpc",
+        "HTTPRoute/demo-lmkv-coordinator": "demo-lmkv-coordinator:http",
+        "HTTPRoute/demo-lmkv-proxy": "demo-lmkv-proxy:http",
+        "Ingress/demo-lmkv-coordinator": "demo-lmkv-coordinator:http",
+        "Ingress/demo-lmkv-proxy": "demo-lmkv-proxy:http",
+    }
+    hosts = [rule.get("host") for rule in find(manifests, "Ingress/demo-lmkv-proxy")["spec"]["rules"]]
+    assert hosts == ["api.acme.example", "*.models.acme.example"]
 
 
-def who_of(peer: Manifest) -> str:
-    """The peers that a policy admits: components of this release, or the one label of others."""
-    (selector,) = peer.values()
-    labels = selector["matchLabels"]
-    if "app.kubernetes.io/component" not in labels:
-        (name,) = labels.values()
-        return str(name)
-    assert labels["app.kubernetes.io/instance"] == "demo", "other releases are strangers"
-    return str(labels["app.kubernetes.io/component"])
+def test_scalers_count_the_requests_of_their_engines_by_a_metric_of_the_proxy() -> None:
+    manifests = manifests_of("scaling")
+    config = ProxyConfig(**yaml.safe_load(find(manifests, "ConfigMap/demo-lmkv-proxy")["data"]["lmkv.yaml"]))
+    engines = [Engine(f"http://{address}", "prefill") for address in config.prefillers]
+    engines += [Engine(f"http://{address}", "decode") for address in config.decoders]
+    stranger = Engine("http://demo-lmkv-engine-prefill-0.demo-lmkv-engine-prefill-headless.test.svc:8000", "prefill")
+    exposed = {
+        sample.labels["engine"]
+        for metric in ProxyMetrics([*engines, stranger]).collect()
+        for sample in metric.samples
+        if sample.name == "lmkv_proxy_engine_requests_in_flight"
+    }
+    assert len(exposed) == 4 + 3 + 1
+    counted = {}
+    for scaler in (manifest for manifest in manifests if manifest["kind"] == "ScaledObject"):
+        target = scaler["spec"]["scaleTargetRef"]
+        find(manifests, f"{target['kind']}/{target['name']}")
+        (trigger,) = scaler["spec"]["triggers"]
+        query = trigger["metadata"]["query"]
+        pattern = re.search(r'^sum\(lmkv_proxy_engine_requests_in_flight\{engine=~"(.+)"\}\) or vector\(0\)$', query)
+        assert pattern is not None, query
+        counted[target["name"]] = {engine for engine in exposed if re.fullmatch(pattern[1], engine)}
+    assert counted["demo-lmkv-engine-prefill"] == {engine.url for engine in engines if engine.role == "prefill"}
+    assert counted["demo-lmkv-engine-decode"] == {engine.url for engine in engines if engine.role == "decode"}
+    assert counted["demo-lmkv-proxy"] == {engine.url for engine in engines}
+
+
+def test_an_engine_with_several_hosts_has_one_api_and_a_node_on_each_host() -> None:
+    manifests = manifests_of("hosts")
+    engines = find(manifests, "LeaderWorkerSet/demo-lmkv-engine-deepseek-hosts")["spec"]
+    both = engines["leaderWorkerTemplate"]
+    leader, worker = (both[f"{place}Template"] for place in ("leader", "worker"))
+    assert (both["size"], engines["replicas"], engines["startupPolicy"]) == (2, 2, "LeaderCreated")
+    service = find(manifests, "Service/demo-lmkv-engine-deepseek")["spec"]["selector"]
+    assert [service.items() <= pod["metadata"]["labels"].items() for pod in (leader, worker)] == [True, False]
+    assert [[each["name"] for each in pod["spec"]["initContainers"]] for pod in (leader, worker)] == [["node"]] * 2
+    (serving,), (headless,) = (pod["spec"]["containers"] for pod in (leader, worker))
+    assert variable(serving, "POD_IP")["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert not {"ports", "livenessProbe", "readinessProbe", "startupProbe"} & headless.keys()
+    policy = find(manifests, "NetworkPolicy/demo-lmkv-engine")["spec"]
+    assert {"lmkv/engine": "true"}.items() <= policy["ingress"][1]["from"][0]["podSelector"]["matchLabels"].items()
+    assert "ports" not in policy["ingress"][1], "the ports of ranks are vLLM's choice"
+    assert policy["egress"][1] == {"to": policy["ingress"][1]["from"]}
+
+
+def test_fields_of_the_operators_own_win_and_lists_are_merged_by_name() -> None:
+    manifests = manifests_of("customized")
+    coordinator = find(manifests, "StatefulSet/demo-lmkv-coordinator")["spec"]
+    pod = coordinator["template"]["spec"]
+    assert coordinator["updateStrategy"] == {"type": "OnDelete"}
+    assert pod["runtimeClassName"] == "gvisor"
+    assert pod["topologySpreadConstraints"] == []
+    (container,) = pod["containers"]
+    usual = find(manifests_of("default"), "StatefulSet/demo-lmkv-coordinator")["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    assert container["livenessProbe"] == {"tcpSocket": {"port": "grpc"}, "periodSeconds": 30, "timeoutSeconds": 5}
+    assert container["resources"] == {**usual["resources"], "limits": {"memory": "4Gi"}}
+    assert container["volumeMounts"] == [*usual["volumeMounts"], {"name": "audit", "mountPath": "/var/log/lmkv"}]
+    changed = {"livenessProbe", "resources", "volumeMounts"}
+    assert {name for name in container if container[name] != usual.get(name)} == changed
+    ports = find(manifests, "Service/demo-lmkv-coordinator")["spec"]["ports"]
+    assert [(port["name"], port["port"], port.get("nodePort")) for port in ports] == [
+        ("grpc", 9000, 30900),
+        ("http", 9001, None),
+    ]
+
+
+def test_a_group_of_engines_overrides_what_all_engines_have() -> None:
+    of = {name.rpartition("-")[2]: pod["spec"] for name, pod in pods(manifests_of("customized")) if "engine" in name}
+    assert [spec["runtimeClassName"] for spec in of.values()] == ["nvidia", "nvidia"]
+    assert {name: spec["nodeSelector"] for name, spec in of.items()} == {
+        "llama": {"gpu": "l4"},
+        "qwen": {"gpu": "h100"},
+    }
+    nodes = {name: spec["initContainers"][-1] for name, spec in of.items()}
+    assert nodes["llama"]["livenessProbe"] == {**nodes["qwen"]["livenessProbe"], "failureThreshold": 6}
+    workloads = [find(manifests_of("customized"), f"StatefulSet/demo-lmkv-engine-{name}")["spec"] for name in of]
+    claims = [[claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]] for spec in workloads]
+    assert claims == [["disk", "models"], ["disk"]]
+    assert [spec.get("minReadySeconds") for spec in workloads] == [None, 5]
+
+
+def test_labels_of_the_operators_own_are_on_all_resources_and_pods_but_in_no_selector() -> None:
+    manifests = manifests_of("customized")
+    chosen = {"ConfigMap/demo-own", "PriorityClass/demo"}
+    own = [manifest for manifest in manifests if name_of(manifest) not in chosen]
+    assert len(own) == len(manifests) - len(chosen)
+    assert all(manifest["metadata"]["labels"]["team"] == "inference" for manifest in own)
+    assert all(manifest["metadata"]["annotations"]["owner"] == "kv@acme.example" for manifest in own)
+    assert all(pod["metadata"]["labels"]["team"] == "inference" for _, pod in pods(own))
+    assert not any("team" in selector for manifest in own for selector, _ in selections(manifest))
 
 
 def test_images_are_those_that_the_dockerfile_makes() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import http.client
 import json
 import socket
 import ssl
@@ -11,19 +13,21 @@ import subprocess
 import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lmkv.config import ConnectorConfig, load
+from lmkv.config import ConnectorConfig, NodeConfig, load
 from tests.helm.chart import Manifest, find, pods, render
 from tests.helm.local_pod import LocalPod, Secrets, fetch
 from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.whole_nodes import SPEC, mapped, store
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+from tests.server.webhook.test_server import applied, review_of
 from tests.support.certificates import Certificates, issue
 from tests.waiting import wait_until
 
@@ -63,6 +67,14 @@ class Fleet:
         self._stack.callback(pod.stop)
         self._made.append(pod)
         return pod
+
+    def know(self, secrets: Secrets) -> None:
+        """Adds secrets that exist once the release is installed."""
+        self._secrets = {**self._secrets, **secrets}
+
+    def adopt(self, owner: str, pod: Manifest) -> None:
+        """Adds a pod that others create."""
+        self._pods[owner] = pod
 
     def started(self, owner: str, container: str, *, name: str, ip: str = "127.0.0.1", **names: str) -> LocalPod:
         """Such a pod, one container of which runs and is well."""
@@ -313,3 +325,75 @@ def test_a_coordinator_that_does_not_respond_delays_no_stop(make_fleet: Callable
         pod.command("node")  # moves the paths in its configuration
         done = pod.run_pre_stop("node")
     assert done.returncode == 124, done.stdout + done.stderr  # of `timeout`
+
+
+OWN: Manifest = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "own-0", "namespace": "models", "labels": {"lmkv/inject": "prefill"}},
+    "spec": {
+        "containers": [{"name": "main", "image": "vllm:1", "command": ["vllm", "serve", MODEL]}],
+        "terminationGracePeriodSeconds": 30,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["daemonSet", "sidecar"])
+def test_a_pod_that_the_webhook_changes_finds_a_node(
+    make_fleet: Callable[..., Fleet], free_port: Callable[[], int], mode: str
+) -> None:
+    """From the AdmissionReview over HTTPS, with the certificate that Helm made, to the engine's socket."""
+    role = {"daemonSet": "both", "sidecar": "prefill"}[mode]
+    node = {"mode": mode, "config": {"nixl_backends": ["UCX", "POSIX"], "verify_transfers": False}}
+    engines = {"config": {"chunk_size": 64, "min_retrieve_tokens": 128}}
+    fleet = make_fleet({"node": node, "engines": engines, "webhook": {"enabled": True, "port": free_port()}})
+    made = find(fleet.manifests, "Secret/demo-lmkv-webhook-tls")["data"]
+    fleet.know({"demo-lmkv-webhook-tls": {name: base64.b64decode(text) for name, text in made.items()}})
+    webhook = fleet.started("Deployment/demo-lmkv-webhook", "webhook", name="webhook-0")
+    assert not webhook.written_elsewhere("webhook")
+
+    (configured,) = find(fleet.manifests, "MutatingWebhookConfiguration/demo-lmkv-webhook-prod")["webhooks"]
+    assert configured["failurePolicy"] == "Ignore"
+    called = configured["clientConfig"]["service"]
+    service = find(fleet.manifests, f"Service/{called['name']}")["spec"]
+    (port,) = (each["targetPort"] for each in service["ports"] if each["port"] == called["port"])
+    created = deepcopy(OWN)
+    created["metadata"]["labels"]["lmkv/inject"] = role
+    context = ssl.create_default_context(cadata=base64.b64decode(configured["clientConfig"]["caBundle"]).decode())
+    with (
+        socket.create_connection(("127.0.0.1", webhook.port(webhook.container("webhook"), port)), 10) as plain,
+        context.wrap_socket(plain, server_hostname=f"{called['name']}.{called['namespace']}.svc") as connection,
+    ):
+        client = http.client.HTTPConnection("webhook")
+        client.sock = connection
+        client.request("POST", called["path"], json.dumps(review_of(created)))
+        response = json.loads(client.getresponse().read())["response"]
+    assert response["allowed"]
+    assert "warnings" not in response
+    changed = applied(created, response)
+    words = [*changed["spec"]["containers"][0]["command"], *changed["spec"]["containers"][0]["args"]]
+    assert words[:3] == ["vllm", "serve", MODEL]
+    assert json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector"] == "LMKVConnector"
+
+    fleet.started("StatefulSet/demo-lmkv-coordinator", "coordinator", name="coordinator-0")
+    fleet.adopt("Pod/own-0", changed)
+    if mode == "sidecar":
+        pod = fleet.started("Pod/own-0", "lmkv-node", name="own-0")
+        assert not pod.written_elsewhere("lmkv-node")
+        file = yaml.safe_load(find(fleet.manifests, "ConfigMap/demo-lmkv-node")["data"]["lmkv.yaml"])
+        variables = {name: text for name, text in pod.environment("lmkv-node").items() if name.startswith("LMKV_")}
+        config = load(NodeConfig, env=variables)
+        kept = {"local_disk", "pool_path", "runtime_dir", "coordinator_address"}  # paths and names of this host
+        for name in file.keys() - kept:
+            assert getattr(config, name) == getattr(NodeConfig(**{name: file[name]}), name), name
+        assert config.pd_role == "sender"
+    else:
+        fleet.started("DaemonSet/demo-lmkv-node", "node", name="node-0")
+        pod = fleet.pod("Pod/own-0", name="own-0")
+    config_of_engine = load(ConnectorConfig, env=pod.environment("main"))
+    assert not config_of_engine.notices
+    assert (config_of_engine.chunk_size, config_of_engine.cluster_secret) == (64, "one for all")
+    assert Path(config_of_engine.node_address).is_socket()
+    (instance,) = fleet.ask("--json")["instances"]
+    assert instance["instance_id"] == {"daemonSet": "host-1", "sidecar": "own-0"}[mode]
+    assert fleet.announced_secrets() == []

@@ -121,6 +121,14 @@ coordinator_address: {{ include "lmkv.coordinatorAddress" . }}
 {{- end }}
 {{- end -}}
 
+{{- define "lmkv.webhookSettings" -}}
+host: {{ .Values.bindAddress | quote }}
+port: {{ .Values.webhook.port }}
+pod_additions: /etc/lmkv/pods.yaml
+tls_cert: /etc/lmkv-tls/tls.crt
+tls_key: /etc/lmkv-tls/tls.key
+{{- end -}}
+
 {{/* A ConfigMap of one process. Takes a dict of root, component, file (its text) and otlpEndpoint (empty: none). */}}
 {{- define "lmkv.configMap" -}}
 apiVersion: v1

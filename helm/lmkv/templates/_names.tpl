@@ -27,13 +27,20 @@ app.kubernetes.io/part-of: lmkv
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Name, namespace and labels of a component's resource. Takes a list of root and component. */}}
+{{/* Name, namespace, labels and annotations of a component's resource. Takes a list of root and component, and optionally
+a dict of the name, labels and annotations of this resource alone. */}}
 {{- define "lmkv.metadata" -}}
 {{- $root := index . 0 -}}
-name: {{ include "lmkv.fullname" $root }}-{{ index . 1 }}
+{{- $own := dict -}}
+{{- if gt (len .) 2 -}}{{- $own = index . 2 -}}{{- end -}}
+name: {{ default (printf "%s-%s" (include "lmkv.fullname" $root) (index . 1)) $own.name }}
 namespace: {{ $root.Release.Namespace }}
 labels:
-  {{- include "lmkv.labels" . | nindent 2 }}
+  {{- merge (include "lmkv.labels" . | fromYaml) (deepCopy (default dict $own.labels)) (default dict $root.Values.commonLabels) | toYaml | nindent 2 }}
+{{- with merge (deepCopy (default dict $own.annotations)) (default dict $root.Values.commonAnnotations) }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "lmkv.serviceAccountName" -}}
@@ -78,16 +85,24 @@ when the number of coordinators changes. */}}
 {{- range (index . 0).Values.engines.groups }}{{ if eq (default "both" .role) $role }}{{ $role }}{{ end }}{{ end -}}
 {{- end -}}
 
-{{/* Hosts of all engines of a role, as JSON. Takes a list of root and role. */}}
+{{/* Name of the workload of a group of engines. Takes a list of root and group. A LeaderWorkerSet has a headless Service
+of its own name, so that it cannot have the name of the group's Service. */}}
+{{- define "lmkv.engineWorkload" -}}
+{{- $group := index . 1 -}}
+{{ include "lmkv.fullname" (index . 0) }}-engine-{{ $group.name }}{{ if gt (int (default 1 $group.hosts)) 1 }}-hosts{{ end }}
+{{- end -}}
+
+{{/* Hosts of all engines of a role, as JSON: as many as the largest number of replicas. Takes a list of root and role. */}}
 {{- define "lmkv.engineHosts" -}}
 {{- $root := index . 0 -}}
 {{- $role := index . 1 -}}
 {{- $hosts := list -}}
 {{- range $group := $root.Values.engines.groups -}}
 {{- if eq (default "both" $group.role) $role -}}
-{{- $name := printf "%s-engine-%s" (include "lmkv.fullname" $root) $group.name -}}
-{{- range $index := until (int (dig "replicas" 1 $group)) -}}
-{{- $hosts = append $hosts (printf "%s-%d.%s-headless.%s.svc" $name $index $name $root.Release.Namespace) -}}
+{{- $name := include "lmkv.engineWorkload" (list $root $group) -}}
+{{- $service := gt (int (default 1 $group.hosts)) 1 | ternary $name (printf "%s-headless" $name) -}}
+{{- range $index := until (int (dig "autoscaling" "maxReplicas" (dig "replicas" 1 $group) $group)) -}}
+{{- $hosts = append $hosts (printf "%s-%d.%s.%s.svc" $name $index $service $root.Release.Namespace) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

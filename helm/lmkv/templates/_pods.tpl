@@ -1,7 +1,8 @@
 {{/* Parts that pods and containers share. */}}
 
 {{/* Labels and annotations of pods, which restart when their settings change.
-Takes a dict of root, component, settings (what its processes read only at their start) and values. */}}
+Takes a dict of root, component, settings (what its processes read only at their start), values, and optionally labels of
+this workload's pods. */}}
 {{- define "lmkv.podMetadata" -}}
 annotations:
   checksum/config: {{ sha256sum .settings }}
@@ -9,10 +10,8 @@ annotations:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 labels:
-  {{- include "lmkv.selector" (list .root .component) | nindent 2 }}
-  {{- with .values.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- $labels := merge (include "lmkv.selector" (list .root .component) | fromYaml) (default dict .labels) }}
+  {{- merge $labels (deepCopy (default dict .values.podLabels)) (default dict .root.Values.commonLabels) | toYaml | nindent 2 }}
 {{- end -}}
 
 {{/* Security context and scheduling of a pod. Takes a list of root and the component's values. */}}
@@ -193,30 +192,6 @@ certificate they get only the issuer. Takes a list of root and the secret with t
   mountPath: /etc/lmkv-token
   readOnly: true
 {{- end }}
-{{- end -}}
-
-{{/* A HorizontalPodAutoscaler. Takes a list of root, component, the kind of its target and the component's values. */}}
-{{- define "lmkv.horizontalPodAutoscaler" -}}
-apiVersion: autoscaling/v2
-kind: HorizontalPodAutoscaler
-metadata:
-  {{- include "lmkv.metadata" (list (index . 0) (index . 1)) | nindent 2 }}
-spec:
-  scaleTargetRef:
-    apiVersion: apps/v1
-    kind: {{ index . 2 }}
-    name: {{ include "lmkv.fullname" (index . 0) }}-{{ index . 1 }}
-  {{- with (index . 3).autoscaling }}
-  minReplicas: {{ .minReplicas }}
-  maxReplicas: {{ .maxReplicas }}
-  metrics:
-    - type: Resource
-      resource:
-        name: cpu
-        target:
-          type: Utilization
-          averageUtilization: {{ .targetCPUUtilizationPercentage }}
-  {{- end }}
 {{- end -}}
 
 {{/* A budget for disruptions. Takes a list of root, component and the component's values. */}}

@@ -58,9 +58,12 @@ volumeMounts:
   - name: pool
     mountPath: /pool
   {{- end }}
-  {{- if $values.diskVolume }}
+  {{- if or $values.diskVolume $values.diskClaim }}
   - name: disk
     mountPath: /disk
+  {{- end }}
+  {{- with $values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end -}}
 
@@ -155,6 +158,9 @@ node takes: whole ones, rounded down. */}}
 {{- with $values.diskVolume }}
 - name: disk
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

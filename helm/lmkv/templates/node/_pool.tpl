@@ -42,6 +42,16 @@ emptyDir:
 {{- end -}}
 {{- end -}}
 
+{{/* Templates of the claims of each sidecar; nothing: it has none. */}}
+{{- define "lmkv.nodeClaims" -}}
+{{- $claims := list -}}
+{{- range list "pool" "disk" -}}
+{{- $spec := get $.Values.node (printf "%sClaim" .) -}}
+{{- if $spec -}}{{- $claims = append $claims (dict "metadata" (dict "name" .) "spec" $spec) -}}{{- end -}}
+{{- end -}}
+{{- if $claims -}}{{- toYaml $claims -}}{{- end -}}
+{{- end -}}
+
 {{- define "lmkv.hasPoolVolume" -}}
 {{- if or .Values.node.poolClaim (include "lmkv.poolVolume" .) -}}true{{- end -}}
 {{- end -}}

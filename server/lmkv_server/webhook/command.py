@@ -1,0 +1,68 @@
+"""`lmkv webhook`: adds lmkv to the pods of engines that others create, until it receives a stop signal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+
+from lmkv import telemetry
+from lmkv.cli import Command
+from lmkv.config import WebhookConfig, add_arguments, from_arguments
+from lmkv.config.live import follow_logging
+from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, stop_on_signals
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "lmkv-webhook"
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, WebhookConfig)
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = from_arguments(args, WebhookConfig)
+    config.check()
+    _set_up_logging(config)
+    for notice in config.notices:
+        logger.warning(notice)
+    hold_stop_signals()
+    with asyncio.Runner(loop_factory=fast_loop()) as runner:
+        runner.run(serve(config, args))
+    return 0
+
+
+def _set_up_logging(config: WebhookConfig) -> None:
+    telemetry.set_up_logging(
+        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
+    )
+
+
+async def serve(config: WebhookConfig, args: argparse.Namespace) -> None:
+    """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a file is invalid or the port cannot be bound."""
+    # Imported here: threads that libraries start inherit the signal mask of hold_stop_signals.
+    from lmkv_server.http.ports import address
+    from lmkv_server.http.server import HttpServer
+    from lmkv_server.webhook.additions import read_additions
+    from lmkv_server.webhook.app import make_app
+
+    stop = stop_on_signals()
+    additions = read_additions(config.pod_additions)
+    server = HttpServer(config.host, config.port, "port", make_app(additions), config.credentials, name="lmkv-webhook")
+    await server.start()
+    try:
+        logger.info("lmkv webhook ready on https://%s", address(config.host, server.port))
+        await first_of(stop.wait(), follow_logging(args, WebhookConfig, _set_up_logging))
+    finally:
+        await server.aclose()
+    logger.info("lmkv webhook stopped")
+
+
+command = Command(
+    name="webhook",
+    help="add the connector and a node to pods of engines that others create (Kubernetes)",
+    add_arguments=_add_arguments,
+    run=_run,
+    examples="  lmkv webhook --pod-additions pods.yaml --tls-cert tls.crt --tls-key tls.key",
+)
