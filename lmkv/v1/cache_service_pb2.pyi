@@ -35,6 +35,8 @@ class LookupRequest(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PARENT_KEY_FIELD_NUMBER: _builtins.int
+    ANY_KEY_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
     chunk_keys: _builtins.bytes
@@ -48,6 +50,14 @@ class LookupRequest(_message.Message):
     fingerprint: _builtins.bytes
     """With `chunk_keys`: fingerprint of their spec; nothing is found if no instance has registered it. Without it an instance
     counts as holding a chunk if it holds part 0.
+    """
+    parent_key: _builtins.bytes
+    """With `chunk_keys`: the key of the chunk before them in the prompt, or the root of the key chain if there is none; 16
+    bytes. The response then has `partial_token_counts`.
+    """
+    any_key: _builtins.bool
+    """With `chunk_keys`: whether these are alternatives and not a prompt. The response then has the instances that hold the
+    first of them that an instance holds, with one matched chunk each. At most 1,024 keys.
     """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -63,10 +73,12 @@ class LookupRequest(_message.Message):
         lora_name: _builtins.str = ...,
         excluded_instance_id: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
+        parent_key: _builtins.bytes = ...,
+        any_key: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "fingerprint", b"fingerprint", "lora_name", b"lora_name", "model_name", b"model_name", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_key", b"any_key", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "fingerprint", b"fingerprint", "lora_name", b"lora_name", "model_name", b"model_name", "parent_key", b"parent_key", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,15 +93,26 @@ class LookupResponse(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    KEY_INDEX_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the layout map at the lookup."""
     partial: _builtins.bool
     """Whether instances have yet to report their chunks, so that there may be more holders or longer matches."""
+    key_index: _builtins.int
+    """With `any_key`: index of the key in `chunk_keys` that the holders have."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
         """All instances that hold the first chunk, longest contiguous prefix first, then by instance id. If chunks have several
         parts: all instances that hold every part that a hit needs, the longest hit first. The prefix is then this hit; it has
         no partial chunk, and the instance may have evicted earlier chunks of parts that the hit does not need.
+        """
+
+    @_builtins.property
+    def partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With `parent_key`: the token counts of the partial chunks that instances hold behind the longest match, ascending and
+        each once. The chunks may be of other prompts: a client that has the tokens computes the keys, and looks them
+        up with `any_key`.
         """
 
     def __init__(
@@ -98,14 +121,126 @@ class LookupResponse(_message.Message):
         holders: _abc.Iterable[Global___Holder] | None = ...,
         revision: _builtins.int = ...,
         partial: _builtins.bool = ...,
+        partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        key_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "partial", b"partial", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "key_index", b"key_index", "partial", b"partial", "partial_token_counts", b"partial_token_counts", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Request for `CacheService.Explain`: a prompt, or a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    model_name: _builtins.str
+    """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
+    chunk_keys: _builtins.bytes
+    """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
+    cache_salt: _builtins.str
+    """Cache salt of the prompt; for tokens."""
+    lora_name: _builtins.str
+    """LoRA adapter of the prompt, by served name or by identity `name@digest`; for tokens."""
+    instance_id: _builtins.str
+    """The instance; empty means all."""
+    request_id: _builtins.str
+    """Without chunks: a part of the engine's id of a request."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the prompt, in order."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        model_name: _builtins.str = ...,
+        chunk_keys: _builtins.bytes = ...,
+        cache_salt: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """Response for `CacheService.Explain`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLANATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceExplanation]:
+        """One per instance and spec of the prompt, by instance id."""
+
+    def __init__(
+        self,
+        *,
+        explanations: _abc.Iterable[Global___InstanceExplanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class InstanceExplanation(_message.Message):
+    """The explanation of one instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance."""
+    fingerprint: _builtins.bytes
+    """Fingerprint of the spec under which the prompt was looked for; empty for requests."""
+    @_builtins.property
+    def explanation(self) -> _chunk_pb2.PromptExplanation:
+        """What the instance knows."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """Why there is none; unset without an error."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        fingerprint: _builtins.bytes = ...,
+        explanation: _chunk_pb2.PromptExplanation | None = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "explanation", b"explanation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "explanation", b"explanation", "fingerprint", b"fingerprint", "instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InstanceExplanation: _TypeAlias = InstanceExplanation  # noqa: Y015
 
 @_typing.final
 class LookupStreamRequest(_message.Message):
@@ -208,7 +343,9 @@ class Holder(_message.Message):
     matched_chunk_count: _builtins.int
     """Chunks of the prefix."""
     matched_token_count: _builtins.int
-    """Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial."""
+    """Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial. For
+    lookups by tokens, the last chunk may be a partial chunk of another prompt that has the same tokens up to its end.
+    """
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierRun]:
         """The prefix, split where the tier changes; in prompt order. If chunks have several parts: one run, with the slowest
@@ -609,6 +746,96 @@ class ListPinsResponse(_message.Message):
 Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
 
 @_typing.final
+class HintRequest(_message.Message):
+    """Request for `CacheService.Hint`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance that carries it out."""
+    action: _chunk_pb2.HintAction.ValueType
+    """What to do."""
+    model_name: _builtins.str
+    """Model of the tokens."""
+    chunk_keys: _builtins.bytes
+    """Keys of the chunks."""
+    cache_salt: _builtins.str
+    """Cache salt of the prompt."""
+    lora_name: _builtins.str
+    """LoRA adapter of the prompt, as in `LookupRequest`."""
+    priority: _builtins.int
+    """With `HINT_ACTION_RETAIN`: 1 to 100, chunks of lower priority are evicted first; 0 means 50."""
+    request_id: _builtins.str
+    """UUID chosen by the caller, at most 256 bytes; a repeat with `HINT_ACTION_PIN` extends the first call's pin."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the prompt, in order."""
+
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long to pin or to retain the chunks; unset means 300 s, and more than 24 h is clipped."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        action: _chunk_pb2.HintAction.ValueType = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        model_name: _builtins.str = ...,
+        chunk_keys: _builtins.bytes = ...,
+        cache_salt: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "priority", b"priority", "request_id", b"request_id", "tokens", b"tokens", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintRequest: _TypeAlias = HintRequest  # noqa: Y015
+
+@_typing.final
+class HintResponse(_message.Message):
+    """Response for `CacheService.Hint`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """With `HINT_ACTION_PIN`, if chunks are pinned: id of the pin."""
+    @_builtins.property
+    def result(self) -> _chunk_pb2.HintResult:
+        """How it ended."""
+
+    def __init__(
+        self,
+        *,
+        result: _chunk_pb2.HintResult | None = ...,
+        pin_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintResponse: _TypeAlias = HintResponse  # noqa: Y015
+
+@_typing.final
 class ClearRequest(_message.Message):
     """Request for `CacheService.Clear`."""
 
@@ -624,6 +851,8 @@ class ClearRequest(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    KEPT_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance; empty means all."""
     tier: _chunk_pb2.Tier.ValueType
@@ -644,6 +873,12 @@ class ClearRequest(_message.Message):
     """Only counts the chunks that would be dropped."""
     request_id: _builtins.str
     """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
+    weight_version: _builtins.str
+    """With `model_name` and without tokens and keys: only chunks of this version of the weights (`KvSpec`)."""
+    kept_weight_version: _builtins.str
+    """With `model_name` and without tokens and keys: only chunks of other versions of the weights than this one. Excludes
+    `weight_version`.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of a prompt, to drop its chunks only."""
@@ -661,10 +896,12 @@ class ClearRequest(_message.Message):
         all: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
         request_id: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
+        kept_weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "request_id", b"request_id", "tier", b"tier", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "instance_id", b"instance_id", "kept_weight_version", b"kept_weight_version", "lora_name", b"lora_name", "model_name", b"model_name", "request_id", b"request_id", "tier", b"tier", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,7 +41,8 @@ class CacheServiceStub:
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+    `parent_key` has another length than 16.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
     both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -64,6 +65,11 @@ class CacheServiceStub:
                 '/lmkv.v1.CacheService/Lookup',
                 request_serializer=lmkv_dot_v1_dot_cache__service__pb2.LookupRequest.SerializeToString,
                 response_deserializer=lmkv_dot_v1_dot_cache__service__pb2.LookupResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/lmkv.v1.CacheService/Explain',
+                request_serializer=lmkv_dot_v1_dot_cache__service__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=lmkv_dot_v1_dot_cache__service__pb2.ExplainResponse.FromString,
                 _registered_method=True)
         self.LookupStream = channel.stream_stream(
                 '/lmkv.v1.CacheService/LookupStream',
@@ -89,6 +95,11 @@ class CacheServiceStub:
                 '/lmkv.v1.CacheService/ListPins',
                 request_serializer=lmkv_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
                 response_deserializer=lmkv_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/lmkv.v1.CacheService/Hint',
+                request_serializer=lmkv_dot_v1_dot_cache__service__pb2.HintRequest.SerializeToString,
+                response_deserializer=lmkv_dot_v1_dot_cache__service__pb2.HintResponse.FromString,
                 _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/lmkv.v1.CacheService/Clear',
@@ -122,7 +133,8 @@ class CacheServiceServicer:
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+    `parent_key` has another length than 16.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
     both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -141,6 +153,20 @@ class CacheServiceServicer:
         A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
         Errors: those of the service.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Says for each instance which part of a prompt it holds, in which tier, and why it does not hold the others; or what its
+        engines have reported of recent requests.
+
+        The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool.
+
+        Errors, besides those of the service:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): neither chunks nor a request are named, or more than 32,768 chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,12 +243,31 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request, context):
+        """Asks an instance to treat the chunks of a prompt in a certain way: a hint, as engines send it for their requests.
+
+        The result names what the instance cannot do, or not for all chunks: these are not errors. Chunks that the instance
+        does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them.
+
+        Errors, besides those of the service:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the instance does not serve the spec of the chunks.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the action is unknown, the ttl is
+        not positive, or the priority is not in its range.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has too many orders.
+        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Clear(self, request, context):
         """Drops chunks from instances, with all their parts, as an operation. Pinned chunks stay.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
+        is named without a model, with tokens or keys, or that no engine has registered.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -275,6 +320,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.LookupRequest.FromString,
                     response_serializer=lmkv_dot_v1_dot_cache__service__pb2.LookupResponse.SerializeToString,
             ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.ExplainRequest.FromString,
+                    response_serializer=lmkv_dot_v1_dot_cache__service__pb2.ExplainResponse.SerializeToString,
+            ),
             'LookupStream': grpc.stream_stream_rpc_method_handler(
                     servicer.LookupStream,
                     request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.LookupStreamRequest.FromString,
@@ -299,6 +349,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.ListPins,
                     request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.ListPinsRequest.FromString,
                     response_serializer=lmkv_dot_v1_dot_cache__service__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=lmkv_dot_v1_dot_cache__service__pb2.HintRequest.FromString,
+                    response_serializer=lmkv_dot_v1_dot_cache__service__pb2.HintResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -338,7 +393,8 @@ class CacheService:
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+    `parent_key` has another length than 16.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
     both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -368,6 +424,33 @@ class CacheService:
             '/lmkv.v1.CacheService/Lookup',
             lmkv_dot_v1_dot_cache__service__pb2.LookupRequest.SerializeToString,
             lmkv_dot_v1_dot_cache__service__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lmkv.v1.CacheService/Explain',
+            lmkv_dot_v1_dot_cache__service__pb2.ExplainRequest.SerializeToString,
+            lmkv_dot_v1_dot_cache__service__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -503,6 +586,33 @@ class CacheService:
             '/lmkv.v1.CacheService/ListPins',
             lmkv_dot_v1_dot_cache__service__pb2.ListPinsRequest.SerializeToString,
             lmkv_dot_v1_dot_cache__service__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lmkv.v1.CacheService/Hint',
+            lmkv_dot_v1_dot_cache__service__pb2.HintRequest.SerializeToString,
+            lmkv_dot_v1_dot_cache__service__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

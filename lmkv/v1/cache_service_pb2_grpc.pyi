@@ -42,7 +42,8 @@ class CacheServiceStub:
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+      `parent_key` has another length than 16.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
       both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -65,6 +66,16 @@ class CacheServiceStub:
     A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
     Errors: those of the service.
+    """
+    Explain: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainRequest, _cache_service_pb2.ExplainResponse]
+    """Says for each instance which part of a prompt it holds, in which tier, and why it does not hold the others; or what its
+    engines have reported of recent requests.
+
+    The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool.
+
+    Errors, besides those of the service:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): neither chunks nor a request are named, or more than 32,768 chunks.
     """
     LookupStream: _grpc.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]
     """Looks up many prompts over one call, for clients that look up often.
@@ -117,12 +128,27 @@ class CacheServiceStub:
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
+    Hint: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.HintRequest, _cache_service_pb2.HintResponse]
+    """Asks an instance to treat the chunks of a prompt in a certain way: a hint, as engines send it for their requests.
+
+    The result names what the instance cannot do, or not for all chunks: these are not errors. Chunks that the instance
+    does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them.
+
+    Errors, besides those of the service:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the instance does not serve the spec of the chunks.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the action is unknown, the ttl is
+      not positive, or the priority is not in its range.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has too many orders.
+    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
+    """
     Clear: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ClearRequest, _operations_pb2.Operation]
     """Drops chunks from instances, with all their parts, as an operation. Pinned chunks stay.
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
+      is named without a model, with tokens or keys, or that no engine has registered.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -172,7 +198,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+      `parent_key` has another length than 16.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
       both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -192,6 +219,16 @@ class CacheServiceAsyncStub(CacheServiceStub):
     A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
     Errors: those of the service.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainRequest, _cache_service_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Says for each instance which part of a prompt it holds, in which tier, and why it does not hold the others; or what its
+    engines have reported of recent requests.
+
+    The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool.
+
+    Errors, besides those of the service:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): neither chunks nor a request are named, or more than 32,768 chunks.
     """
     LookupStream: _aio.StreamStreamMultiCallable[_cache_service_pb2.LookupStreamRequest, _cache_service_pb2.LookupStreamResponse]  # type: ignore[assignment]
     """Looks up many prompts over one call, for clients that look up often.
@@ -244,12 +281,27 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
+    Hint: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.HintRequest, _cache_service_pb2.HintResponse]  # type: ignore[assignment]
+    """Asks an instance to treat the chunks of a prompt in a certain way: a hint, as engines send it for their requests.
+
+    The result names what the instance cannot do, or not for all chunks: these are not errors. Chunks that the instance
+    does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them.
+
+    Errors, besides those of the service:
+    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the instance does not serve the spec of the chunks.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the action is unknown, the ttl is
+      not positive, or the priority is not in its range.
+    * `RESOURCE_EXHAUSTED` (`FULL`): the instance has too many orders.
+    * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
+    """
     Clear: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ClearRequest, _operations_pb2.Operation]  # type: ignore[assignment]
     """Drops chunks from instances, with all their parts, as an operation. Pinned chunks stay.
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
+      is named without a model, with tokens or keys, or that no engine has registered.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -298,7 +350,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     then needs no `lora_name`. Engines register an adapter with its first request.
 
     Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+      `parent_key` has another length than 16.
     * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
       both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -322,6 +375,22 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
 
         Errors: those of the service.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _cache_service_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.ExplainResponse, _abc.Awaitable[_cache_service_pb2.ExplainResponse]]:
+        """Says for each instance which part of a prompt it holds, in which tier, and why it does not hold the others; or what its
+        engines have reported of recent requests.
+
+        The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool.
+
+        Errors, besides those of the service:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): neither chunks nor a request are named, or more than 32,768 chunks.
         """
 
     @_abc_1.abstractmethod
@@ -406,6 +475,26 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Hint(
+        self,
+        request: _cache_service_pb2.HintRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.HintResponse, _abc.Awaitable[_cache_service_pb2.HintResponse]]:
+        """Asks an instance to treat the chunks of a prompt in a certain way: a hint, as engines send it for their requests.
+
+        The result names what the instance cannot do, or not for all chunks: these are not errors. Chunks that the instance
+        does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them.
+
+        Errors, besides those of the service:
+        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the instance does not serve the spec of the chunks.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the action is unknown, the ttl is
+          not positive, or the priority is not in its range.
+        * `RESOURCE_EXHAUSTED` (`FULL`): the instance has too many orders.
+        * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
+        """
+
+    @_abc_1.abstractmethod
     def Clear(
         self,
         request: _cache_service_pb2.ClearRequest,
@@ -415,7 +504,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
+          is named without a model, with tokens or keys, or that no engine has registered.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

@@ -5,6 +5,7 @@ Messages that several services share."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -116,6 +117,202 @@ PART_RULE_END: PartRule.ValueType  # 4
 """The last chunk: the state behind its last token."""
 Global___PartRule: _TypeAlias = PartRule  # noqa: Y015
 
+class _HintAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HintActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HINT_ACTION_UNSPECIFIED: _HintAction.ValueType  # 0
+    """Not set. Invalid."""
+    HINT_ACTION_SHARE: _HintAction.ValueType  # 1
+    """Write them to the tiers that other instances read."""
+    HINT_ACTION_PREFETCH: _HintAction.ValueType  # 2
+    """Bring them into the pool."""
+    HINT_ACTION_PIN: _HintAction.ValueType  # 3
+    """Keep them in the pool."""
+    HINT_ACTION_RETAIN: _HintAction.ValueType  # 4
+    """Evict them after others."""
+    HINT_ACTION_DEMOTE: _HintAction.ValueType  # 5
+    """Write them to a tier behind the pool, and evict them from the pool before others."""
+    HINT_ACTION_EVICT: _HintAction.ValueType  # 6
+    """Drop them."""
+
+class HintAction(_HintAction, metaclass=_HintActionEnumTypeWrapper):
+    """What a hint asks a node to do with the chunks of a prompt. A node rejects an unknown action."""
+
+HINT_ACTION_UNSPECIFIED: HintAction.ValueType  # 0
+"""Not set. Invalid."""
+HINT_ACTION_SHARE: HintAction.ValueType  # 1
+"""Write them to the tiers that other instances read."""
+HINT_ACTION_PREFETCH: HintAction.ValueType  # 2
+"""Bring them into the pool."""
+HINT_ACTION_PIN: HintAction.ValueType  # 3
+"""Keep them in the pool."""
+HINT_ACTION_RETAIN: HintAction.ValueType  # 4
+"""Evict them after others."""
+HINT_ACTION_DEMOTE: HintAction.ValueType  # 5
+"""Write them to a tier behind the pool, and evict them from the pool before others."""
+HINT_ACTION_EVICT: HintAction.ValueType  # 6
+"""Drop them."""
+Global___HintAction: _TypeAlias = HintAction  # noqa: Y015
+
+class _HintOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HintOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HINT_OUTCOME_UNSPECIFIED: _HintOutcome.ValueType  # 0
+    """Not set. Never sent."""
+    HINT_OUTCOME_ACCEPTED: _HintOutcome.ValueType  # 1
+    """It was carried out, or has begun, for all chunks."""
+    HINT_OUTCOME_CLIPPED: _HintOutcome.ValueType  # 2
+    """As accepted, with less time or for fewer chunks than requested."""
+    HINT_OUTCOME_DEFERRED: _HintOutcome.ValueType  # 3
+    """It will be carried out later, or then for more chunks."""
+    HINT_OUTCOME_REJECTED: _HintOutcome.ValueType  # 4
+    """It was not carried out; a reason is sent with it."""
+    HINT_OUTCOME_MISSING: _HintOutcome.ValueType  # 5
+    """None of the chunks is held."""
+
+class HintOutcome(_HintOutcome, metaclass=_HintOutcomeEnumTypeWrapper):
+    """How a hint ended. An unknown outcome means that the hint may have been carried out for some chunks."""
+
+HINT_OUTCOME_UNSPECIFIED: HintOutcome.ValueType  # 0
+"""Not set. Never sent."""
+HINT_OUTCOME_ACCEPTED: HintOutcome.ValueType  # 1
+"""It was carried out, or has begun, for all chunks."""
+HINT_OUTCOME_CLIPPED: HintOutcome.ValueType  # 2
+"""As accepted, with less time or for fewer chunks than requested."""
+HINT_OUTCOME_DEFERRED: HintOutcome.ValueType  # 3
+"""It will be carried out later, or then for more chunks."""
+HINT_OUTCOME_REJECTED: HintOutcome.ValueType  # 4
+"""It was not carried out; a reason is sent with it."""
+HINT_OUTCOME_MISSING: HintOutcome.ValueType  # 5
+"""None of the chunks is held."""
+Global___HintOutcome: _TypeAlias = HintOutcome  # noqa: Y015
+
+class _MissReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    """Not set: no reason is known, or the part was not missed."""
+    MISS_REASON_NEVER_STORED: _MissReason.ValueType  # 1
+    """The node has not stored it since it started, or has forgotten that it did: it remembers the last 131,072 removals."""
+    MISS_REASON_EVICTED_BY_STORE: _MissReason.ValueType  # 2
+    """It was evicted from the pool to make room for what an engine stores."""
+    MISS_REASON_EVICTED_BY_FETCH: _MissReason.ValueType  # 3
+    """It was evicted from the pool to make room for what was loaded from another tier, another instance or a handoff."""
+    MISS_REASON_EVICTED_BY_ORDER: _MissReason.ValueType  # 4
+    """It was evicted from the pool to make room for what a coordinator had moved to this instance."""
+    MISS_REASON_EVICTED_FROM_TIER: _MissReason.ValueType  # 5
+    """It was evicted from a tier behind the pool, to make room there."""
+    MISS_REASON_CLEARED: _MissReason.ValueType  # 6
+    """It was removed with all others, or all of its model: `Clear`, or a reset by an engine."""
+    MISS_REASON_DROPPED: _MissReason.ValueType  # 7
+    """It was removed by an operation that named it: `Clear` or `Move`."""
+    MISS_REASON_DAMAGED: _MissReason.ValueType  # 8
+    """It was removed because its bytes did not match its checksum."""
+    MISS_REASON_TIER_DOWN: _MissReason.ValueType  # 9
+    """The tier that may hold it failed, or did not answer in time."""
+    MISS_REASON_PEER_UNREACHABLE: _MissReason.ValueType  # 10
+    """The instances that hold it could not be reached."""
+    MISS_REASON_SLOWER: _MissReason.ValueType  # 11
+    """It is held, but computing it is faster than loading it."""
+    MISS_REASON_BELOW_MINIMUM: _MissReason.ValueType  # 12
+    """It is held, but too few tokens to be loaded by the engine's configuration."""
+    MISS_REASON_TOO_LARGE: _MissReason.ValueType  # 13
+    """It is held, but the pool has too little room for the whole hit."""
+    MISS_REASON_BEHIND_GAP: _MissReason.ValueType  # 14
+    """It is held, but not the part of the prompt before it."""
+    MISS_REASON_OTHER_NAMESPACE: _MissReason.ValueType  # 15
+    """It was never stored, but the engine has served the same first tokens with another LoRA adapter or with other weights,
+    whose KV cannot be used.
+    """
+    MISS_REASON_SKIPPED: _MissReason.ValueType  # 16
+    """The engine has computed it before, and not stored it: it had no write credit, or the store failed."""
+    MISS_REASON_LOAD_FAILED: _MissReason.ValueType  # 17
+    """It was found, and its load failed."""
+    MISS_REASON_LOOKUP_TIMEOUT: _MissReason.ValueType  # 18
+    """The node did not answer the lookup in time."""
+    MISS_REASON_NODE_LOST: _MissReason.ValueType  # 19
+    """The engine was not attached to a node."""
+    MISS_REASON_NODE_SUSPECT: _MissReason.ValueType  # 20
+    """The engine sent no lookup, because the node had not answered several."""
+    MISS_REASON_UNCACHEABLE: _MissReason.ValueType  # 21
+    """The request cannot be cached, or is not to be read from the cache; or the end of the prompt is shorter than a chunk, and
+    such chunks are not stored.
+    """
+    MISS_REASON_OTHER_SALT: _MissReason.ValueType  # 22
+    """As `MISS_REASON_OTHER_NAMESPACE`, with another cache salt. Answers to clients have
+    `MISS_REASON_NEVER_STORED` instead.
+    """
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """Why a part of a prompt was not found, or was found and not loaded. Values are also those of the label `reason`, in lower
+    case and without the prefix.
+
+    New reasons may be added; clients show an unknown one by its number.
+    """
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+"""Not set: no reason is known, or the part was not missed."""
+MISS_REASON_NEVER_STORED: MissReason.ValueType  # 1
+"""The node has not stored it since it started, or has forgotten that it did: it remembers the last 131,072 removals."""
+MISS_REASON_EVICTED_BY_STORE: MissReason.ValueType  # 2
+"""It was evicted from the pool to make room for what an engine stores."""
+MISS_REASON_EVICTED_BY_FETCH: MissReason.ValueType  # 3
+"""It was evicted from the pool to make room for what was loaded from another tier, another instance or a handoff."""
+MISS_REASON_EVICTED_BY_ORDER: MissReason.ValueType  # 4
+"""It was evicted from the pool to make room for what a coordinator had moved to this instance."""
+MISS_REASON_EVICTED_FROM_TIER: MissReason.ValueType  # 5
+"""It was evicted from a tier behind the pool, to make room there."""
+MISS_REASON_CLEARED: MissReason.ValueType  # 6
+"""It was removed with all others, or all of its model: `Clear`, or a reset by an engine."""
+MISS_REASON_DROPPED: MissReason.ValueType  # 7
+"""It was removed by an operation that named it: `Clear` or `Move`."""
+MISS_REASON_DAMAGED: MissReason.ValueType  # 8
+"""It was removed because its bytes did not match its checksum."""
+MISS_REASON_TIER_DOWN: MissReason.ValueType  # 9
+"""The tier that may hold it failed, or did not answer in time."""
+MISS_REASON_PEER_UNREACHABLE: MissReason.ValueType  # 10
+"""The instances that hold it could not be reached."""
+MISS_REASON_SLOWER: MissReason.ValueType  # 11
+"""It is held, but computing it is faster than loading it."""
+MISS_REASON_BELOW_MINIMUM: MissReason.ValueType  # 12
+"""It is held, but too few tokens to be loaded by the engine's configuration."""
+MISS_REASON_TOO_LARGE: MissReason.ValueType  # 13
+"""It is held, but the pool has too little room for the whole hit."""
+MISS_REASON_BEHIND_GAP: MissReason.ValueType  # 14
+"""It is held, but not the part of the prompt before it."""
+MISS_REASON_OTHER_NAMESPACE: MissReason.ValueType  # 15
+"""It was never stored, but the engine has served the same first tokens with another LoRA adapter or with other weights,
+whose KV cannot be used.
+"""
+MISS_REASON_SKIPPED: MissReason.ValueType  # 16
+"""The engine has computed it before, and not stored it: it had no write credit, or the store failed."""
+MISS_REASON_LOAD_FAILED: MissReason.ValueType  # 17
+"""It was found, and its load failed."""
+MISS_REASON_LOOKUP_TIMEOUT: MissReason.ValueType  # 18
+"""The node did not answer the lookup in time."""
+MISS_REASON_NODE_LOST: MissReason.ValueType  # 19
+"""The engine was not attached to a node."""
+MISS_REASON_NODE_SUSPECT: MissReason.ValueType  # 20
+"""The engine sent no lookup, because the node had not answered several."""
+MISS_REASON_UNCACHEABLE: MissReason.ValueType  # 21
+"""The request cannot be cached, or is not to be read from the cache; or the end of the prompt is shorter than a chunk, and
+such chunks are not stored.
+"""
+MISS_REASON_OTHER_SALT: MissReason.ValueType  # 22
+"""As `MISS_REASON_OTHER_NAMESPACE`, with another cache salt. Answers to clients have
+`MISS_REASON_NEVER_STORED` instead.
+"""
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
+
 @_typing.final
 class KvPart(_message.Message):
     """What all layers of one kind hold of a chunk. Each part of a chunk has an extent and a key of its own: part 0 the
@@ -177,6 +374,118 @@ class KvPart(_message.Message):
 Global___KvPart: _TypeAlias = KvPart  # noqa: Y015
 
 @_typing.final
+class PromptSpan(_message.Message):
+    """Consecutive tokens of a prompt: held in a tier, or missed for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REMOVE_TIME_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks of the span; 0 in reports of requests."""
+    token_count: _builtins.int
+    """Tokens of the span; 0 where only chunks are counted."""
+    tier: _builtins.str
+    """Name of the tier that holds the span, as in `Run`, `own` for the pool, or `engine` for the engine's prefix cache. Of a
+    missed span: the tier that it left last, or that is down; empty if no tier is concerned.
+    """
+    reason: Global___MissReason.ValueType
+    """Why it was missed; unset if it is held."""
+    @_builtins.property
+    def remove_time(self) -> _timestamp_pb2.Timestamp:
+        """When its first chunk left that tier; unset if that is unknown."""
+
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        tier: _builtins.str = ...,
+        reason: Global___MissReason.ValueType = ...,
+        remove_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remove_time", b"remove_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "reason", b"reason", "remove_time", b"remove_time", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptSpan: _TypeAlias = PromptSpan  # noqa: Y015
+
+@_typing.final
+class RequestReport(_message.Message):
+    """Where the prompt of one request came from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The engine's id of the request."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When the engine received it."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptSpan]:
+        """Consecutive spans of the whole prompt."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        spans: _abc.Iterable[Global___PromptSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "request_id", b"request_id", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestReport: _TypeAlias = RequestReport  # noqa: Y015
+
+@_typing.final
+class PromptExplanation(_message.Message):
+    """Where the chunks of a prompt are for one instance, and why others are not there; or what its engines have reported."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_TIME_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When the node started: it does not know what it has held before."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptSpan]:
+        """Consecutive spans of the prompt."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
+        """Requests, the latest first, at most 20."""
+
+    def __init__(
+        self,
+        *,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        spans: _abc.Iterable[Global___PromptSpan] | None = ...,
+        requests: _abc.Iterable[Global___RequestReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "spans", b"spans", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptExplanation: _TypeAlias = PromptExplanation  # noqa: Y015
+
+@_typing.final
 class KvSpec(_message.Message):
     """The properties that must be equal for two engines to share chunks.
 
@@ -209,6 +518,7 @@ class KvSpec(_message.Message):
     SPAN_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     MORE_PARTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Digest of the fields, 16 bytes: the namespace of all chunk keys."""
     model_name: _builtins.str
@@ -245,6 +555,11 @@ class KvSpec(_message.Message):
     """Tokens of the window, or of a local chunk, of part 0."""
     layers: _builtins.str
     """As in `KvPart`; empty if the model has layers of one kind."""
+    weight_version: _builtins.str
+    """Version of weights that are replaced while engines run, or under the same name: KV of other versions is of no use. Any
+    name, the same at all engines with these weights; `private:` and a random suffix for weights that have no name yet,
+    which one engine has. Empty if the weights never change. In the digest only if it is set.
+    """
     @_builtins.property
     def more_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvPart]:
         """Parts 1, 2, ... of a chunk, at most 7."""
@@ -271,10 +586,11 @@ class KvSpec(_message.Message):
         span: _builtins.int = ...,
         layers: _builtins.str = ...,
         more_parts: _abc.Iterable[Global___KvPart] | None = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk_size", b"chunk_size", "fingerprint", b"fingerprint", "format", b"format", "hash_scheme", b"hash_scheme", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "layers", b"layers", "mla", b"mla", "model_id", b"model_id", "model_name", b"model_name", "more_parts", b"more_parts", "rule", b"rule", "span", b"span", "tile_backend", b"tile_backend", "tile_isa", b"tile_isa", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk_size", b"chunk_size", "fingerprint", b"fingerprint", "format", b"format", "hash_scheme", b"hash_scheme", "head_size", b"head_size", "kv_dtype", b"kv_dtype", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "layers", b"layers", "mla", b"mla", "model_id", b"model_id", "model_name", b"model_name", "more_parts", b"more_parts", "rule", b"rule", "span", b"span", "tile_backend", b"tile_backend", "tile_isa", b"tile_isa", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -323,6 +639,7 @@ class Extent(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    PARENT_KEY_FIELD_NUMBER: _builtins.int
     region: _builtins.int
     """Index of the region in the list of `Init`; for an engine, 0 is the pool and 1 its device buffer."""
     offset: _builtins.int
@@ -337,6 +654,10 @@ class Extent(_message.Message):
     """Tokens in the chunk: `chunk_size`, or fewer for the last chunk of a prompt."""
     part: _builtins.int
     """In a write credit: the part of a chunk that it is for."""
+    parent_key: _builtins.bytes
+    """In a grant and in a handoff, of a partial chunk: the key of the chunk before it in its prompts, or the root of the key
+    chain if there is none. 16 bytes; empty if it is unknown.
+    """
     def __init__(
         self,
         *,
@@ -347,10 +668,11 @@ class Extent(_message.Message):
         generation: _builtins.int = ...,
         token_count: _builtins.int = ...,
         part: _builtins.int = ...,
+        parent_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "part", b"part", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,3 +807,43 @@ class ChunkFailure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChunkFailure: _TypeAlias = ChunkFailure  # noqa: Y015
+
+@_typing.final
+class HintResult(_message.Message):
+    """How a hint ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    outcome: Global___HintOutcome.ValueType
+    """The outcome."""
+    chunk_count: _builtins.int
+    """Chunks for which it was carried out."""
+    reason: _builtins.str
+    """Why it was rejected, as a word such as `quota`; otherwise empty."""
+    detail: _builtins.str
+    """The same for people."""
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """Granted time, of pins and retained chunks."""
+
+    def __init__(
+        self,
+        *,
+        outcome: Global___HintOutcome.ValueType = ...,
+        chunk_count: _builtins.int = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "detail", b"detail", "outcome", b"outcome", "reason", b"reason", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintResult: _TypeAlias = HintResult  # noqa: Y015

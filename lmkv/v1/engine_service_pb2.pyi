@@ -49,10 +49,18 @@ class AttachRequest(_message.Message):
     DROPPED_HANDOFFS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    HINTS_FIELD_NUMBER: _builtins.int
+    PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
     """Drop every chunk of this engine's spec."""
+    weight_version: _builtins.str
+    """The weights have changed: `weight_version` of the engine's spec from now on, at most 512 bytes. All later acts are of
+    this spec. Handoffs that the engine sends end, `tier_changes` begin again; leases and write credits stay valid.
+    """
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Who attaches; in the first message only."""
@@ -103,6 +111,20 @@ class AttachRequest(_message.Message):
     def part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Write credits wanted for parts 1, 2, ... of chunks; `reserve_count` is for part 0."""
 
+    @_builtins.property
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.RequestReport]:
+        """Where the prompts of ended requests came from; the node keeps the last ones."""
+
+    @_builtins.property
+    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___HintChunks]:
+        """Hints about prompts. A request whose lookup or commits are in the same message has them first."""
+
+    @_builtins.property
+    def partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Write credits wanted for partial chunks: for each the quarters of a full chunk's tokens that it is for, 1 to 3. Only
+        if chunks have one part.
+        """
+
     def __init__(
         self,
         *,
@@ -120,10 +142,14 @@ class AttachRequest(_message.Message):
         dropped_handoffs: _abc.Iterable[Global___DropHandoff] | None = ...,
         reset: _builtins.bool = ...,
         part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
+        weight_version: _builtins.str = ...,
+        reports: _abc.Iterable[_chunk_pb2.RequestReport] | None = ...,
+        hints: _abc.Iterable[Global___HintChunks] | None = ...,
+        partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "loads", b"loads", "lookups", b"lookups", "part_reserve_counts", b"part_reserve_counts", "releases", b"releases", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "hints", b"hints", "loads", b"loads", "lookups", b"lookups", "part_reserve_counts", b"part_reserve_counts", "partial_reserves", b"partial_reserves", "releases", b"releases", "reports", b"reports", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,6 +171,9 @@ class AttachResponse(_message.Message):
     CONFLICTS_FIELD_NUMBER: _builtins.int
     HANDED_FIELD_NUMBER: _builtins.int
     SETTLED_PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
+    TIER_CHANGES_FIELD_NUMBER: _builtins.int
+    HINTED_FIELD_NUMBER: _builtins.int
+    SETTLED_PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
     settled_reserve_count: _builtins.int
     """Number of requested write credits, by lookups or by `reserve_count`, that this message answers, granted or not."""
     @_builtins.property
@@ -161,7 +190,9 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Write credits: extents for one part of one full chunk each."""
+        """Write credits: extents for one part of one full chunk each, or, if `token_count` is set, for a partial chunk of at most
+        that many tokens.
+        """
 
     @_builtins.property
     def rejected_commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedCommit]:
@@ -183,6 +214,18 @@ class AttachResponse(_message.Message):
     def settled_part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As `settled_reserve_count`, for parts 1, 2, ..."""
 
+    @_builtins.property
+    def tier_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierChange]:
+        """Chunks of the engine's spec that the node has gained and lost; only if `Hello.wants_tier_changes` is set. In order."""
+
+    @_builtins.property
+    def hinted(self) -> _containers.RepeatedCompositeFieldContainer[Global___HintedChunks]:
+        """Answers to hints, in any order."""
+
+    @_builtins.property
+    def settled_partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The values of `partial_reserves` that this message answers, granted or not."""
+
     def __init__(
         self,
         *,
@@ -196,14 +239,142 @@ class AttachResponse(_message.Message):
         conflicts: Global___SpecConflicts | None = ...,
         handed: _abc.Iterable[Global___HandedChunks] | None = ...,
         settled_part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
+        tier_changes: _abc.Iterable[Global___TierChange] | None = ...,
+        hinted: _abc.Iterable[Global___HintedChunks] | None = ...,
+        settled_partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_reserve_count", b"settled_reserve_count", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_partial_reserves", b"settled_partial_reserves", "settled_reserve_count", b"settled_reserve_count", "tier_changes", b"tier_changes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class HintChunks(_message.Message):
+    """A hint about the chunks of a prompt. It changes no answer to a request: a hint that fails is rejected, and costs only
+    itself.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HINT_ID_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ROOT_KEY_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    hint_id: _builtins.str
+    """Id of the hint, 1 to 64 bytes, repeated in its answer. A later hint of the same engine, action and id adds chunks to
+    the earlier one, and counts as the same pin.
+    """
+    action: _chunk_pb2.HintAction.ValueType
+    """What to do."""
+    chunk_keys: _builtins.bytes
+    """Keys of the prompt's chunks, 16 bytes each, in prompt order; at most 32,768."""
+    priority: _builtins.int
+    """With `HINT_ACTION_RETAIN`: 1 to 100. Chunks of lower priority are evicted first."""
+    root_key: _builtins.bytes
+    """The root of the prompt's key chain, 16 bytes: what it names shares a quota."""
+    running: _builtins.bool
+    """Whether the prompt's request still runs, so that the hint is sent again when it has ended. Chunks that are not held may
+    be stored by then, and are demoted or evicted only then.
+    """
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long to pin or to retain them; more than 24 h is clipped."""
+
+    def __init__(
+        self,
+        *,
+        hint_id: _builtins.str = ...,
+        action: _chunk_pb2.HintAction.ValueType = ...,
+        chunk_keys: _builtins.bytes = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        root_key: _builtins.bytes = ...,
+        running: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "chunk_keys", b"chunk_keys", "hint_id", b"hint_id", "priority", b"priority", "root_key", b"root_key", "running", b"running", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintChunks: _TypeAlias = HintChunks  # noqa: Y015
+
+@_typing.final
+class HintedChunks(_message.Message):
+    """The answer to a hint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HINT_ID_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    hint_id: _builtins.str
+    """Id of the hint."""
+    @_builtins.property
+    def result(self) -> _chunk_pb2.HintResult:
+        """How it ended."""
+
+    def __init__(
+        self,
+        *,
+        hint_id: _builtins.str = ...,
+        result: _chunk_pb2.HintResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint_id", b"hint_id", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintedChunks: _TypeAlias = HintedChunks  # noqa: Y015
+
+@_typing.final
+class TierChange(_message.Message):
+    """Chunks of the engine's spec that the node holds now, or holds no longer, in one tier. The first changes of an
+    attachment are all chunks that are held.
+
+    The node keeps the last change of each chunk until it is sent, of 65,536 chunks at most. If there would be more, it
+    sends `restarted` and all chunks that are held.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    STORED_KEYS_FIELD_NUMBER: _builtins.int
+    REMOVED_KEYS_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
+    tier: _chunk_pb2.Tier.ValueType
+    """The tier: host memory or disk."""
+    restarted: _builtins.bool
+    """Whether changes were lost: no chunk counts as held in any tier, until it is in this change or in a later one."""
+    @_builtins.property
+    def stored_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of parts of chunks that the tier holds, 16 bytes each. Each part of a chunk has its own key (`KvPart`)."""
+
+    @_builtins.property
+    def removed_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of those that it does not hold, 16 bytes each. None of them is in `stored_keys`."""
+
+    def __init__(
+        self,
+        *,
+        tier: _chunk_pb2.Tier.ValueType = ...,
+        stored_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        removed_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        restarted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_keys", b"removed_keys", "restarted", b"restarted", "stored_keys", b"stored_keys", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierChange: _TypeAlias = TierChange  # noqa: Y015
 
 @_typing.final
 class SpecConflicts(_message.Message):
@@ -260,10 +431,13 @@ class Hello(_message.Message):
     WORKER_COUNT_FIELD_NUMBER: _builtins.int
     EXPECTED_CONFIG_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
+    WANTS_TIER_CHANGES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Unique per engine process."""
     worker_count: _builtins.int
     """Worker processes that will map the pool."""
+    wants_tier_changes: _builtins.bool
+    """Whether the node reports which chunks of the spec it holds: `AttachResponse.tier_changes`."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
         """The format of its chunks; engines of one spec share chunks."""
@@ -284,10 +458,11 @@ class Hello(_message.Message):
         worker_count: _builtins.int = ...,
         expected_config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
+        wants_tier_changes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "expected_config", b"expected_config", "served_models", b"served_models", "spec", b"spec", "worker_count", b"worker_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "expected_config", b"expected_config", "served_models", b"served_models", "spec", b"spec", "wants_tier_changes", b"wants_tier_changes", "worker_count", b"worker_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,6 +529,26 @@ class LookupChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ChunkExtrasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
@@ -361,6 +556,9 @@ class LookupChunks(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ROOT_KEY_FIELD_NUMBER: _builtins.int
+    CHUNK_EXTRAS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this lookup, of its loads and of its release; unique on the stream until it is released."""
     chunk_keys: _builtins.bytes
@@ -377,9 +575,21 @@ class LookupChunks(_message.Message):
     """The handoff of this prompt, if there is one: its chunks count as found in the tier `handoff`, and it ends with this
     lookup's release. It may be announced later.
     """
+    tokens: _builtins.bytes
+    """Ids of the prompt's first tokens, little-endian u32: all, or as many as are sent, at most 262,144. With them the node
+    also finds partial chunks that other prompts have stored: behind the last full chunk of the hit, the longest whose
+    tokens are the next ones of this prompt. Empty: it finds no partial chunk but the one in `chunk_keys`. Ignored if
+    chunks have several parts.
+    """
+    root_key: _builtins.bytes
+    """With `tokens`: the root of the key chain, 16 bytes."""
     @_builtins.property
     def part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Write credits wanted for parts 1, 2, ... of chunks, whatever is found."""
+
+    @_builtins.property
+    def chunk_extras(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
+        """With `tokens`: inputs of the chunks' keys other than tokens, by index of the chunk."""
 
     def __init__(
         self,
@@ -391,10 +601,13 @@ class LookupChunks(_message.Message):
         prefill_tokens_per_second: _builtins.int = ...,
         handoff_id: _builtins.str = ...,
         part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.bytes = ...,
+        root_key: _builtins.bytes = ...,
+        chunk_extras: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_extras", b"chunk_extras", "chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "root_key", b"root_key", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -522,7 +735,11 @@ Global___HandedChunks: _TypeAlias = HandedChunks  # noqa: Y015
 
 @_typing.final
 class FoundChunks(_message.Message):
-    """The answer to a lookup. The node holds the chunks of `own` until the engine releases the request."""
+    """The answer to a lookup. The node holds the chunks of `own` until the engine releases the request.
+
+    The last chunk of `own` and `runs` together may be a partial chunk that is not in `chunk_keys`; then `partial_key` is
+    set. Loads and their answers count it like any other chunk.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -532,6 +749,9 @@ class FoundChunks(_message.Message):
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     REFUSED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     HIT_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    PARTIAL_KEY_FIELD_NUMBER: _builtins.int
+    PARTIAL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The engine's request."""
     peer_instance_id: _builtins.str
@@ -542,6 +762,12 @@ class FoundChunks(_message.Message):
     """Chunks of the hit, if chunks have several parts; `own` and `runs` then count its items, and a run may have the tier
     `own`.
     """
+    partial_key: _builtins.bytes
+    """16 bytes: the key of the last chunk of the hit, if that is a partial chunk that is not in `chunk_keys`. The n chunks
+    before it are the first n of `chunk_keys`, and full. Otherwise empty.
+    """
+    partial_token_count: _builtins.int
+    """Tokens of that partial chunk."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """The first chunks of the prompt, in the node's own pool; no more than fit into a message."""
@@ -550,6 +776,12 @@ class FoundChunks(_message.Message):
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """Chunks behind `own` that can be brought into the pool, in prompt order and without a gap, by the tier that holds
         them.
+        """
+
+    @_builtins.property
+    def missed(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.PromptSpan]:
+        """Why the chunks of `chunk_keys` behind the hit are not offered: consecutive spans, up to the end of the prompt. Empty if
+        all are.
         """
 
     def __init__(
@@ -561,10 +793,13 @@ class FoundChunks(_message.Message):
         peer_instance_id: _builtins.str = ...,
         refused_chunk_count: _builtins.int = ...,
         hit_chunk_count: _builtins.int = ...,
+        partial_key: _builtins.bytes = ...,
+        partial_token_count: _builtins.int = ...,
+        missed: _abc.Iterable[_chunk_pb2.PromptSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "own", b"own", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "missed", b"missed", "own", b"own", "partial_key", b"partial_key", "partial_token_count", b"partial_token_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,13 +993,15 @@ class CommitChunk(_message.Message):
     """Tokens in the chunk."""
     parent_key: _builtins.bytes
     """16 bytes: key of the chunk before it in its prompts, which the node does not evict before it. Empty if there is
-    none or it is unknown.
+    none or it is unknown. Of a partial chunk that is the first chunk of its prompts: the root of the key chain. A partial
+    chunk without it is only found by its key.
     """
     part: _builtins.int
     """The part of the chunk; `chunk_key`, `parent_key` and `superseded_key` are keys of chunks, as those of part 0."""
     superseded_key: _builtins.bytes
-    """16 bytes: the key of an earlier chunk of the prompt. Its part `part` is needed less than before, by hits that end
-    before this chunk, and is evicted first. Empty if there is none.
+    """16 bytes: the key of an earlier chunk of the prompt, whose part `part` is needed less than before, by hits that end
+    before this chunk; or of a partial chunk with which this chunk begins. It is evicted first unless it is used again.
+    Empty if there is none.
     """
     def __init__(
         self,

@@ -91,8 +91,10 @@ class EngineServiceServicer:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
         chunks fit into the pool; or the name of a served model is empty or too long.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or a later one has; `engine_id` is empty or
-        in use; the `request_id` of a lookup is in use.
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long.
+        in use; the `request_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+        `partial_reserves` has another value than 1 to 3, or more than 1,024 of them, or chunks have several parts.
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
+        lookup with `tokens` has another length than 16.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
         the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the
         node ends now: a connector started it, and no engine is attached. The engine may then start its own.

@@ -50,7 +50,7 @@ class InitRequest(_message.Message):
     @_builtins.property
     def channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transfer channels that the caller supports, best first: `shm`, `nixl`, `tcp`, or the name of a plug-in such as `ucx`
-        and `mooncake`. Empty if it will read nothing.
+        and `mooncake`. `nixl` is last if the caller's host has no RDMA device. Empty if it will read nothing.
         """
 
     def __init__(

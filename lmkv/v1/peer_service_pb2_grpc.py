@@ -95,8 +95,10 @@ class PeerServiceServicer:
     def Init(self, request, context):
         """Opens a session, compares the specs and selects a transfer channel; once per pair of nodes and epoch. Idempotent.
 
-        The node selects the first of the caller's channels that it supports too. A caller that cannot use that one, for
-        example shared memory of another host, calls again without it. A caller that will read nothing names no channel.
+        The node selects the first of the caller's channels that it supports too; `nixl` only if there is no other one or
+        its host has an RDMA device. A caller that cannot use the selected channel, for example shared memory of another
+        host, calls again without it, and one that compares channels calls again with another one. A caller that will read
+        nothing names no channel.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.

@@ -50,8 +50,10 @@ class PeerServiceStub:
     Init: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.InitRequest, _peer_service_pb2.InitResponse]
     """Opens a session, compares the specs and selects a transfer channel; once per pair of nodes and epoch. Idempotent.
 
-    The node selects the first of the caller's channels that it supports too. A caller that cannot use that one, for
-    example shared memory of another host, calls again without it. A caller that will read nothing names no channel.
+    The node selects the first of the caller's channels that it supports too; `nixl` only if there is no other one or
+    its host has an RDMA device. A caller that cannot use the selected channel, for example shared memory of another
+    host, calls again without it, and one that compares channels calls again with another one. A caller that will read
+    nothing names no channel.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
@@ -140,8 +142,10 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Init: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.InitRequest, _peer_service_pb2.InitResponse]  # type: ignore[assignment]
     """Opens a session, compares the specs and selects a transfer channel; once per pair of nodes and epoch. Idempotent.
 
-    The node selects the first of the caller's channels that it supports too. A caller that cannot use that one, for
-    example shared memory of another host, calls again without it. A caller that will read nothing names no channel.
+    The node selects the first of the caller's channels that it supports too; `nixl` only if there is no other one or
+    its host has an RDMA device. A caller that cannot use the selected channel, for example shared memory of another
+    host, calls again without it, and one that compares channels calls again with another one. A caller that will read
+    nothing names no channel.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.
@@ -233,8 +237,10 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_peer_service_pb2.InitResponse, _abc.Awaitable[_peer_service_pb2.InitResponse]]:
         """Opens a session, compares the specs and selects a transfer channel; once per pair of nodes and epoch. Idempotent.
 
-        The node selects the first of the caller's channels that it supports too. A caller that cannot use that one, for
-        example shared memory of another host, calls again without it. A caller that will read nothing names no channel.
+        The node selects the first of the caller's channels that it supports too; `nixl` only if there is no other one or
+        its host has an RDMA device. A caller that cannot use the selected channel, for example shared memory of another
+        host, calls again without it, and one that compares channels calls again with another one. A caller that will read
+        nothing names no channel.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields.

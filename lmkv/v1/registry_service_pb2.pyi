@@ -552,11 +552,32 @@ class ChunkChange(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PartialParentKeysEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TIER_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADMITTED_KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     EVICTED_KEYS_FIELD_NUMBER: _builtins.int
+    PARTIAL_PARENT_KEYS_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     fingerprint: _builtins.bytes
@@ -569,6 +590,12 @@ class ChunkChange(_message.Message):
     def partial_token_counts(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """Tokens of each admitted chunk that is shorter than `chunk_size`, by index into `admitted_keys`."""
 
+    @_builtins.property
+    def partial_parent_keys(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
+        """For chunks in `partial_token_counts`, by index into `admitted_keys`: the key of the chunk before it in its prompts, or
+        the root of the key chain if there is none; 16 bytes. A chunk without it is only found by its key.
+        """
+
     def __init__(
         self,
         *,
@@ -577,10 +604,11 @@ class ChunkChange(_message.Message):
         admitted_keys: _builtins.bytes = ...,
         partial_token_counts: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         evicted_keys: _builtins.bytes = ...,
+        partial_parent_keys: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_keys", b"admitted_keys", "evicted_keys", b"evicted_keys", "fingerprint", b"fingerprint", "partial_token_counts", b"partial_token_counts", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_keys", b"admitted_keys", "evicted_keys", b"evicted_keys", "fingerprint", b"fingerprint", "partial_parent_keys", b"partial_parent_keys", "partial_token_counts", b"partial_token_counts", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,6 +657,8 @@ class OrderOutcome(_message.Message):
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PINNED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id of the order."""
     chunk_count: _builtins.int
@@ -647,6 +677,14 @@ class OrderOutcome(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
         """Chunks for which it failed, and why."""
 
+    @_builtins.property
+    def explanation(self) -> _chunk_pb2.PromptExplanation:
+        """Answer to an `ExplainOrder`."""
+
+    @_builtins.property
+    def hint(self) -> _chunk_pb2.HintResult:
+        """How a `HintOrder` ended."""
+
     def __init__(
         self,
         *,
@@ -657,10 +695,12 @@ class OrderOutcome(_message.Message):
         transferred_bytes: _builtins.int = ...,
         failures: _abc.Iterable[_chunk_pb2.ChunkFailure] | None = ...,
         pinned_chunk_count: _builtins.int = ...,
+        explanation: _chunk_pb2.PromptExplanation | None = ...,
+        hint: _chunk_pb2.HintResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "hint", b"hint", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "failures", b"failures", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "explanation", b"explanation", "failures", b"failures", "hint", b"hint", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -712,6 +752,8 @@ class Order(_message.Message):
     UNPIN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     OPERATION_NAME_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -751,6 +793,14 @@ class Order(_message.Message):
     def record(self) -> Global___RecordOrder:
         """Store the record of an operation."""
 
+    @_builtins.property
+    def explain(self) -> Global___ExplainOrder:
+        """Say why a prompt is missed."""
+
+    @_builtins.property
+    def hint(self) -> Global___HintOrder:
+        """Carry out a hint."""
+
     def __init__(
         self,
         *,
@@ -762,15 +812,17 @@ class Order(_message.Message):
         unpin: Global___UnpinOrder | None = ...,
         cancel: Global___CancelOrder | None = ...,
         record: Global___RecordOrder | None = ...,
+        explain: Global___ExplainOrder | None = ...,
+        hint: Global___HintOrder | None = ...,
         traceparent: _builtins.str = ...,
         operation_name: _builtins.str = ...,
         attempt: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "pin", b"pin", "record", b"record", "unpin", b"unpin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "explain", b"explain", "fetch", b"fetch", "hint", b"hint", "pin", b"pin", "record", b"record", "unpin", b"unpin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attempt", b"attempt", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "fetch", b"fetch", "operation_name", b"operation_name", "order_id", b"order_id", "pin", b"pin", "record", b"record", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attempt", b"attempt", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "explain", b"explain", "fetch", b"fetch", "hint", b"hint", "operation_name", b"operation_name", "order_id", b"order_id", "pin", b"pin", "record", b"record", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel", "record"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel", "record", "explain", "hint"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -919,6 +971,56 @@ class UnpinOrder(_message.Message):
 Global___UnpinOrder: _TypeAlias = UnpinOrder  # noqa: Y015
 
 @_typing.final
+class HintOrder(_message.Message):
+    """Order to carry out a hint about the chunks of a prompt. What the hint cannot do is in its result, and no error of the
+    order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HINT_ID_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    hint_id: _builtins.str
+    """Id of the hint, and with the instance's id that of its pin. The same id adds chunks to an earlier pin."""
+    action: _chunk_pb2.HintAction.ValueType
+    """What to do."""
+    fingerprint: _builtins.bytes
+    """Fingerprint of the chunks' spec."""
+    chunk_keys: _builtins.bytes
+    """Keys of the chunks, 16 bytes each, in prompt order; at most 32,768."""
+    priority: _builtins.int
+    """With `HINT_ACTION_RETAIN`: 1 to 100. Chunks of lower priority are evicted first."""
+    owner: _builtins.bytes
+    """Whose quota the hint takes, 16 bytes: a digest of the caller's tenant and name."""
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long to pin or to retain them; more than 24 h is clipped."""
+
+    def __init__(
+        self,
+        *,
+        hint_id: _builtins.str = ...,
+        action: _chunk_pb2.HintAction.ValueType = ...,
+        fingerprint: _builtins.bytes = ...,
+        chunk_keys: _builtins.bytes = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        owner: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "hint_id", b"hint_id", "owner", b"owner", "priority", b"priority", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintOrder: _TypeAlias = HintOrder  # noqa: Y015
+
+@_typing.final
 class CancelOrder(_message.Message):
     """Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
     the coordinator that runs it.
@@ -945,6 +1047,36 @@ class CancelOrder(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelOrder: _TypeAlias = CancelOrder  # noqa: Y015
+
+@_typing.final
+class ExplainOrder(_message.Message):
+    """Order to say where a prompt is, and why parts of it are not there; or what engines have reported of requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """Fingerprint of the spec of `chunk_keys`."""
+    chunk_keys: _builtins.bytes
+    """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
+    request_id: _builtins.str
+    """Without keys: a part of the engine's id of a request."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        chunk_keys: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainOrder: _TypeAlias = ExplainOrder  # noqa: Y015
 
 @_typing.final
 class RecordOrder(_message.Message):

@@ -51,6 +51,10 @@ export interface Clear extends Chunks, Order {
   instanceId?: string;
   tier?: Tier;
   everything?: boolean;
+  /** With a model: only this version of its weights. */
+  weightVersion?: string;
+  /** With a model: all versions of its weights but this one. */
+  keptWeightVersion?: string;
   /** Dry run: the result lists what would be dropped. */
   dryRun?: boolean;
 }
@@ -184,6 +188,8 @@ export class Coordinator implements Disposable {
       instanceId: clear.instanceId ?? "",
       tier: clear.tier ?? Tier.UNSPECIFIED,
       all: clear.everything ?? false,
+      weightVersion: clear.weightVersion ?? "",
+      keptWeightVersion: clear.keptWeightVersion ?? "",
       dryRun: clear.dryRun ?? false,
       requestId: clear.requestId ?? randomUUID(),
     };

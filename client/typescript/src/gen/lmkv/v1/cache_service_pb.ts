@@ -11,7 +11,7 @@ import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
-import type { ChunkFailure, PinnedChunks, Position, Tier } from "./chunk_pb.js";
+import type { ChunkFailure, HintAction, HintResult, PinnedChunks, Position, PromptExplanation, Tier } from "./chunk_pb.js";
 import { file_lmkv_v1_chunk } from "./chunk_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/cache_service.proto.
  */
 export const file_lmkv_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEiywEKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBARIZCgtmaW5nZXJwcmludBgHIAEoDEIE4kEBASJVCg5Mb29rdXBSZXNwb25zZRIgCgdob2xkZXJzGAEgAygLMg8ubG1rdi52MS5Ib2xkZXISEAoIcmV2aXNpb24YAiABKAMSDwoHcGFydGlhbBgDIAEoCCJFChNMb29rdXBTdHJlYW1SZXF1ZXN0Ei4KCHJlcXVlc3RzGAEgAygLMhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0QgTiQQECIj4KFExvb2t1cFN0cmVhbVJlc3BvbnNlEiYKB3Jlc3VsdHMYASADKAsyFS5sbWt2LnYxLkxvb2t1cFJlc3VsdCJqCgxMb29rdXBSZXN1bHQSKwoIcmVzcG9uc2UYASABKAsyFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCKcAQoGSG9sZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEg0KBWVwb2NoGAIgASgDEhQKDHBlZXJfYWRkcmVzcxgDIAEoCRIbChNtYXRjaGVkX2NodW5rX2NvdW50GAQgASgFEhsKE21hdGNoZWRfdG9rZW5fY291bnQYBSABKAUSHgoEcnVucxgGIAMoCzIQLmxta3YudjEuVGllclJ1biJiCgdUaWVyUnVuEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEAoIbG9jYXRpb24YAiABKAkSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAUilgIKC01vdmVSZXF1ZXN0Ei0KDG9sZF9wb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISLQoMbmV3X3Bvc2l0aW9uGAIgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEhIKBGNvcHkYCCABKAhCBOJBAQESGAoKcmVxdWVzdF9pZBgJIAEoCUIE4kEBASKXAQoKTW92ZVJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxInCghmYWlsdXJlcxgEIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhsKE2Ryb3BwZWRfY2h1bmtfY291bnQYBSABKAUizwIKDE1vdmVQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLY2h1bmtfY291bnQYAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUSGAoQZG9uZV9jaHVua19jb3VudBgEIAEoBRIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJwoMb2xkX3Bvc2l0aW9uGAYgASgLMhEubG1rdi52MS5Qb3NpdGlvbhInCgxuZXdfcG9zaXRpb24YByABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhkKEXRyYW5zZmVycmVkX2J5dGVzGAggASgDEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCL8AQoKUGluUmVxdWVzdBIpCghwb3NpdGlvbhgBIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISFAoGdG9rZW5zGAIgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAyABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgEIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAUgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgGIAEoCUIE4kEBARIsCgN0dGwYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgIIAEoCUIE4kEBASIxCgtQaW5SZXNwb25zZRIiCgNwaW4YASABKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyIkCgxVbnBpblJlcXVlc3QSFAoGcGluX2lkGAEgASgJQgTiQQECIg8KDVVucGluUmVzcG9uc2UiXwoPTGlzdFBpbnNSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEhcKCXBhZ2Vfc2l6ZRgCIAEoBUIE4kEBARIYCgpwYWdlX3Rva2VuGAMgASgJQgTiQQEBIlAKEExpc3RQaW5zUmVzcG9uc2USIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKNAgoMQ2xlYXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQESFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIRCgNhbGwYCCABKAhCBOJBAQESFQoHZHJ5X3J1bhgJIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBInwKC0NsZWFyUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgDEicKCGZhaWx1cmVzGAMgAygLMhUubG1rdi52MS5DbGVhckZhaWx1cmUSGgoScGlubmVkX2NodW5rX2NvdW50GAQgASgFIkwKDENsZWFyRmFpbHVyZRITCgtpbnN0YW5jZV9pZBgBIAEoCRInCghmYWlsdXJlcxgCIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlIuYBCg1DbGVhclByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIWCg5pbnN0YW5jZV9jb3VudBgCIAEoBRIbChNkb25lX2luc3RhbmNlX2NvdW50GAMgASgFEhMKC2luc3RhbmNlX2lkGAQgASgJEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDwoHZHJ5X3J1bhgGIAEoCBIsCghlbmRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAisgEKDERyYWluUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhImChhkZXN0aW5hdGlvbl9pbnN0YW5jZV9pZHMYAiADKAlCBOJBAQESEwoFZXZpY3QYAyABKAhCBOJBAQESMAoHdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIE4kEBARIYCgpyZXF1ZXN0X2lkGAUgASgJQgTiQQEBIq0BCgtEcmFpblJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoAxITCgt0b2tlbl9jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAxIdChVyZW1haW5pbmdfY2h1bmtfY291bnQYBCABKAMSJwoIZmFpbHVyZXMYBSADKAsyFS5sbWt2LnYxLkRyYWluRmFpbHVyZRIRCglwaW5fY291bnQYBiABKAUiRwoMRHJhaW5GYWlsdXJlEhMKC2NodW5rX2NvdW50GAEgASgDEiIKBnN0YXR1cxgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIqECCg1EcmFpblByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtpbnN0YW5jZV9pZBgCIAEoCRINCgVlcG9jaBgDIAEoAxITCgtjaHVua19jb3VudBgEIAEoAxIYChBkb25lX2NodW5rX2NvdW50GAUgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAYgASgDEhIKCnBhc3NfY291bnQYByABKAUSLwoLZXhwaXJlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiwKCGVuZF90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJHCgxXYXRjaFJlcXVlc3QSHAoOc3RhcnRfcmV2aXNpb24YASABKANCBOJBAQESGQoLZmluZ2VycHJpbnQYAiABKAxCBOJBAQEiWwoNV2F0Y2hSZXNwb25zZRIQCghyZXZpc2lvbhgBIAEoAxIQCghzbmFwc2hvdBgCIAEoCBImCgdjaGFuZ2VzGAMgAygLMhUubG1rdi52MS5MYXlvdXRDaGFuZ2UimQEKDExheW91dENoYW5nZRITCgtpbnN0YW5jZV9pZBgBIAEoCRIbCgR0aWVyGAIgASgOMg0ubG1rdi52MS5UaWVyEhUKDWFkbWl0dGVkX2tleXMYAyABKAwSFAoMZXZpY3RlZF9rZXlzGAQgASgMEhUKDWluc3RhbmNlX2dvbmUYBSABKAgSEwoLZmluZ2VycHJpbnQYBiABKAwymwUKDENhY2hlU2VydmljZRI5CgZMb29rdXASFi5sbWt2LnYxLkxvb2t1cFJlcXVlc3QaFy5sbWt2LnYxLkxvb2t1cFJlc3BvbnNlEk8KDExvb2t1cFN0cmVhbRIcLmxta3YudjEuTG9va3VwU3RyZWFtUmVxdWVzdBodLmxta3YudjEuTG9va3VwU3RyZWFtUmVzcG9uc2UoATABEloKBE1vdmUSFC5sbWt2LnYxLk1vdmVSZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIdykEaCgpNb3ZlUmVzdWx0EgxNb3ZlUHJvZ3Jlc3MSMAoDUGluEhMubG1rdi52MS5QaW5SZXF1ZXN0GhQubG1rdi52MS5QaW5SZXNwb25zZRI2CgVVbnBpbhIVLmxta3YudjEuVW5waW5SZXF1ZXN0GhYubG1rdi52MS5VbnBpblJlc3BvbnNlEj8KCExpc3RQaW5zEhgubG1rdi52MS5MaXN0UGluc1JlcXVlc3QaGS5sbWt2LnYxLkxpc3RQaW5zUmVzcG9uc2USXgoFQ2xlYXISFS5sbWt2LnYxLkNsZWFyUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iH8pBHAoLQ2xlYXJSZXN1bHQSDUNsZWFyUHJvZ3Jlc3MSXgoFRHJhaW4SFS5sbWt2LnYxLkRyYWluUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iH8pBHAoLRHJhaW5SZXN1bHQSDURyYWluUHJvZ3Jlc3MSOAoFV2F0Y2gSFS5sbWt2LnYxLldhdGNoUmVxdWVzdBoWLmxta3YudjEuV2F0Y2hSZXNwb25zZTABQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
+  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEi/AEKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBARIZCgtmaW5nZXJwcmludBgHIAEoDEIE4kEBARIYCgpwYXJlbnRfa2V5GAggASgMQgTiQQEBEhUKB2FueV9rZXkYCSABKAhCBOJBAQEihgEKDkxvb2t1cFJlc3BvbnNlEiAKB2hvbGRlcnMYASADKAsyDy5sbWt2LnYxLkhvbGRlchIQCghyZXZpc2lvbhgCIAEoAxIPCgdwYXJ0aWFsGAMgASgIEhwKFHBhcnRpYWxfdG9rZW5fY291bnRzGAQgAygFEhEKCWtleV9pbmRleBgFIAEoBSLCAQoORXhwbGFpblJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIZCgtpbnN0YW5jZV9pZBgGIAEoCUIE4kEBARIYCgpyZXF1ZXN0X2lkGAcgASgJQgTiQQEBIkUKD0V4cGxhaW5SZXNwb25zZRIyCgxleHBsYW5hdGlvbnMYASADKAsyHC5sbWt2LnYxLkluc3RhbmNlRXhwbGFuYXRpb24ikwEKE0luc3RhbmNlRXhwbGFuYXRpb24SEwoLaW5zdGFuY2VfaWQYASABKAkSEwoLZmluZ2VycHJpbnQYAiABKAwSLwoLZXhwbGFuYXRpb24YAyABKAsyGi5sbWt2LnYxLlByb21wdEV4cGxhbmF0aW9uEiEKBWVycm9yGAQgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMiRQoTTG9va3VwU3RyZWFtUmVxdWVzdBIuCghyZXF1ZXN0cxgBIAMoCzIWLmxta3YudjEuTG9va3VwUmVxdWVzdEIE4kEBAiI+ChRMb29rdXBTdHJlYW1SZXNwb25zZRImCgdyZXN1bHRzGAEgAygLMhUubG1rdi52MS5Mb29rdXBSZXN1bHQiagoMTG9va3VwUmVzdWx0EisKCHJlc3BvbnNlGAEgASgLMhcubG1rdi52MS5Mb29rdXBSZXNwb25zZUgAEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQinAEKBkhvbGRlchITCgtpbnN0YW5jZV9pZBgBIAEoCRINCgVlcG9jaBgCIAEoAxIUCgxwZWVyX2FkZHJlc3MYAyABKAkSGwoTbWF0Y2hlZF9jaHVua19jb3VudBgEIAEoBRIbChNtYXRjaGVkX3Rva2VuX2NvdW50GAUgASgFEh4KBHJ1bnMYBiADKAsyEC5sbWt2LnYxLlRpZXJSdW4iYgoHVGllclJ1bhIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhAKCGxvY2F0aW9uGAIgASgJEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFIpYCCgtNb3ZlUmVxdWVzdBItCgxvbGRfcG9zaXRpb24YASABKAsyES5sbWt2LnYxLlBvc2l0aW9uQgTiQQECEi0KDG5ld19wb3NpdGlvbhgCIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARISCgRjb3B5GAggASgIQgTiQQEBEhgKCnJlcXVlc3RfaWQYCSABKAlCBOJBAQEilwEKCk1vdmVSZXN1bHQSEwoLY2h1bmtfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYAyABKAMSJwoIZmFpbHVyZXMYBCADKAsyFS5sbWt2LnYxLkNodW5rRmFpbHVyZRIbChNkcm9wcGVkX2NodW5rX2NvdW50GAUgASgFIs8CCgxNb3ZlUHJvZ3Jlc3MSLwoLY3JlYXRlX3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC2NodW5rX2NvdW50GAIgASgFEhMKC3Rva2VuX2NvdW50GAMgASgFEhgKEGRvbmVfY2h1bmtfY291bnQYBCABKAUSLwoLZXhwaXJlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEicKDG9sZF9wb3NpdGlvbhgGIAEoCzIRLmxta3YudjEuUG9zaXRpb24SJwoMbmV3X3Bvc2l0aW9uGAcgASgLMhEubG1rdi52MS5Qb3NpdGlvbhIZChF0cmFuc2ZlcnJlZF9ieXRlcxgIIAEoAxIsCghlbmRfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAi/AEKClBpblJlcXVlc3QSKQoIcG9zaXRpb24YASABKAsyES5sbWt2LnYxLlBvc2l0aW9uQgTiQQECEhQKBnRva2VucxgCIAMoBUIE4kEBARIYCgptb2RlbF9uYW1lGAMgASgJQgTiQQEBEhgKCmNodW5rX2tleXMYBCABKAxCBOJBAQESGAoKY2FjaGVfc2FsdBgFIAEoCUIE4kEBARIXCglsb3JhX25hbWUYBiABKAlCBOJBAQESLAoDdHRsGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgTiQQEBEhgKCnJlcXVlc3RfaWQYCCABKAlCBOJBAQEiMQoLUGluUmVzcG9uc2USIgoDcGluGAEgASgLMhUubG1rdi52MS5QaW5uZWRDaHVua3MiJAoMVW5waW5SZXF1ZXN0EhQKBnBpbl9pZBgBIAEoCUIE4kEBAiIPCg1VbnBpblJlc3BvbnNlIl8KD0xpc3RQaW5zUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBARIXCglwYWdlX3NpemUYAiABKAVCBOJBAQESGAoKcGFnZV90b2tlbhgDIAEoCUIE4kEBASJQChBMaXN0UGluc1Jlc3BvbnNlEiMKBHBpbnMYASADKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcxIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkisAIKC0hpbnRSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEikKBmFjdGlvbhgCIAEoDjITLmxta3YudjEuSGludEFjdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEiwKA3R0bBgIIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIE4kEBARIWCghwcmlvcml0eRgJIAEoBUIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBIkMKDEhpbnRSZXNwb25zZRIjCgZyZXN1bHQYASABKAsyEy5sbWt2LnYxLkhpbnRSZXN1bHQSDgoGcGluX2lkGAIgASgJIs4CCgxDbGVhclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQESIQoEdGllchgCIAEoDjINLmxta3YudjEuVGllckIE4kEBARIUCgZ0b2tlbnMYAyADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgEIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAUgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBiABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAcgASgJQgTiQQEBEhEKA2FsbBgIIAEoCEIE4kEBARIVCgdkcnlfcnVuGAkgASgIQgTiQQEBEhgKCnJlcXVlc3RfaWQYCiABKAlCBOJBAQESHAoOd2VpZ2h0X3ZlcnNpb24YCyABKAlCBOJBAQESIQoTa2VwdF93ZWlnaHRfdmVyc2lvbhgMIAEoCUIE4kEBASJ8CgtDbGVhclJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoAxInCghmYWlsdXJlcxgDIAMoCzIVLmxta3YudjEuQ2xlYXJGYWlsdXJlEhoKEnBpbm5lZF9jaHVua19jb3VudBgEIAEoBSJMCgxDbGVhckZhaWx1cmUSEwoLaW5zdGFuY2VfaWQYASABKAkSJwoIZmFpbHVyZXMYAiADKAsyFS5sbWt2LnYxLkNodW5rRmFpbHVyZSLmAQoNQ2xlYXJQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFgoOaW5zdGFuY2VfY291bnQYAiABKAUSGwoTZG9uZV9pbnN0YW5jZV9jb3VudBgDIAEoBRITCgtpbnN0YW5jZV9pZBgEIAEoCRIbCgR0aWVyGAUgASgOMg0ubG1rdi52MS5UaWVyEg8KB2RyeV9ydW4YBiABKAgSLAoIZW5kX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIrIBCgxEcmFpblJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISJgoYZGVzdGluYXRpb25faW5zdGFuY2VfaWRzGAIgAygJQgTiQQEBEhMKBWV2aWN0GAMgASgIQgTiQQEBEjAKB3RpbWVvdXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgFIAEoCUIE4kEBASKtAQoLRHJhaW5SZXN1bHQSEwoLY2h1bmtfY291bnQYASABKAMSEwoLdG9rZW5fY291bnQYAiABKAMSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYAyABKAMSHQoVcmVtYWluaW5nX2NodW5rX2NvdW50GAQgASgDEicKCGZhaWx1cmVzGAUgAygLMhUubG1rdi52MS5EcmFpbkZhaWx1cmUSEQoJcGluX2NvdW50GAYgASgFIkcKDERyYWluRmFpbHVyZRITCgtjaHVua19jb3VudBgBIAEoAxIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cyKhAgoNRHJhaW5Qcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLaW5zdGFuY2VfaWQYAiABKAkSDQoFZXBvY2gYAyABKAMSEwoLY2h1bmtfY291bnQYBCABKAMSGAoQZG9uZV9jaHVua19jb3VudBgFIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgGIAEoAxISCgpwYXNzX2NvdW50GAcgASgFEi8KC2V4cGlyZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiRwoMV2F0Y2hSZXF1ZXN0EhwKDnN0YXJ0X3JldmlzaW9uGAEgASgDQgTiQQEBEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBIlsKDVdhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAMSEAoIc25hcHNob3QYAiABKAgSJgoHY2hhbmdlcxgDIAMoCzIVLmxta3YudjEuTGF5b3V0Q2hhbmdlIpkBCgxMYXlvdXRDaGFuZ2USEwoLaW5zdGFuY2VfaWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEhQKDGV2aWN0ZWRfa2V5cxgEIAEoDBIVCg1pbnN0YW5jZV9nb25lGAUgASgIEhMKC2ZpbmdlcnByaW50GAYgASgMMo4GCgxDYWNoZVNlcnZpY2USOQoGTG9va3VwEhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0GhcubG1rdi52MS5Mb29rdXBSZXNwb25zZRI8CgdFeHBsYWluEhcubG1rdi52MS5FeHBsYWluUmVxdWVzdBoYLmxta3YudjEuRXhwbGFpblJlc3BvbnNlEk8KDExvb2t1cFN0cmVhbRIcLmxta3YudjEuTG9va3VwU3RyZWFtUmVxdWVzdBodLmxta3YudjEuTG9va3VwU3RyZWFtUmVzcG9uc2UoATABEloKBE1vdmUSFC5sbWt2LnYxLk1vdmVSZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIdykEaCgpNb3ZlUmVzdWx0EgxNb3ZlUHJvZ3Jlc3MSMAoDUGluEhMubG1rdi52MS5QaW5SZXF1ZXN0GhQubG1rdi52MS5QaW5SZXNwb25zZRI2CgVVbnBpbhIVLmxta3YudjEuVW5waW5SZXF1ZXN0GhYubG1rdi52MS5VbnBpblJlc3BvbnNlEj8KCExpc3RQaW5zEhgubG1rdi52MS5MaXN0UGluc1JlcXVlc3QaGS5sbWt2LnYxLkxpc3RQaW5zUmVzcG9uc2USMwoESGludBIULmxta3YudjEuSGludFJlcXVlc3QaFS5sbWt2LnYxLkhpbnRSZXNwb25zZRJeCgVDbGVhchIVLmxta3YudjEuQ2xlYXJSZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIfykEcCgtDbGVhclJlc3VsdBINQ2xlYXJQcm9ncmVzcxJeCgVEcmFpbhIVLmxta3YudjEuRHJhaW5SZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIfykEcCgtEcmFpblJlc3VsdBINRHJhaW5Qcm9ncmVzcxI4CgVXYXRjaBIVLmxta3YudjEuV2F0Y2hSZXF1ZXN0GhYubG1rdi52MS5XYXRjaFJlc3BvbnNlMAFCGwoHbG1rdi52MVABWg5sbWt2L3YxO2xta3Z2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
 
 /**
  * Request for `CacheService.Lookup`.
@@ -76,6 +76,22 @@ export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
    * @generated from field: bytes fingerprint = 7;
    */
   fingerprint: Uint8Array;
+
+  /**
+   * With `chunk_keys`: the key of the chunk before them in the prompt, or the root of the key chain if there is none; 16
+   * bytes. The response then has `partial_token_counts`.
+   *
+   * @generated from field: bytes parent_key = 8;
+   */
+  parentKey: Uint8Array;
+
+  /**
+   * With `chunk_keys`: whether these are alternatives and not a prompt. The response then has the instances that hold the
+   * first of them that an instance holds, with one matched chunk each. At most 1,024 keys.
+   *
+   * @generated from field: bool any_key = 9;
+   */
+  anyKey: boolean;
 };
 
 /**
@@ -113,6 +129,22 @@ export type LookupResponse = Message<"lmkv.v1.LookupResponse"> & {
    * @generated from field: bool partial = 3;
    */
   partial: boolean;
+
+  /**
+   * With `parent_key`: the token counts of the partial chunks that instances hold behind the longest match, ascending and
+   * each once. The chunks may be of other prompts: a client that has the tokens computes the keys, and looks them
+   * up with `any_key`.
+   *
+   * @generated from field: repeated int32 partial_token_counts = 4;
+   */
+  partialTokenCounts: number[];
+
+  /**
+   * With `any_key`: index of the key in `chunk_keys` that the holders have.
+   *
+   * @generated from field: int32 key_index = 5;
+   */
+  keyIndex: number;
 };
 
 /**
@@ -121,6 +153,132 @@ export type LookupResponse = Message<"lmkv.v1.LookupResponse"> & {
  */
 export const LookupResponseSchema: GenMessage<LookupResponse> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 1);
+
+/**
+ * Request for `CacheService.Explain`: a prompt, or a request.
+ *
+ * @generated from message lmkv.v1.ExplainRequest
+ */
+export type ExplainRequest = Message<"lmkv.v1.ExplainRequest"> & {
+  /**
+   * Token ids of the prompt, in order.
+   *
+   * @generated from field: repeated int32 tokens = 1;
+   */
+  tokens: number[];
+
+  /**
+   * Model of the tokens, or a LoRA adapter of it; required only if several specs are registered.
+   *
+   * @generated from field: string model_name = 2;
+   */
+  modelName: string;
+
+  /**
+   * Keys of the prompt's chunks, 16 bytes each, in prompt order.
+   *
+   * @generated from field: bytes chunk_keys = 3;
+   */
+  chunkKeys: Uint8Array;
+
+  /**
+   * Cache salt of the prompt; for tokens.
+   *
+   * @generated from field: string cache_salt = 4;
+   */
+  cacheSalt: string;
+
+  /**
+   * LoRA adapter of the prompt, by served name or by identity `name@digest`; for tokens.
+   *
+   * @generated from field: string lora_name = 5;
+   */
+  loraName: string;
+
+  /**
+   * The instance; empty means all.
+   *
+   * @generated from field: string instance_id = 6;
+   */
+  instanceId: string;
+
+  /**
+   * Without chunks: a part of the engine's id of a request.
+   *
+   * @generated from field: string request_id = 7;
+   */
+  requestId: string;
+};
+
+/**
+ * Describes the message lmkv.v1.ExplainRequest.
+ * Use `create(ExplainRequestSchema)` to create a new message.
+ */
+export const ExplainRequestSchema: GenMessage<ExplainRequest> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 2);
+
+/**
+ * Response for `CacheService.Explain`.
+ *
+ * @generated from message lmkv.v1.ExplainResponse
+ */
+export type ExplainResponse = Message<"lmkv.v1.ExplainResponse"> & {
+  /**
+   * One per instance and spec of the prompt, by instance id.
+   *
+   * @generated from field: repeated lmkv.v1.InstanceExplanation explanations = 1;
+   */
+  explanations: InstanceExplanation[];
+};
+
+/**
+ * Describes the message lmkv.v1.ExplainResponse.
+ * Use `create(ExplainResponseSchema)` to create a new message.
+ */
+export const ExplainResponseSchema: GenMessage<ExplainResponse> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 3);
+
+/**
+ * The explanation of one instance.
+ *
+ * @generated from message lmkv.v1.InstanceExplanation
+ */
+export type InstanceExplanation = Message<"lmkv.v1.InstanceExplanation"> & {
+  /**
+   * The instance.
+   *
+   * @generated from field: string instance_id = 1;
+   */
+  instanceId: string;
+
+  /**
+   * Fingerprint of the spec under which the prompt was looked for; empty for requests.
+   *
+   * @generated from field: bytes fingerprint = 2;
+   */
+  fingerprint: Uint8Array;
+
+  /**
+   * What the instance knows.
+   *
+   * @generated from field: lmkv.v1.PromptExplanation explanation = 3;
+   */
+  explanation?: PromptExplanation;
+
+  /**
+   * Why there is none; unset without an error.
+   *
+   * @generated from field: google.rpc.Status error = 4;
+   */
+  error?: Status;
+};
+
+/**
+ * Describes the message lmkv.v1.InstanceExplanation.
+ * Use `create(InstanceExplanationSchema)` to create a new message.
+ */
+export const InstanceExplanationSchema: GenMessage<InstanceExplanation> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 4);
 
 /**
  * Request for `CacheService.LookupStream`.
@@ -141,7 +299,7 @@ export type LookupStreamRequest = Message<"lmkv.v1.LookupStreamRequest"> & {
  * Use `create(LookupStreamRequestSchema)` to create a new message.
  */
 export const LookupStreamRequestSchema: GenMessage<LookupStreamRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 2);
+  messageDesc(file_lmkv_v1_cache_service, 5);
 
 /**
  * Response for `CacheService.LookupStream`.
@@ -162,7 +320,7 @@ export type LookupStreamResponse = Message<"lmkv.v1.LookupStreamResponse"> & {
  * Use `create(LookupStreamResponseSchema)` to create a new message.
  */
 export const LookupStreamResponseSchema: GenMessage<LookupStreamResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 3);
+  messageDesc(file_lmkv_v1_cache_service, 6);
 
 /**
  * Result of one request.
@@ -199,7 +357,7 @@ export type LookupResult = Message<"lmkv.v1.LookupResult"> & {
  * Use `create(LookupResultSchema)` to create a new message.
  */
 export const LookupResultSchema: GenMessage<LookupResult> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 4);
+  messageDesc(file_lmkv_v1_cache_service, 7);
 
 /**
  * The contiguous prefix of a prompt that one instance holds.
@@ -236,7 +394,8 @@ export type Holder = Message<"lmkv.v1.Holder"> & {
   matchedChunkCount: number;
 
   /**
-   * Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial.
+   * Tokens of the prefix. For lookups by keys, every chunk counts `chunk_size` unless it was reported as partial. For
+   * lookups by tokens, the last chunk may be a partial chunk of another prompt that has the same tokens up to its end.
    *
    * @generated from field: int32 matched_token_count = 5;
    */
@@ -256,7 +415,7 @@ export type Holder = Message<"lmkv.v1.Holder"> & {
  * Use `create(HolderSchema)` to create a new message.
  */
 export const HolderSchema: GenMessage<Holder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 5);
+  messageDesc(file_lmkv_v1_cache_service, 8);
 
 /**
  * Consecutive chunks that one instance holds in the same tier.
@@ -298,7 +457,7 @@ export type TierRun = Message<"lmkv.v1.TierRun"> & {
  * Use `create(TierRunSchema)` to create a new message.
  */
 export const TierRunSchema: GenMessage<TierRun> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 6);
+  messageDesc(file_lmkv_v1_cache_service, 9);
 
 /**
  * Request for `CacheService.Move`.
@@ -375,7 +534,7 @@ export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
  * Use `create(MoveRequestSchema)` to create a new message.
  */
 export const MoveRequestSchema: GenMessage<MoveRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 7);
+  messageDesc(file_lmkv_v1_cache_service, 10);
 
 /**
  * Result of a move.
@@ -424,7 +583,7 @@ export type MoveResult = Message<"lmkv.v1.MoveResult"> & {
  * Use `create(MoveResultSchema)` to create a new message.
  */
 export const MoveResultSchema: GenMessage<MoveResult> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 8);
+  messageDesc(file_lmkv_v1_cache_service, 11);
 
 /**
  * Progress of a move.
@@ -501,7 +660,7 @@ export type MoveProgress = Message<"lmkv.v1.MoveProgress"> & {
  * Use `create(MoveProgressSchema)` to create a new message.
  */
 export const MoveProgressSchema: GenMessage<MoveProgress> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 9);
+  messageDesc(file_lmkv_v1_cache_service, 12);
 
 /**
  * Request for `CacheService.Pin`.
@@ -571,7 +730,7 @@ export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
  * Use `create(PinRequestSchema)` to create a new message.
  */
 export const PinRequestSchema: GenMessage<PinRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 10);
+  messageDesc(file_lmkv_v1_cache_service, 13);
 
 /**
  * Response for `CacheService.Pin`.
@@ -592,7 +751,7 @@ export type PinResponse = Message<"lmkv.v1.PinResponse"> & {
  * Use `create(PinResponseSchema)` to create a new message.
  */
 export const PinResponseSchema: GenMessage<PinResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 11);
+  messageDesc(file_lmkv_v1_cache_service, 14);
 
 /**
  * Request for `CacheService.Unpin`.
@@ -613,7 +772,7 @@ export type UnpinRequest = Message<"lmkv.v1.UnpinRequest"> & {
  * Use `create(UnpinRequestSchema)` to create a new message.
  */
 export const UnpinRequestSchema: GenMessage<UnpinRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 12);
+  messageDesc(file_lmkv_v1_cache_service, 15);
 
 /**
  * Response for `CacheService.Unpin`.
@@ -628,7 +787,7 @@ export type UnpinResponse = Message<"lmkv.v1.UnpinResponse"> & {
  * Use `create(UnpinResponseSchema)` to create a new message.
  */
 export const UnpinResponseSchema: GenMessage<UnpinResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 13);
+  messageDesc(file_lmkv_v1_cache_service, 16);
 
 /**
  * Request for `CacheService.ListPins`.
@@ -663,7 +822,7 @@ export type ListPinsRequest = Message<"lmkv.v1.ListPinsRequest"> & {
  * Use `create(ListPinsRequestSchema)` to create a new message.
  */
 export const ListPinsRequestSchema: GenMessage<ListPinsRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 14);
+  messageDesc(file_lmkv_v1_cache_service, 17);
 
 /**
  * Response for `CacheService.ListPins`.
@@ -691,7 +850,119 @@ export type ListPinsResponse = Message<"lmkv.v1.ListPinsResponse"> & {
  * Use `create(ListPinsResponseSchema)` to create a new message.
  */
 export const ListPinsResponseSchema: GenMessage<ListPinsResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 15);
+  messageDesc(file_lmkv_v1_cache_service, 18);
+
+/**
+ * Request for `CacheService.Hint`.
+ *
+ * @generated from message lmkv.v1.HintRequest
+ */
+export type HintRequest = Message<"lmkv.v1.HintRequest"> & {
+  /**
+   * The instance that carries it out.
+   *
+   * @generated from field: string instance_id = 1;
+   */
+  instanceId: string;
+
+  /**
+   * What to do.
+   *
+   * @generated from field: lmkv.v1.HintAction action = 2;
+   */
+  action: HintAction;
+
+  /**
+   * Token ids of the prompt, in order.
+   *
+   * @generated from field: repeated int32 tokens = 3;
+   */
+  tokens: number[];
+
+  /**
+   * Model of the tokens.
+   *
+   * @generated from field: string model_name = 4;
+   */
+  modelName: string;
+
+  /**
+   * Keys of the chunks.
+   *
+   * @generated from field: bytes chunk_keys = 5;
+   */
+  chunkKeys: Uint8Array;
+
+  /**
+   * Cache salt of the prompt.
+   *
+   * @generated from field: string cache_salt = 6;
+   */
+  cacheSalt: string;
+
+  /**
+   * LoRA adapter of the prompt, as in `LookupRequest`.
+   *
+   * @generated from field: string lora_name = 7;
+   */
+  loraName: string;
+
+  /**
+   * How long to pin or to retain the chunks; unset means 300 s, and more than 24 h is clipped.
+   *
+   * @generated from field: google.protobuf.Duration ttl = 8;
+   */
+  ttl?: Duration;
+
+  /**
+   * With `HINT_ACTION_RETAIN`: 1 to 100, chunks of lower priority are evicted first; 0 means 50.
+   *
+   * @generated from field: int32 priority = 9;
+   */
+  priority: number;
+
+  /**
+   * UUID chosen by the caller, at most 256 bytes; a repeat with `HINT_ACTION_PIN` extends the first call's pin.
+   *
+   * @generated from field: string request_id = 10;
+   */
+  requestId: string;
+};
+
+/**
+ * Describes the message lmkv.v1.HintRequest.
+ * Use `create(HintRequestSchema)` to create a new message.
+ */
+export const HintRequestSchema: GenMessage<HintRequest> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 19);
+
+/**
+ * Response for `CacheService.Hint`.
+ *
+ * @generated from message lmkv.v1.HintResponse
+ */
+export type HintResponse = Message<"lmkv.v1.HintResponse"> & {
+  /**
+   * How it ended.
+   *
+   * @generated from field: lmkv.v1.HintResult result = 1;
+   */
+  result?: HintResult;
+
+  /**
+   * With `HINT_ACTION_PIN`, if chunks are pinned: id of the pin.
+   *
+   * @generated from field: string pin_id = 2;
+   */
+  pinId: string;
+};
+
+/**
+ * Describes the message lmkv.v1.HintResponse.
+ * Use `create(HintResponseSchema)` to create a new message.
+ */
+export const HintResponseSchema: GenMessage<HintResponse> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_cache_service, 20);
 
 /**
  * Request for `CacheService.Clear`.
@@ -769,6 +1040,21 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
    * @generated from field: string request_id = 10;
    */
   requestId: string;
+
+  /**
+   * With `model_name` and without tokens and keys: only chunks of this version of the weights (`KvSpec`).
+   *
+   * @generated from field: string weight_version = 11;
+   */
+  weightVersion: string;
+
+  /**
+   * With `model_name` and without tokens and keys: only chunks of other versions of the weights than this one. Excludes
+   * `weight_version`.
+   *
+   * @generated from field: string kept_weight_version = 12;
+   */
+  keptWeightVersion: string;
 };
 
 /**
@@ -776,7 +1062,7 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
  * Use `create(ClearRequestSchema)` to create a new message.
  */
 export const ClearRequestSchema: GenMessage<ClearRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 16);
+  messageDesc(file_lmkv_v1_cache_service, 21);
 
 /**
  * Result of a clear.
@@ -818,7 +1104,7 @@ export type ClearResult = Message<"lmkv.v1.ClearResult"> & {
  * Use `create(ClearResultSchema)` to create a new message.
  */
 export const ClearResultSchema: GenMessage<ClearResult> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 17);
+  messageDesc(file_lmkv_v1_cache_service, 22);
 
 /**
  * Failures of one instance in a clear.
@@ -846,7 +1132,7 @@ export type ClearFailure = Message<"lmkv.v1.ClearFailure"> & {
  * Use `create(ClearFailureSchema)` to create a new message.
  */
 export const ClearFailureSchema: GenMessage<ClearFailure> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 18);
+  messageDesc(file_lmkv_v1_cache_service, 23);
 
 /**
  * Progress of a clear.
@@ -909,7 +1195,7 @@ export type ClearProgress = Message<"lmkv.v1.ClearProgress"> & {
  * Use `create(ClearProgressSchema)` to create a new message.
  */
 export const ClearProgressSchema: GenMessage<ClearProgress> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 19);
+  messageDesc(file_lmkv_v1_cache_service, 24);
 
 /**
  * Request for `CacheService.Drain`.
@@ -959,7 +1245,7 @@ export type DrainRequest = Message<"lmkv.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 20);
+  messageDesc(file_lmkv_v1_cache_service, 25);
 
 /**
  * Result of a drain. If it has copied nothing although chunks remain, the operation fails instead.
@@ -1015,7 +1301,7 @@ export type DrainResult = Message<"lmkv.v1.DrainResult"> & {
  * Use `create(DrainResultSchema)` to create a new message.
  */
 export const DrainResultSchema: GenMessage<DrainResult> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 21);
+  messageDesc(file_lmkv_v1_cache_service, 26);
 
 /**
  * A reason for which chunks remain.
@@ -1043,7 +1329,7 @@ export type DrainFailure = Message<"lmkv.v1.DrainFailure"> & {
  * Use `create(DrainFailureSchema)` to create a new message.
  */
 export const DrainFailureSchema: GenMessage<DrainFailure> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 22);
+  messageDesc(file_lmkv_v1_cache_service, 27);
 
 /**
  * Progress of a drain.
@@ -1120,7 +1406,7 @@ export type DrainProgress = Message<"lmkv.v1.DrainProgress"> & {
  * Use `create(DrainProgressSchema)` to create a new message.
  */
 export const DrainProgressSchema: GenMessage<DrainProgress> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 23);
+  messageDesc(file_lmkv_v1_cache_service, 28);
 
 /**
  * Request for `CacheService.Watch`.
@@ -1148,7 +1434,7 @@ export type WatchRequest = Message<"lmkv.v1.WatchRequest"> & {
  * Use `create(WatchRequestSchema)` to create a new message.
  */
 export const WatchRequestSchema: GenMessage<WatchRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 24);
+  messageDesc(file_lmkv_v1_cache_service, 29);
 
 /**
  * Response for `CacheService.Watch`. Without changes it is a bookmark: all changes up to `revision` were sent.
@@ -1183,7 +1469,7 @@ export type WatchResponse = Message<"lmkv.v1.WatchResponse"> & {
  * Use `create(WatchResponseSchema)` to create a new message.
  */
 export const WatchResponseSchema: GenMessage<WatchResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 25);
+  messageDesc(file_lmkv_v1_cache_service, 30);
 
 /**
  * Chunks that one instance gained or lost in one tier.
@@ -1239,7 +1525,7 @@ export type LayoutChange = Message<"lmkv.v1.LayoutChange"> & {
  * Use `create(LayoutChangeSchema)` to create a new message.
  */
 export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_cache_service, 26);
+  messageDesc(file_lmkv_v1_cache_service, 31);
 
 /**
  * Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
@@ -1256,7 +1542,8 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
  * then needs no `lora_name`. Engines register an adapter with its first request.
  *
  * Errors of every RPC that takes tokens or keys:
- * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys.
+ * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
+ *   `parent_key` has another length than 16.
  * * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
  *   both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
  * * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
@@ -1284,6 +1571,23 @@ export const CacheService: GenService<{
     methodKind: "unary";
     input: typeof LookupRequestSchema;
     output: typeof LookupResponseSchema;
+  },
+  /**
+   * Says for each instance which part of a prompt it holds, in which tier, and why it does not hold the others; or what its
+   * engines have reported of recent requests.
+   *
+   * The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool.
+   *
+   * Errors, besides those of the service:
+   * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): neither chunks nor a request are named, or more than 32,768 chunks.
+   *
+   * @generated from rpc lmkv.v1.CacheService.Explain
+   */
+  explain: {
+    methodKind: "unary";
+    input: typeof ExplainRequestSchema;
+    output: typeof ExplainResponseSchema;
   },
   /**
    * Looks up many prompts over one call, for clients that look up often.
@@ -1372,11 +1676,33 @@ export const CacheService: GenService<{
     output: typeof ListPinsResponseSchema;
   },
   /**
+   * Asks an instance to treat the chunks of a prompt in a certain way: a hint, as engines send it for their requests.
+   *
+   * The result names what the instance cannot do, or not for all chunks: these are not errors. Chunks that the instance
+   * does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them.
+   *
+   * Errors, besides those of the service:
+   * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
+   * * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the instance does not serve the spec of the chunks.
+   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the action is unknown, the ttl is
+   *   not positive, or the priority is not in its range.
+   * * `RESOURCE_EXHAUSTED` (`FULL`): the instance has too many orders.
+   * * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
+   *
+   * @generated from rpc lmkv.v1.CacheService.Hint
+   */
+  hint: {
+    methodKind: "unary";
+    input: typeof HintRequestSchema;
+    output: typeof HintResponseSchema;
+  },
+  /**
    * Drops chunks from instances, with all their parts, as an operation. Pinned chunks stay.
    *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything.
+   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
+   *   is named without a model, with tokens or keys, or that no engine has registered.
    * buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
    * buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
    *

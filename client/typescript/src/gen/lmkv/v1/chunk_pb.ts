@@ -7,8 +7,8 @@
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_google_api_field_behavior } from "../../google/api/field_behavior_pb.js";
-import type { Timestamp } from "@bufbuild/protobuf/wkt";
-import { file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
+import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
+import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/chunk.proto.
  */
 export const file_lmkv_v1_chunk: GenFile = /*@__PURE__*/
-  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIssBCgZLdlBhcnQSHwoEcnVsZRgBIAEoDjIRLmxta3YudjEuUGFydFJ1bGUSDAoEc3BhbhgCIAEoBRITCgtsYXllcl9jb3VudBgDIAEoBRIVCg1rdl9oZWFkX2NvdW50GAQgASgFEhEKCWhlYWRfc2l6ZRgFIAEoBRIQCghrdl9kdHlwZRgGIAEoCRILCgNtbGEYByABKAgSEAoIdGlsZV9pc2EYCCABKAkSEgoKYmxvY2tfc2l6ZRgJIAEoBRIOCgZsYXllcnMYCiABKAkipwMKBkt2U3BlYxIZCgtmaW5nZXJwcmludBgBIAEoDEIE4kEBAhISCgptb2RlbF9uYW1lGAIgASgJEhAKCG1vZGVsX2lkGAMgASgJEhAKCGt2X2R0eXBlGAQgASgJEhMKC2xheWVyX2NvdW50GAUgASgFEhUKDWt2X2hlYWRfY291bnQYBiABKAUSEQoJaGVhZF9zaXplGAcgASgFEgsKA21sYRgIIAEoCBISCgpjaHVua19zaXplGAkgASgFEiEKBmZvcm1hdBgKIAEoDjIRLmxta3YudjEuS3ZGb3JtYXQSFAoMdGlsZV9iYWNrZW5kGAsgASgJEhAKCHRpbGVfaXNhGAwgASgJEhIKCmJsb2NrX3NpemUYDSABKAUSEwoLaGFzaF9zY2hlbWUYDiABKAkSEgoKdm9jYWJfc2l6ZRgPIAEoBRIfCgRydWxlGBAgASgOMhEubG1rdi52MS5QYXJ0UnVsZRIMCgRzcGFuGBEgASgFEg4KBmxheWVycxgSIAEoCRIjCgptb3JlX3BhcnRzGBMgAygLMg8ubG1rdi52MS5LdlBhcnQiWQoLU2VydmVkTW9kZWwSEgoEbmFtZRgBIAEoCUIE4kEBAhIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBARIbCg1sb3JhX2lkZW50aXR5GAMgASgJQgTiQQEBIoUBCgZFeHRlbnQSDgoGcmVnaW9uGAEgASgFEg4KBm9mZnNldBgCIAEoAxISCgpzaXplX2J5dGVzGAMgASgDEhAKCGNoZWNrc3VtGAQgASgGEhIKCmdlbmVyYXRpb24YBSABKAMSEwoLdG9rZW5fY291bnQYBiABKAUSDAoEcGFydBgHIAEoBSJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cypZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACKn0KCFBhcnRSdWxlEhkKFVBBUlRfUlVMRV9VTlNQRUNJRklFRBAAEhEKDVBBUlRfUlVMRV9BTEwQARISCg5QQVJUX1JVTEVfTEFTVBACEhwKGFBBUlRfUlVMRV9TSU5DRV9NVUxUSVBMRRADEhEKDVBBUlRfUlVMRV9FTkQQBEIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_protobuf_timestamp, file_google_rpc_status]);
+  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIssBCgZLdlBhcnQSHwoEcnVsZRgBIAEoDjIRLmxta3YudjEuUGFydFJ1bGUSDAoEc3BhbhgCIAEoBRITCgtsYXllcl9jb3VudBgDIAEoBRIVCg1rdl9oZWFkX2NvdW50GAQgASgFEhEKCWhlYWRfc2l6ZRgFIAEoBRIQCghrdl9kdHlwZRgGIAEoCRILCgNtbGEYByABKAgSEAoIdGlsZV9pc2EYCCABKAkSEgoKYmxvY2tfc2l6ZRgJIAEoBRIOCgZsYXllcnMYCiABKAkimgEKClByb21wdFNwYW4SEwoLY2h1bmtfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSDAoEdGllchgDIAEoCRIjCgZyZWFzb24YBCABKA4yEy5sbWt2LnYxLk1pc3NSZWFzb24SLwoLcmVtb3ZlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIngKDVJlcXVlc3RSZXBvcnQSEgoKcmVxdWVzdF9pZBgBIAEoCRIvCgtjcmVhdGVfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASIgoFc3BhbnMYAyADKAsyEy5sbWt2LnYxLlByb21wdFNwYW4ikQEKEVByb21wdEV4cGxhbmF0aW9uEi4KCnN0YXJ0X3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiIKBXNwYW5zGAIgAygLMhMubG1rdi52MS5Qcm9tcHRTcGFuEigKCHJlcXVlc3RzGAMgAygLMhYubG1rdi52MS5SZXF1ZXN0UmVwb3J0Ir8DCgZLdlNwZWMSGQoLZmluZ2VycHJpbnQYASABKAxCBOJBAQISEgoKbW9kZWxfbmFtZRgCIAEoCRIQCghtb2RlbF9pZBgDIAEoCRIQCghrdl9kdHlwZRgEIAEoCRITCgtsYXllcl9jb3VudBgFIAEoBRIVCg1rdl9oZWFkX2NvdW50GAYgASgFEhEKCWhlYWRfc2l6ZRgHIAEoBRILCgNtbGEYCCABKAgSEgoKY2h1bmtfc2l6ZRgJIAEoBRIhCgZmb3JtYXQYCiABKA4yES5sbWt2LnYxLkt2Rm9ybWF0EhQKDHRpbGVfYmFja2VuZBgLIAEoCRIQCgh0aWxlX2lzYRgMIAEoCRISCgpibG9ja19zaXplGA0gASgFEhMKC2hhc2hfc2NoZW1lGA4gASgJEhIKCnZvY2FiX3NpemUYDyABKAUSHwoEcnVsZRgQIAEoDjIRLmxta3YudjEuUGFydFJ1bGUSDAoEc3BhbhgRIAEoBRIOCgZsYXllcnMYEiABKAkSIwoKbW9yZV9wYXJ0cxgTIAMoCzIPLmxta3YudjEuS3ZQYXJ0EhYKDndlaWdodF92ZXJzaW9uGBQgASgJIlkKC1NlcnZlZE1vZGVsEhIKBG5hbWUYASABKAlCBOJBAQISGQoLZmluZ2VycHJpbnQYAiABKAxCBOJBAQESGwoNbG9yYV9pZGVudGl0eRgDIAEoCUIE4kEBASKZAQoGRXh0ZW50Eg4KBnJlZ2lvbhgBIAEoBRIOCgZvZmZzZXQYAiABKAMSEgoKc2l6ZV9ieXRlcxgDIAEoAxIQCghjaGVja3N1bRgEIAEoBhISCgpnZW5lcmF0aW9uGAUgASgDEhMKC3Rva2VuX2NvdW50GAYgASgFEgwKBHBhcnQYByABKAUSEgoKcGFyZW50X2tleRgIIAEoDCJsCgVHcmFudBIQCghncmFudF9pZBgBIAEoCRIgCgdleHRlbnRzGAIgAygLMg8ubG1rdi52MS5FeHRlbnQSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cyKQAQoKSGludFJlc3VsdBIlCgdvdXRjb21lGAEgASgOMhQubG1rdi52MS5IaW50T3V0Y29tZRITCgtjaHVua19jb3VudBgCIAEoBRImCgN0dGwYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDgoGcmVhc29uGAQgASgJEg4KBmRldGFpbBgFIAEoCSpZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACKn0KCFBhcnRSdWxlEhkKFVBBUlRfUlVMRV9VTlNQRUNJRklFRBAAEhEKDVBBUlRfUlVMRV9BTEwQARISCg5QQVJUX1JVTEVfTEFTVBACEhwKGFBBUlRfUlVMRV9TSU5DRV9NVUxUSVBMRRADEhEKDVBBUlRfUlVMRV9FTkQQBCq2AQoKSGludEFjdGlvbhIbChdISU5UX0FDVElPTl9VTlNQRUNJRklFRBAAEhUKEUhJTlRfQUNUSU9OX1NIQVJFEAESGAoUSElOVF9BQ1RJT05fUFJFRkVUQ0gQAhITCg9ISU5UX0FDVElPTl9QSU4QAxIWChJISU5UX0FDVElPTl9SRVRBSU4QBBIWChJISU5UX0FDVElPTl9ERU1PVEUQBRIVChFISU5UX0FDVElPTl9FVklDVBAGKrABCgtIaW50T3V0Y29tZRIcChhISU5UX09VVENPTUVfVU5TUEVDSUZJRUQQABIZChVISU5UX09VVENPTUVfQUNDRVBURUQQARIYChRISU5UX09VVENPTUVfQ0xJUFBFRBACEhkKFUhJTlRfT1VUQ09NRV9ERUZFUlJFRBADEhkKFUhJTlRfT1VUQ09NRV9SRUpFQ1RFRBAEEhgKFEhJTlRfT1VUQ09NRV9NSVNTSU5HEAUqrwUKCk1pc3NSZWFzb24SGwoXTUlTU19SRUFTT05fVU5TUEVDSUZJRUQQABIcChhNSVNTX1JFQVNPTl9ORVZFUl9TVE9SRUQQARIgChxNSVNTX1JFQVNPTl9FVklDVEVEX0JZX1NUT1JFEAISIAocTUlTU19SRUFTT05fRVZJQ1RFRF9CWV9GRVRDSBADEiAKHE1JU1NfUkVBU09OX0VWSUNURURfQllfT1JERVIQBBIhCh1NSVNTX1JFQVNPTl9FVklDVEVEX0ZST01fVElFUhAFEhcKE01JU1NfUkVBU09OX0NMRUFSRUQQBhIXChNNSVNTX1JFQVNPTl9EUk9QUEVEEAcSFwoTTUlTU19SRUFTT05fREFNQUdFRBAIEhkKFU1JU1NfUkVBU09OX1RJRVJfRE9XThAJEiAKHE1JU1NfUkVBU09OX1BFRVJfVU5SRUFDSEFCTEUQChIWChJNSVNTX1JFQVNPTl9TTE9XRVIQCxIdChlNSVNTX1JFQVNPTl9CRUxPV19NSU5JTVVNEAwSGQoVTUlTU19SRUFTT05fVE9PX0xBUkdFEA0SGgoWTUlTU19SRUFTT05fQkVISU5EX0dBUBAOEh8KG01JU1NfUkVBU09OX09USEVSX05BTUVTUEFDRRAPEhcKE01JU1NfUkVBU09OX1NLSVBQRUQQEBIbChdNSVNTX1JFQVNPTl9MT0FEX0ZBSUxFRBAREh4KGk1JU1NfUkVBU09OX0xPT0tVUF9USU1FT1VUEBISGQoVTUlTU19SRUFTT05fTk9ERV9MT1NUEBMSHAoYTUlTU19SRUFTT05fTk9ERV9TVVNQRUNUEBQSGwoXTUlTU19SRUFTT05fVU5DQUNIRUFCTEUQFRIaChZNSVNTX1JFQVNPTl9PVEhFUl9TQUxUEBZCGwoHbG1rdi52MVABWg5sbWt2L3YxO2xta3Z2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status]);
 
 /**
  * What all layers of one kind hold of a chunk. Each part of a chunk has an extent and a key of its own: part 0 the
@@ -103,6 +103,126 @@ export type KvPart = Message<"lmkv.v1.KvPart"> & {
  */
 export const KvPartSchema: GenMessage<KvPart> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 0);
+
+/**
+ * Consecutive tokens of a prompt: held in a tier, or missed for one reason.
+ *
+ * @generated from message lmkv.v1.PromptSpan
+ */
+export type PromptSpan = Message<"lmkv.v1.PromptSpan"> & {
+  /**
+   * Chunks of the span; 0 in reports of requests.
+   *
+   * @generated from field: int32 chunk_count = 1;
+   */
+  chunkCount: number;
+
+  /**
+   * Tokens of the span; 0 where only chunks are counted.
+   *
+   * @generated from field: int32 token_count = 2;
+   */
+  tokenCount: number;
+
+  /**
+   * Name of the tier that holds the span, as in `Run`, `own` for the pool, or `engine` for the engine's prefix cache. Of a
+   * missed span: the tier that it left last, or that is down; empty if no tier is concerned.
+   *
+   * @generated from field: string tier = 3;
+   */
+  tier: string;
+
+  /**
+   * Why it was missed; unset if it is held.
+   *
+   * @generated from field: lmkv.v1.MissReason reason = 4;
+   */
+  reason: MissReason;
+
+  /**
+   * When its first chunk left that tier; unset if that is unknown.
+   *
+   * @generated from field: google.protobuf.Timestamp remove_time = 5;
+   */
+  removeTime?: Timestamp;
+};
+
+/**
+ * Describes the message lmkv.v1.PromptSpan.
+ * Use `create(PromptSpanSchema)` to create a new message.
+ */
+export const PromptSpanSchema: GenMessage<PromptSpan> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 1);
+
+/**
+ * Where the prompt of one request came from.
+ *
+ * @generated from message lmkv.v1.RequestReport
+ */
+export type RequestReport = Message<"lmkv.v1.RequestReport"> & {
+  /**
+   * The engine's id of the request.
+   *
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * When the engine received it.
+   *
+   * @generated from field: google.protobuf.Timestamp create_time = 2;
+   */
+  createTime?: Timestamp;
+
+  /**
+   * Consecutive spans of the whole prompt.
+   *
+   * @generated from field: repeated lmkv.v1.PromptSpan spans = 3;
+   */
+  spans: PromptSpan[];
+};
+
+/**
+ * Describes the message lmkv.v1.RequestReport.
+ * Use `create(RequestReportSchema)` to create a new message.
+ */
+export const RequestReportSchema: GenMessage<RequestReport> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 2);
+
+/**
+ * Where the chunks of a prompt are for one instance, and why others are not there; or what its engines have reported.
+ *
+ * @generated from message lmkv.v1.PromptExplanation
+ */
+export type PromptExplanation = Message<"lmkv.v1.PromptExplanation"> & {
+  /**
+   * When the node started: it does not know what it has held before.
+   *
+   * @generated from field: google.protobuf.Timestamp start_time = 1;
+   */
+  startTime?: Timestamp;
+
+  /**
+   * Consecutive spans of the prompt.
+   *
+   * @generated from field: repeated lmkv.v1.PromptSpan spans = 2;
+   */
+  spans: PromptSpan[];
+
+  /**
+   * Requests, the latest first, at most 20.
+   *
+   * @generated from field: repeated lmkv.v1.RequestReport requests = 3;
+   */
+  requests: RequestReport[];
+};
+
+/**
+ * Describes the message lmkv.v1.PromptExplanation.
+ * Use `create(PromptExplanationSchema)` to create a new message.
+ */
+export const PromptExplanationSchema: GenMessage<PromptExplanation> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 3);
 
 /**
  * The properties that must be equal for two engines to share chunks.
@@ -249,6 +369,15 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
    * @generated from field: repeated lmkv.v1.KvPart more_parts = 19;
    */
   moreParts: KvPart[];
+
+  /**
+   * Version of weights that are replaced while engines run, or under the same name: KV of other versions is of no use. Any
+   * name, the same at all engines with these weights; `private:` and a random suffix for weights that have no name yet,
+   * which one engine has. Empty if the weights never change. In the digest only if it is set.
+   *
+   * @generated from field: string weight_version = 20;
+   */
+  weightVersion: string;
 };
 
 /**
@@ -256,7 +385,7 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
  * Use `create(KvSpecSchema)` to create a new message.
  */
 export const KvSpecSchema: GenMessage<KvSpec> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 1);
+  messageDesc(file_lmkv_v1_chunk, 4);
 
 /**
  * A served name of a spec's model, or of a LoRA adapter of it.
@@ -291,7 +420,7 @@ export type ServedModel = Message<"lmkv.v1.ServedModel"> & {
  * Use `create(ServedModelSchema)` to create a new message.
  */
 export const ServedModelSchema: GenMessage<ServedModel> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 2);
+  messageDesc(file_lmkv_v1_chunk, 5);
 
 /**
  * A range of bytes in memory that a node registered for transfer, with its content at the time of the grant.
@@ -347,6 +476,14 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
    * @generated from field: int32 part = 7;
    */
   part: number;
+
+  /**
+   * In a grant and in a handoff, of a partial chunk: the key of the chunk before it in its prompts, or the root of the key
+   * chain if there is none. 16 bytes; empty if it is unknown.
+   *
+   * @generated from field: bytes parent_key = 8;
+   */
+  parentKey: Uint8Array;
 };
 
 /**
@@ -354,7 +491,7 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
  * Use `create(ExtentSchema)` to create a new message.
  */
 export const ExtentSchema: GenMessage<Extent> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 3);
+  messageDesc(file_lmkv_v1_chunk, 6);
 
 /**
  * Temporary permission to read or write extents. It ends by exactly one of Commit, Release or expiry.
@@ -389,7 +526,7 @@ export type Grant = Message<"lmkv.v1.Grant"> & {
  * Use `create(GrantSchema)` to create a new message.
  */
 export const GrantSchema: GenMessage<Grant> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 4);
+  messageDesc(file_lmkv_v1_chunk, 7);
 
 /**
  * One tier of one instance.
@@ -417,7 +554,7 @@ export type Position = Message<"lmkv.v1.Position"> & {
  * Use `create(PositionSchema)` to create a new message.
  */
 export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 5);
+  messageDesc(file_lmkv_v1_chunk, 8);
 
 /**
  * A pin: chunks that one instance protects from eviction.
@@ -466,7 +603,7 @@ export type PinnedChunks = Message<"lmkv.v1.PinnedChunks"> & {
  * Use `create(PinnedChunksSchema)` to create a new message.
  */
 export const PinnedChunksSchema: GenMessage<PinnedChunks> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 6);
+  messageDesc(file_lmkv_v1_chunk, 9);
 
 /**
  * An error, and the chunks that it concerns.
@@ -494,7 +631,56 @@ export type ChunkFailure = Message<"lmkv.v1.ChunkFailure"> & {
  * Use `create(ChunkFailureSchema)` to create a new message.
  */
 export const ChunkFailureSchema: GenMessage<ChunkFailure> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 7);
+  messageDesc(file_lmkv_v1_chunk, 10);
+
+/**
+ * How a hint ended.
+ *
+ * @generated from message lmkv.v1.HintResult
+ */
+export type HintResult = Message<"lmkv.v1.HintResult"> & {
+  /**
+   * The outcome.
+   *
+   * @generated from field: lmkv.v1.HintOutcome outcome = 1;
+   */
+  outcome: HintOutcome;
+
+  /**
+   * Chunks for which it was carried out.
+   *
+   * @generated from field: int32 chunk_count = 2;
+   */
+  chunkCount: number;
+
+  /**
+   * Granted time, of pins and retained chunks.
+   *
+   * @generated from field: google.protobuf.Duration ttl = 3;
+   */
+  ttl?: Duration;
+
+  /**
+   * Why it was rejected, as a word such as `quota`; otherwise empty.
+   *
+   * @generated from field: string reason = 4;
+   */
+  reason: string;
+
+  /**
+   * The same for people.
+   *
+   * @generated from field: string detail = 5;
+   */
+  detail: string;
+};
+
+/**
+ * Describes the message lmkv.v1.HintResult.
+ * Use `create(HintResultSchema)` to create a new message.
+ */
+export const HintResultSchema: GenMessage<HintResult> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 11);
 
 /**
  * A memory tier that can hold a chunk, fastest first.
@@ -628,4 +814,301 @@ export enum PartRule {
  */
 export const PartRuleSchema: GenEnum<PartRule> = /*@__PURE__*/
   enumDesc(file_lmkv_v1_chunk, 2);
+
+/**
+ * What a hint asks a node to do with the chunks of a prompt. A node rejects an unknown action.
+ *
+ * @generated from enum lmkv.v1.HintAction
+ */
+export enum HintAction {
+  /**
+   * Not set. Invalid.
+   *
+   * @generated from enum value: HINT_ACTION_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Write them to the tiers that other instances read.
+   *
+   * @generated from enum value: HINT_ACTION_SHARE = 1;
+   */
+  SHARE = 1,
+
+  /**
+   * Bring them into the pool.
+   *
+   * @generated from enum value: HINT_ACTION_PREFETCH = 2;
+   */
+  PREFETCH = 2,
+
+  /**
+   * Keep them in the pool.
+   *
+   * @generated from enum value: HINT_ACTION_PIN = 3;
+   */
+  PIN = 3,
+
+  /**
+   * Evict them after others.
+   *
+   * @generated from enum value: HINT_ACTION_RETAIN = 4;
+   */
+  RETAIN = 4,
+
+  /**
+   * Write them to a tier behind the pool, and evict them from the pool before others.
+   *
+   * @generated from enum value: HINT_ACTION_DEMOTE = 5;
+   */
+  DEMOTE = 5,
+
+  /**
+   * Drop them.
+   *
+   * @generated from enum value: HINT_ACTION_EVICT = 6;
+   */
+  EVICT = 6,
+}
+
+/**
+ * Describes the enum lmkv.v1.HintAction.
+ */
+export const HintActionSchema: GenEnum<HintAction> = /*@__PURE__*/
+  enumDesc(file_lmkv_v1_chunk, 3);
+
+/**
+ * How a hint ended. An unknown outcome means that the hint may have been carried out for some chunks.
+ *
+ * @generated from enum lmkv.v1.HintOutcome
+ */
+export enum HintOutcome {
+  /**
+   * Not set. Never sent.
+   *
+   * @generated from enum value: HINT_OUTCOME_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It was carried out, or has begun, for all chunks.
+   *
+   * @generated from enum value: HINT_OUTCOME_ACCEPTED = 1;
+   */
+  ACCEPTED = 1,
+
+  /**
+   * As accepted, with less time or for fewer chunks than requested.
+   *
+   * @generated from enum value: HINT_OUTCOME_CLIPPED = 2;
+   */
+  CLIPPED = 2,
+
+  /**
+   * It will be carried out later, or then for more chunks.
+   *
+   * @generated from enum value: HINT_OUTCOME_DEFERRED = 3;
+   */
+  DEFERRED = 3,
+
+  /**
+   * It was not carried out; a reason is sent with it.
+   *
+   * @generated from enum value: HINT_OUTCOME_REJECTED = 4;
+   */
+  REJECTED = 4,
+
+  /**
+   * None of the chunks is held.
+   *
+   * @generated from enum value: HINT_OUTCOME_MISSING = 5;
+   */
+  MISSING = 5,
+}
+
+/**
+ * Describes the enum lmkv.v1.HintOutcome.
+ */
+export const HintOutcomeSchema: GenEnum<HintOutcome> = /*@__PURE__*/
+  enumDesc(file_lmkv_v1_chunk, 4);
+
+/**
+ * Why a part of a prompt was not found, or was found and not loaded. Values are also those of the label `reason`, in lower
+ * case and without the prefix.
+ *
+ * New reasons may be added; clients show an unknown one by its number.
+ *
+ * @generated from enum lmkv.v1.MissReason
+ */
+export enum MissReason {
+  /**
+   * Not set: no reason is known, or the part was not missed.
+   *
+   * @generated from enum value: MISS_REASON_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The node has not stored it since it started, or has forgotten that it did: it remembers the last 131,072 removals.
+   *
+   * @generated from enum value: MISS_REASON_NEVER_STORED = 1;
+   */
+  NEVER_STORED = 1,
+
+  /**
+   * It was evicted from the pool to make room for what an engine stores.
+   *
+   * @generated from enum value: MISS_REASON_EVICTED_BY_STORE = 2;
+   */
+  EVICTED_BY_STORE = 2,
+
+  /**
+   * It was evicted from the pool to make room for what was loaded from another tier, another instance or a handoff.
+   *
+   * @generated from enum value: MISS_REASON_EVICTED_BY_FETCH = 3;
+   */
+  EVICTED_BY_FETCH = 3,
+
+  /**
+   * It was evicted from the pool to make room for what a coordinator had moved to this instance.
+   *
+   * @generated from enum value: MISS_REASON_EVICTED_BY_ORDER = 4;
+   */
+  EVICTED_BY_ORDER = 4,
+
+  /**
+   * It was evicted from a tier behind the pool, to make room there.
+   *
+   * @generated from enum value: MISS_REASON_EVICTED_FROM_TIER = 5;
+   */
+  EVICTED_FROM_TIER = 5,
+
+  /**
+   * It was removed with all others, or all of its model: `Clear`, or a reset by an engine.
+   *
+   * @generated from enum value: MISS_REASON_CLEARED = 6;
+   */
+  CLEARED = 6,
+
+  /**
+   * It was removed by an operation that named it: `Clear` or `Move`.
+   *
+   * @generated from enum value: MISS_REASON_DROPPED = 7;
+   */
+  DROPPED = 7,
+
+  /**
+   * It was removed because its bytes did not match its checksum.
+   *
+   * @generated from enum value: MISS_REASON_DAMAGED = 8;
+   */
+  DAMAGED = 8,
+
+  /**
+   * The tier that may hold it failed, or did not answer in time.
+   *
+   * @generated from enum value: MISS_REASON_TIER_DOWN = 9;
+   */
+  TIER_DOWN = 9,
+
+  /**
+   * The instances that hold it could not be reached.
+   *
+   * @generated from enum value: MISS_REASON_PEER_UNREACHABLE = 10;
+   */
+  PEER_UNREACHABLE = 10,
+
+  /**
+   * It is held, but computing it is faster than loading it.
+   *
+   * @generated from enum value: MISS_REASON_SLOWER = 11;
+   */
+  SLOWER = 11,
+
+  /**
+   * It is held, but too few tokens to be loaded by the engine's configuration.
+   *
+   * @generated from enum value: MISS_REASON_BELOW_MINIMUM = 12;
+   */
+  BELOW_MINIMUM = 12,
+
+  /**
+   * It is held, but the pool has too little room for the whole hit.
+   *
+   * @generated from enum value: MISS_REASON_TOO_LARGE = 13;
+   */
+  TOO_LARGE = 13,
+
+  /**
+   * It is held, but not the part of the prompt before it.
+   *
+   * @generated from enum value: MISS_REASON_BEHIND_GAP = 14;
+   */
+  BEHIND_GAP = 14,
+
+  /**
+   * It was never stored, but the engine has served the same first tokens with another LoRA adapter or with other weights,
+   * whose KV cannot be used.
+   *
+   * @generated from enum value: MISS_REASON_OTHER_NAMESPACE = 15;
+   */
+  OTHER_NAMESPACE = 15,
+
+  /**
+   * The engine has computed it before, and not stored it: it had no write credit, or the store failed.
+   *
+   * @generated from enum value: MISS_REASON_SKIPPED = 16;
+   */
+  SKIPPED = 16,
+
+  /**
+   * It was found, and its load failed.
+   *
+   * @generated from enum value: MISS_REASON_LOAD_FAILED = 17;
+   */
+  LOAD_FAILED = 17,
+
+  /**
+   * The node did not answer the lookup in time.
+   *
+   * @generated from enum value: MISS_REASON_LOOKUP_TIMEOUT = 18;
+   */
+  LOOKUP_TIMEOUT = 18,
+
+  /**
+   * The engine was not attached to a node.
+   *
+   * @generated from enum value: MISS_REASON_NODE_LOST = 19;
+   */
+  NODE_LOST = 19,
+
+  /**
+   * The engine sent no lookup, because the node had not answered several.
+   *
+   * @generated from enum value: MISS_REASON_NODE_SUSPECT = 20;
+   */
+  NODE_SUSPECT = 20,
+
+  /**
+   * The request cannot be cached, or is not to be read from the cache; or the end of the prompt is shorter than a chunk, and
+   * such chunks are not stored.
+   *
+   * @generated from enum value: MISS_REASON_UNCACHEABLE = 21;
+   */
+  UNCACHEABLE = 21,
+
+  /**
+   * As `MISS_REASON_OTHER_NAMESPACE`, with another cache salt. Answers to clients have
+   * `MISS_REASON_NEVER_STORED` instead.
+   *
+   * @generated from enum value: MISS_REASON_OTHER_SALT = 22;
+   */
+  OTHER_SALT = 22,
+}
+
+/**
+ * Describes the enum lmkv.v1.MissReason.
+ */
+export const MissReasonSchema: GenEnum<MissReason> = /*@__PURE__*/
+  enumDesc(file_lmkv_v1_chunk, 5);
 

@@ -13,7 +13,7 @@ import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
 import type { ClearRequest, DrainRequest, MoveRequest } from "./cache_service_pb.js";
 import { file_lmkv_v1_cache_service } from "./cache_service_pb.js";
-import type { ChunkFailure, KvSpec, PinnedChunks, ServedModel, Tier } from "./chunk_pb.js";
+import type { ChunkFailure, HintAction, HintResult, KvSpec, PinnedChunks, PromptExplanation, ServedModel, Tier } from "./chunk_pb.js";
 import { file_lmkv_v1_chunk } from "./chunk_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -21,7 +21,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/registry_service.proto.
  */
 export const file_lmkv_v1_registry_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEiygMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbCKQAgoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYxISCgpsb2FkX2NvdW50GAYgASgDEjAKDWxvYWRfZHVyYXRpb24YByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOwoYYXZvaWRlZF9wcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKC1BlZXJUcmFmZmljEhMKC2luc3RhbmNlX2lkGAEgASgJEhMKC2NodW5rX2NvdW50GAIgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDIncKCVRpZXJVc2FnZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhYKDmNhcGFjaXR5X2J5dGVzGAIgASgDEhIKCnVzZWRfYnl0ZXMYAyABKAMSEwoLY2h1bmtfY291bnQYBCABKAMSDAoEbmFtZRgFIAEoCSJuCgxTcGVjQ29uZmxpY3QSEwoLaW5zdGFuY2VfaWQYASABKAkSEgoKbW9kZWxfbmFtZRgCIAEoCRINCgVmaWVsZBgDIAEoCRIRCglvd25fdmFsdWUYBCABKAkSEwoLb3RoZXJfdmFsdWUYBSABKAkiUgoPUmVnaXN0ZXJSZXF1ZXN0EikKCGluc3RhbmNlGAEgASgLMhEubG1rdi52MS5JbnN0YW5jZUIE4kEBAhIUCgZzZWNyZXQYAiABKAxCBOJBAQEifAoQUmVnaXN0ZXJSZXNwb25zZRIjCghpbnN0YW5jZRgBIAEoCzIRLmxta3YudjEuSW5zdGFuY2USLAoJbGVhc2VfdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDWxheW91dF9tYXBfaWQYAyABKAkilAQKDVJlcG9ydFJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFgoIc2VxdWVuY2UYAyABKANCBOJBAQISFgoIc25hcHNob3QYBCABKAhCBOJBAQESGgoMc25hcHNob3RfZW5kGAUgASgIQgTiQQEBEisKB2NoYW5nZXMYBiADKAsyFC5sbWt2LnYxLkNodW5rQ2hhbmdlQgTiQQEBEi0KCG91dGNvbWVzGAcgAygLMhUubG1rdi52MS5PcmRlck91dGNvbWVCBOJBAQESKgoHZGlnZXN0cxgIIAMoCzITLmxta3YudjEuVGllckRpZ2VzdEIE4kEBARInCgV0aWVycxgJIAMoCzISLmxta3YudjEuVGllclVzYWdlQgTiQQEBEhoKDGVuZ2luZV9jb3VudBgKIAEoBUIE4kEBARIkCgRwaW5zGAsgASgLMhAubG1rdi52MS5QaW5MaXN0QgTiQQEBEisKBXN0YXRzGAwgASgLMhYubG1rdi52MS5JbnN0YW5jZVN0YXRzQgTiQQEBEi8KB3JlY29yZHMYDSADKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZEIE4kEBARIgChJyZXBvcnRlZF9lbHNld2hlcmUYDiABKAhCBOJBAQESFAoGc2VjcmV0GA8gASgMQgTiQQEBIqsCCg9PcGVyYXRpb25SZWNvcmQSMAoJb3BlcmF0aW9uGAEgASgLMh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbhIkCgRtb3ZlGAIgASgLMhQubG1rdi52MS5Nb3ZlUmVxdWVzdEgAEiYKBWNsZWFyGAMgASgLMhUubG1rdi52MS5DbGVhclJlcXVlc3RIABImCgVkcmFpbhgIIAEoCzIVLmxta3YudjEuRHJhaW5SZXF1ZXN0SAASDwoHYXR0ZW1wdBgEIAEoBRIRCgljYW5jZWxsZWQYBSABKAgSLwoLZXhwaXJlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCG9ycGhhbmVkGAcgASgIQgkKB3JlcXVlc3QiLgoHUGluTGlzdBIjCgRwaW5zGAEgAygLMhUubG1rdi52MS5QaW5uZWRDaHVua3Mi8wEKC0NodW5rQ2hhbmdlEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEwoLZmluZ2VycHJpbnQYAiABKAwSFQoNYWRtaXR0ZWRfa2V5cxgDIAEoDBJKChRwYXJ0aWFsX3Rva2VuX2NvdW50cxgEIAMoCzIsLmxta3YudjEuQ2h1bmtDaGFuZ2UuUGFydGlhbFRva2VuQ291bnRzRW50cnkSFAoMZXZpY3RlZF9rZXlzGAUgASgMGjkKF1BhcnRpYWxUb2tlbkNvdW50c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoBToCOAEiTwoKVGllckRpZ2VzdBIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2NodW5rX2NvdW50GAIgASgDEg8KB2tleV9zdW0YAyABKAYizgEKDE9yZGVyT3V0Y29tZRIQCghvcmRlcl9pZBgBIAEoCRIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxITCgtjaHVua19jb3VudBgDIAEoBRITCgt0b2tlbl9jb3VudBgEIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgFIAEoAxInCghmYWlsdXJlcxgGIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhoKEnBpbm5lZF9jaHVua19jb3VudBgHIAEoBSJaCg5SZXBvcnRSZXNwb25zZRIWCg5hY2tlZF9zZXF1ZW5jZRgBIAEoAxIQCghyZXZpc2lvbhgCIAEoAxIeCgZvcmRlcnMYAyADKAsyDi5sbWt2LnYxLk9yZGVyIvQCCgVPcmRlchIQCghvcmRlcl9pZBgBIAEoCRIvCgtleHBpcmVfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJAoFZmV0Y2gYAyABKAsyEy5sbWt2LnYxLkZldGNoT3JkZXJIABIiCgRkcm9wGAQgASgLMhIubG1rdi52MS5Ecm9wT3JkZXJIABIgCgNwaW4YBSABKAsyES5sbWt2LnYxLlBpbk9yZGVySAASJAoFdW5waW4YBiABKAsyEy5sbWt2LnYxLlVucGluT3JkZXJIABImCgZjYW5jZWwYByABKAsyFC5sbWt2LnYxLkNhbmNlbE9yZGVySAASJgoGcmVjb3JkGAkgASgLMhQubG1rdi52MS5SZWNvcmRPcmRlckgAEhMKC3RyYWNlcGFyZW50GAggASgJEhYKDm9wZXJhdGlvbl9uYW1lGAogASgJEg8KB2F0dGVtcHQYCyABKAVCCAoGYWN0aW9uIqEBCgpGZXRjaE9yZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEhQKDHBlZXJfYWRkcmVzcxgCIAEoCRITCgtmaW5nZXJwcmludBgDIAEoDBISCgpjaHVua19rZXlzGAQgASgMEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDQoFZXBvY2gYBiABKAMSEwoLa2VlcF9vdGhlcnMYByABKAgibwoJRHJvcE9yZGVyEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgCIAEoDBITCgtmaW5nZXJwcmludBgDIAEoDBILCgNhbGwYBSABKAgSDwoHZHJ5X3J1bhgEIAEoCCJzCghQaW5PcmRlchIOCgZwaW5faWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAMgASgMEiYKA3R0bBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIcCgpVbnBpbk9yZGVyEg4KBnBpbl9pZBgBIAEoCSI3CgtDYW5jZWxPcmRlchIQCghvcmRlcl9pZBgBIAEoCRIWCg5vcGVyYXRpb25fbmFtZRgCIAEoCSI3CgtSZWNvcmRPcmRlchIoCgZyZWNvcmQYASABKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZCJZChFEZXJlZ2lzdGVyUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIUCgZzZWNyZXQYAyABKAxCBOJBAQEiFAoSRGVyZWdpc3RlclJlc3BvbnNlIjIKFUxvY2F0ZUluc3RhbmNlUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAiI9ChZMb2NhdGVJbnN0YW5jZVJlc3BvbnNlEg0KBWVwb2NoGAEgASgDEhQKDHBlZXJfYWRkcmVzcxgCIAEoCSJJChRMaXN0SW5zdGFuY2VzUmVxdWVzdBIXCglwYWdlX3NpemUYASABKAVCBOJBAQESGAoKcGFnZV90b2tlbhgCIAEoCUIE4kEBASJWChVMaXN0SW5zdGFuY2VzUmVzcG9uc2USJAoJaW5zdGFuY2VzGAEgAygLMhEubG1rdi52MS5JbnN0YW5jZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAky+wIKD1JlZ2lzdHJ5U2VydmljZRI/CghSZWdpc3RlchIYLmxta3YudjEuUmVnaXN0ZXJSZXF1ZXN0GhkubG1rdi52MS5SZWdpc3RlclJlc3BvbnNlEj0KBlJlcG9ydBIWLmxta3YudjEuUmVwb3J0UmVxdWVzdBoXLmxta3YudjEuUmVwb3J0UmVzcG9uc2UoATABEkUKCkRlcmVnaXN0ZXISGi5sbWt2LnYxLkRlcmVnaXN0ZXJSZXF1ZXN0GhsubG1rdi52MS5EZXJlZ2lzdGVyUmVzcG9uc2USTgoNTGlzdEluc3RhbmNlcxIdLmxta3YudjEuTGlzdEluc3RhbmNlc1JlcXVlc3QaHi5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXNwb25zZRJRCg5Mb2NhdGVJbnN0YW5jZRIeLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXF1ZXN0Gh8ubG1rdi52MS5Mb2NhdGVJbnN0YW5jZVJlc3BvbnNlQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
+  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEiygMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbCKQAgoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYxISCgpsb2FkX2NvdW50GAYgASgDEjAKDWxvYWRfZHVyYXRpb24YByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOwoYYXZvaWRlZF9wcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKC1BlZXJUcmFmZmljEhMKC2luc3RhbmNlX2lkGAEgASgJEhMKC2NodW5rX2NvdW50GAIgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDIncKCVRpZXJVc2FnZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhYKDmNhcGFjaXR5X2J5dGVzGAIgASgDEhIKCnVzZWRfYnl0ZXMYAyABKAMSEwoLY2h1bmtfY291bnQYBCABKAMSDAoEbmFtZRgFIAEoCSJuCgxTcGVjQ29uZmxpY3QSEwoLaW5zdGFuY2VfaWQYASABKAkSEgoKbW9kZWxfbmFtZRgCIAEoCRINCgVmaWVsZBgDIAEoCRIRCglvd25fdmFsdWUYBCABKAkSEwoLb3RoZXJfdmFsdWUYBSABKAkiUgoPUmVnaXN0ZXJSZXF1ZXN0EikKCGluc3RhbmNlGAEgASgLMhEubG1rdi52MS5JbnN0YW5jZUIE4kEBAhIUCgZzZWNyZXQYAiABKAxCBOJBAQEifAoQUmVnaXN0ZXJSZXNwb25zZRIjCghpbnN0YW5jZRgBIAEoCzIRLmxta3YudjEuSW5zdGFuY2USLAoJbGVhc2VfdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDWxheW91dF9tYXBfaWQYAyABKAkilAQKDVJlcG9ydFJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFgoIc2VxdWVuY2UYAyABKANCBOJBAQISFgoIc25hcHNob3QYBCABKAhCBOJBAQESGgoMc25hcHNob3RfZW5kGAUgASgIQgTiQQEBEisKB2NoYW5nZXMYBiADKAsyFC5sbWt2LnYxLkNodW5rQ2hhbmdlQgTiQQEBEi0KCG91dGNvbWVzGAcgAygLMhUubG1rdi52MS5PcmRlck91dGNvbWVCBOJBAQESKgoHZGlnZXN0cxgIIAMoCzITLmxta3YudjEuVGllckRpZ2VzdEIE4kEBARInCgV0aWVycxgJIAMoCzISLmxta3YudjEuVGllclVzYWdlQgTiQQEBEhoKDGVuZ2luZV9jb3VudBgKIAEoBUIE4kEBARIkCgRwaW5zGAsgASgLMhAubG1rdi52MS5QaW5MaXN0QgTiQQEBEisKBXN0YXRzGAwgASgLMhYubG1rdi52MS5JbnN0YW5jZVN0YXRzQgTiQQEBEi8KB3JlY29yZHMYDSADKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZEIE4kEBARIgChJyZXBvcnRlZF9lbHNld2hlcmUYDiABKAhCBOJBAQESFAoGc2VjcmV0GA8gASgMQgTiQQEBIqsCCg9PcGVyYXRpb25SZWNvcmQSMAoJb3BlcmF0aW9uGAEgASgLMh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbhIkCgRtb3ZlGAIgASgLMhQubG1rdi52MS5Nb3ZlUmVxdWVzdEgAEiYKBWNsZWFyGAMgASgLMhUubG1rdi52MS5DbGVhclJlcXVlc3RIABImCgVkcmFpbhgIIAEoCzIVLmxta3YudjEuRHJhaW5SZXF1ZXN0SAASDwoHYXR0ZW1wdBgEIAEoBRIRCgljYW5jZWxsZWQYBSABKAgSLwoLZXhwaXJlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCG9ycGhhbmVkGAcgASgIQgkKB3JlcXVlc3QiLgoHUGluTGlzdBIjCgRwaW5zGAEgAygLMhUubG1rdi52MS5QaW5uZWRDaHVua3Mi9wIKC0NodW5rQ2hhbmdlEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEwoLZmluZ2VycHJpbnQYAiABKAwSFQoNYWRtaXR0ZWRfa2V5cxgDIAEoDBJKChRwYXJ0aWFsX3Rva2VuX2NvdW50cxgEIAMoCzIsLmxta3YudjEuQ2h1bmtDaGFuZ2UuUGFydGlhbFRva2VuQ291bnRzRW50cnkSFAoMZXZpY3RlZF9rZXlzGAUgASgMEkgKE3BhcnRpYWxfcGFyZW50X2tleXMYBiADKAsyKy5sbWt2LnYxLkNodW5rQ2hhbmdlLlBhcnRpYWxQYXJlbnRLZXlzRW50cnkaOQoXUGFydGlhbFRva2VuQ291bnRzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgFOgI4ARo4ChZQYXJ0aWFsUGFyZW50S2V5c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoDDoCOAEiTwoKVGllckRpZ2VzdBIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2NodW5rX2NvdW50GAIgASgDEg8KB2tleV9zdW0YAyABKAYiogIKDE9yZGVyT3V0Y29tZRIQCghvcmRlcl9pZBgBIAEoCRIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxITCgtjaHVua19jb3VudBgDIAEoBRITCgt0b2tlbl9jb3VudBgEIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgFIAEoAxInCghmYWlsdXJlcxgGIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhoKEnBpbm5lZF9jaHVua19jb3VudBgHIAEoBRIvCgtleHBsYW5hdGlvbhgIIAEoCzIaLmxta3YudjEuUHJvbXB0RXhwbGFuYXRpb24SIQoEaGludBgJIAEoCzITLmxta3YudjEuSGludFJlc3VsdCJaCg5SZXBvcnRSZXNwb25zZRIWCg5hY2tlZF9zZXF1ZW5jZRgBIAEoAxIQCghyZXZpc2lvbhgCIAEoAxIeCgZvcmRlcnMYAyADKAsyDi5sbWt2LnYxLk9yZGVyIsIDCgVPcmRlchIQCghvcmRlcl9pZBgBIAEoCRIvCgtleHBpcmVfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJAoFZmV0Y2gYAyABKAsyEy5sbWt2LnYxLkZldGNoT3JkZXJIABIiCgRkcm9wGAQgASgLMhIubG1rdi52MS5Ecm9wT3JkZXJIABIgCgNwaW4YBSABKAsyES5sbWt2LnYxLlBpbk9yZGVySAASJAoFdW5waW4YBiABKAsyEy5sbWt2LnYxLlVucGluT3JkZXJIABImCgZjYW5jZWwYByABKAsyFC5sbWt2LnYxLkNhbmNlbE9yZGVySAASJgoGcmVjb3JkGAkgASgLMhQubG1rdi52MS5SZWNvcmRPcmRlckgAEigKB2V4cGxhaW4YDCABKAsyFS5sbWt2LnYxLkV4cGxhaW5PcmRlckgAEiIKBGhpbnQYDSABKAsyEi5sbWt2LnYxLkhpbnRPcmRlckgAEhMKC3RyYWNlcGFyZW50GAggASgJEhYKDm9wZXJhdGlvbl9uYW1lGAogASgJEg8KB2F0dGVtcHQYCyABKAVCCAoGYWN0aW9uIqEBCgpGZXRjaE9yZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEhQKDHBlZXJfYWRkcmVzcxgCIAEoCRITCgtmaW5nZXJwcmludBgDIAEoDBISCgpjaHVua19rZXlzGAQgASgMEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDQoFZXBvY2gYBiABKAMSEwoLa2VlcF9vdGhlcnMYByABKAgibwoJRHJvcE9yZGVyEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgCIAEoDBITCgtmaW5nZXJwcmludBgDIAEoDBILCgNhbGwYBSABKAgSDwoHZHJ5X3J1bhgEIAEoCCJzCghQaW5PcmRlchIOCgZwaW5faWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAMgASgMEiYKA3R0bBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIcCgpVbnBpbk9yZGVyEg4KBnBpbl9pZBgBIAEoCSKzAQoJSGludE9yZGVyEg8KB2hpbnRfaWQYASABKAkSIwoGYWN0aW9uGAIgASgOMhMubG1rdi52MS5IaW50QWN0aW9uEhMKC2ZpbmdlcnByaW50GAMgASgMEhIKCmNodW5rX2tleXMYBCABKAwSJgoDdHRsGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhAKCHByaW9yaXR5GAYgASgFEg0KBW93bmVyGAcgASgMIjcKC0NhbmNlbE9yZGVyEhAKCG9yZGVyX2lkGAEgASgJEhYKDm9wZXJhdGlvbl9uYW1lGAIgASgJIksKDEV4cGxhaW5PcmRlchITCgtmaW5nZXJwcmludBgBIAEoDBISCgpjaHVua19rZXlzGAIgASgMEhIKCnJlcXVlc3RfaWQYAyABKAkiNwoLUmVjb3JkT3JkZXISKAoGcmVjb3JkGAEgASgLMhgubG1rdi52MS5PcGVyYXRpb25SZWNvcmQiWQoRRGVyZWdpc3RlclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFAoGc2VjcmV0GAMgASgMQgTiQQEBIhQKEkRlcmVnaXN0ZXJSZXNwb25zZSIyChVMb2NhdGVJbnN0YW5jZVJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQIiPQoWTG9jYXRlSW5zdGFuY2VSZXNwb25zZRINCgVlcG9jaBgBIAEoAxIUCgxwZWVyX2FkZHJlc3MYAiABKAkiSQoUTGlzdEluc3RhbmNlc1JlcXVlc3QSFwoJcGFnZV9zaXplGAEgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAiABKAlCBOJBAQEiVgoVTGlzdEluc3RhbmNlc1Jlc3BvbnNlEiQKCWluc3RhbmNlcxgBIAMoCzIRLmxta3YudjEuSW5zdGFuY2USFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJMvsCCg9SZWdpc3RyeVNlcnZpY2USPwoIUmVnaXN0ZXISGC5sbWt2LnYxLlJlZ2lzdGVyUmVxdWVzdBoZLmxta3YudjEuUmVnaXN0ZXJSZXNwb25zZRI9CgZSZXBvcnQSFi5sbWt2LnYxLlJlcG9ydFJlcXVlc3QaFy5sbWt2LnYxLlJlcG9ydFJlc3BvbnNlKAEwARJFCgpEZXJlZ2lzdGVyEhoubG1rdi52MS5EZXJlZ2lzdGVyUmVxdWVzdBobLmxta3YudjEuRGVyZWdpc3RlclJlc3BvbnNlEk4KDUxpc3RJbnN0YW5jZXMSHS5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXF1ZXN0Gh4ubG1rdi52MS5MaXN0SW5zdGFuY2VzUmVzcG9uc2USUQoOTG9jYXRlSW5zdGFuY2USHi5sbWt2LnYxLkxvY2F0ZUluc3RhbmNlUmVxdWVzdBofLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXNwb25zZUIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
 
 /**
  * A registered node.
@@ -664,6 +664,14 @@ export type ChunkChange = Message<"lmkv.v1.ChunkChange"> & {
    * @generated from field: bytes evicted_keys = 5;
    */
   evictedKeys: Uint8Array;
+
+  /**
+   * For chunks in `partial_token_counts`, by index into `admitted_keys`: the key of the chunk before it in its prompts, or
+   * the root of the key chain if there is none; 16 bytes. A chunk without it is only found by its key.
+   *
+   * @generated from field: map<int32, bytes> partial_parent_keys = 6;
+   */
+  partialParentKeys: { [key: number]: Uint8Array };
 };
 
 /**
@@ -762,6 +770,20 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
    * @generated from field: int32 pinned_chunk_count = 7;
    */
   pinnedChunkCount: number;
+
+  /**
+   * Answer to an `ExplainOrder`.
+   *
+   * @generated from field: lmkv.v1.PromptExplanation explanation = 8;
+   */
+  explanation?: PromptExplanation;
+
+  /**
+   * How a `HintOrder` ended.
+   *
+   * @generated from field: lmkv.v1.HintResult hint = 9;
+   */
+  hint?: HintResult;
 };
 
 /**
@@ -879,6 +901,22 @@ export type Order = Message<"lmkv.v1.Order"> & {
      */
     value: RecordOrder;
     case: "record";
+  } | {
+    /**
+     * Say why a prompt is missed.
+     *
+     * @generated from field: lmkv.v1.ExplainOrder explain = 12;
+     */
+    value: ExplainOrder;
+    case: "explain";
+  } | {
+    /**
+     * Carry out a hint.
+     *
+     * @generated from field: lmkv.v1.HintOrder hint = 13;
+     */
+    value: HintOrder;
+    case: "hint";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -1086,6 +1124,70 @@ export const UnpinOrderSchema: GenMessage<UnpinOrder> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 18);
 
 /**
+ * Order to carry out a hint about the chunks of a prompt. What the hint cannot do is in its result, and no error of the
+ * order.
+ *
+ * @generated from message lmkv.v1.HintOrder
+ */
+export type HintOrder = Message<"lmkv.v1.HintOrder"> & {
+  /**
+   * Id of the hint, and with the instance's id that of its pin. The same id adds chunks to an earlier pin.
+   *
+   * @generated from field: string hint_id = 1;
+   */
+  hintId: string;
+
+  /**
+   * What to do.
+   *
+   * @generated from field: lmkv.v1.HintAction action = 2;
+   */
+  action: HintAction;
+
+  /**
+   * Fingerprint of the chunks' spec.
+   *
+   * @generated from field: bytes fingerprint = 3;
+   */
+  fingerprint: Uint8Array;
+
+  /**
+   * Keys of the chunks, 16 bytes each, in prompt order; at most 32,768.
+   *
+   * @generated from field: bytes chunk_keys = 4;
+   */
+  chunkKeys: Uint8Array;
+
+  /**
+   * How long to pin or to retain them; more than 24 h is clipped.
+   *
+   * @generated from field: google.protobuf.Duration ttl = 5;
+   */
+  ttl?: Duration;
+
+  /**
+   * With `HINT_ACTION_RETAIN`: 1 to 100. Chunks of lower priority are evicted first.
+   *
+   * @generated from field: int32 priority = 6;
+   */
+  priority: number;
+
+  /**
+   * Whose quota the hint takes, 16 bytes: a digest of the caller's tenant and name.
+   *
+   * @generated from field: bytes owner = 7;
+   */
+  owner: Uint8Array;
+};
+
+/**
+ * Describes the message lmkv.v1.HintOrder.
+ * Use `create(HintOrderSchema)` to create a new message.
+ */
+export const HintOrderSchema: GenMessage<HintOrder> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 19);
+
+/**
  * Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
  * the coordinator that runs it.
  *
@@ -1112,7 +1214,42 @@ export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
  * Use `create(CancelOrderSchema)` to create a new message.
  */
 export const CancelOrderSchema: GenMessage<CancelOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 19);
+  messageDesc(file_lmkv_v1_registry_service, 20);
+
+/**
+ * Order to say where a prompt is, and why parts of it are not there; or what engines have reported of requests.
+ *
+ * @generated from message lmkv.v1.ExplainOrder
+ */
+export type ExplainOrder = Message<"lmkv.v1.ExplainOrder"> & {
+  /**
+   * Fingerprint of the spec of `chunk_keys`.
+   *
+   * @generated from field: bytes fingerprint = 1;
+   */
+  fingerprint: Uint8Array;
+
+  /**
+   * Keys of the prompt's chunks, 16 bytes each, in prompt order.
+   *
+   * @generated from field: bytes chunk_keys = 2;
+   */
+  chunkKeys: Uint8Array;
+
+  /**
+   * Without keys: a part of the engine's id of a request.
+   *
+   * @generated from field: string request_id = 3;
+   */
+  requestId: string;
+};
+
+/**
+ * Describes the message lmkv.v1.ExplainOrder.
+ * Use `create(ExplainOrderSchema)` to create a new message.
+ */
+export const ExplainOrderSchema: GenMessage<ExplainOrder> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 21);
 
 /**
  * Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator.
@@ -1135,7 +1272,7 @@ export type RecordOrder = Message<"lmkv.v1.RecordOrder"> & {
  * Use `create(RecordOrderSchema)` to create a new message.
  */
 export const RecordOrderSchema: GenMessage<RecordOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 20);
+  messageDesc(file_lmkv_v1_registry_service, 22);
 
 /**
  * Request for `RegistryService.Deregister`.
@@ -1170,7 +1307,7 @@ export type DeregisterRequest = Message<"lmkv.v1.DeregisterRequest"> & {
  * Use `create(DeregisterRequestSchema)` to create a new message.
  */
 export const DeregisterRequestSchema: GenMessage<DeregisterRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 21);
+  messageDesc(file_lmkv_v1_registry_service, 23);
 
 /**
  * Response for `RegistryService.Deregister`.
@@ -1185,7 +1322,7 @@ export type DeregisterResponse = Message<"lmkv.v1.DeregisterResponse"> & {
  * Use `create(DeregisterResponseSchema)` to create a new message.
  */
 export const DeregisterResponseSchema: GenMessage<DeregisterResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 22);
+  messageDesc(file_lmkv_v1_registry_service, 24);
 
 /**
  * Request for `RegistryService.LocateInstance`.
@@ -1206,7 +1343,7 @@ export type LocateInstanceRequest = Message<"lmkv.v1.LocateInstanceRequest"> & {
  * Use `create(LocateInstanceRequestSchema)` to create a new message.
  */
 export const LocateInstanceRequestSchema: GenMessage<LocateInstanceRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 23);
+  messageDesc(file_lmkv_v1_registry_service, 25);
 
 /**
  * Response for `RegistryService.LocateInstance`.
@@ -1234,7 +1371,7 @@ export type LocateInstanceResponse = Message<"lmkv.v1.LocateInstanceResponse"> &
  * Use `create(LocateInstanceResponseSchema)` to create a new message.
  */
 export const LocateInstanceResponseSchema: GenMessage<LocateInstanceResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 24);
+  messageDesc(file_lmkv_v1_registry_service, 26);
 
 /**
  * Request for `RegistryService.ListInstances`.
@@ -1262,7 +1399,7 @@ export type ListInstancesRequest = Message<"lmkv.v1.ListInstancesRequest"> & {
  * Use `create(ListInstancesRequestSchema)` to create a new message.
  */
 export const ListInstancesRequestSchema: GenMessage<ListInstancesRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 25);
+  messageDesc(file_lmkv_v1_registry_service, 27);
 
 /**
  * Response for `RegistryService.ListInstances`.
@@ -1290,7 +1427,7 @@ export type ListInstancesResponse = Message<"lmkv.v1.ListInstancesResponse"> & {
  * Use `create(ListInstancesResponseSchema)` to create a new message.
  */
 export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 26);
+  messageDesc(file_lmkv_v1_registry_service, 28);
 
 /**
  * Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
