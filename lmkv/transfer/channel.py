@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.pool.pool import Pool
 from lmkv.transfer.access import PeerReader, ReadAccess
@@ -48,6 +49,10 @@ class ChannelEnd:
     """Copy function that also computes checksums, for channels that copy themselves; None: `memmove`."""
     access: ReadAccess = field(default_factory=ReadAccess)
     """Access control, for channels whose owner sends the bytes itself."""
+    tls: Credentials | None = None
+    """This node's certificate and the CAs of its peers, for a channel that encrypts; None: it does not."""
+    require_encryption: bool = False
+    """Whether channels that would send bytes unencrypted to another host are refused."""
     nixl_backends: tuple[str, ...] = ("UCX",)
     options: Mapping[str, str] = field(default_factory=dict)
     """`transfer_options`: options of a channel that is a plug-in, which refuses those that it does not know."""

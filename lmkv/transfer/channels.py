@@ -1,10 +1,10 @@
-"""The transfer channels of a node: each opened on first use, one chosen for each peer (docs/contribute/transfer.md)."""
+"""The transfer channels of a node, and the one that is used for each peer (docs/contribute/transfer.md)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -13,6 +13,8 @@ from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.plugins import CHANNELS, load_plugin, plugin_names
 from lmkv.transfer.access import ReadAccess
 from lmkv.transfer.channel import Channel, ChannelEnd, Copy
+from lmkv.transfer.links import NEEDED_LINKS, find_links, rank
+from lmkv.transfer.switching import SwitchingReader
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +26,18 @@ BUILT_IN = {
 }
 """Module and class of each built-in channel, imported on first use. All others are plug-ins of the group `CHANNELS`."""
 AUTO_NAMES = tuple(BUILT_IN)
-"""The channels that `auto` stands for, best first."""
+"""The channels that `auto` stands for, best first where the hosts have the links that they need (`links`)."""
+ALTERNATIVE = "tcp"
+"""The channel that those which need a link are compared with, and that repeats a read which failed by one of them."""
+PRIVATE = ("shm", "tcp")
+"""The channels that send no bytes unencrypted to another host, with `ChannelEnd.tls`."""
 MAX_NAMES_CHARACTERS = 200
 """Maximum length of the requested names that an error message repeats."""
 
 
-def names_of(transfer_channel: str) -> tuple[str, ...]:
-    """The channels that a value of `transfer_channel` allows, best first."""
-    return AUTO_NAMES if transfer_channel == AUTO else (transfer_channel,)
+def names_of(transfer_channel: str, links: Collection[str]) -> tuple[str, ...]:
+    """The channels that a value of `transfer_channel` allows on a host with these links, best first."""
+    return rank(AUTO_NAMES, links) if transfer_channel == AUTO else (transfer_channel,)
 
 
 async def open_channel(name: str, end: ChannelEnd) -> Channel:
@@ -56,17 +62,29 @@ def _find_class(name: str, end: ChannelEnd) -> Any:
         raise ConfigError(f"transfer_channel: {error}", key="transfer_channel") from error
 
 
+GetMetadata = Callable[[str], Awaitable[bytes]]
+"""Asks a peer for its metadata for the channel of this name. Raises an `LmkvError` if there is none."""
+
+
 class Channels:
     """The channels of one node, and the one that is used for each peer. All methods are called on one event loop."""
 
-    def __init__(self, transfer_channel: str, end: ChannelEnd) -> None:
-        self.names = names_of(transfer_channel)
+    def __init__(self, transfer_channel: str, end: ChannelEnd, links: Collection[str] | None = None) -> None:
+        """`links` are those of this host; None: those that are found."""
+        self._links = find_links() if links is None else links
+        names = names_of(transfer_channel, self._links)
+        self.names = tuple(name for name in names if name in PRIVATE or not end.require_encryption)
         """Channels that the node uses and offers, best first. A channel that does not start is removed."""
         self._end = end
         self._opening: dict[str, asyncio.Task[Channel]] = {}
-        self._peers: dict[str, Channel] = {}
+        self._peers: dict[str, Channel | SwitchingReader] = {}
         self._serving = False
         self._closed = False
+
+    @property
+    def requires_encryption(self) -> bool:
+        """Whether channels that would send bytes unencrypted to another host are refused."""
+        return self._end.require_encryption
 
     @property
     def access(self) -> ReadAccess:
@@ -74,16 +92,21 @@ class Channels:
         return self._end.access
 
     async def start(self) -> None:
-        """Opens the channel if only one is allowed; several are opened on first use.
+        """Opens the channel if only one is allowed. Of several, begins to open those that need a link which this host
+        has: they will be used, and take longest. The others are opened on first use.
 
         Raises `ConfigError` if the only one does not start.
         """
         if len(self.names) == 1:
             await self._open(self.names[0])
+        else:
+            self.prepare([name for name in self.names if NEEDED_LINKS.get(name) in self._links])
 
     async def offer(self, wanted: Sequence[str]) -> Channel:
-        """The first channel of `wanted` that this node has and can start. Raises `ChannelUnsupported` if none."""
-        for name in wanted:
+        """The first channel of `wanted` that this node has and can start; one that needs a link that this host lacks
+        is the last resort. Raises `ChannelUnsupported` if there is none.
+        """
+        for name in rank(wanted, self._links):
             with suppress(ConfigError):
                 if name in self.names:
                     return await self._open(name)
@@ -100,17 +123,39 @@ class Channels:
         for name in names:
             self._begin(name)
 
-    async def add_peer(self, peer_name: str, name: str, metadata: bytes) -> None:
-        """Connects to a peer by the channel called `name`. Raises as `Channel.add_peer` does."""
+    async def add_peer(
+        self, peer_name: str, name: str, metadata: bytes, get_metadata: GetMetadata | None = None
+    ) -> None:
+        """Connects to a peer by the channel called `name`. Raises as `Channel.add_peer` does.
+
+        With `get_metadata` a channel that needs a link is compared with `ALTERNATIVE` while it is used, and replaced by
+        it where it is slower or fails.
+        """
+        channel = await self._connect(peer_name, name, metadata)
+        before = self._peers.get(peer_name)
+        if name in NEEDED_LINKS and ALTERNATIVE in self.names and get_metadata:
+
+            async def connect(other: str) -> Channel:
+                return await self._connect(peer_name, other, await get_metadata(other))
+
+            if isinstance(before, SwitchingReader) and before.preferred is channel:
+                before.renew(connect)
+                return
+            self._peers[peer_name] = SwitchingReader(peer_name, channel, ALTERNATIVE, connect)
+        else:
+            self._peers[peer_name] = channel
+        if isinstance(before, SwitchingReader):
+            await before.close(keep=channel)
+        elif before not in (None, channel):
+            await before.remove_peer(peer_name)
+
+    async def _connect(self, peer_name: str, name: str, metadata: bytes) -> Channel:
         try:
             channel = await self._open(name)
         except ConfigError as error:
             raise ChannelUnsupported(str(error), channel=name) from None
         await channel.add_peer(peer_name, metadata)
-        before = self._peers.get(peer_name)
-        self._peers[peer_name] = channel
-        if before not in (None, channel):
-            await before.remove_peer(peer_name)
+        return channel
 
     def of(self, peer_name: str) -> str:
         """Name of the channel to a peer; empty if the peer was not added."""
@@ -119,7 +164,10 @@ class Channels:
 
     async def remove_peer(self, peer_name: str) -> None:
         """As the method of `Channel`, by the peer's channel."""
-        if channel := self._peers.pop(peer_name, None):
+        channel = self._peers.pop(peer_name, None)
+        if isinstance(channel, SwitchingReader):
+            await channel.close()
+        elif channel:
             await channel.remove_peer(peer_name)
 
     async def read(
@@ -148,6 +196,9 @@ class Channels:
     async def aclose(self) -> None:
         """Closes every channel. Idempotent."""
         self._closed = True
+        for peer in self._peers.values():
+            if isinstance(peer, SwitchingReader):
+                peer.stop()
         for task in self._opening.values():
             with suppress(LmkvError):
                 await (await task).aclose()

@@ -29,7 +29,7 @@ def unwrap(channel: str, owner: str, metadata: bytes) -> tuple[Region, bytes]:
         raise ChannelUnsupported("the channel metadata is damaged, or of another version of lmkv", channel=channel)
     channel_size, owner_size, address, size_bytes = _HEAD.unpack_from(content)
     names = content[_HEAD.size : _HEAD.size + channel_size + owner_size]
-    found, found_owner = names[:channel_size].decode(), names[channel_size:].decode()
+    found, found_owner = (part.decode(errors="replace") for part in (names[:channel_size], names[channel_size:]))
     if found != channel:
         raise ChannelUnsupported(f"the channel metadata is of {found!r}, not of {channel!r}", channel=channel)
     if found_owner != owner:

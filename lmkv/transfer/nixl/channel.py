@@ -15,7 +15,7 @@ from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import ChannelEnd, Copy, Region, check_copies
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.nixl.agent import STALL_SECONDS, AgentThread
-from lmkv.transfer.nixl.read import Outcome, Read
+from lmkv.transfer.nixl.read import Read, ReadOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class NixlChannel:
 
     async def _call(self, call: Callable[[], None]) -> None:
         """Runs a function on the agent's thread. Raises what it raises, or `Unreachable` if it takes too long."""
-        outcome = Outcome()
+        outcome = ReadOutcome()
 
         def job() -> None:
             try:

@@ -25,7 +25,7 @@ def settle(outcome: asyncio.Future[None], error: LmkvError | None) -> None:
         outcome.set_exception(error)
 
 
-class Outcome:
+class ReadOutcome:
     """The result of a job on the thread, for the event loop that awaits it."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Read:
         self.peer_name = peer_name
         self.batches: deque[tuple[Descriptors, Descriptors]] = deque()
         """Batches not yet posted."""
-        self.outcome = Outcome()
+        self.outcome = ReadOutcome()
         self.stopped = False
         """Whether no more bytes can arrive; set on the event loop."""
         self.abandoned_at: float | None = None

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lmkv.errors import ConfigError
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import ChannelEnd
+from lmkv.transfer.tcp.connection import SEND_BYTES, Tls, shut
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
 
 logger = logging.getLogger(__name__)
@@ -27,8 +31,10 @@ CLOSE_SECONDS = 3.0
 class TcpServer:
     """Listens from its creation on, and serves between `start` and `aclose`."""
 
-    def __init__(self, end: ChannelEnd) -> None:
+    def __init__(self, end: ChannelEnd, tls: Tls | None = None) -> None:
         """Raises `ConfigError` if it cannot listen."""
+        self._tls = tls
+        self._closed = False
         self._pool = end.pool
         self._region = end.region
         self._access = end.access
@@ -45,7 +51,7 @@ class TcpServer:
             ) from None
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._readers: dict[socket.socket, threading.Thread] = {}
+        self._readers: dict[threading.Thread, socket.socket] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -54,15 +60,16 @@ class TcpServer:
 
     async def aclose(self) -> None:
         """Stops listening and closes all connections. Idempotent."""
+        self._closed = True
         task, self._task = self._task, None
         if task:
             task.cancel()
             await asyncio.wait([task])
         self._listener.close()
         threads = list(self._readers.items())
-        for connection, _ in threads:
-            _shut(connection)
-        for _, thread in threads:
+        for _, connection in threads:
+            shut(connection)
+        for thread, _ in threads:
             await asyncio.to_thread(thread.join, CLOSE_SECONDS)
 
     async def _accept(self) -> None:
@@ -79,21 +86,39 @@ class TcpServer:
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="lmkv-tcp-serve", daemon=True)
-            self._readers[connection] = thread
+            self._readers[thread] = connection
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                if reader := self._greet(connection):
-                    while self._answer(connection, reader):
+            with self._secured(connection) as secured:
+                if reader := self._greet(secured):
+                    while self._answer(secured, reader):
                         pass
         except OSError as error:
             logger.debug("transfer server: a reader disconnected: %s", error)
         except Exception:
             logger.exception("transfer server: serving a reader failed unexpectedly")
         finally:
-            self._readers.pop(connection, None)
+            self._readers.pop(threading.current_thread(), None)
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        """The connection, after the TLS handshake if there is one. Raises `OSError`."""
+        if self._tls is None:
+            return connection
+        connection.settimeout(HELLO_SECONDS)
+        secured = self._tls.accept(connection)
+        self._readers[threading.current_thread()] = secured
+        try:
+            if self._closed:  # `aclose` has shut the connection that this one replaces
+                raise ConnectionAbortedError("the transfer channel is closed")
+            secured.do_handshake()
+        except OSError as error:
+            secured.close()
+            if not self._closed:
+                self._log.warning("transfer server: refused a connection: no TLS handshake: %s", error)
+            raise
+        return secured
 
     def _greet(self, connection: socket.socket) -> PeerReader | None:
         connection.settimeout(HELLO_SECONDS)
@@ -121,16 +146,35 @@ class TcpServer:
         ranges = list(RANGE.iter_unpack(_receive(connection, count * RANGE.size)))
         if len(ranges) < count:
             return False
-        if not self._access.check(reader, grant_id, ranges):
-            self._log.warning("transfer server: refused a read of %s that no live grant covers", reader.peer_name)
-            connection.sendall(REFUSED)
-            return True
-        connection.sendall(GRANTED)
-        for address, size in ranges:
-            start = address - self._region.address
-            with self._pool.buffer[start : start + size] as run:
-                connection.sendall(run)
+        with _send_timeout(connection):
+            if not self._access.check(reader, grant_id, ranges):
+                self._log.warning("transfer server: refused a read of %s that no live grant covers", reader.peer_name)
+                connection.sendall(REFUSED)
+                return True
+            connection.sendall(GRANTED)
+            for address, size in ranges:
+                start = address - self._region.address
+                with self._pool.buffer[start : start + size] as run:
+                    _send(connection, run)
         return True
+
+
+@contextmanager
+def _send_timeout(connection: socket.socket) -> Iterator[None]:
+    """Inside, a send with TLS ends after `STUCK_SECONDS`: OpenSSL repeats what `SO_SNDTIMEO` has ended."""
+    if not isinstance(connection, ssl.SSLSocket):
+        yield
+        return
+    connection.settimeout(STUCK_SECONDS)
+    yield
+    connection.settimeout(None)
+
+
+def _send(connection: socket.socket, run: memoryview) -> None:
+    """Sends all of it. Raises `OSError` if the reader takes nothing for `STUCK_SECONDS`."""
+    step = SEND_BYTES if isinstance(connection, ssl.SSLSocket) else max(len(run), 1)
+    for start in range(0, len(run), step):
+        connection.sendall(run[start : start + step])
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -142,10 +186,3 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             return b""
         parts += data
     return bytes(parts)
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # it is closed

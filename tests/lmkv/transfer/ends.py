@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -15,14 +16,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from lmkv.auth.credentials import Credentials
 from lmkv.pool.pool import Pool
 from lmkv.transfer import Channel, ChannelEnd, Copy, open_channel
 from lmkv.transfer.access import PeerReader, ReadAccess
-from tests.waiting import until
+from tests.support.fork_server import start_module
+from tests.waiting import WAIT_SECONDS, until
 
 MIB = 1 << 20
 SIZE = 64 * MIB
 GRANT_ID = "a" * 32
+TLS_VARIABLE = "LMKV_TESTS_TLS_FOLDER"
+"""Variable with a folder of certificates for all ends; not set: they do not encrypt."""
 
 eventually = until
 
@@ -30,6 +35,23 @@ eventually = until
 def environment(**more: str) -> dict[str, str]:
     """For processes that import what this one can."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
+
+
+def _is_stopped(thread: Path) -> bool:
+    """Whether a thread, by its folder in /proc, has stopped, or has ended meanwhile."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except FileNotFoundError:
+        return True
+
+
+def tls_of_environment() -> Credentials | None:
+    """The certificates of `TLS_VARIABLE`, for all ends of a scenario."""
+    folder = os.environ.get(TLS_VARIABLE)
+    if not folder:
+        return None
+    ca, cert, key = (str(Path(folder, name)) for name in ("ca.pem", "cert.pem", "key.pem"))
+    return Credentials(ca=ca, cert=cert, key=key, client_ca=ca)
 
 
 class Memory:
@@ -46,10 +68,22 @@ class Memory:
         """A channel over it; its socket, if it has one, is in `folder`."""
         return await open_channel(kind, self.end(name, folder))
 
-    def end(self, name: str, folder: Path | None = None, options: Mapping[str, str] | None = None) -> ChannelEnd:
+    def end(
+        self,
+        name: str,
+        folder: Path | None = None,
+        options: Mapping[str, str] | None = None,
+        tls: Credentials | None = None,
+    ) -> ChannelEnd:
         """What a channel over it stands on."""
-        socket_path = folder / f"{name}.sock" if folder else None
-        return ChannelEnd(name=name, pool=self.pool, socket_path=socket_path, access=self.access, options=options or {})
+        return ChannelEnd(
+            name=name,
+            pool=self.pool,
+            socket_path=folder / f"{name}.sock" if folder else None,
+            access=self.access,
+            options=options or {},
+            tls=tls or tls_of_environment(),
+        )
 
     def admit(self, peer_name: str = "reader:1") -> PeerReader:
         """A reader that may read all of it under `GRANT_ID`."""
@@ -73,26 +107,28 @@ class Owner:
 
     def __init__(self, kind: str, name: str, folder: Path, seed: int = 1, size_bytes: int = SIZE) -> None:
         self.name = name
-        program = (
-            f"from tests.lmkv.transfer.ends import own; own({kind!r}, {name!r}, {str(folder)!r}, {seed}, {size_bytes})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+        self._process = start_module(
+            "tests.lmkv.transfer.ends", kind, name, folder, seed, size_bytes, environment=environment()
         )
         said = self._heard()
         self.metadata = bytes.fromhex(said["metadata"])
         self.address = int(said["address"])
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal; returns from SIGKILL when it is dead."""
+        """Sends a signal; returns from SIGKILL when it is dead, from SIGSTOP when each of its threads has stopped."""
         self._process.send_signal(number)
         if number == signal.SIGKILL:
             self._process.wait()
+        threads = Path(f"/proc/{self._process.pid}/task")
+        deadline = time.monotonic() + WAIT_SECONDS
+        while number == signal.SIGSTOP and not all(_is_stopped(thread) for thread in threads.iterdir()):
+            assert time.monotonic() < deadline, "it does not stop"
+            time.sleep(0.001)
 
     def ask(self, order: str) -> Any:
         """Has it carry out an order, such as `close` for its channel; its answer."""
         assert self._process.stdin
-        self._process.stdin.write(order.encode() + b"\n")
+        self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
         return self._heard()
 
@@ -191,3 +227,7 @@ class Stops:
     def happened(self) -> bool:
         """Whether it was called."""
         return self.count > 0
+
+
+if __name__ == "__main__":
+    own(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -25,7 +25,19 @@ import pytest
 
 from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
 from lmkv.transfer import Channel, Copy
-from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory, Owner, Stops, content, eventually, whole
+from tests.lmkv.transfer.ends import (
+    GRANT_ID,
+    MIB,
+    SIZE,
+    TLS_VARIABLE,
+    Memory,
+    Owner,
+    Stops,
+    content,
+    eventually,
+    whole,
+)
+from tests.support.certificates import issue
 from tests.waiting import WAIT_SECONDS, rests, wait_until
 
 PATIENCE = 600.0
@@ -128,11 +140,12 @@ async def many_reads_from_two_peers_at_a_time_do_not_mix(reader: Reader) -> None
         for owner in (first, second):
             await reader.channel.add_peer(owner.name, owner.metadata)
         step, expected = MIB // 2, np.zeros(SIZE // 8, np.uint64)
+        contents = {seed: content(seed) for seed in (1, 2)}
         async with asyncio.TaskGroup() as group:
             for number in range(64):
                 owner, seed = ((first, 1), (second, 2))[number % 2]
                 at, start = number * step, (63 - number) * step
-                expected[at // 8 : (at + step) // 8] = content(seed)[start // 8 : (start + step) // 8]
+                expected[at // 8 : (at + step) // 8] = contents[seed][start // 8 : (start + step) // 8]
                 copy = Copy(
                     remote_address=owner.address + start, local_address=reader.memory.address + at, size_bytes=step
                 )
@@ -420,6 +433,14 @@ async def warm_up(kind: str) -> None:
 
 def serve(kind: str) -> None:
     """Main function of the process: runs the requested scenarios and returns the result of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        if TLS_VARIABLE in os.environ:
+            issue(Path(folder))
+            os.environ[TLS_VARIABLE] = folder  # the processes of owners inherit it
+        _serve(kind)
+
+
+def _serve(kind: str) -> None:
     asyncio.run(warm_up(kind))
     for line in sys.stdin:
         try:

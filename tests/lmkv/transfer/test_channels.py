@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import pytest
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.transfer import Channels, open_channel
 from lmkv.transfer.channels import AUTO_NAMES
+from lmkv.transfer.links import RDMA
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory, Owner, Stops, content, environment, whole
+from tests.waiting import until
 
 LIBRARIES = {
     "nixl": ("lmkv[nixl]", ("nixl_cu12", "nixl_cu13", "nixl")),
@@ -38,8 +42,13 @@ async def make(memory: Memory, short_folder: Path) -> AsyncIterator[Make]:
     """Makes channels over the memory; the folder for their sockets may be None."""
     async with AsyncExitStack() as stack:
 
-        def make_one(transfer_channel: str, folder: Path | None = short_folder, name: str = "reader:1") -> Channels:
-            channels = Channels(transfer_channel, memory.end(name, folder))
+        def make_one(
+            transfer_channel: str,
+            folder: Path | None = short_folder,
+            name: str = "reader:1",
+            links: AbstractSet[str] = frozenset(),
+        ) -> Channels:
+            channels = Channels(transfer_channel, memory.end(name, folder), links)
             stack.push_async_callback(channels.aclose)
             return channels
 
@@ -54,15 +63,34 @@ def sockets(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
+def has_nixl_agent() -> bool:
+    return any(thread.name == "lmkv-nixl" for thread in threading.enumerate())
+
+
 async def test_nothing_is_opened_before_it_is_needed(make: Make, short_folder: Path) -> None:
     channels = make("auto")
     await channels.start()
-    assert channels.names == AUTO_NAMES
+    assert channels.names == ("shm", "tcp", "nixl")
     assert sockets(short_folder) == []
+    assert not has_nixl_agent()
     assert (await channels.offer(["tcp", "shm"])).name == "tcp"
     assert sockets(short_folder) == []
     assert (await channels.offer(["shm"])).name == "shm"
     assert sockets(short_folder) == ["reader:1.sock"]
+
+
+async def test_a_host_with_rdma_makes_its_nixl_agent_before_a_peer_needs_it(make: Make, short_folder: Path) -> None:
+    channels = make("auto", links={RDMA})
+    await channels.start()
+    assert channels.names == AUTO_NAMES
+    await until(has_nixl_agent)
+    assert sockets(short_folder) == []
+
+
+async def test_the_owner_too_offers_nixl_last_if_it_has_no_rdma(make: Make) -> None:
+    assert (await make("auto").offer(AUTO_NAMES[1:])).name == "tcp"
+    assert (await make("auto", links={RDMA}).offer(AUTO_NAMES[1:])).name == "nixl"
+    assert (await make("auto").offer(["nixl"])).name == "nixl"
 
 
 async def test_a_channel_that_is_named_is_opened_at_the_start_and_must_be_there(make: Make) -> None:
@@ -81,7 +109,7 @@ async def test_the_first_channel_of_the_caller_that_is_here_is_offered(make: Mak
 async def test_what_does_not_start_is_not_offered_and_the_next_one_is(make: Make) -> None:
     channels = make("auto", None)  # without a place for its socket
     assert (await channels.offer(["shm", "tcp"])).name == "tcp"
-    assert channels.names == ("nixl", "tcp")
+    assert channels.names == ("tcp", "nixl")
 
 
 async def test_bytes_come_by_the_channel_that_a_peer_was_added_by_last(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
-from lmkv.fd_passing import receive_fd
+from lmkv.pool.fd_passing import receive_fd
 from lmkv.transfer import ChannelEnd
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
