@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from lmkv.errors import Unreachable
-from lmkv.fd_passing import FdOffer, FdServer, Fields, receive_fd
+from lmkv.pool.fd_passing import FdOffer, FdServer, Fields, ReceivedFd, receive_fd
 from lmkv.pool.pool import Pool
 
 WorkerCallback = Callable[[str, int], None]
@@ -80,6 +80,10 @@ def attach(socket_path: Path | str, engine_id: str, rank: int, epoch: int, timeo
     Raises `Unreachable` if no node listens there, it does not answer in time or refuses, or the pool cannot be mapped.
     """
     received = receive_fd(socket_path, {"engine_id": engine_id, "rank": rank, "epoch": epoch}, timeout_seconds)
+    return _attached(received, socket_path, epoch)
+
+
+def _attached(received: ReceivedFd, socket_path: Path | str, epoch: int) -> AttachedPool:
     try:
         return AttachedPool(_map(received.fd, received.fields, epoch), received.connection)
     except (OSError, ValueError) as error:

@@ -51,18 +51,27 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 
 
 async def make_server(
-    service_names: Sequence[str], calls: ServerCalls | None = None, authenticator: Authenticator = OPEN_AUTHENTICATOR
+    service_names: Sequence[str],
+    calls: ServerCalls | None = None,
+    authenticator: Authenticator = OPEN_AUTHENTICATOR,
+    *,
+    checks: HealthService | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """Makes a server with lmkv's limits and error handling, and with health and reflection for the named services.
 
     `authenticator` checks every call, and `calls` counts unary ones. The caller registers handlers, binds, starts and
-    stops the server.
+    stops the server. With `checks` the caller also sets the statuses; otherwise all services are healthy.
     """
-    server = grpc.aio.server(interceptors=[Interceptor(calls or ServerCalls(), authenticator)], options=SERVER_OPTIONS)
-    checks = HealthService(["", *service_names])
+    options = dict(SERVER_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
+    options["grpc.max_send_message_length"] = max_message_bytes
+    interceptor = Interceptor(calls or ServerCalls(), authenticator)
+    server = grpc.aio.server(interceptors=[interceptor], options=tuple(options.items()))
+    if checks is None:
+        checks = HealthService(["", *service_names])
+        for name in ("", *service_names):
+            await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for name in ("", *service_names):
-        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return server
 
@@ -159,6 +168,8 @@ async def call(
             lmkv_error = from_rpc_error(error)
             span.set_rpc_status(lmkv_error.metadata.get("grpc_code", lmkv_error.code))
             raise lmkv_error from None
+        except grpc.aio.UsageError:
+            raise Unreachable("the connection was closed before the call") from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

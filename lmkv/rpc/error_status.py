@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -45,9 +46,19 @@ def from_status(status: status_pb2.Status) -> LmkvError:
     """The error of a status; a plain `LmkvError` if its reason is unknown to this version."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
-        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in LmkvError.by_reason:
-            return LmkvError.by_reason[info.reason](status.message, **info.metadata)
+        if _unpack(detail, info) and info.domain == DOMAIN and info.reason in LmkvError.by_reason:
+            error = LmkvError.by_reason[info.reason](status.message)
+            error.metadata = dict(info.metadata)  # its names may be those of arguments
+            return error
     return LmkvError(status.message, code=status.code)
+
+
+def _unpack(detail: any_pb2.Any, info: error_details_pb2.ErrorInfo) -> bool:
+    """Whether a detail is an `ErrorInfo`, which is then in `info`."""
+    try:
+        return bool(detail.Unpack(info))
+    except DecodeError:
+        return False
 
 
 def from_rpc_error(error: grpc.RpcError) -> LmkvError:

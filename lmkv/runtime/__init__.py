@@ -1,4 +1,5 @@
-"""Run-time services of every process: stop signals, timers, and files that are reloaded when they change.
+"""Run-time services of every process: stop signals, timers, listening unix sockets, and files that are reloaded
+when they change.
 
 Imports only `lmkv.errors`. Start with `signals`.
 """

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkv import fd_passing
 from lmkv.errors import ConfigError, Unreachable
+from lmkv.pool import fd_passing
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket, attach
 from tests.waiting import WAIT_SECONDS, until

@@ -14,8 +14,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from lmkv import rpc
 from lmkv.errors import BadTokens, Full, LmkvError, NoFreeExtents, Unreachable
-from lmkv.rpc.endpoints import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS, make_server, open_channel
+from lmkv.rpc.endpoints import (
+    CHANNEL_OPTIONS,
+    MAX_CALLS_PER_CONNECTION,
+    MAX_MESSAGE_BYTES,
+    SERVER_OPTIONS,
+    make_server,
+    open_channel,
+)
 from lmkv.rpc.error_status import DOMAIN, from_rpc_error, from_status, to_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
@@ -26,6 +34,7 @@ from lmkv.v1.registry_service_pb2_grpc import (
     add_RegistryServiceServicer_to_server,
 )
 from tests.chaos.link import Link
+from tests.waiting import until
 
 SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService")
 DEADLINE = 10.0
@@ -202,12 +211,44 @@ async def test_our_own_channel_does_not_even_send_it(stub: Any) -> None:
     assert type(error) is LmkvError
 
 
+async def test_calls_of_one_connection_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, going = 0, asyncio.Event()
+
+    async def wait(request: LookupRequest, context: Any) -> LookupResponse:
+        nonlocal count
+        count += 1
+        await going.wait()
+        return LookupResponse()
+
+    monkeypatch.setattr(Cache, "Lookup", lambda _self, request, context: wait(request, context))
+    async with serving(Cache()) as address, open_channel(address) as channel:  # type: ignore[abstract]
+        lookups: Any = CacheServiceStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE)  # the client has learned the limit
+        calls = [asyncio.ensure_future(lookups.Lookup(LookupRequest())) for _ in range(MAX_CALLS_PER_CONNECTION)]
+        await until(lambda: count == MAX_CALLS_PER_CONNECTION)
+        with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
+            await lookups.Lookup(LookupRequest(), timeout=0.5)
+        assert count == MAX_CALLS_PER_CONNECTION, "further calls wait in the client"
+        going.set()
+        await asyncio.gather(*calls)
+        assert (await lookups.Lookup(LookupRequest(), timeout=DEADLINE)).revision == 0
+
+
 async def test_a_method_that_is_not_served_is_unimplemented(stub: Any, address: str) -> None:
     channel: Any
     async with open_channel(address) as channel:
         unknown = channel.unary_unary("/lmkv.v1.CacheService/Guess")
         rpc_error, _ = await failure_of(lambda: unknown(b"", timeout=DEADLINE))
         assert rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_call_on_a_closed_channel_is_unreachable(address: str) -> None:
+    channel = open_channel(address)
+    lookup: Any = CacheServiceStub(channel).Lookup
+    await channel.close(None)
+    with pytest.raises(Unreachable, match="closed"):
+        await rpc.call(lookup, "CacheService/Lookup", address, LookupRequest(), 5.0)
 
 
 async def test_a_missing_server_is_unreachable() -> None:

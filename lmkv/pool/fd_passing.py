@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from lmkv.errors import ConfigError, LmkvError, Unreachable
+from lmkv.errors import LmkvError, Unreachable
+from lmkv.runtime.unix_socket import UnixListener
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class FdServer:
         self.path = path
         self._make_offer = make_offer
         self._name = name
-        self._listener: socket.socket | None = None
-        self._inode = 0
+        self._listener: UnixListener | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -65,9 +65,8 @@ class FdServer:
 
         Raises `ConfigError` if another process listens there or the path cannot be bound.
         """
-        self._listener = _listen(self.path)
-        self._inode = self.path.stat().st_ino
-        self._task = asyncio.create_task(self._serve(self._listener), name=self._name)
+        self._listener = UnixListener(self.path)
+        self._task = asyncio.create_task(self._serve(self._listener.socket), name=self._name)
 
     async def aclose(self) -> None:
         """Stops listening and closes all connections; the receivers keep their descriptors. Idempotent."""
@@ -77,9 +76,6 @@ class FdServer:
         task.cancel()
         await asyncio.wait([task])
         self._listener.close()
-        with suppress(OSError):
-            if self.path.stat().st_ino == self._inode:  # else it belongs to a newer node
-                self.path.unlink()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -195,42 +191,6 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[int, Fields]:
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        _remove_stale(path)
-        listener.bind(str(path))
-        path.chmod(0o600)  # before a process can connect
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"runtime_dir: cannot listen at {path}: {reason}; name another directory", path=path
-        ) from None
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    if not path.is_socket():
-        return  # no file, or one that bind refuses to replace
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog means that a process listens
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-        except BlockingIOError:
-            pass
-    raise ConfigError(
-        f"runtime_dir: another node listens at {path}; give this one another instance_id or runtime_dir", path=path
-    )
 
 
 async def _read_line(connection: socket.socket) -> bytes:

@@ -1,0 +1,66 @@
+"""Frames of messages on a stream socket: one byte of kind, four bytes of length, and the message. Pure."""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+from lmkv.errors import BadMessage
+
+HEADER = struct.Struct("!BI")
+KEEPALIVE_SECONDS = 10.0
+"""Time without data after which either side sends a ping."""
+KEEPALIVE_TIMEOUT_SECONDS = 5.0
+"""Time without an answer to a ping after which the connection is lost."""
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame carries."""
+
+    MESSAGE = 0
+    """A protobuf message."""
+    STATUS = 1
+    """A `google.rpc.Status`: why the server ends the connection."""
+    PING = 2
+    """Nothing; it is answered with a `PONG`."""
+    PONG = 3
+    """Nothing."""
+
+
+def to_frame(kind: FrameKind, payload: bytes, max_bytes: int) -> bytes:
+    """The bytes of a frame. Raises `BadMessage` if the payload is too large."""
+    if len(payload) > max_bytes:
+        raise BadMessage(f"the message has {len(payload)} bytes; at most {max_bytes} can be sent")
+    return HEADER.pack(kind, len(payload)) + payload
+
+
+class FrameBuffer:
+    """Bytes that have arrived, cut into frames. Bounded: holds at most one incomplete frame."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: the largest payload."""
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Adds bytes; all complete frames must be taken before the next call."""
+        self._buffer += data
+
+    def take(self) -> tuple[FrameKind, bytes] | None:
+        """The next complete frame, or None. Raises `BadMessage` if what has arrived cannot be one."""
+        buffer = self._buffer
+        if len(buffer) < HEADER.size:
+            return None
+        number, size = HEADER.unpack_from(buffer)
+        try:
+            kind = FrameKind(number)
+        except ValueError:
+            raise BadMessage(f"frames of kind {number} do not exist; the connection carries something else") from None
+        if size > self._max_bytes:
+            raise BadMessage(f"a frame has {size} bytes; at most {self._max_bytes} are accepted")
+        end = HEADER.size + size
+        if len(buffer) < end:
+            return None
+        payload = bytes(memoryview(buffer)[HEADER.size : end])
+        del buffer[:end]
+        return kind, payload

@@ -1,0 +1,56 @@
+"""Converts hints between `lmkv.hints` and the messages that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv.hints import HintAction, HintOutcome, HintResult
+from lmkv.v1 import chunk_pb2
+
+MAX_HINT_KEYS = 32_768
+"""Most chunks of one hint: 512 KiB of keys."""
+
+ACTIONS: Mapping[HintAction, chunk_pb2.HintAction.ValueType] = {
+    HintAction.SHARE: chunk_pb2.HINT_ACTION_SHARE,
+    HintAction.PREFETCH: chunk_pb2.HINT_ACTION_PREFETCH,
+    HintAction.PIN: chunk_pb2.HINT_ACTION_PIN,
+    HintAction.RETAIN: chunk_pb2.HINT_ACTION_RETAIN,
+    HintAction.DEMOTE: chunk_pb2.HINT_ACTION_DEMOTE,
+    HintAction.EVICT: chunk_pb2.HINT_ACTION_EVICT,
+}
+"""The number of each action."""
+ACTIONS_BY_NUMBER: Mapping[int, HintAction] = {number: action for action, number in ACTIONS.items()}
+OUTCOMES: Mapping[HintOutcome, chunk_pb2.HintOutcome.ValueType] = {
+    HintOutcome.ACCEPTED: chunk_pb2.HINT_OUTCOME_ACCEPTED,
+    HintOutcome.CLIPPED: chunk_pb2.HINT_OUTCOME_CLIPPED,
+    HintOutcome.DEFERRED: chunk_pb2.HINT_OUTCOME_DEFERRED,
+    HintOutcome.REJECTED: chunk_pb2.HINT_OUTCOME_REJECTED,
+    HintOutcome.MISSING: chunk_pb2.HINT_OUTCOME_MISSING,
+}
+OUTCOMES_BY_NUMBER: Mapping[int, HintOutcome] = {number: outcome for outcome, number in OUTCOMES.items()}
+
+
+def to_proto(result: HintResult) -> chunk_pb2.HintResult:
+    """The message of a result."""
+    return chunk_pb2.HintResult(
+        outcome=OUTCOMES[result.outcome],
+        chunk_count=result.chunk_count,
+        ttl=Duration(seconds=int(result.ttl_seconds), nanos=int(result.ttl_seconds % 1 * 1e9)),
+        reason=result.reason,
+        detail=result.detail,
+    )
+
+
+def from_proto(message: chunk_pb2.HintResult, *, action_id: str, action: HintAction) -> HintResult:
+    """The result of an action. One with an unknown outcome counts as rejected."""
+    return HintResult(
+        action_id=action_id,
+        action=action,
+        outcome=OUTCOMES_BY_NUMBER.get(message.outcome, HintOutcome.REJECTED),
+        reason=message.reason,
+        detail=message.detail,
+        chunk_count=message.chunk_count,
+        ttl_seconds=message.ttl.ToNanoseconds() / 1e9,
+    )
