@@ -19,8 +19,12 @@ A cache miss is never an error. `lmkv.rpc.error_status` converts errors to gRPC 
 
 from __future__ import annotations
 
+import math
 import re
 from typing import ClassVar
+
+MAX_RETRY_SECONDS = 3600.0
+"""Longest delay that another process may request."""
 
 
 class LmkvError(Exception):
@@ -171,11 +175,12 @@ class Full(LmkvError):
 
     @property
     def retry_seconds(self) -> float:
-        """Time after which to retry."""
+        """Time after which to retry, at most `MAX_RETRY_SECONDS`."""
         try:
-            return max(float(self.metadata["retry_seconds"]), 0.0)
+            seconds = float(self.metadata["retry_seconds"])
         except (KeyError, ValueError):  # optional, and unchecked when received
             return 1.0
+        return 1.0 if math.isnan(seconds) else min(max(seconds, 0.0), MAX_RETRY_SECONDS)
 
 
 class NoFreeExtents(Full):

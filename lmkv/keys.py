@@ -105,8 +105,12 @@ class KeyChain:
         full = tokens.size // self.chunk_size
         if tokens.size == full * self.chunk_size:
             return None
-        parent = self.keys[full - 1] if full else self.root
-        return self._key(parent, tokens[full * self.chunk_size :].data.cast("B"), full)
+        return self.behind(full, tokens[full * self.chunk_size :])
+
+    def behind(self, index: int, tokens: Tokens) -> ChunkKey:
+        """Key of a chunk that has these tokens and is behind the first `index` full chunks, whose keys are known."""
+        parent = self.keys[index - 1] if index else self.root
+        return self._key(parent, tokens.data.cast("B"), index)
 
     def _key(self, parent: ChunkKey, tokens: memoryview, index: int) -> ChunkKey:
         digest = _EMPTY.copy()  # a third cheaper than sha256()
@@ -125,6 +129,27 @@ def chunk_keys(
     chain.extend(tokens)
     last = chain.partial(tokens) if partial else None
     return chain.keys if last is None else [*chain.keys, last]
+
+
+def partial_keys(
+    parent: ChunkKey, tokens: Tokens, lengths: Iterable[int], extras: bytes = b""
+) -> list[tuple[int, ChunkKey]]:
+    """Lengths and keys of partial chunks behind `parent` with the first 1 to `tokens.size` of the tokens.
+
+    `lengths` must ascend. Each token is hashed once.
+    """
+    view = tokens.data.cast("B")
+    digest, hashed = _EMPTY.copy(), 0
+    digest.update(parent)
+    found = []
+    for length in lengths:
+        digest.update(view[4 * hashed : 4 * length])
+        hashed = length
+        copy = digest.copy()
+        if extras:
+            copy.update(_EXTRAS_MARK + extras)
+        found.append((length, ChunkKey(copy.digest()[:KEY_BYTES])))
+    return found
 
 
 def join_keys(keys: Iterable[ChunkKey]) -> bytes:

@@ -26,12 +26,16 @@ MAX_FIELD_BYTES = 512
 
 MAX_SERVED_MODELS = 256
 """Maximum number of served names of one instance, besides the `model_name` of each spec."""
+PRIVATE_VERSION = "private:"
+"""Beginning of the `weight_version` of weights without a name: one engine has them."""
+
 MAX_NAME_BYTES = 256
 MAX_IDENTITY_BYTES = 512
 
 _NOT_HASHED = ("model_name", "vocab_size")
-_UNSET: dict[str, object] = {"rule": ALL, "span": 0, "layers": "", "more_parts": ""}
-"""Fields that are hashed only with other values than these: models with one kind of layers have none of them."""
+_UNSET: dict[str, object] = {"rule": ALL, "span": 0, "layers": "", "more_parts": "", "weight_version": ""}
+"""Fields that are hashed only with other values than these: models with one kind of layers, and whose weights never
+change, have none of them."""
 _PART_FIELDS = tuple(field.name for field in fields(KvPart))
 
 
@@ -90,6 +94,7 @@ class KvSpec:
     span: int = 0
     layers: str = ""
     more_parts: tuple[KvPart, ...] = ()
+    weight_version: str = ""
 
     def __post_init__(self) -> None:
         if self.chunk_size <= 0:
@@ -103,6 +108,8 @@ class KvSpec:
             raise BadKvSpec(f"format {self.format} is unknown", field="format")
         if self.hash_scheme != HASH_SCHEME:
             raise BadKvSpec(f"hash_scheme {self.hash_scheme!r} is unknown; use {HASH_SCHEME!r}", field="hash_scheme")
+        if len(self.weight_version.encode()) > MAX_FIELD_BYTES:
+            raise BadKvSpec(f"weight_version has more than {MAX_FIELD_BYTES} bytes", field="weight_version")
         for part in self.parts if self.format == NATIVE_TILES else ():
             is_state = part.rule == chunk_pb2.PART_RULE_END
             if not is_state and (part.block_size <= 0 or self.chunk_size % part.block_size):
@@ -116,7 +123,7 @@ class KvSpec:
     def fingerprint(self) -> bytes:
         """16 bytes: SHA-256 of names and values of the fields but model name and vocabulary, in alphabetical order.
 
-        Fields of models with several kinds of layers are left out where they are not set.
+        Fields of models with several kinds of layers, and the version of the weights, are left out where not set.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_HASHED}
         values["more_parts"] = "|".join(map(str, self.more_parts))
@@ -133,6 +140,11 @@ class KvSpec:
         """Whether a hit needs every chunk, each has one part, and vLLM keeps all layers in one group: its items are its
         chunks, and a part of it is a hit, too."""
         return self.rule == ALL and not self.layers and not self.more_parts
+
+    @property
+    def is_private(self) -> bool:
+        """Whether one engine alone has these weights: their version has no name."""
+        return self.weight_version.startswith(PRIVATE_VERSION)
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -153,6 +165,14 @@ class KvSpec:
     def size_bytes(self, token_count: int) -> int:
         """Bytes of part 0 of a chunk of `token_count` tokens: of the whole chunk, if it has one part."""
         return self.part_bytes(0, token_count)
+
+    def quarters(self, token_count: int) -> int:
+        """The quarters of a full chunk, 1 to 4, that a chunk of `token_count` tokens takes."""
+        return -(-4 * token_count // self.chunk_size)
+
+    def tokens_in(self, quarters: int) -> int:
+        """The most tokens of a chunk that takes as many quarters of a full one."""
+        return quarters * self.chunk_size // 4
 
     def fits(self, size_bytes: int, token_count: int) -> bool:
         """Whether some part of a chunk of `token_count` tokens has this size."""
@@ -186,6 +206,8 @@ class KvSpec:
         value = self._value(name)
         if name == "more_parts":
             return ", ".join(chunk_pb2.PartRule.Name(part.rule) for part in self.more_parts) or "none"
+        if name == "weight_version":
+            return str(value) or "none"
         if name.endswith("rule"):
             return chunk_pb2.PartRule.Name(value)
         return chunk_pb2.KvFormat.Name(value) if name == "format" else str(value)

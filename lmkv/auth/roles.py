@@ -15,6 +15,8 @@ class Role(StrEnum):
     """People who operate the fleet, and routers that move chunks."""
     READER = "reader"
     """Read-only access: dashboards, Prometheus."""
+    CLIENT = "client"
+    """Prompts through a proxy or picker with a `cache_salt_policy`; nothing else."""
     ADMIN = "admin"
     """Everything that the other roles may do; without a tenant of its own, for any tenant that it names."""
 
@@ -22,7 +24,11 @@ class Role(StrEnum):
 _NODES = frozenset({Role.ENGINE, Role.ADMIN})
 _OPERATORS = frozenset({Role.OPERATOR, Role.ADMIN})
 _READERS = frozenset({Role.READER, Role.OPERATOR, Role.ADMIN})
-_ALL = frozenset(Role)
+_CLIENTS = frozenset({Role.CLIENT, Role.ADMIN})
+_ALL = frozenset(Role) - {Role.CLIENT}
+
+CLIENT_RPC = "lmkv.proxy.OpenAI/Request"
+"""Stands for all requests to engines, which are HTTP."""
 
 UNAUTHENTICATED_METHODS = frozenset(
     {"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch", "grpc.health.v1.Health/List"}
@@ -32,10 +38,12 @@ UNAUTHENTICATED_METHODS = frozenset(
 ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.CacheService/Lookup": _ALL,
     "lmkv.v1.CacheService/LookupStream": _ALL,
+    "lmkv.v1.CacheService/Explain": _READERS,
     "lmkv.v1.CacheService/Move": _OPERATORS,
     "lmkv.v1.CacheService/Pin": _OPERATORS,
     "lmkv.v1.CacheService/Unpin": _OPERATORS,
     "lmkv.v1.CacheService/ListPins": _READERS,
+    "lmkv.v1.CacheService/Hint": _OPERATORS,
     "lmkv.v1.CacheService/Clear": _OPERATORS,
     "lmkv.v1.CacheService/Drain": _OPERATORS,
     "lmkv.v1.CacheService/Watch": _READERS,
@@ -55,6 +63,9 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.EngineService/Load": _NODES,
     "lmkv.v1.EngineService/Lend": _NODES,
     "lmkv.v1.EngineService/Release": _NODES,
+    # Of the endpoint picker; a gateway calls it for each request.
+    "envoy.service.ext_proc.v3.ExternalProcessor/Process": _ALL,
+    CLIENT_RPC: _CLIENTS,
     "google.longrunning.Operations/GetOperation": _READERS,
     "google.longrunning.Operations/ListOperations": _READERS,
     "google.longrunning.Operations/WaitOperation": _READERS,

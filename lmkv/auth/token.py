@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def token_in(authorization: str) -> str:
         return ""
     try:
         return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, or not text
         return ""
 
 

@@ -6,12 +6,13 @@ other processes are ignored, unknown keys are refused. `docs/reference/configura
 """
 
 from lmkv.config.arguments import add_arguments, from_arguments
-from lmkv.config.client import ClientConfig
+from lmkv.config.client import ClientConfig, WebhookConfig
 from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
 from lmkv.config.resolve import as_written, load, to_comparison, to_environment
+from lmkv.config.router import PickerConfig
 from lmkv.config.schema import Config, keys
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "ConnectorConfig",
     "CoordinatorConfig",
     "NodeConfig",
+    "PickerConfig",
     "ProxyConfig",
+    "WebhookConfig",
     "add_arguments",
     "as_written",
     "from_arguments",

@@ -1,16 +1,21 @@
-"""Keys that several processes share."""
+"""Keys that several processes share, and refusals of `require_encryption`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from lmkv.config.kinds import HOST_NAMES, PATH, SECRET, choice, whole
+from lmkv.auth import cache_salts
+from lmkv.config.kinds import FLAG, HOST_NAMES, PATH, SECRET, Kind, choice, whole
 from lmkv.config.schema import key
+from lmkv.errors import ConfigError
 
 COORDINATOR_ALIASES = ("coordinator", "controller_pull_url", "controller_url")
 """Aliases of `coordinator_address`; the latter two are of LMCache."""
 LOG_LEVEL = choice("debug", "info", "warning", "error")
 LOG_FORMAT = choice("text", "json")
+PRIVATE_CHANNELS = ("auto", "shm", "tcp")
+"""Values of `transfer_channel` that encrypt what leaves the host."""
 
 
 def cluster_secret() -> Any:
@@ -37,6 +42,11 @@ def tls_key() -> Any:
 def tls_client_ca(doc: str) -> Any:
     """Declares `tls_client_ca`; `doc` says what an empty value means."""
     return key(PATH, "", f"PEM file of the CAs of clients' certificates; empty: {doc}.")
+
+
+def require_encryption(what: str) -> Any:
+    """Declares `require_encryption`; `what` is what it refuses."""
+    return key(FLAG, False, f"Whether {what} is refused, when the process starts or connects.")
 
 
 def auth_token() -> Any:
@@ -74,6 +84,35 @@ def max_connections_per_client(default: int) -> Any:
     )
 
 
+def cache_salt_policy() -> Any:
+    """Declares `cache_salt_policy`."""
+    return key(
+        choice(*cache_salts.POLICIES),
+        cache_salts.NONE,
+        "Whose requests share cached prompts: none (those that send the same `cache_salt`), tenant (of one tenant's "
+        "tokens), or user (of one user of a tenant); tenant and user need auth_tokens and cluster_secret.",
+    )
+
+
+def user_header(kind: Kind[str]) -> Any:
+    """Declares `user_header`."""
+    return key(
+        kind,
+        "",
+        "Header in which the tenant's gateway names the user, for cache_salt_policy user.",
+        shown_default="empty: OpenAI's `user` names it",
+    )
+
+
+def check_cache_salts(policy: str, tokens: str, secret: str) -> None:
+    """Raises `ConfigError` if salts cannot be derived by the policy."""
+    for name, value in (("auth_tokens", tokens), ("cluster_secret", secret)):
+        if policy != cache_salts.NONE and not value:
+            raise ConfigError(
+                f"cache_salt_policy is {policy}, which needs {name}; set it, or cache_salt_policy to none", key=name
+            )
+
+
 def log_level() -> Any:
     """Declares `log_level`."""
     return key(LOG_LEVEL, "info", "Minimum severity of messages to log.")
@@ -82,3 +121,18 @@ def log_level() -> Any:
 def log_format() -> Any:
     """Declares `log_format`."""
     return key(LOG_FORMAT, "text", "Log format: text, or one JSON object per line.")
+
+
+class Gap(NamedTuple):
+    """Something that is not encrypted."""
+
+    key: str
+    """The configuration key that decides."""
+    why: str
+    fix: str
+
+
+def refuse_unencrypted(gaps: Iterable[Gap]) -> None:
+    """Raises `ConfigError` for the first gap."""
+    for gap in gaps:
+        raise ConfigError(f"require_encryption: {gap.key}: {gap.why}; {gap.fix}", key=gap.key)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmkv.config import common
+from lmkv.config.common import Gap
 from lmkv.config.kinds import FLAG, MILLISECONDS, SECONDS, SOCKET_PATH, TEXT, choice, whole
 from lmkv.config.node import NodeConfig
 from lmkv.config.schema import Alias, key, keys
@@ -24,11 +26,11 @@ class ConnectorConfig(NodeConfig):
     save_partial_chunks: bool = key(
         FLAG,
         True,
-        "Whether the last chunk of a prompt is stored if it is not full.",
+        "Whether the last chunk of a prompt, and of an answer, is stored if it is not full.",
         "save_unfull_chunk",
         Alias(name="discard_partial_chunks", convert=lambda raw: not FLAG.read(raw)),
     )
-    save_decode_cache: bool = key(FLAG, True, "Whether chunks of generated tokens are stored.")
+    save_decode_cache: bool = key(FLAG, True, "Whether generated tokens are stored, like the prompt's.")
     min_retrieve_tokens: int = key(
         whole(0, 1 << 20, "a number of tokens"),
         8,
@@ -40,9 +42,12 @@ class ConnectorConfig(NodeConfig):
         "Minimum number of tokens to fetch from a peer, beyond those on this node.",
     )
     refuse_slow_fetches: bool = key(
-        FLAG, True, "Whether a prompt is computed if fetching is expected to take longer, by measured speeds."
+        FLAG, True, "Whether tokens are computed if loading them is expected to take longer, by measured speeds."
     )
     enable_async_loading: bool = key(FLAG, True, "Whether other requests run while one loads.")
+    accept_hints: bool = key(
+        FLAG, True, "Whether requests may carry hints; otherwise each is rejected, and the request is served."
+    )
     lookup_timeout: float = key(
         SECONDS,
         0.1,
@@ -76,12 +81,24 @@ class ConnectorConfig(NodeConfig):
     model_id: str = key(
         TEXT, "", "Identity of the weights, if the model's files do not identify them.", shown_default="from the model"
     )
+    weight_version: str = key(
+        TEXT,
+        "",
+        "Version of the weights at start, if they are replaced under one name; engines share KV of one version only.",
+        shown_default="none",
+    )
     copy_threads: int = key(
         whole(0, 1024, "a number of threads from 0 to 1024 (0: lmkv decides)"),
         0,
         "Threads that copy between the engine's memory and the pool; 0: automatic.",
     )
     verify_loads: bool = key(FLAG, False, "Whether the checksum of each chunk is verified again when it is loaded.")
+
+    def _unencrypted(self) -> Iterator[Gap]:
+        if self.pd_buffer_device == "cuda":
+            yield Gap("pd_buffer_device", "workers read into it by nixl, which does not encrypt", "set it to cpu")
+        if not self.node_address:  # otherwise the node has a configuration of its own
+            yield from super()._unencrypted()
 
     def node_config(self) -> NodeConfig:
         """The configuration of the node that the connector starts."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lmkv.auth.credentials import Credentials
 from lmkv.config import common
+from lmkv.config.common import Gap, refuse_unencrypted
 from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS, VALKEY_URL
+from lmkv.config.remote_url import has_tls
 from lmkv.config.schema import Alias, Config, key
 
 
@@ -47,6 +49,7 @@ class CoordinatorConfig(Config):
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
     tls_client_ca: str = common.tls_client_ca("clients need none")
+    require_encryption: bool = common.require_encryption("a port or a `layout_map_url` without TLS")
     auth_tokens: str = common.auth_tokens("call the coordinator")
     allowed_hosts: tuple[str, ...] = common.allowed_hosts("the coordinator")
     max_connections_per_client: int = common.max_connections_per_client(500)
@@ -58,6 +61,19 @@ class CoordinatorConfig(Config):
     )
     log_level: str = common.log_level()
     log_format: str = common.log_format()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.require_encryption:
+            refuse_unencrypted(self._unencrypted())
+
+    def _unencrypted(self) -> Iterator[Gap]:
+        """What of this configuration does not encrypt."""
+        for name in ("tls_cert", "tls_key"):
+            if not getattr(self, name):
+                yield Gap(name, "the coordinator's ports have no TLS", f"set {name}")
+        if self.layout_map_url and not has_tls(self.layout_map_url):
+            yield Gap("layout_map_url", "it names a server without TLS", "begin it with rediss:// or valkeys://")
 
     @property
     def credentials(self) -> Credentials:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, NoReturn, TypeVar
 
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.plugins import CHANNELS, TIERS, plugin_names
-from lmkv.remote_url import parse_remote_url
 from lmkv.units import GIB, parse_gib, parse_seconds
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Kind(Generic[T]):
             return self.parse(raw)
         except _InvalidValue:
             raise
-        except (ValueError, TypeError, OverflowError):
+        except (ValueError, TypeError, OverflowError, RecursionError):  # the last one of nested JSON
             shown = "what it is" if self.secret else repr(raw)
             raise ValueError(f"must be {self.expects}, not {shown}") from None
 

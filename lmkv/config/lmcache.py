@@ -203,7 +203,7 @@ def _flat(entries: Iterable[SourceEntry]) -> Iterator[SourceEntry]:
 
 def _mapping(raw: object) -> object:
     """Decodes JSON text; other values are returned unchanged."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(raw) if isinstance(raw, str) else raw
     return raw
 

@@ -6,13 +6,14 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.config import common
+from lmkv.config.common import PRIVATE_CHANNELS, Gap, refuse_unencrypted
 from lmkv.config.kinds import (
     ADDRESSES,
     BUFFER_BYTES,
@@ -81,6 +82,11 @@ def _refuse_foreign_instance(folder: Path) -> None:
         )
 
 
+def attach_socket_beside(engine_socket: Path) -> Path:
+    """The socket for `Attach` streams of frames of the node whose `EngineService` is served at `engine_socket`."""
+    return engine_socket.with_name("attach.sock")
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(Config):
     """Configuration of `lmkv node`."""
@@ -117,14 +123,19 @@ class NodeConfig(Config):
     transfer_channel: str = key(
         TRANSFER_CHANNEL,
         "auto",
-        "Transfer channel between nodes: auto (shm, else nixl, else tcp), shm, nixl, tcp, or a plug-in: ucx, "
-        "mooncake, or one of another package.",
+        "Transfer channel between nodes: auto (shm within a host; between hosts nixl if both have RDMA devices, else "
+        "tcp), shm, nixl, tcp, or a plug-in: ucx, mooncake, or one of another package.",
     )
     transfer_options: Mapping[str, str] = key(
         OPTIONS,
         dict,
         "Options of a plug-in channel; mooncake has `protocol`: tcp or rdma.",
         shown_default="none",
+    )
+    transfer_encryption: bool = key(
+        FLAG,
+        True,
+        "Whether tcp between nodes is encrypted by TLS, if tls_cert, tls_key and tls_ca are set.",
     )
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
@@ -185,10 +196,10 @@ class NodeConfig(Config):
         "Preferred NUMA node of the pool's memory; auto: the node of the GPUs, else of the RDMA cards.",
     )
     eviction_policy: str = key(
-        choice("lru", "arc"),
-        "lru",
-        "Eviction policy of all tiers: lru (least recently used), or arc, which keeps chunks longer that are used "
-        "again.",
+        choice("learned", "lru", "arc"),
+        "learned",
+        "Eviction policy of host memory: learned, which learns from the traffic which chunks are used again and how "
+        "soon; lru (least recently used); or arc, which keeps chunks longer that are used again.",
         Alias(name="cache_policy", convert=_eviction_policy),
     )
     runtime_dir: str = key(
@@ -232,6 +243,9 @@ class NodeConfig(Config):
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()
     tls_client_ca: str = common.tls_client_ca("`tls_ca` for peers, and none for readers of metrics")
+    require_encryption: bool = common.require_encryption(
+        "what would send or keep chunks unencrypted, or call others without TLS"
+    )
     tls_peer_name: str = key(
         TEXT,
         "",
@@ -264,6 +278,32 @@ class NodeConfig(Config):
                 key="remote_ttl",
             )
 
+        if self.require_encryption:
+            refuse_unencrypted(self._unencrypted())
+
+    def _unencrypted(self) -> Iterator[Gap]:
+        """What of this configuration does not encrypt."""
+        if self.enable_p2p:
+            for name in ("tls_cert", "tls_key", "tls_ca"):
+                if not getattr(self, name):
+                    yield Gap(name, "nodes call each other without TLS", f"set {name}, or enable_p2p: false")
+            if self.transfer_channel not in PRIVATE_CHANNELS:
+                yield Gap(
+                    "transfer_channel",
+                    f"{self.transfer_channel} does not encrypt",
+                    "set transfer_channel to tcp or auto",
+                )
+            if not self.transfer_encryption:
+                yield Gap("transfer_encryption", "it is false", "remove it")
+        if self.coordinator_address and not self.tls_ca:
+            yield Gap("tls_ca", "coordinators are called without TLS", "set tls_ca")
+        if self.local_disk:
+            yield Gap("local_disk", "chunks on disk are not encrypted", "remove local_disk")
+        if self.remote_url:
+            yield Gap("remote_url", "chunks in the store are not encrypted", "remove remote_url")
+        for tier in self.tiers:
+            yield Gap("tiers", f"lmkv cannot know whether {tier['name']} encrypts", "remove it from tiers")
+
     @property
     def credentials(self) -> Credentials:
         """Credentials for the coordinator. Raises `ConfigError` if a file is invalid."""
@@ -276,6 +316,12 @@ class NodeConfig(Config):
         if not (self.tls_cert and self.tls_ca):
             return Credentials(token=self.credentials.token)
         return replace(self.credentials, client_ca=self.tls_client_ca or self.tls_ca, name=self.tls_peer_name)
+
+    @property
+    def transfer_tls(self) -> Credentials | None:
+        """Credentials of the transfer channel tcp; None if it does not encrypt."""
+        tls = self.peer_tls
+        return tls if tls.cert and self.transfer_encryption else None
 
     @property
     def metrics_tls(self) -> Credentials:
@@ -332,6 +378,11 @@ class NodeConfig(Config):
     def engine_socket(self) -> Path:
         """Unix socket of `EngineService`. Raises `ConfigError` if its path is too long."""
         return self._socket("engine.sock")
+
+    @property
+    def attach_socket(self) -> Path:
+        """Unix socket of `Attach` streams of frames. Raises `ConfigError` if its path is too long."""
+        return attach_socket_beside(self.engine_socket)
 
     @property
     def pool_socket(self) -> Path:

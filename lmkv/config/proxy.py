@@ -2,77 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lmkv.auth.credentials import Credentials
 from lmkv.auth.handoff import HandoffKeys
 from lmkv.auth.token import BearerToken
 from lmkv.config import common
 from lmkv.config.kinds import (
-    ADDRESS,
-    ADDRESSES,
     HOST,
-    MILLISECONDS,
     PATH,
     PORT,
     SECONDS,
     SECONDS_OR_ZERO,
-    SECRET,
-    SIZE,
     Kind,
     choice,
     whole,
 )
-from lmkv.config.schema import Alias, Config, key
+from lmkv.config.router import POLICY, URLS, RouterConfig, items
+from lmkv.config.schema import key
 from lmkv.errors import ConfigError
-from lmkv.units import GIB
-
-
-def _items(raw: object) -> list[Any]:
-    """Items of a list, of JSON, of comma-separated text, or of a repeated flag."""
-    if isinstance(raw, str):
-        try:
-            content = json.loads(raw)
-        except ValueError:  # IPv6 addresses have brackets too
-            content = None
-        return content if isinstance(content, list) else [item.strip() for item in raw.split(",")]
-    if isinstance(raw, list | tuple):
-        return [item for each in raw for item in (_items(each) if isinstance(each, str) else [each])]
-    return [raw]
 
 
 def _hosts(raw: object) -> tuple[str, ...]:
-    return tuple(HOST.parse(item) for item in _items(raw))
+    return tuple(HOST.parse(item) for item in items(raw))
 
 
 def _ports(raw: object) -> tuple[int, ...]:
-    ports = tuple(PORT.parse(item) for item in _items(raw) if item != "")
+    ports = tuple(PORT.parse(item) for item in items(raw) if item != "")
     if 0 in ports:
         raise ValueError
     return ports
-
-
-def _urls(raw: object) -> tuple[str, ...]:
-    return tuple(_url(item) for item in _items(raw) if item != "")
-
-
-def _url(raw: object) -> str:
-    if not isinstance(raw, str):
-        raise TypeError
-    address = re.fullmatch(r"(https?://|)([^/]+)/*", raw)
-    if address is None or not ADDRESS.parse(address[2]):
-        raise ValueError
-    return f"{address[1] or 'http://'}{address[2]}"
-
-
-def _header(raw: object) -> str:
-    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", raw):
-        raise ValueError
-    return raw.lower()
 
 
 HOSTS = Kind(metavar="HOSTS", expects="host names or addresses, without ports", parse=_hosts, write=",".join)
@@ -82,29 +42,15 @@ PORTS = Kind(
     parse=_ports,
     write=lambda ports: ",".join(map(str, ports)),
 )
-URLS = Kind(
-    metavar="URL",
-    expects="engines such as http://10.0.0.7:8000",
-    parse=_urls,
-    write=",".join,
-    repeatable=True,
-)
 ENGINE_COUNT = whole(0, 1024, "a number of engines from 0 to 1024 (0: as many as hosts or ports are named)")
-_POLICY = choice("round_robin", "least_loaded", "kv_aware")
-POLICY = Kind(
-    metavar=_POLICY.metavar,
-    expects=_POLICY.expects,
-    parse=lambda raw: _POLICY.parse(raw.replace("-", "_") if isinstance(raw, str) else raw),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyConfig(Config):
+class ProxyConfig(RouterConfig):
     """Configuration of `lmkv proxy`."""
 
     replaced_flags: ClassVar[Sequence[str]] = ("proxy_host", "proxy_port", "decoder_init_port", "decoder_alloc_port")
 
-    host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
     port: int = key(PORT, 9100, "Port of the OpenAI API; 0: a free one.")
     mode: str = key(
         choice("pd", "route"),
@@ -132,44 +78,14 @@ class ProxyConfig(Config):
         "How the engine of a request is selected: round_robin, least_loaded, or kv_aware (the engine that holds "
         "most of the prompt).",
     )
-    coordinator_address: tuple[str, ...] = key(
-        ADDRESSES,
-        (),
-        "Address of the coordinator, or of several, for kv_aware; empty: none.",
-        *common.COORDINATOR_ALIASES,
-    )
-    lookup_timeout: float = key(
-        SECONDS,
-        0.1,
-        "Maximum time that a request waits for a lookup, in seconds.",
-        Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
-    )
-    load_tokens: int = key(
-        whole(0, 1 << 20, "a number of tokens"),
-        512,
-        "Tokens of the prompt that an engine must hold to outweigh one more request in flight; for kv_aware.",
-    )
-    session_header: str = key(
-        Kind(metavar="NAME", expects="the name of a header", parse=_header),
-        "x-session-id",
-        "Header whose requests with the same value go to the same engine; without it OpenAI's `user` is used.",
-    )
-    session_ttl: float = key(
-        SECONDS_OR_ZERO, 600.0, "Time that a session stays with its engine without a request, in seconds; 0: none."
-    )
     request_timeout: float = key(
         SECONDS, 600.0, "Maximum time for one request, including its whole answer, in seconds."
-    )
-    health_interval: float = key(SECONDS, 1.0, "Time between two health checks of an engine, in seconds.")
-    health_timeout: float = key(
-        SECONDS, 2.0, "Timeout of a health check; an engine is unhealthy after three of them, in seconds."
     )
     max_concurrent_requests: int = key(
         whole(1, 1 << 20, "a number of requests above 0"),
         1024,
         "Maximum number of concurrent requests; further ones are answered 503.",
     )
-    max_body_size: float = key(SIZE, 32 / 1024, "Maximum size of a request, in GiB by default.")
     allowed_hosts: tuple[str, ...] = common.allowed_hosts("the proxy")
     max_connections_per_client: int = common.max_connections_per_client(1024)
     stop_timeout: float = key(
@@ -178,28 +94,20 @@ class ProxyConfig(Config):
     stats_interval: float = key(
         SECONDS, 5.0, "Time between two tables of latencies in the log while there is traffic, in seconds."
     )
-    engine_api_key: str = key(SECRET, "", "API key for the proxy's own requests to engines; no flag takes it.")
-    tls_ca: str = common.tls_ca()
-    tls_cert: str = common.tls_cert()
-    tls_key: str = common.tls_key()
-    tls_client_ca: str = common.tls_client_ca("clients need none")
     engine_tls_ca: str = key(
         PATH,
         "",
         "PEM file of the CAs of engines' certificates; if set, prefill and decode engines are called over HTTPS.",
         shown_default="empty: those that the system trusts",
     )
-    cluster_secret: str = common.cluster_secret()
-    auth_token: str = common.auth_token()
-    auth_token_file: str = common.auth_token_file()
-    auth_tokens: str = common.auth_tokens("see the proxy's page and metrics")
-    log_level: str = common.log_level()
-    log_format: str = common.log_format()
+    auth_tokens: str = common.auth_tokens(
+        "see the proxy's page and metrics and, with a cache_salt_policy, send requests"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mode == "route" and not self.engines:
-            raise ConfigError("mode is route, but there is no engine; set engine to http://HOST:PORT", key="engines")
+            raise ConfigError("mode is route, but there is no engine; set engines to http://HOST:PORT", key="engines")
         if self.mode == "pd" and self.engines:
             raise ConfigError(
                 "engine is for mode route, but mode is pd; set mode to route, or set prefill and decode engines by "
@@ -211,34 +119,14 @@ class ProxyConfig(Config):
                 "policy is kv_aware, which needs a coordinator; set coordinator_address",
                 key="coordinator_address",
             )
+        common.check_cache_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)
         if self.mode == "pd":
             _ = self.prefillers, self.decoders
-
-    @property
-    def credentials(self) -> Credentials:
-        """Credentials for the coordinator. Raises `ConfigError` if a file is invalid."""
-        token = BearerToken(text=self.auth_token, file=self.auth_token_file)
-        return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
 
     @property
     def handoff_keys(self) -> HandoffKeys:
         """Keys of the proofs of handoffs."""
         return HandoffKeys(self.cluster_secret, BearerToken(text=self.auth_token, file=self.auth_token_file))
-
-    @property
-    def client_tls(self) -> Credentials:
-        """Credentials of the server."""
-        return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
-
-    @property
-    def engine_tls(self) -> Credentials:
-        """Credentials for engines with https URLs."""
-        return Credentials(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
-
-    @property
-    def max_body_bytes(self) -> int:
-        """`max_body_size` in bytes."""
-        return round(self.max_body_size * GIB)
 
     @property
     def prefillers(self) -> tuple[str, ...]:

@@ -42,8 +42,10 @@ def key(kind: Kind[T], default: T | Callable[[], T], doc: str, *aliases: str | A
 
 
 def keys(cls: type[Config]) -> Mapping[str, Key]:
-    """The keys of a configuration class by name, in order of declaration."""
-    return {item.name: item.metadata["key"] for item in fields(cls) if "key" in item.metadata}
+    """The keys of a configuration class by name, in order of declaration: its own, then those of its base."""
+    declared = {item.name: item.metadata["key"] for item in fields(cls) if "key" in item.metadata}
+    own = [name for name in cls.__annotations__ if name in declared]
+    return {name: declared[name] for name in [*own, *declared]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ PREFIX = "LMKV_"
 FILE_VARIABLE = "LMKV_CONFIG_FILE"
 LMCACHE_PREFIX = "LMCACHE_"
 LMCACHE_FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
+MAX_VALUES = 10_000
+"""Values in a file. With aliases a few lines can stand for more than the memory holds."""
 
 # Kubernetes sets variables for every service in every container: LMKV_PORT=tcp://10.0.0.1:9000 is no configuration.
 _SERVICE_LINK = re.compile(r"(LMKV|LMCACHE)_(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)")
@@ -60,8 +62,12 @@ def read_file(path: Path, named_by: str) -> list[SourceEntry]:
         raise ConfigError(
             f"cannot read the configuration file {path}: {error.strerror}; it is set by {named_by}", path=path
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is too deeply nested", path=path) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}", path=path) from None
+    if not _is_bounded(content):
+        raise ConfigError(f"{path} has more than {MAX_VALUES} values, aliases included", path=path)
     if content is None:
         return []
     if not isinstance(content, dict):
@@ -106,18 +112,38 @@ def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
-        """Refuses duplicate keys, of which YAML would use the last."""
+        """Refuses duplicate keys, of which YAML would use the last, and mappings that merges make too large."""
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            super().flatten_mapping(node)
+            if len(node.value) > MAX_VALUES:
+                raise yaml.MarkedYAMLError(problem="a mapping has too many keys", problem_mark=node.start_mark)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for name, _ in node.value:
+                if not isinstance(name.value, str):  # a list or a mapping: refused below
+                    continue
                 if name.value in seen:
                     raise yaml.MarkedYAMLError(problem=f"{name.value} is set twice", problem_mark=name.start_mark)
-                if isinstance(name.value, str):
-                    seen.add(name.value)
+                seen.add(name.value)
             return super().construct_mapping(node, deep)
 
     return StrictLoader
+
+
+def _is_bounded(content: object) -> bool:
+    """Whether content has at most `MAX_VALUES` values; one that several aliases name counts each time."""
+    pending, count = [content], 0
+    while pending and count <= MAX_VALUES:
+        value = pending.pop()
+        count += 1
+        if isinstance(value, dict):
+            pending += value.keys()
+            pending += value.values()
+        elif isinstance(value, list | tuple | set):
+            pending += value
+    return count <= MAX_VALUES
 
 
 def _one_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from lmkv.config.client import ClientConfig
+from lmkv.config.client import ClientConfig, WebhookConfig
 from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
@@ -46,7 +46,7 @@ def spellings(cls: type[Config]) -> Mapping[str, tuple[str, Alias]]:
 @cache
 def known_spellings() -> frozenset[str]:
     """All spellings of all keys of all processes, and the keys in `REPLACED`."""
-    processes = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, ClientConfig)
+    processes = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, WebhookConfig, ClientConfig)
     return frozenset(REPLACED).union(*(spellings(cls) for cls in processes))
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.errors import BadChunkKey, BadTokens
-from lmkv.keys import MAX_KEYS, KeyChain, as_tokens, chunk_keys, join_keys, root_key, split_keys
+from lmkv.keys import MAX_KEYS, KeyChain, as_tokens, chunk_keys, join_keys, partial_keys, root_key, split_keys
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
 FINGERPRINT = bytes(range(16))
@@ -57,6 +57,21 @@ def test_golden_vectors_hold_for_lmkv_and_for_the_specification(case: Mapping[st
     keys = chunk_keys(as_tokens(case["tokens"]), root, case["chunk_size"], partial=case["partial"], extras=extras)
     assert root.hex() == case["root"] == naive_root(case).hex()
     assert [key.hex() for key in keys] == case["keys"] == naive_keys(case)
+
+
+@pytest.mark.parametrize("case", GOLDEN["chains"], ids=lambda case: str(case["name"]))
+def test_keys_of_partial_chunks_are_those_of_the_chain(case: Mapping[str, Any]) -> None:
+    tokens, size = as_tokens(case["tokens"]), case["chunk_size"]
+    extras = {int(index): bytes.fromhex(extra) for index, extra in case["extras"].items()}
+    chain = KeyChain(root_key(FINGERPRINT), size, extras)
+    chain.extend(tokens)
+    for number in range(-(-tokens.size // size)):
+        parent = chain.keys[number - 1] if number else chain.root
+        rest = tokens[number * size : (number + 1) * size]
+        lengths = range(1, min(rest.size, size - 1) + 1)
+        expected = [(length, chain.partial(tokens[: number * size + length])) for length in lengths]
+        assert partial_keys(parent, rest, lengths, extras.get(number, b"")) == expected
+        assert partial_keys(parent, rest, lengths[1::2], extras.get(number, b"")) == expected[1::2]
 
 
 def test_no_two_golden_roots_are_alike_unless_they_should_be() -> None:

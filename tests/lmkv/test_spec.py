@@ -40,6 +40,7 @@ CHANGES: dict[str, Any] = {
     "block_size": 64,
     "rule": PART_RULE_END,
     "layers": "others",
+    "weight_version": "step-2",
     "more_parts": (KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_END),),
 }
 """A change of each field that decides, but of `span`, which changes with `rule`: test_parts.py."""

@@ -21,11 +21,13 @@ from tests.support.tokens import entry, write
 class Recorder(CacheServiceServicer):
     """Records the identity of each caller. It answers one RPC."""
 
+    Explain: Any = None
     LookupStream: Any = None
     Move: Any = None
     Pin: Any = None
     Unpin: Any = None
     ListPins: Any = None
+    Hint: Any = None
     Clear: Any = None
     Drain: Any = None
     Watch: Any = None

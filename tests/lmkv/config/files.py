@@ -14,12 +14,14 @@ from lmkv.config import (
     ConnectorConfig,
     CoordinatorConfig,
     NodeConfig,
+    PickerConfig,
     ProxyConfig,
+    WebhookConfig,
     load,
 )
 from lmkv.errors import ConfigError
 
-PROCESSES = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, ClientConfig)
+PROCESSES = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, PickerConfig, WebhookConfig, ClientConfig)
 
 
 EMPTY: Mapping[str, str] = {}

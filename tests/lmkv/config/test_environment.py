@@ -44,6 +44,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "node_address": st.sampled_from(["", "/run/a b.sock"]),
     "cluster_secret": text,
     "model_id": text,
+    "weight_version": text,
 }
 
 

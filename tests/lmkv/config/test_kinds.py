@@ -144,7 +144,7 @@ def test_many_words_mean_false(word: str) -> None:
         ("node_linger: -1", 'node_linger must be a time such as 60 (seconds), "2m" or 0'),
         ("lookup_timeout_ms: 3s", "lookup_timeout_ms must be a number of milliseconds above 0, not '3s'"),
         ("cache_policy: LFU", "cache_policy must be LRU or ARC, not 'LFU': lmkv has no such policy"),
-        ("cache_policy: 5", "cache_policy must be one of lru, arc, not 5"),
+        ("cache_policy: 5", "cache_policy must be one of learned, lru, arc, not 5"),
         ("local_cpu: maybe", "local_cpu must be true or false, not 'maybe'"),
         ("discard_partial_chunks: 2", "discard_partial_chunks must be true or false, not 2"),
         (

@@ -8,9 +8,15 @@ from urllib.parse import urlsplit
 
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 """`valkeys` and `rediss` use TLS."""
+TLS_SCHEMES = ("valkeys", "rediss")
 VALKEY_PORT = 6379
 _AWS_HOST = re.compile(r"(?P<bucket>.+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
+
+
+def has_tls(url: str) -> bool:
+    """Whether a URL names a server that is called with TLS."""
+    return urlsplit(url).scheme in TLS_SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmkv.config import NodeConfig, to_comparison
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
-from lmkv.remote_url import parse_remote_url
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,208 @@
+"""The configuration of an endpoint picker, and the keys that it shares with the proxy: both select engines."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lmkv.auth.credentials import Credentials
+from lmkv.auth.token import BearerToken
+from lmkv.config import common
+from lmkv.config.kinds import (
+    ADDRESS,
+    ADDRESSES,
+    HOST,
+    MILLISECONDS,
+    OFF,
+    PATH,
+    PORT,
+    PORT_IF_ANY,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    SECRET,
+    SIZE,
+    Kind,
+    choice,
+    whole,
+)
+from lmkv.config.schema import Alias, Config, key
+from lmkv.errors import ConfigError
+from lmkv.units import GIB
+
+
+def items(raw: object) -> list[Any]:
+    """Items of a list, of JSON, of comma-separated text, or of a repeated flag."""
+    if isinstance(raw, str):
+        try:
+            content = json.loads(raw)
+        except ValueError:  # IPv6 addresses have brackets too
+            content = None
+        return content if isinstance(content, list) else [item.strip() for item in raw.split(",")]
+    if isinstance(raw, list | tuple):
+        return [item for each in raw for item in (items(each) if isinstance(each, str) else [each])]
+    return [raw]
+
+
+def _urls(raw: object) -> tuple[str, ...]:
+    return tuple(_url(item) for item in items(raw) if item != "")
+
+
+def _url(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise TypeError
+    address = re.fullmatch(r"(https?://|)([^/]+)/*", raw)
+    if address is None or not ADDRESS.parse(address[2]):
+        raise ValueError
+    return f"{address[1] or 'http://'}{address[2]}"
+
+
+def _header(raw: object) -> str:
+    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", raw):
+        raise ValueError
+    return raw.lower()
+
+
+URLS = Kind(
+    metavar="URL",
+    expects="engines such as http://10.0.0.7:8000",
+    parse=_urls,
+    write=",".join,
+    repeatable=True,
+)
+HEADER_NAME = Kind(metavar="NAME", expects="the name of a header", parse=_header)
+HEADER_NAME_IF_ANY = Kind(
+    metavar="NAME", expects="the name of a header, or nothing", parse=lambda raw: raw if raw == "" else _header(raw)
+)
+_POLICY = choice("round_robin", "least_loaded", "kv_aware")
+POLICY = Kind(
+    metavar=_POLICY.metavar,
+    expects=_POLICY.expects,
+    parse=lambda raw: _POLICY.parse(raw.replace("-", "_") if isinstance(raw, str) else raw),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(Config):
+    """Base of the configurations of proxy and picker."""
+
+    host: str = key(HOST, "127.0.0.1", "Address to bind; 0.0.0.0 for all.")
+    coordinator_address: tuple[str, ...] = key(
+        ADDRESSES,
+        (),
+        "Address of the coordinator, or of several, for kv_aware; empty: none.",
+        *common.COORDINATOR_ALIASES,
+    )
+    lookup_timeout: float = key(
+        SECONDS,
+        0.1,
+        "Maximum time that a request waits for a lookup, in seconds.",
+        Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
+    )
+    load_tokens: int = key(
+        whole(0, 1 << 20, "a number of tokens"),
+        512,
+        "Tokens of the prompt that an engine must hold to outweigh one more request in flight; for kv_aware.",
+    )
+    session_header: str = key(
+        HEADER_NAME,
+        "x-session-id",
+        "Header whose requests with the same value go to the same engine; without it OpenAI's `user` is used.",
+    )
+    session_ttl: float = key(
+        SECONDS_OR_ZERO, 600.0, "Time that a session stays with its engine without a request, in seconds; 0: none."
+    )
+    health_interval: float = key(SECONDS, 1.0, "Time between two health checks of an engine, in seconds.")
+    health_timeout: float = key(
+        SECONDS, 2.0, "Timeout of a health check; an engine is unhealthy after three of them, in seconds."
+    )
+    max_body_size: float = key(SIZE, 32 / 1024, "Maximum size of a request, in GiB by default.")
+    engine_api_key: str = key(SECRET, "", "API key for lmkv's own requests to engines; no flag takes it.")
+    tls_ca: str = common.tls_ca()
+    tls_cert: str = common.tls_cert()
+    tls_key: str = common.tls_key()
+    tls_client_ca: str = common.tls_client_ca("clients need none")
+    engine_tls_ca: str = key(
+        PATH,
+        "",
+        "PEM file of the CAs of engines' certificates, which must be issued for their addresses.",
+        shown_default="empty: those that the system trusts",
+    )
+    cluster_secret: str = common.cluster_secret()
+    auth_token: str = common.auth_token()
+    auth_token_file: str = common.auth_token_file()
+    cache_salt_policy: str = common.cache_salt_policy()
+    user_header: str = common.user_header(HEADER_NAME_IF_ANY)
+    log_level: str = common.log_level()
+    log_format: str = common.log_format()
+
+    @property
+    def credentials(self) -> Credentials:
+        """Credentials for the coordinator. Raises `ConfigError` if a file is invalid."""
+        token = BearerToken(text=self.auth_token, file=self.auth_token_file)
+        return Credentials(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, token=token)
+
+    @property
+    def client_tls(self) -> Credentials:
+        """Credentials of the servers."""
+        return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
+
+    @property
+    def engine_tls(self) -> Credentials:
+        """Credentials for engines with https URLs."""
+        return Credentials(ca=self.engine_tls_ca, cert=self.tls_cert, key=self.tls_key)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body_size` in bytes."""
+        return round(self.max_body_size * GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickerConfig(RouterConfig):
+    """Configuration of `lmkv picker`."""
+
+    port: int = key(PORT, 9002, "Port of gRPC, which the gateway calls; 0: a free one.")
+    metrics_port: int | None = key(
+        PORT_IF_ANY, OFF, "Port to serve `/metrics`, `/healthz` and `/readyz` on; 0: a free one; off: none."
+    )
+    engines: tuple[str, ...] = key(
+        URLS,
+        (),
+        "Engines; each address of a host name is one, as of a headless Service. The flag may be repeated.",
+        "engine",
+    )
+    policy: str = key(
+        POLICY,
+        "kv_aware",
+        "How the engine of a request is picked: round_robin, least_loaded, or kv_aware (the engine that holds most of "
+        "the prompt).",
+    )
+    request_timeout: float = key(SECONDS, 600.0, "Maximum time of one stream of the gateway, in seconds.")
+    max_concurrent_requests: int = key(
+        whole(1, 1 << 20, "a number of requests above 0"),
+        4096,
+        "Maximum number of streams of the gateway; further requests are answered 429.",
+    )
+    max_body_size: float = key(
+        SIZE,
+        32 / 1024,
+        "Maximum size of a body that is read for the prompt; a larger one is routed by load. In GiB by default.",
+    )
+    allowed_hosts: tuple[str, ...] = common.allowed_hosts("the picker")
+    stop_timeout: float = key(
+        SECONDS_OR_ZERO, 5.0, "Time that streams in flight have to finish when the picker is stopped, in seconds."
+    )
+    auth_tokens: str = common.auth_tokens("call the picker")
+
+    def check_complete(self) -> None:
+        """Raises `ConfigError` if a key is missing without which no request can be served."""
+        if not self.engines:
+            raise ConfigError("there is no engine; set engines to http://HOST:PORT", key="engines")
+        if self.policy == "kv_aware" and not self.coordinator_address:
+            raise ConfigError(
+                "policy is kv_aware, which needs a coordinator; set coordinator_address, or policy to least_loaded",
+                key="coordinator_address",
+            )
+        common.check_cache_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)
