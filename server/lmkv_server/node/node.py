@@ -17,10 +17,13 @@ from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import ServerCalls
+from lmkv.tiers import DISK
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
-from lmkv_server.node.cache.events import CacheEvents
+from lmkv_server.node.cache.events import HOST, CacheEvents
+from lmkv_server.node.cache.losses import Losses
+from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.build import serve_engines
@@ -30,6 +33,8 @@ from lmkv_server.node.fleet import holdings
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.reports import HeldChunk
+from lmkv_server.node.hints.executor import HintExecutor
+from lmkv_server.node.hints.orders import carry_out
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.metrics.build import serve_metrics
 from lmkv_server.node.metrics.collector import NodeMetrics
@@ -73,7 +78,9 @@ class Node:
         """All secondary tiers, in the order in which they are asked."""
         self._peer_side: PeerSide | None = None
         self._stack = AsyncExitStack()
-        self.events = CacheEvents()
+        self._partial_chunks = PartialChunks()
+        self._losses = Losses()
+        self.events = CacheEvents(self._partial_chunks, self._losses)
         """What the tiers store and remove."""
         self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
         self._served_timer: asyncio.TimerHandle | None = None
@@ -100,10 +107,14 @@ class Node:
         stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
         cache = await open_host_cache(config, self.events, stack)
         self.pool, self.tier, self.warm = cache.pool, cache.tier, cache.warm
-        self.engines = EngineSessions(self.tier)
+        self.engines = EngineSessions(self.tier, self._partial_chunks)
+        self._partial_chunks.add_tier(HOST, self.tier)
         context = TierContext(config=config, tier=self.tier, pool=self.pool, events=self.events)
         self.stores = [await stack.enter_async_context(tier) for tier in make_tiers(context)]
         self.disk = next((tier for tier in self.stores if isinstance(tier, DiskTier)), None)
+        if self.disk:
+            self._partial_chunks.add_tier(DISK, self.disk)
+            self.tier.on_supersede = self.disk.supersede
         self._peer_side = await self._open_peer_side()
         self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
@@ -115,11 +126,16 @@ class Node:
             self._peer_side.directory.locate = self.fleet.locate
         self.tiers = self._ordered_tiers()
         await stack.enter_async_context(self._make_pool_socket())
+        self._tier_stack = self._make_tier_stack()
+        self.hints = await stack.enter_async_context(self._make_hints())
+        self.events.subscribe(self.hints.retentions)
         self._service = self._make_engine_service()
         self.metrics = self._make_metrics()
         self.metrics_port = await serve_metrics(config, self.metrics.registry, stack)
         await stack.enter_async_context(self.fleet)
         self.events.subscribe(self.fleet)
+        self._partial_chunks.on_found = self.fleet.stored
+        self.events.subscribe(self._service)
         await self.fleet.started()
         await serve_engines(config, self._service, self._calls, stack)
         self._populating = asyncio.create_task(self._populate())
@@ -155,6 +171,8 @@ class Node:
             engines=self.engines,
             fetcher=self._peer_side.fetcher if self._peer_side else None,
             tiers=self.stores,
+            explain=lambda order: self._service.explainer.explain(order),
+            carry_out_hint=lambda order: carry_out(order, self.hints, self.engines),
         )
 
     def _ordered_tiers(self) -> list[SecondaryTier]:
@@ -178,7 +196,7 @@ class Node:
         return EngineService(
             tier=self.tier,
             sessions=self.engines,
-            stack=TierStack(self.tier, self.tiers, side.receiver if side else None),
+            stack=self._tier_stack,
             senders=side.senders if side else None,
             welcome=engine_service_pb2.Welcome(
                 instance_id=config.instance_id,
@@ -194,6 +212,23 @@ class Node:
             on_replace=self._replace if self._started_by_connector else None,
             on_served=self._served_changed,
             conflicts=lambda: self.fleet.conflicts,
+            snapshot=self.snapshot,
+            hints=self.hints,
+        )
+
+    def _make_tier_stack(self) -> TierStack:
+        receiver = self._peer_side.receiver if self._peer_side else None
+        return TierStack(self.tier, self.tiers, receiver, self._partial_chunks, self._losses)
+
+    def _make_hints(self) -> HintExecutor:
+        return HintExecutor(
+            instance_id=self.config.instance_id,
+            tier=self.tier,
+            stack=self._tier_stack,
+            stores=self.stores,
+            pins=self.orders.pins,
+            on_pinned=self.orders.pins_changed,
+            has_peers=self._peer_side is not None,
         )
 
     def _make_metrics(self) -> NodeMetrics:
@@ -206,6 +241,7 @@ class Node:
             fleet=self.fleet,
             side=self._peer_side,
             lookups=self._service.lookups,
+            hints=self.hints,
             calls=self._calls,
         )
         metrics.registry.register(CertificateEnd(self.config.tls_cert))
@@ -226,17 +262,22 @@ class Node:
             instance_id=self.config.instance_id,
             epoch=self.epoch,
             peer_address=self.peer_address,
-            specs=[spec.to_proto() for spec in self.engines.specs],
+            specs=[spec.to_proto() for spec in self.engines.specs if not spec.is_private],
             version=lmkv.__version__,
             tiers=holdings.usages(self.tier, self.tiers),
             engine_count=self.engines.attached_count,
-            served_models=[model.to_proto() for model in self.engines.served if self.engines.spec(model.fingerprint)],
+            served_models=[
+                model.to_proto()
+                for model in self.engines.served
+                if (spec := self.engines.spec(model.fingerprint)) and not spec.is_private
+            ],
             stats=self._stats(),
         )
 
     def snapshot(self) -> Iterator[HeldChunk]:
         """Every chunk in memory and on disk."""
-        return holdings.held(self.tier, self.disk)
+        chunk_sizes = {spec.fingerprint: spec.chunk_size for spec in self.engines.specs}
+        return holdings.held(self.tier, self.disk, chunk_sizes)
 
     def conflicts_changed(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Sends the conflicts to the engines."""

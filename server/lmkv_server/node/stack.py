@@ -6,20 +6,25 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.tiers import Run
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.losses import Losses
+from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.sessions.extents import MAX_EXTENTS
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
+from lmkv_server.node.tiers.diagnosis import Diagnosis
 from lmkv_server.node.tiers.hit import Hit
 from lmkv_server.node.tiers.item_lookup import ItemLookup
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
+from lmkv_server.node.tiers.tail_lookup import TailLookup
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +35,26 @@ REST_SECONDS = 1.0
 class TierStack:
     """The sources of one node's host tier. One event loop owns it."""
 
-    def __init__(self, tier: HostTier, tiers: Sequence[SecondaryTier], receiver: HandoffReceiver | None = None) -> None:
-        """`tiers` in the order in which they are asked; `receiver` has the handoffs of a node with peers."""
+    def __init__(
+        self,
+        tier: HostTier,
+        tiers: Sequence[SecondaryTier],
+        receiver: HandoffReceiver | None = None,
+        partial_chunks: PartialChunks | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        """`tiers` in the order in which they are asked; `receiver` has the handoffs of a node with peers.
+
+        `partial_chunks` has those of the pool and of the disk; `losses` are those of the pool and all tiers.
+        """
         self._tier = tier
         self._tiers = tiers
         self._receiver = receiver
+        self._partial_chunks = PartialChunks() if partial_chunks is None else partial_chunks
+        self.diagnosis = Diagnosis(tier, tiers, Losses() if losses is None else losses)
+        """Says why chunks are missed."""
         self._clearing: Counter[bytes] = Counter()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[object]] = set()
 
     # --- Handoffs ------------------------------------------------------------------------------------------------
 
@@ -65,10 +83,19 @@ class TierStack:
         """Whether any tier can be asked."""
         return any(tier.usable for tier in self._tiers)
 
-    async def lookup(self, spec: KvSpec, keys: Sequence[ChunkKey], first: int, limit: int | None = None) -> Hit:
+    async def lookup(
+        self,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        first: int,
+        limit: int | None = None,
+        *,
+        root: ChunkKey | None = None,
+    ) -> Hit:
         """Which tiers hold the chunks of a prompt from `first` on without a gap, at most `limit` of them.
 
-        Each tier is asked for what those before it do not hold, within a time of its own. Raises nothing.
+        Each tier is asked for what those before it do not hold, within a time of its own. With the `root` of the key
+        chain, the presences have `partial_lengths`. Raises nothing.
         """
         runs: list[Run] = []
         presences: dict[str, Presence] = {}
@@ -80,12 +107,21 @@ class TierStack:
                 break
             if not tier.usable:
                 continue
-            presence = await tier.lookup(Needs(spec=spec, keys=keys, indices=range(first, len(keys))))
+            presence = await tier.lookup(Needs(spec=spec, keys=keys, indices=range(first, len(keys)), root=root))
             presences[tier.name] = presence
             if count := min(presence.run_from(first), end - first):
                 runs.append(Run(tier=tier.name, chunk_count=count))
                 first += count
         return Hit(runs=tuple(runs), presences=presences)
+
+    def begin_tail(self, spec: KvSpec, prompt: PromptTokens, keys: Sequence[ChunkKey], end: int) -> TailLookup:
+        """Begins a lookup of the tail of a hit that ends before chunk `end` of `keys`, in the pool."""
+        return TailLookup(self._tier, self._partial_chunks, spec, prompt, keys, end)
+
+    async def ask_for_tail(self, lookup: TailLookup, spec: KvSpec, hit: Hit, tokens_per_second: float) -> None:
+        """Asks the tiers for a longer tail of the `hit` than the pool has. Raises nothing."""
+        if not self._clearing[spec.fingerprint]:
+            await lookup.ask(self._tiers, hit, tokens_per_second)
 
     def begin_items(self, spec: KvSpec, chunk_keys: Sequence[ChunkKey]) -> ItemLookup:
         """Begins a lookup of a prompt whose chunks have several parts, in the pool."""
@@ -96,8 +132,8 @@ class TierStack:
         if not self._clearing[lookup.spec.fingerprint]:
             await lookup.ask(self._tiers, budget_bytes)
 
-    def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, int]:
-        """The runs before the first that takes longer to load than to compute, and how many chunks the others have.
+    def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, tuple[Run, ...]]:
+        """The runs before the first that takes longer to load than to compute, and the others.
 
         A run whose time is not known is kept, and so are all if the engine's prefill rate is not known.
         """
@@ -110,8 +146,8 @@ class TierStack:
                     name: Presence(asked=presence.asked) if name in dropped else presence
                     for name, presence in hit.presences.items()
                 }
-                return Hit(runs=hit.runs[:at], presences=known), sum(late.chunk_count for late in hit.runs[at:])
-        return hit, 0
+                return Hit(runs=hit.runs[:at], presences=known), hit.runs[at:]
+        return hit, ()
 
     async def load(
         self,
@@ -122,14 +158,18 @@ class TierStack:
         timeout_seconds: float,
         on_chunks: OnChunks,
         handoff_id: str = "",
+        *,
+        root: ChunkKey | None = None,
     ) -> Loaded:
         """Loads `keys[first:]` into host memory; `hit` is what a lookup of the prompt, or a part of it, found.
+
+        `root` is the root of the key chain, if that is known.
 
         `on_chunks` gets the chunks in their order, by index in `keys`, each with a hold that the callee ends. A tier is
         asked again only about chunks that the lookup did not ask it for. Raises nothing but for cancellation.
         """
         began = time.monotonic()
-        progress = Progress(self._tier, spec, keys, first, on_chunks, items=hit.items)
+        progress = Progress(self._tier, spec, keys, first, on_chunks, items=hit.items, root=root)
         error: LmkvError | None = None
         try:
             if handoff_id and self._receiver:
@@ -151,26 +191,36 @@ class TierStack:
             progress.close()
         return progress.result(error)
 
-    def clear(self, fingerprint: bytes) -> Awaitable[int]:
+    def clear(self, fingerprint: bytes, *, shared: bool = True) -> Coroutine[None, None, int]:
         """Drops every chunk of one spec that is not pinned. From the call on none is found.
 
         The result is the number of chunks that the node itself held; it is known once its own tiers have dropped them.
+        `shared`: also from stores that nodes share.
         """
         dropped = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
         kept = {chunk.key for chunk in self._tier if chunk.pins}
-        self._tier.drop(dropped)
+        self._tier.drop(dropped, MissReason.CLEARED)
         self._clearing[fingerprint] += 1
-        return self._clear_tiers(Selection(fingerprint=fingerprint, kept=kept, counted=dropped), len(dropped))
+        selection = Selection(fingerprint=fingerprint, kept=kept, counted=dropped)
+        return self._clear_tiers(selection, len(dropped), shared=shared)
 
-    async def _clear_tiers(self, selection: Selection, chunk_count: int) -> int:
+    def forget(self, spec: KvSpec) -> None:
+        """Begins to drop the chunks of a spec that no engine of this node will use; shared stores keep those of a spec
+        that engines of other nodes may have."""
+        self._begin(self.clear(spec.fingerprint, shared=spec.is_private))
+
+    def _begin(self, work: Coroutine[None, None, object]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _clear_tiers(self, selection: Selection, chunk_count: int, *, shared: bool) -> int:
         try:
             for tier in self._tiers:
                 if tier.is_local:
                     chunk_count += (await tier.drop(selection)).chunk_count
-                else:
-                    task = asyncio.create_task(self._drop(tier, selection))
-                    self._background.add(task)
-                    task.add_done_callback(self._background.discard)
+                elif shared:
+                    self._begin(self._drop(tier, selection))
         finally:
             self._clearing[selection.fingerprint] -= 1
         return chunk_count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 from lmkv.keys import ChunkKey
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -33,6 +35,11 @@ def chunk_key(number: int) -> ChunkKey:
 def chunk_keys(*numbers: int) -> list[ChunkKey]:
     """Keys by number."""
     return [chunk_key(number) for number in numbers]
+
+
+def hashed_keys(*numbers: int) -> list[ChunkKey]:
+    """Keys by number that differ in their first bytes, as those of prompts do."""
+    return [ChunkKey(sha256(str(number).encode()).digest()[:16]) for number in numbers]
 
 
 def admit(tier: HostTier, spec: KvSpec, number: int) -> Chunk:

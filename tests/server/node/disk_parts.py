@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region
@@ -55,7 +56,7 @@ class Host:
             assert chunk.key not in self.on_disk
             self.on_disk.add(chunk.key)
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
         if tier == "disk":
             self.on_disk.remove(chunk.key)
 

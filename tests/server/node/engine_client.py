@@ -44,6 +44,8 @@ class EngineClient:
         config: dict[str, str] | None = None,
         worker_count: int = 1,
         answer_seconds: float = ANSWER_SECONDS,
+        *,
+        wants_tier_changes: bool = False,
     ) -> None:
         socket = node if isinstance(node, Path) else node.config.engine_socket
         self.spec = spec or small_spec()
@@ -52,6 +54,7 @@ class EngineClient:
         self._config = config or {}
         self._worker_count = worker_count
         self._answer_seconds = answer_seconds
+        self._wants_tier_changes = wants_tier_changes
         self._channel: Any = rpc.open_channel(f"unix:{socket}")
         self.stub: Any = EngineServiceStub(self._channel)
         self.call: Any = self.stub.Attach()  # type: ignore[call-arg]
@@ -62,6 +65,7 @@ class EngineClient:
             spec=self.spec.to_proto(),
             worker_count=self._worker_count,
             expected_config=self._config,
+            wants_tier_changes=self._wants_tier_changes,
         )
         await self.say(hello=hello)
         self.welcomed = await self.welcome()

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from lmkv import rpc
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
@@ -106,14 +107,15 @@ class Shelf:
     def stored(self, tier: str, chunk: CachedChunk) -> None:
         self.put([chunk.key], token_count=chunk.token_count)
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
         self.take([chunk.key])
 
     def put(self, keys: Iterable[ChunkKey], spec: KvSpec = LLAMA, token_count: int = 256) -> None:
         for key in keys:
-            self.held[key] = HeldChunk(tier=HOST, fingerprint=spec.fingerprint, key=key, token_count=token_count)
+            held = HeldChunk(tier=HOST, fingerprint=spec.fingerprint, key=key, token_count=token_count)
+            self.held[key] = held
             if self.fleet is not None:
-                self.fleet.admitted(HOST, spec.fingerprint, key, token_count)
+                self.fleet.admitted(held)
 
     def take(self, keys: Iterable[ChunkKey]) -> None:
         for key in keys:

@@ -33,6 +33,7 @@ from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
+from tests.support.fork_server import start_module
 from tests.waiting import until
 
 SERVICE = "lmkv.v1.PeerService"
@@ -284,18 +285,12 @@ class Remote:
     def __init__(
         self, instance_id: str, *, spec: str = "large", chunk_count: int = 16, transfer_channel: str = "nixl"
     ) -> None:
-        arguments = f"{instance_id!r}, {spec!r}, {chunk_count}, {transfer_channel!r}"
-        program = f"from tests.server.node.peer_parts import serve; serve({arguments})"
         # Its own would stay if it is killed.
         self._folder = tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": self._folder.name, RUNTIME_VARIABLE: RUNTIME_DIR}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
+        self._process = start_module(
+            "tests.server.node.peer_parts", instance_id, spec, chunk_count, transfer_channel, environment=environment
         )
         said = self._heard()
         self.holder = Holder(
@@ -334,13 +329,14 @@ class Remote:
             self._folder.cleanup()
 
 
-def serve(instance_id: str, spec: str, chunk_count: int, transfer_channel: str) -> None:
+def serve(instance_id: str, spec: str, chunk_count: str, transfer_channel: str) -> None:
     """What a remote's process does: carries out orders until its standard input ends."""
 
     async def run() -> None:
-        parts = Parts(instance_id, spec=SPECS[spec], chunk_count=chunk_count * 4, transfer_channel=transfer_channel)
+        count = int(chunk_count)
+        parts = Parts(instance_id, spec=SPECS[spec], chunk_count=count * 4, transfer_channel=transfer_channel)
         async with parts as node:
-            for key in keys_of(chunk_count):
+            for key in keys_of(count):
                 node.put(key)
             _say({"epoch": node.epoch, "address": node.address})
             while order := await asyncio.to_thread(sys.stdin.readline):
@@ -381,3 +377,7 @@ async def no_grants(owner: Parts) -> None:
 async def lets_go(owner: Remote) -> None:
     """Waits until an owner grants and holds nothing."""
     await until(lambda: owner.ask("grants") == owner.ask("holds") == 0)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

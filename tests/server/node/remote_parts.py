@@ -15,8 +15,8 @@ from typing import Any
 from botocore.config import Config
 from botocore.session import get_session
 
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.pool.pool import Pool
-from lmkv.remote_url import parse_remote_url
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier

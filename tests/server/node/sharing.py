@@ -149,7 +149,9 @@ class _Cache(cache_service_pb2_grpc.CacheServiceServicer):
 
     Clear: Any = None
     Drain: Any = None
+    Hint: Any = None
     ListPins: Any = None
+    Explain: Any = None
     LookupStream: Any = None
     Move: Any = None
     Pin: Any = None

@@ -24,7 +24,7 @@ from tests.server.node.hybrid_engine import FULL, HYBRID, PROMPT, STATE, HybridE
 from tests.server.node.remote_parts import AWS, S3Server
 from tests.server.node.whole_nodes import until_free
 from tests.support.redis_server import RedisServer
-from tests.waiting import eventually, until
+from tests.waiting import WAIT_SECONDS, eventually, until
 
 Pair = tuple[tuple[Node, HybridEngine], tuple[Node, HybridEngine]]
 
@@ -32,7 +32,11 @@ Pair = tuple[tuple[Node, HybridEngine], tuple[Node, HybridEngine]]
 @asynccontextmanager
 async def two_nodes(folder: Path) -> AsyncIterator[tuple[Coordinator, Pair]]:
     async with Coordinator(port=0) as coordinator:
-        more: dict[str, Any] = {"coordinator_address": (coordinator.address,), "enable_p2p": True}
+        more: dict[str, Any] = {
+            "coordinator_address": (coordinator.address,),
+            "coordinator_timeout": WAIT_SECONDS,  # on a busy machine a lookup takes longer than engines would wait
+            "enable_p2p": True,
+        }
         async with engine_at_node(folder, "holder", **more) as holder, engine_at_node(folder, "asker", **more) as asker:
             yield coordinator, (holder, asker)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, small_spec
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
+from tests.support.fork_server import start_module
 from tests.waiting import is_listening
 
 SPEC = small_spec()
@@ -114,7 +113,7 @@ class NodeProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
         environment |= {f"LMKV_{name.upper()}": str(value) for name, value in values.items()}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "lmkv", "node"], env=environment, stderr=log)
+            self.process = start_module("lmkv", "node", environment=environment, log=log)
 
     async def ready(self) -> None:
         """Waits until engines may attach, and until all that was found is verified."""

@@ -14,16 +14,19 @@ def align(size_bytes: int) -> int:
 
 
 class FreeList:
-    """First fit over the free runs of `[0, size_bytes)`; neighbouring runs are always merged.
+    """The free runs of `[0, size_bytes)`; neighbouring runs are always merged.
 
-    First fit keeps the low, already touched end of the pool busy. Chunks of one spec have one size, so that holes fit
-    the next chunk exactly; only several specs and partial chunks in one pool can fragment it.
+    The largest size is taken first fit, which keeps the low, already touched end of the pool busy: chunks of one spec
+    have one size, so that holes fit the next chunk exactly. Smaller sizes, of partial chunks or of other specs, are
+    taken best fit, from the end of their run: they gather at the other end, and leave no holes among full chunks.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = self._free_bytes = self._end = size_bytes // ALIGNMENT * ALIGNMENT
         self._sizes: dict[int, int] = {0: self._end} if self._end else {}
         self._starts: list[int] = list(self._sizes)
+        self._largest = 0
+        """The largest size that was taken."""
 
     @property
     def size_bytes(self) -> int:
@@ -38,12 +41,27 @@ class FreeList:
     def take(self, size_bytes: int) -> int | None:
         """Takes a run of at least `size_bytes` and returns its offset; None if no run is long enough."""
         size = align(size_bytes)
+        if size < self._largest:
+            return self._take_best(size)
         for start in self._starts:
             if self._sizes[start] >= size:
                 self._remove(start, rest=size)
                 self._free_bytes -= size
+                self._largest = size
                 return start
         return None
+
+    def _take_best(self, size: int) -> int | None:
+        """Takes the end of the shortest run that is long enough, of equal ones the last."""
+        best = None
+        for start in self._starts:
+            if self._sizes[start] >= size and (best is None or self._sizes[start] <= self._sizes[best]):
+                best = start
+        if best is None:
+            return None
+        offset = best + self._sizes[best] - size
+        self.take_at(offset, size)
+        return offset
 
     def take_at(self, offset: int, size_bytes: int) -> bool:
         """Takes the run of `size_bytes` at `offset`; False if a part of it is taken."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 
 HOST = "host"
 """Name of the host tier in events."""
@@ -22,6 +23,8 @@ class CachedChunk(Protocol):
     def fingerprint(self) -> bytes: ...
     @property
     def token_count(self) -> int: ...
+    @property
+    def parent(self) -> ChunkKey | None: ...
 
 
 class CacheListener(Protocol):
@@ -30,8 +33,8 @@ class CacheListener(Protocol):
     def stored(self, tier: str, chunk: CachedChunk, /) -> None:
         """The tier holds the chunk and can find it."""
 
-    def removed(self, tier: str, chunk: CachedChunk, /) -> None:
-        """The tier no longer finds the chunk: it was evicted, dropped, or its backend failed."""
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason, /) -> None:
+        """The tier no longer finds the chunk, for this reason: it was evicted, dropped, or its backend failed."""
 
 
 class CacheEvents:
@@ -49,7 +52,7 @@ class CacheEvents:
         for listener in self._listeners:
             listener.stored(tier, chunk)
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
         """Sends the event to every listener."""
         for listener in self._listeners:
-            listener.removed(tier, chunk)
+            listener.removed(tier, chunk, reason)

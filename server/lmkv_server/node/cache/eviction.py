@@ -7,17 +7,19 @@ in line ──choose──► its turn ──it has no hold───────
    ▲                   └─────held, or has children──► set aside ──let go──► evicted first
    └──────────────────────────use─────────────────────────┘
 
-A chunk that is superseded has its turn at once, and is evicted before those that are not.
+A chunk that is superseded has its turn at once, and is evicted before those that are not. A retained chunk has its turn
+when no others are left.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
 
 from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.learned import Learned
 
 _FIRST = 1 << 62
 """What the turns of superseded chunks precede those of all others by."""
@@ -110,7 +112,7 @@ class Arc:
         return key
 
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "arc": Arc}
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {"learned": Learned, "lru": Lru, "arc": Arc}
 """The policies by their value of `eviction_policy`."""
 
 
@@ -131,6 +133,10 @@ class EvictionQueue:
         self._waiting: set[ChunkKey] = set()  # who has an entry there that is not void
         self._turns = 0
         self._superseded: OrderedDict[ChunkKey, None] = OrderedDict()  # whose turn has not come; not in the policy
+        self._superseded_children: dict[ChunkKey, int] = {}  # those among `_children`, also if they were set aside
+        self._retained: dict[ChunkKey, tuple[int, int]] = {}  # priority and turn; not in the policy
+        self._retained_line: list[tuple[int, int, ChunkKey]] = []  # heap; entries unlike those of `_retained` are void
+        self._retained_held: set[ChunkKey] = set()  # whose turn came while they were held; not in that heap
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -156,6 +162,8 @@ class EvictionQueue:
         """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first."""
         for key in reversed(keys):
             assert key in self._parents, "use of a chunk that is not there"
+            if key in self._retained:
+                continue
             if key in self._aside or key in self._superseded:
                 self._back(key)
             self._policy.use(key)
@@ -164,8 +172,52 @@ class EvictionQueue:
         """Has the chunk evicted before all that are not superseded, once it has no hold, unless it is used before."""
         assert key in self._parents, "supersession of a chunk that is not there"
         self._back(key)
+        self._end_retention(key)
         self._policy.forget(key)
         self._superseded[key] = None
+        self._count_superseded(key, 1)
+
+    def retain(self, key: ChunkKey, priority: int) -> None:
+        """Has the chunk evicted after all that are not retained, and after those of lower priority, until `release`."""
+        assert key in self._parents, "retention of a chunk that is not there"
+        self._back(key)
+        self._end_retention(key)
+        self._policy.forget(key)
+        self._turns += 1
+        self._retained[key] = priority, self._turns
+        heapq.heappush(self._retained_line, (priority, self._turns, key))
+        if len(self._retained_line) > 2 * len(self._retained) + 16:
+            in_line = self._retained.keys() - self._retained_held
+            self._retained_line = [(*self._retained[one], one) for one in in_line]
+            heapq.heapify(self._retained_line)
+
+    def release(self, key: ChunkKey) -> None:
+        """Ends a retention, if there is one: the chunk counts as just used."""
+        if key in self._retained:
+            self._end_retention(key)
+            self._policy.use(key)
+
+    def is_retained(self, key: ChunkKey) -> bool:
+        """Whether the chunk is retained."""
+        return key in self._retained
+
+    def tail(self, keys: Sequence[ChunkKey], kept: Container[ChunkKey] = ()) -> list[ChunkKey]:
+        """Those of a prompt's chunks, each behind its parent, that no other prompt continues; the last one first.
+
+        Neither does a chunk of `kept`, which is not among the result. Superseded chunks do not count as a continuation.
+        """
+        found: list[ChunkKey] = []
+        found_children: Counter[ChunkKey] = Counter()
+        for key in reversed(keys):
+            assert key in self._parents, "tail of a chunk that is not there"
+            others = self._children.get(key, 0) - self._superseded_children.get(key, 0) - found_children[key]
+            if key in kept or others > 0:
+                continue
+            found.append(key)
+            parent = self._parents[key]
+            if parent is not None and not self._is_superseded(key):
+                found_children[parent] += 1
+        return found
 
     def hold(self, key: ChunkKey) -> None:
         """Keeps the chunk until `unhold` was called as often."""
@@ -189,6 +241,7 @@ class EvictionQueue:
         while self._superseded:
             key, _ = self._superseded.popitem(last=False)
             if not self._is_held(key):
+                self._count_superseded(key, -1)
                 self._leave(key)
                 return key
             self._turns += 1
@@ -199,7 +252,7 @@ class EvictionQueue:
                 continue
             self._waiting.remove(key)
             if not self._is_held(key):
-                del self._aside[key]
+                self._back(key)
                 self._leave(key)
                 return key
         while (chosen := self._policy.choose()) is not None:
@@ -208,6 +261,14 @@ class EvictionQueue:
                 return chosen
             self._turns += 1
             self._aside[chosen] = self._turns
+        while self._retained_line:
+            priority, turn, key = heapq.heappop(self._retained_line)
+            if self._retained.get(key) != (priority, turn):
+                continue
+            if not self._is_held(key):
+                self._leave(key)
+                return key
+            self._retained_held.add(key)
         return None
 
     def _is_held(self, key: ChunkKey) -> bool:
@@ -215,11 +276,28 @@ class EvictionQueue:
 
     def _back(self, key: ChunkKey) -> None:
         """Takes the chunk back from those that were set aside or are superseded, if it is one."""
+        if self._is_superseded(key):
+            self._count_superseded(key, -1)
         self._superseded.pop(key, None)
         self._aside.pop(key, None)
         self._waiting.discard(key)
 
+    def _is_superseded(self, key: ChunkKey) -> bool:
+        return key in self._superseded or self._aside.get(key, 0) < 0
+
+    def _count_superseded(self, key: ChunkKey, change: int) -> None:
+        parent = self._parents[key]
+        if parent is not None:
+            count = self._superseded_children.pop(parent, 0) + change
+            if count:
+                self._superseded_children[parent] = count
+
+    def _end_retention(self, key: ChunkKey) -> None:
+        self._retained.pop(key, None)
+        self._retained_held.discard(key)
+
     def _leave(self, key: ChunkKey) -> None:
+        self._end_retention(key)
         parent = self._parents.pop(key)
         if parent is not None:
             self._decrease(self._children, parent)
@@ -229,6 +307,9 @@ class EvictionQueue:
             counts[key] -= 1
             return
         del counts[key]
+        if key in self._retained_held and not self._is_held(key):
+            self._retained_held.remove(key)
+            heapq.heappush(self._retained_line, (*self._retained[key], key))
         if key in self._aside and key not in self._waiting and not self._is_held(key):
             self._waiting.add(key)
             heapq.heappush(self._let_go, (self._aside[key], key))
@@ -249,3 +330,10 @@ class EvictionQueue:
         ready = {key for turn, key in self._let_go if self._aside.get(key) == turn}
         assert self._waiting == ready >= {key for key in self._aside if not self._is_held(key)}
         assert self._superseded.keys() <= self._parents.keys() - self._aside.keys()
+        superseded = [self._parents[key] for key in self._parents if self._is_superseded(key)]
+        assert Counter(parent for parent in superseded if parent is not None) == self._superseded_children
+        assert self._retained.keys() <= self._parents.keys() - self._aside.keys() - self._superseded.keys()
+        in_line = {key for priority, turn, key in self._retained_line if self._retained.get(key) == (priority, turn)}
+        assert in_line | self._retained_held == self._retained.keys()
+        assert not in_line & self._retained_held
+        assert all(self._is_held(key) for key in self._retained_held)

@@ -8,12 +8,13 @@ Chunks that an earlier process left in the pool are reserved at their offset, ve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv_server.node.cache.allocator import FreeList, align
 from lmkv_server.node.cache.events import HOST, CacheListener
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
@@ -26,6 +27,8 @@ class Reservation:
     offset: int
     size_bytes: int
     generation: int
+    is_kept_whole: bool = False
+    """Whether a smaller chunk keeps all of the extent."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -49,6 +52,11 @@ class Chunk:
     """The chunk before it in its prompts, if that is known."""
     dropped: bool = False
     """Whether it left the index, and only its holds keep the bytes."""
+    extent_bytes: int = 0
+    """Bytes of the pool that it takes."""
+
+    def __post_init__(self) -> None:
+        self.extent_bytes = self.extent_bytes or align(self.size_bytes)
 
 
 class HostTier:
@@ -72,6 +80,8 @@ class HostTier:
         self._generation = 0
         self._chunk_bytes = 0
         self._evicted_count = 0
+        self.on_supersede: Callable[[ChunkKey], None] = lambda _: None
+        """Called with each chunk that is superseded."""
         self.sealed = False
         """Whether nothing may be overwritten, because a worker of an earlier process may read or write the pool."""
 
@@ -134,6 +144,25 @@ class HostTier:
         """Has the chunk, if it is here and not used again, evicted before others."""
         if key in self._chunks:
             self._queue.supersede(key)
+            self.on_supersede(key)
+
+    def demote(self, key: ChunkKey) -> None:
+        """Has a chunk that is here, and that another tier keeps, evicted from here before others, unless it is used."""
+        self._queue.supersede(key)
+
+    def retain(self, keys: Iterable[ChunkKey], priority: int) -> None:
+        """Has chunks that are here evicted after all that are not retained, until `release`."""
+        for key in keys:
+            self._queue.retain(key, priority)
+
+    def release(self, key: ChunkKey) -> None:
+        """Ends the retention of a chunk, if it is here and retained."""
+        self._queue.release(key)
+
+    def own_tail(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
+        """Those of a prompt's chunks, all in the index, that no other prompt continues and no pin keeps, last first."""
+        kept = {key for key in keys if self._chunks[key].pins}
+        return [self._chunks[key] for key in self._queue.tail(keys, kept)]
 
     def hold(self, chunks: Iterable[Chunk]) -> None:
         """Keeps the bytes of the chunks, each in its own tier, in place until as many `unhold`s."""
@@ -150,7 +179,7 @@ class HostTier:
             if not chunk.dropped:
                 chunk.tier._queue.unhold(chunk.key)
             elif not chunk.holds:
-                chunk.tier._free.give(chunk.offset, chunk.size_bytes)
+                chunk.tier._free.give(chunk.offset, chunk.extent_bytes)
 
     def pin(self, chunks: Collection[Chunk]) -> None:
         """Holds the chunks and keeps them from `clear`, until as many `unpin`s."""
@@ -165,10 +194,18 @@ class HostTier:
             chunk.pins -= 1
         self.unhold(chunks)
 
-    def reserve(self, size_bytes: int, *, evict: bool = True) -> Reservation | None:
+    def reserve(
+        self,
+        size_bytes: int,
+        *,
+        evict: bool = True,
+        reason: MissReason = MissReason.EVICTED_BY_STORE,
+        is_kept_whole: bool = False,
+    ) -> Reservation | None:
         """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed.
 
-        Without `evict` only free memory is used.
+        Without `evict` only free memory is used. `reason` is why the others are evicted. `is_kept_whole`: a smaller
+        chunk keeps all of the extent, so that the next of the same size fits where it was.
         """
         size = align(size_bytes)
         if self.sealed or size > self._free.size_bytes:
@@ -177,17 +214,19 @@ class HostTier:
             key = self._queue.pop() if evict else None
             if key is None:
                 return None
-            self._forget(self._chunks[key])
+            self._forget(self._chunks[key], reason)
             self._evicted_count += 1
-        return self._reserve(offset, size)
+        return self._reserve(offset, size, is_kept_whole=is_kept_whole)
 
     def reserve_at(self, offset: int, size_bytes: int) -> Reservation | None:
         """Reserves the extent at `offset`, whose content is kept; None if a part of it is taken."""
         return self._reserve(offset, align(size_bytes)) if self._free.take_at(offset, size_bytes) else None
 
-    def _reserve(self, offset: int, size_bytes: int) -> Reservation:
+    def _reserve(self, offset: int, size_bytes: int, *, is_kept_whole: bool = False) -> Reservation:
         self._generation += 1
-        reserved = Reservation(offset=offset, size_bytes=size_bytes, generation=self._generation)
+        reserved = Reservation(
+            offset=offset, size_bytes=size_bytes, generation=self._generation, is_kept_whole=is_kept_whole
+        )
         self._reserved[offset] = reserved
         return reserved
 
@@ -202,7 +241,8 @@ class HostTier:
         token_count: int,
         parent: ChunkKey | None = None,
     ) -> Chunk | None:
-        """Makes the bytes at a reserved `offset` visible as a chunk; the extent beyond `size_bytes` is freed.
+        """Makes the bytes at a reserved `offset` visible as a chunk; the extent beyond `size_bytes` is freed, unless
+        it is kept whole.
 
         `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
         None if the chunk is held already: then the whole extent is freed. Raises `GrantNotFound` if nothing is
@@ -215,7 +255,7 @@ class HostTier:
             self.give_back(offset)
             return None
         del self._reserved[offset]
-        used = align(size_bytes)
+        used = reserved.size_bytes if reserved.is_kept_whole else align(size_bytes)
         self._free.give(offset + used, reserved.size_bytes - used)
         chunk = Chunk(
             key=key,
@@ -227,6 +267,7 @@ class HostTier:
             generation=reserved.generation,
             tier=self,
             parent=parent,
+            extent_bytes=used,
         )
         self._chunks[key] = chunk
         self._queue.add(key, parent)
@@ -246,23 +287,23 @@ class HostTier:
         """Reserves nothing behind `offset` any more, where the pool's memory ends. Chunks there stay."""
         self._free.end_at(offset)
 
-    def drop(self, keys: Iterable[ChunkKey]) -> int:
+    def drop(self, keys: Iterable[ChunkKey], reason: MissReason = MissReason.DROPPED) -> int:
         """Drops the chunks, pinned or not; returns how many there were. Held bytes stay until the hold ends."""
         chunks = [chunk for key in keys if (chunk := self._chunks.get(key))]
         for chunk in chunks:
             self._queue.remove(chunk.key)
-            self._forget(chunk)
+            self._forget(chunk, reason)
         return len(chunks)
 
-    def _forget(self, chunk: Chunk) -> None:
+    def _forget(self, chunk: Chunk, reason: MissReason) -> None:
         """Removes a chunk that has left the queue."""
         del self._chunks[chunk.key]
-        self._chunk_bytes -= align(chunk.size_bytes)
+        self._chunk_bytes -= chunk.extent_bytes
         chunk.dropped = True
         if not chunk.holds:
-            self._free.give(chunk.offset, chunk.size_bytes)
+            self._free.give(chunk.offset, chunk.extent_bytes)
         if self._listener:
-            self._listener.removed(HOST, chunk)
+            self._listener.removed(HOST, chunk, reason)
 
     def check(self, dropped_on_hold: Iterable[Chunk] = ()) -> None:
         """Asserts that extents do not overlap and that every byte is free, reserved, held, or kept by a hold."""
@@ -271,10 +312,10 @@ class HostTier:
         assert len(self._queue) == len(self._chunks)
         chunks = [*self, *dropped_on_hold]
         assert all(0 <= chunk.pins <= chunk.holds for chunk in chunks)
-        taken = [(chunk.offset, align(chunk.size_bytes)) for chunk in chunks]
+        taken = [(chunk.offset, chunk.extent_bytes) for chunk in chunks]
         taken += [(r.offset, r.size_bytes) for r in self._reserved.values()]
         taken.sort()
         for (offset, size), (following, _) in pairwise(taken):
             assert offset + size <= following, "extents overlap"
         assert sum(size for _, size in taken) == self.used_bytes
-        assert sum(align(chunk.size_bytes) for chunk in self) == self.chunk_bytes
+        assert sum(chunk.extent_bytes for chunk in self) == self.chunk_bytes

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk
 
@@ -28,6 +29,8 @@ _FIELDS = struct.Struct("<QQQQI?16s16s16s")  # serial, offset, size, checksum, t
 _SEAL = struct.Struct("<I")
 SLOT_BYTES = _FIELDS.size + _SEAL.size
 _EMPTY = bytes(SLOT_BYTES)
+_MAX_SERIAL = 1 << 63
+"""No node gets this far; the serials after it must fit, too."""
 _READ_SLOTS = 1024
 
 
@@ -81,7 +84,7 @@ class Ledger:
         if tier == HOST and isinstance(chunk, Chunk):
             self.put(chunk)
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, _reason: MissReason) -> None:
         """Removes the record of a chunk of the pool."""
         if tier == HOST and isinstance(chunk, Chunk):
             self.drop(chunk.offset)
@@ -123,6 +126,8 @@ class Ledger:
             for slot in range(first, last):
                 record = _unpack(content[(slot - first) * SLOT_BYTES : (slot - first + 1) * SLOT_BYTES])
                 if record is None or record.offset in self._slots:
+                    if record is not None:  # else the next start finds it once the first one is dropped
+                        self._write(slot, _EMPTY)
                     self._empty.append(slot)
                     continue
                 self._slots[record.offset] = slot
@@ -152,5 +157,7 @@ def _unpack(slot: bytes) -> LedgerRecord | None:
     if slot == _EMPTY or _SEAL.pack(crc32(fields)) != seal:
         return None
     serial, offset, size_bytes, checksum, token_count, has_parent, parent, key, fingerprint = _FIELDS.unpack(fields)
+    if serial > _MAX_SERIAL:
+        return None
     above = ChunkKey(parent) if has_parent else None
     return LedgerRecord(serial, offset, size_bytes, checksum, token_count, above, ChunkKey(key), fingerprint)

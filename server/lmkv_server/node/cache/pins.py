@@ -6,11 +6,13 @@ pin ──► in force ──┬── unpin  ──► ended        Pins are co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full
 from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.host import Chunk, HostTier
 
 MAX_PINS = 1000
@@ -29,6 +31,8 @@ class Pin:
     expire_at: float
     """On the clock that `pin` was given the time of."""
     chunks: set[Chunk] = field(default_factory=set)
+    owner: bytes = b""
+    """Whose quota it takes; empty for pins of operators, which have none."""
 
     @property
     def kept(self) -> list[Chunk]:
@@ -43,6 +47,9 @@ class Pins:
         self._revision = 0
         self._tier = tier
         self._pins: dict[str, Pin] = {}
+        self._owned_counts: Counter[tuple[bytes, Chunk]] = Counter()
+        """Pins by their owner, if they have one, and chunk."""
+        self._owned_bytes: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -59,7 +66,20 @@ class Pins:
         """The pin of this id, if it is in force."""
         return self._pins.get(pin_id)
 
-    def pin(self, pin_id: str, keys: Sequence[ChunkKey], now: float, ttl_seconds: float) -> Pin:
+    @property
+    def owned_count(self) -> int:
+        """Pins that have an owner."""
+        return sum(bool(pin.owner) for pin in self)
+
+    def is_owned(self, owner: bytes, chunk: Chunk) -> bool:
+        """Whether a pin of the owner keeps the chunk."""
+        return (owner, chunk) in self._owned_counts
+
+    def owned_bytes(self, owner: bytes | None = None) -> int:
+        """Bytes of the chunks that pins of an owner keep, each counted once, or the sum of all owners."""
+        return self._owned_bytes.total() if owner is None else self._owned_bytes[owner]
+
+    def pin(self, pin_id: str, keys: Sequence[ChunkKey], now: float, ttl_seconds: float, *, owner: bytes = b"") -> Pin:
         """Keeps the longest prefix of `keys` that is held without a gap, for at most `MAX_TTL_SECONDS`.
 
         A pin that is in force keeps these chunks besides its own, and lasts at least as long as before. Raises
@@ -75,10 +95,11 @@ class Pins:
         found = self._tier.find(keys)
         if not found:
             raise ChunkNotFound("not even the first of the chunks to pin is held here")
-        pin = self._pins.setdefault(pin_id, Pin(pin_id=pin_id, expire_at=now))
+        pin = self._pins.setdefault(pin_id, Pin(pin_id=pin_id, expire_at=now, owner=owner))
         added = set(found) - pin.chunks
         self._tier.pin(added)
         pin.chunks |= added
+        self._own(pin, added)
         pin.expire_at = max(pin.expire_at, now + min(ttl_seconds, MAX_TTL_SECONDS))
         self._revision += 1
         return pin
@@ -107,8 +128,24 @@ class Pins:
         pin = self._pins.pop(pin_id, None)
         if pin is not None:
             self._tier.unpin(pin.chunks)
+            self._disown(pin)
             self._revision += 1
         return pin
+
+    def _own(self, pin: Pin, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks if pin.owner else ():
+            if not self._owned_counts[pin.owner, chunk]:
+                self._owned_bytes[pin.owner] += align(chunk.size_bytes)
+            self._owned_counts[pin.owner, chunk] += 1
+
+    def _disown(self, pin: Pin) -> None:
+        for chunk in pin.chunks if pin.owner else ():
+            self._owned_counts[pin.owner, chunk] -= 1
+            if not self._owned_counts[pin.owner, chunk]:
+                del self._owned_counts[pin.owner, chunk]
+                self._owned_bytes[pin.owner] -= align(chunk.size_bytes)
+        if not self._owned_bytes[pin.owner]:
+            del self._owned_bytes[pin.owner]
 
     def check(self) -> None:
         """Asserts that every chunk counts just its pins, and that only damage takes a pinned chunk out of the index."""
@@ -118,6 +155,12 @@ class Pins:
             assert pin.pin_id == pin_id
             for chunk in pin.chunks:
                 counts[chunk] = counts.get(chunk, 0) + 1
+        owned = Counter((pin.owner, chunk) for pin in self if pin.owner for chunk in pin.chunks)
+        assert owned == self._owned_counts
+        sizes: Counter[bytes] = Counter()
+        for owner, chunk in owned:
+            sizes[owner] += align(chunk.size_bytes)
+        assert sizes == self._owned_bytes
         assert all(chunk.pins == count <= chunk.holds for chunk, count in counts.items())
         assert all(chunk.pins == counts.get(chunk, 0) for chunk in self._tier)
         assert all(chunk.dropped or self._tier.get(chunk.key) is chunk for chunk in counts)

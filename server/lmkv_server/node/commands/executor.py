@@ -1,4 +1,4 @@
-"""Executes coordinator orders (fetch, drop, pin, unpin) on the node's tiers.
+"""Executes coordinator orders (fetch, drop, pin, unpin, explain) on the node's tiers.
 
 `OrderRunner` starts, bounds and cancels them. Each method updates an `OrderProgress` and may be cancelled at any await.
 A chunk that fails is recorded there; an exception means that the whole order failed.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from lmkv.errors import BadMessage, ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
 from lmkv.keys import ChunkKey, split_keys
+from lmkv.misses.reason import MissReason
 from lmkv.tiers import NAMES
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -32,8 +33,15 @@ DROP_BATCH_CHUNKS = 4096
 """Chunks between two yields to the event loop: a few milliseconds."""
 
 
+Explain = Callable[[pb.ExplainOrder], Awaitable[chunk_pb2.PromptExplanation]]
+"""Says where a prompt is. Raises `BadChunkKey` and `KvSpecMismatch`."""
+
+
 class OrderExecutor:
-    """Executes orders on one node's tiers. Without `fetcher` every fetch is refused."""
+    """Executes orders on one node's tiers. Without `fetcher` every fetch is refused.
+
+    `explain` says where prompts are; without it every order to explain is refused.
+    """
 
     def __init__(
         self,
@@ -43,8 +51,10 @@ class OrderExecutor:
         fetcher: PeerFetcher | None,
         pins: Pins,
         tiers: Sequence[SecondaryTier] = (),
+        explain: Explain | None = None,
     ) -> None:
         self._tier = tier
+        self._explain = explain
         self._tiers = tiers
         self._engines = engines
         self._fetcher = fetcher
@@ -70,7 +80,16 @@ class OrderExecutor:
             progress.fetched.extend(chunk for _, chunk in chunks)
             progress.transferred_bytes = fetching.result().size_bytes
 
-        fetching = Progress(self._tier, spec, keys, 0, on_chunks, in_order=False, evict=not order.keep_others)
+        fetching = Progress(
+            self._tier,
+            spec,
+            keys,
+            0,
+            on_chunks,
+            in_order=False,
+            evict=not order.keep_others,
+            evict_reason=MissReason.EVICTED_BY_ORDER,
+        )
         progress.failures = fetching.failures
         peer = Holder(
             instance_id=order.instance_id,
@@ -141,8 +160,14 @@ class OrderExecutor:
                 pinned = ChunkPinned("it is pinned; unpin it first")
                 progress.failures.update((chunk.key, pinned) for chunk in selected if chunk.pins)
             if not order.dry_run:
-                self._tier.drop([chunk.key for chunk in free])
+                self._tier.drop([chunk.key for chunk in free], MissReason.DROPPED if named else MissReason.CLEARED)
             progress.count(free, kept_count=len(selected) - len(free))
+
+    async def explain(self, order: pb.ExplainOrder, progress: OrderProgress) -> None:
+        """Says where a prompt is. Raises `BadMessage` if the node cannot, `BadChunkKey`, `KvSpecMismatch`."""
+        if self._explain is None:
+            raise BadMessage("this node explains no misses", field="explain")
+        progress.explanation = await self._explain(order)
 
     def pin(self, order: pb.PinOrder, progress: OrderProgress) -> None:
         """Pins the head of the order's chunks. Raises `TierUnsupported`, `BadChunkKey`, and what `Pins.pin` raises."""

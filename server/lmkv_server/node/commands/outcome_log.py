@@ -6,6 +6,7 @@ import logging
 
 from lmkv import rpc
 from lmkv.keys import KEY_BYTES
+from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, OUTCOMES_BY_NUMBER
 from lmkv.units import format_bytes, format_duration
 from lmkv.v1 import registry_service_pb2 as pb
 
@@ -19,7 +20,7 @@ def kind_of(order: pb.Order) -> str:
 
 def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
     """Logs the outcome: as a warning if the order or some of its chunks failed, records at debug level."""
-    text = f"order {order.order_id}: {_described(order)}: {outcome.chunk_count} chunks"
+    text = f"order {order.order_id}: {_described(order, outcome)}: {outcome.chunk_count} chunks"
     if outcome.transferred_bytes:
         text += f", {format_bytes(outcome.transferred_bytes)} transferred"
     text += f" in {format_duration(seconds)}"
@@ -28,11 +29,11 @@ def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> No
     for failure in outcome.failures:
         count, reason = len(failure.chunk_keys) // KEY_BYTES, rpc.from_status(failure.status).reason
         text += f"; {count} chunks {reason}: {failure.status.message}"
-    usual = logging.DEBUG if kind_of(order) == "record" else logging.INFO
+    usual = logging.DEBUG if kind_of(order) in ("record", "explain") else logging.INFO
     logger.log(logging.WARNING if outcome.status.code or outcome.failures else usual, "%s", text)
 
 
-def _described(order: pb.Order) -> str:
+def _described(order: pb.Order, outcome: pb.OrderOutcome) -> str:
     match kind_of(order):
         case "fetch":
             return f"fetch from {order.fetch.instance_id}"
@@ -44,6 +45,10 @@ def _described(order: pb.Order) -> str:
             return f"unpin {order.unpin.pin_id}"
         case "cancel":
             return f"cancel {order.cancel.operation_name or f'order {order.cancel.order_id}'}"
+        case "hint":
+            action = ACTIONS_BY_NUMBER.get(order.hint.action, "unknown action")
+            ended = OUTCOMES_BY_NUMBER.get(outcome.hint.outcome, "no outcome")
+            return f"hint {order.hint.hint_id} to {action}: {ended} {outcome.hint.reason}".rstrip()
         case "record":
             return f"record of {order.record.record.operation.name}"
         case kind:

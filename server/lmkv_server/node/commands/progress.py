@@ -23,7 +23,11 @@ class OrderProgress:
     fetched: list[Chunk] = field(default_factory=list)
     """Chunks of `wanted` that the host tier has, each with a hold that `OrderRunner` ends."""
     transferred_bytes: int = 0
+    explanation: chunk_pb2.PromptExplanation | None = None
+    """Answer to an `ExplainOrder`."""
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
+    hint: chunk_pb2.HintResult | None = None
+    """How a hint ended."""
     _chunk_count: int = field(default=0, init=False)
     _token_count: int = field(default=0, init=False)
     _pinned_count: int = field(default=0, init=False)
@@ -46,11 +50,13 @@ class OrderProgress:
         return pb.OrderOutcome(
             order_id=order_id,
             status=rpc.to_status(error) if error else None,
-            chunk_count=self._chunk_count + len(present),
+            chunk_count=self._chunk_count + len(present) + (self.hint.chunk_count if self.hint else 0),
             token_count=self._token_count + sum(chunk.token_count for chunk in present.values()),
             transferred_bytes=self.transferred_bytes,
             pinned_chunk_count=self._pinned_count,
+            explanation=self.explanation,
             failures=grouped(failures if self.wanted else self.failures),
+            hint=self.hint,
         )
 
 

@@ -13,18 +13,20 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
+from lmkv.hints import HintResult
 from lmkv.keys import KEY_BYTES
+from lmkv.rpc.hint_messages import to_proto
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
-from lmkv_server.node.commands.executor import OrderExecutor, new_progress
+from lmkv_server.node.commands.executor import Explain, OrderExecutor, new_progress
 from lmkv_server.node.commands.journal import OrderJournal
 from lmkv_server.node.commands.operation_log import OperationLog
 from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 1024
 """Most orders that run or wait at a time; more are refused as `Full`."""
-LASTING = ("fetch", "drop")
+LASTING = ("fetch", "drop", "hint", "explain")
 """The other kinds end in one step and are always accepted, so that `cancel` always works."""
 MAX_FETCHES = 16
 """Most fetches that run at a time; the others wait."""
@@ -45,6 +47,8 @@ MAX_ORDER_SECONDS = 3600.0
 """Upper bound for the time of an order, and its time if it names none."""
 OFFER_SECONDS = 3.0
 """Time that a coordinator has to take over an operation before it is offered to the next one."""
+
+CarryOutHint = Callable[[pb.HintOrder], Awaitable[HintResult]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +82,12 @@ class OrderRunner:
         engines: EngineSessions,
         fetcher: PeerFetcher | None,
         tiers: Sequence[SecondaryTier] = (),
+        explain: Explain | None = None,
+        carry_out_hint: CarryOutHint | None = None,
     ) -> None:
         self.pins = Pins(tier)
         self.records = OperationLog()
+        self._carry_out_hint = carry_out_hint
         self._listeners: dict[str, Callable[[], None]] = {}
         self._done_counts: Counter[str] = Counter()
         self._failed_counts: Counter[str] = Counter()
@@ -90,7 +97,9 @@ class OrderRunner:
         self._fetching_count = 0
         self._instance_id = instance_id
         self._tier = tier
-        self._executor = OrderExecutor(tier=tier, engines=engines, fetcher=fetcher, pins=self.pins, tiers=tiers)
+        self._executor = OrderExecutor(
+            tier=tier, engines=engines, fetcher=fetcher, pins=self.pins, tiers=tiers, explain=explain
+        )
         self._journal: OrderJournal[pb.OrderOutcome] = OrderJournal()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
@@ -128,6 +137,10 @@ class OrderRunner:
             running_count=len(self._running),
             fetching_count=self._fetching_count,
         )
+
+    def pins_changed(self) -> None:
+        """Reports pins that were made without an order, and ends them in time."""
+        self._pin_timer.changed()
 
     # --- For report streams --------------------------------------------------------------------------------------
 
@@ -210,6 +223,8 @@ class OrderRunner:
                 await self._fetch(order.fetch, progress)
             case "drop":
                 await self._executor.drop(order.drop, progress)
+            case "explain":
+                await self._executor.explain(order.explain, progress)
             case "pin":
                 self._executor.pin(order.pin, progress)
                 self._pin_timer.changed()
@@ -218,6 +233,8 @@ class OrderRunner:
                 self._pin_timer.changed()
             case "cancel":
                 self._cancel(order.cancel)
+            case "hint" if self._carry_out_hint:
+                progress.hint = to_proto(await self._carry_out_hint(order.hint))
             case "record":
                 self.records.put(order.record.record, coordinator)
                 self.records.expire(time.time_ns())

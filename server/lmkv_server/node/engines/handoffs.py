@@ -20,12 +20,12 @@ class EngineHandoffs:
 
     def __init__(
         self,
-        spec: KvSpec,
+        spec: Callable[[], KvSpec],
         senders: HandoffSenders | None,
         answer: Callable[[pb.AttachResponse], None],
         drop_here: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`drop_here` ends a handoff that was to come to this node."""
+        """`spec` is the engine's at the moment. `drop_here` ends a handoff that was to come to this node."""
         self._drop_here = drop_here
         self._spec = spec
         self._senders = senders
@@ -43,7 +43,7 @@ class EngineHandoffs:
             return
         self._running.add(handoff.request_id)
         self._senders.start(
-            self._spec,
+            self._spec(),
             request_id=handoff.request_id,
             decode_instance_id=handoff.decode_instance_id,
             keys=keys,
@@ -65,7 +65,7 @@ class EngineHandoffs:
             self._senders.drop(dropped.request_id, dropped.decode_instance_id)
 
     def close(self) -> None:
-        """The engine is gone."""
+        """Ends all: the engine is gone, or has other weights."""
         for request_id in list(self._running):
             if self._senders:
                 self._senders.cancel(request_id)

@@ -7,7 +7,7 @@ import asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc, telemetry
-from lmkv.errors import BadMessage, LmkvError, Unreachable
+from lmkv.errors import BadMessage, ChunkNotFound, LmkvError
 from lmkv.telemetry import Span
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk
@@ -65,6 +65,7 @@ class EngineLoads:
                 load.timeout.ToNanoseconds() / 1e9,
                 on_chunks,
                 lease.handoff_id,
+                root=lease.root,
             )
         except asyncio.CancelledError:
             if arrived_count < load.chunk_count:
@@ -73,7 +74,7 @@ class EngineLoads:
             return
         error = fetched.error
         if error is None and fetched.chunk_count < load.chunk_count:
-            error = Unreachable("chunks are no longer available")
+            error = ChunkNotFound("chunks are no longer available")
         span.set(
             arrived_chunks=fetched.chunk_count,
             transferred_bytes=fetched.size_bytes,

@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from lmkv import telemetry
-from lmkv.errors import BadMessage
-from lmkv.keys import split_keys
+from lmkv.errors import BadChunkKey, BadMessage
+from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.misses.messages import reason_to_proto
 from lmkv.telemetry import Span
 from lmkv.tiers import HANDOFF, OWN, Run
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import PromptSpan
+from lmkv_server.node.cache.partial_chunks import PromptTokens
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
-from lmkv_server.node.sessions.extents import credit, extent
+from lmkv_server.node.sessions.extents import MAX_EXTENTS, credit, extent
 from lmkv_server.node.sessions.session import EngineSession, LookupLease
 from lmkv_server.node.stack import TierStack
-from lmkv_server.node.tiers.hit import Hit, ItemHit
+from lmkv_server.node.tiers.diagnosis import MissedRun
+from lmkv_server.node.tiers.hit import Hit, ItemHit, Tail
 from lmkv_server.node.tiers.item_lookup import ItemLookup
+from lmkv_server.node.tiers.tail_lookup import TailLookup
+
+MAX_PARTIAL_RESERVES = 1024
+"""Most write credits for partial chunks that one message may ask for."""
+MAX_TOKENS = 262_144
+"""Most tokens of a prompt that a lookup may carry: as many as a message has room for."""
 
 
 class EngineLookups:
@@ -35,19 +47,22 @@ class EngineLookups:
         self._hits: dict[str, Hit] = {}
 
     def lookup(self, lookup: pb.LookupChunks) -> None:
-        """Begins a lookup. Raises `BadChunkKey` or `BadMessage` if its keys or its id cannot be used."""
+        """Begins a lookup. Raises `BadChunkKey` or `BadMessage` if its keys, its tokens or its id cannot be used."""
         if not self._session.spec.has_plain_parts:
             self._lookup_items(lookup)
             return
-        lease = self._session.open(lookup.request_id, split_keys(lookup.chunk_keys))
+        keys, prompt = split_keys(lookup.chunk_keys), prompt_tokens(lookup, self._session.spec.chunk_size)
+        lease = self._session.open(lookup.request_id, keys)
+        lease.root = prompt.root if prompt else None
         lease.handoff_id = lookup.handoff_id
         lease.on_release = self._stack.claim(lookup.handoff_id, self._session.engine_id)
-        span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(lease.keys))
-        if lease.own_count == len(lease.keys) or not self._stack.usable or self._promised(lease)[0]:
+        span = telemetry.follow("lmkv.lookup", lookup.traceparent, asked_chunks=len(keys))
+        if lease.own_count == len(keys) or not self._stack.usable or self._promised(lease)[0]:
             with span:
-                self._answer(lookup, lease, Hit(), span)
+                tail = self._begin_tail(lease, prompt, Hit())
+                self._answer(lookup, lease, Hit(), span, tail=tail.tail if tail else None)
         else:
-            self._tasks.start(lookup.request_id, self._ask(lookup, lease, span))
+            self._tasks.start(lookup.request_id, self._ask(lookup, lease, prompt, span))
 
     def hit(self, request_id: str) -> Hit:
         """What the request's lookup found outside the pool; empty without one."""
@@ -71,19 +86,58 @@ class EngineLookups:
         ]
         self._outbox.put(pb.AttachResponse(credits=granted, settled_part_reserve_counts=settled))
 
+    def reserve_partial(self, sizes: Sequence[int]) -> None:
+        """Grants write credits for partial chunks of these quarters of a chunk; raises `BadMessage` for other ones."""
+        if len(sizes) > MAX_PARTIAL_RESERVES:
+            raise BadMessage(f"{len(sizes)} credits for partial chunks are too many", field="partial_reserves")
+        spec = self._session.spec
+        granted = [
+            credit(reserved, token_count=spec.tokens_in(quarters))
+            for quarters in sizes
+            if (reserved := self._session.reserve_partial(quarters))
+        ]
+        self._outbox.put(pb.AttachResponse(credits=granted, settled_partial_reserves=sizes))
+
     def _check_parts(self, counts: Sequence[int]) -> None:
         if counts and len(counts) >= (part_count := len(self._session.spec.parts)):
             raise BadMessage(f"chunks of this spec have {part_count} parts", field="part_reserve_counts")
 
-    async def _ask(self, lookup: pb.LookupChunks, lease: LookupLease, span: Span) -> None:
+    async def _ask(self, lookup: pb.LookupChunks, lease: LookupLease, prompt: PromptTokens | None, span: Span) -> None:
         with span:
-            spec, limit = self._session.spec, self._session.holdable_count
-            self._answer(lookup, lease, await self._stack.lookup(spec, lease.keys, lease.own_count, limit), span)
+            spec, limit, rate = self._session.spec, self._session.holdable_count, lookup.prefill_tokens_per_second
+            hit = await self._stack.lookup(spec, lease.keys, lease.own_count, limit, root=lease.root)
+            hit, refused = self._stack.without_slow(hit, spec, rate)
+            tail = self._begin_tail(lease, prompt, hit)
+            if tail:
+                await self._stack.ask_for_tail(tail, spec, hit, rate)
+            self._answer(lookup, lease, hit, span, refused, tail.tail if tail else None)
 
-    def _answer(self, lookup: pb.LookupChunks, lease: LookupLease, hit: Hit, span: Span) -> None:
-        hit, refused_count = self._stack.without_slow(hit, self._session.spec, lookup.prefill_tokens_per_second)
-        runs, source = hit.runs, hit.source
+    def _begin_tail(self, lease: LookupLease, prompt: PromptTokens | None, hit: Hit) -> TailLookup | None:
+        """Begins a lookup behind the last chunk of a hit; None if the prompt has no tokens there."""
+        end = lease.own_count + hit.chunk_count
+        if prompt is None or prompt.tokens.size <= end * prompt.chunk_size:
+            return None
+        return self._stack.begin_tail(self._session.spec, prompt, lease.keys, end)
+
+    def _answer(
+        self,
+        lookup: pb.LookupChunks,
+        lease: LookupLease,
+        hit: Hit,
+        span: Span,
+        refused: Sequence[Run] = (),
+        tail: Tail | None = None,
+    ) -> None:
+        asked_count = len(lease.keys)
         promised_count, sender_id = self._promised(lease)
+        full_count = lease.own_count + (promised_count or hit.chunk_count)
+        missed = self._missed(lease, hit, full_count, refused)
+        if promised_count or tail is None or not self._fits(tail, hit):
+            tail = None
+        else:
+            self._session.add_tail(lease, [*lease.keys[:full_count], tail.key], tail.chunk)
+            hit = hit.cut(full_count) if lease.own_count > full_count else hit.with_tail(full_count, tail)
+        runs, source = hit.runs, hit.source
         if promised_count:
             runs, source = (Run(tier=HANDOFF, chunk_count=promised_count),), sender_id
         found = pb.FoundChunks(
@@ -91,21 +145,45 @@ class EngineLookups:
             own=[extent(chunk) for chunk in lease.chunks],
             runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=source,
-            refused_chunk_count=refused_count,
+            refused_chunk_count=sum(run.chunk_count for run in refused),
+            missed=[missed_span(run) for run in missed],
+            partial_key=tail.key if tail else b"",
+            partial_token_count=tail.token_count if tail else 0,
         )
         self._outbox.put(pb.AttachResponse(found=[found]))
-        self._counters.add(asked_count=len(lease.keys), own_count=lease.own_count, runs=runs, refused=refused_count > 0)
+        found_count = full_count + (tail is not None)
+        self._counters.add(
+            asked_count=max(asked_count, found_count),
+            own_count=lease.own_count,
+            runs=runs,
+            refused=bool(refused),
+        )
         span.set(
             own_chunks=lease.own_count,
             peer_instance_id=source,
+            miss_reasons=[run.reason.value for run in missed],
             **{f"{run.tier}_chunks": run.chunk_count for run in runs},
         )
-        found_count = lease.own_count + sum(run.chunk_count for run in runs)
-        self.reserve(lookup.reserve_count - found_count, settled=max(0, lookup.reserve_count))
+        self.reserve(lookup.reserve_count - full_count, settled=max(0, lookup.reserve_count))
         if lease.chunks or runs:
             self._hits[lookup.request_id] = hit
         else:
             self._session.release(lookup.request_id)
+
+    def _missed(self, lease: LookupLease, hit: Hit, end: int, refused: Sequence[Run]) -> list[MissedRun]:
+        """Why the prompt's chunks from `end` on are not offered."""
+        if end >= len(lease.keys):
+            return []
+        is_limited = lease.own_count >= MAX_EXTENTS or self._session.holdable_count <= hit.chunk_count
+        return self._stack.diagnosis.behind(
+            lease.keys, end, refused=refused, presences=hit.presences, is_limited=is_limited
+        )
+
+    def _fits(self, tail: Tail, hit: Hit) -> bool:
+        """Whether the tail of a hit can be held for the engine, and was not evicted meanwhile."""
+        spec = self._session.spec
+        size_bytes = hit.chunk_count * spec.chunk_bytes + spec.size_bytes(tail.token_count)
+        return size_bytes <= self._session.holdable_bytes and not (tail.chunk and tail.chunk.dropped)
 
     # --- Prompts whose chunks have several parts -----------------------------------------------------------------
 
@@ -147,6 +225,14 @@ class EngineLookups:
         sender_id: str = "",
     ) -> None:
         runs, source = found.rest.runs, sender_id or found.rest.source
+        missed: list[MissedRun] = []
+        if found.chunk_count < len(lookup.chunk_keys) // KEY_BYTES:
+            missed = self._stack.diagnosis.behind_items(
+                self._session.spec,
+                split_keys(lookup.chunk_keys),
+                found.chunk_count,
+                refused_count=found.refused_count,
+            )
         message = pb.FoundChunks(
             request_id=lookup.request_id,
             own=[extent(chunk) for chunk in found.own],
@@ -154,6 +240,7 @@ class EngineLookups:
             peer_instance_id=source,
             refused_chunk_count=found.refused_count,
             hit_chunk_count=found.chunk_count,
+            missed=[missed_span(run) for run in missed],
         )
         self._outbox.put(pb.AttachResponse(found=[message]))
         self._counters.add(
@@ -168,6 +255,7 @@ class EngineLookups:
         span.set(
             hit_chunks=found.chunk_count,
             peer_instance_id=source,
+            miss_reasons=[run.reason.value for run in missed],
             **{f"{tier}_chunks": count for tier, count in counts.items()},
         )
         self.reserve(lookup.reserve_count, settled=max(0, lookup.reserve_count))
@@ -193,3 +281,32 @@ class EngineLookups:
     def _promised(self, lease: LookupLease) -> tuple[int, str]:
         """The number of chunks that a handoff will bring, and the instance that sends them."""
         return self._stack.promised(lease.handoff_id, lease.own_count, len(lease.keys))
+
+
+def missed_span(run: MissedRun) -> PromptSpan:
+    """A missed run as messages name it."""
+    span = PromptSpan(chunk_count=run.chunk_count, reason=reason_to_proto(run.reason), tier=run.tier)
+    if run.time:
+        span.remove_time.FromMilliseconds(round(run.time * 1000))
+    return span
+
+
+def prompt_tokens(lookup: pb.LookupChunks, chunk_size: int) -> PromptTokens | None:
+    """The tokens of a lookup; None without any. Raises `BadMessage` or `BadChunkKey` if they cannot be used."""
+    tokens = lookup.tokens
+    if not tokens:
+        return None
+    if len(tokens) % 4 or len(tokens) > 4 * MAX_TOKENS:
+        raise BadMessage(
+            f"tokens have {len(tokens)} bytes; they must be whole ids of 4 bytes each, at most {MAX_TOKENS}",
+            field="tokens",
+            size_bytes=len(tokens),
+        )
+    if len(lookup.root_key) != KEY_BYTES:
+        raise BadChunkKey(f"root_key has {len(lookup.root_key)} bytes, not {KEY_BYTES}", field="root_key")
+    return PromptTokens(
+        root=ChunkKey(lookup.root_key),
+        chunk_size=chunk_size,
+        tokens=np.frombuffer(tokens, "<u4"),
+        extras=dict(lookup.chunk_extras),
+    )

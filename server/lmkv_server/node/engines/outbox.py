@@ -7,7 +7,10 @@ from collections import deque
 from itertools import zip_longest
 
 from lmkv import rpc
+from lmkv.keys import ChunkKey
+from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.engines.change_feed import ChangeFeed
 
 MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Answers are merged into messages of at most this size."""
@@ -19,11 +22,15 @@ MAX_COUNT = 2**31 - 1
 class Outbox:
     """A queue that merges answers until the stream takes them: a busy stream sends fewer, larger messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: ChangeFeed | None = None) -> None:
+        """`changes` are sent with the answers; None if the engine does not want them."""
+        self._changes = changes
         self._pending: deque[pb.AttachResponse] = deque()
         self._last_bytes = 0
         self._filled = asyncio.Event()
         self._ended = False
+        if changes:
+            self._filled.set()
 
     def put(self, part: pb.AttachResponse) -> None:
         """Adds answers to the last message that waits if its size allows, else to a new one."""
@@ -44,6 +51,18 @@ class Outbox:
         self._last_bytes += size_bytes
         self._filled.set()
 
+    def changed(self, tier: chunk_pb2.Tier.ValueType, key: ChunkKey, *, held: bool) -> None:
+        """Adds a change of what the node holds; only with a feed."""
+        assert self._changes is not None
+        self._changes.add(tier, key, held=held)
+        self._filled.set()
+
+    def restart_changes(self) -> None:
+        """Begins again with what the node holds, if changes are sent: the engine has another spec."""
+        if self._changes is not None:
+            self._changes.restart()
+            self._filled.set()
+
     def end(self) -> None:
         """Ends the queue: `take` returns None once it is empty."""
         self._ended = True
@@ -52,9 +71,11 @@ class Outbox:
     async def take(self) -> pb.AttachResponse | None:
         """Waits for the next message; None at the end."""
         await self._filled.wait()
-        if not self._pending:
+        if self._ended and not self._pending:
             return None
-        message = self._pending.popleft()
-        if not self._pending and not self._ended:
+        message = self._pending.popleft() if self._pending else pb.AttachResponse()
+        if self._changes:
+            message.tier_changes.extend(self._changes.take())
+        if not self._pending and not self._changes and not self._ended:
             self._filled.clear()
         return message

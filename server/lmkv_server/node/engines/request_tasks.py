@@ -15,6 +15,9 @@ class RequestTasks:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     def start(self, request_id: str, work: Coroutine[None, None, None]) -> None:
         """Runs `work` until it ends or the request is cancelled."""
         task = asyncio.create_task(work)

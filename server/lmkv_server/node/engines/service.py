@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import ChunkKey, split_keys
+from lmkv.misses.reason import MissReason
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.engines.change_feed import ChangeFeed, TierKey
+from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.stream import EngineStream
+from lmkv_server.node.fleet.holdings import MAPPED_TIERS
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.handoff.senders import HandoffSenders
+from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
@@ -39,6 +46,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         tier: HostTier,
         sessions: EngineSessions,
         stack: TierStack,
+        hints: HintExecutor,
         senders: HandoffSenders | None = None,
         welcome: pb.Welcome,
         config: dict[str, str],
@@ -47,12 +55,17 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         on_replace: Callable[[str], None] | None = None,
         on_served: Callable[[], None] = lambda: None,
         conflicts: Callable[[], Sequence[registry_service_pb2.SpecConflict]] = tuple,
+        snapshot: Callable[[], Iterable[HeldChunk]] = tuple,
     ) -> None:
         """`conflicts` returns the instances of the same models that share nothing with this one.
+
+        `snapshot` returns the chunks that the node holds; it is a listener of what changes there.
 
         `on_replace` ends the node in favor of one that an engine starts; None if engines may not replace it.
         """
         self.lookups = LookupCounters()
+        self.explainer = PromptExplainer(tier, sessions, stack, welcome.epoch)
+        """Says where prompts are, and why parts of them are missed."""
         self._tier = tier
         self._sessions = sessions
         self._stack = stack
@@ -65,18 +78,48 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._on_served = on_served
         self._conflicts = conflicts
         self._buffers = stack.buffers
+        self._snapshot = snapshot
+        self._hints = hints
         self._streams: set[EngineStream] = set()
+        self._followers: set[EngineStream] = set()
+        """Streams of engines that want to know which chunks the node holds."""
 
     def report_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Reports to every engine the instances with which its node shares nothing, and why."""
         for stream in self._streams:
             stream.outbox.put(pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=conflicts)))
 
-    async def Attach(
+    # --- `CacheListener` -----------------------------------------------------------------------------------------
+
+    def stored(self, tier: str, chunk: CachedChunk) -> None:
+        """Reports the chunk to the engines of its spec that want to know."""
+        self._changed(tier, chunk, held=True)
+
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
+        """As `stored`."""
+        self._changed(tier, chunk, held=False)
+
+    def _changed(self, tier: str, chunk: CachedChunk, *, held: bool) -> None:
+        if not self._followers or (mapped := MAPPED_TIERS.get(tier)) is None:
+            return
+        for stream in self._followers:
+            if stream.fingerprint == chunk.fingerprint:
+                stream.outbox.changed(mapped, chunk.key, held=held)
+
+    def _held(self, fingerprint: bytes) -> Iterator[TierKey]:
+        return ((held.tier, held.key) for held in self._snapshot() if held.fingerprint == fingerprint)
+
+    # --- Handlers ------------------------------------------------------------------------------------------------
+
+    def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any
     ) -> AsyncIterator[pb.AttachResponse]:
         """Serves one engine until its stream ends; the response iterator ends with it."""
-        first = await _first(request_iterator)
+        return self.attach(request_iterator)
+
+    async def attach(self, requests: AsyncIterator[pb.AttachRequest]) -> AsyncGenerator[pb.AttachResponse, None]:
+        """As `Attach`, for any transport. Raises the `LmkvError` with which the stream ends."""
+        first = await _first(requests)
         if first is None or not first.HasField("hello"):
             raise BadMessage("the first message must carry hello")
         hello = first.hello
@@ -85,13 +128,25 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         served = served_models(hello.served_models, spec)
         session = self._sessions.attach(hello.engine_id, spec, max(1, hello.worker_count))
         self._sessions.served.announce(session.engine_id, served)
+        self._forget_old_versions(spec)
         stream = EngineStream(
-            self._tier, session, self._stack, self.lookups, self._senders, on_served=partial(self._serve, session)
+            self._tier,
+            session,
+            self._stack,
+            self._hints,
+            self.lookups,
+            self._senders,
+            on_served=partial(self._serve, session),
+            on_reports=self.explainer.note,
+            changes=ChangeFeed(lambda: self._held(session.spec.fingerprint)) if hello.wants_tier_changes else None,
+            on_weights=partial(self._change_weights, session),
         )
         self._streams.add(stream)
+        if hello.wants_tier_changes:
+            self._followers.add(stream)
         self._on_attach()
         logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)
-        reader = asyncio.create_task(stream.read(first, request_iterator))
+        reader = asyncio.create_task(stream.read(first, requests))
         reader.add_done_callback(lambda _: stream.outbox.end())
         try:
             welcome = pb.Welcome()
@@ -105,6 +160,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         finally:
             reader.cancel()
             self._streams.discard(stream)
+            self._followers.discard(stream)
             stream.close()
             if self._buffers:
                 self._buffers.remove(session.engine_id)
@@ -116,6 +172,17 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         """Registers further names under which an engine serves. Raises `BadKvSpec`."""
         if self._sessions.served.announce(session.engine_id, served_models(messages, session.spec)):
             self._on_served()
+
+    def _change_weights(self, session: EngineSession, version: str) -> None:
+        """An engine has other weights now. Raises `BadKvSpec`."""
+        self._sessions.change_weights(session, version)
+        self._forget_old_versions(session.spec)
+        logger.info("engine %s has weights of version %s", session.engine_id, version)
+        self._on_served()
+
+    def _forget_old_versions(self, spec: KvSpec) -> None:
+        for old in self._sessions.drop_old_versions(spec):
+            self._stack.forget(old)
 
     async def Lend(
         self, request_iterator: AsyncIterator[pb.LendRequest], context: Any

@@ -10,16 +10,20 @@ from lmkv import rpc
 from lmkv.attach_order import ATTACH_ORDER
 from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound, LmkvError
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.misses.reason import MissReason
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.engines.change_feed import ChangeFeed
 from lmkv_server.node.engines.handoffs import EngineHandoffs
+from lmkv_server.node.engines.hints import EngineHints
 from lmkv_server.node.engines.loads import EngineLoads
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.lookups import EngineLookups
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
 from lmkv_server.node.handoff.senders import HandoffSenders
+from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.stack import TierStack
 
@@ -34,13 +38,21 @@ class EngineStream:
         tier: HostTier,
         session: EngineSession,
         stack: TierStack,
+        hints: HintExecutor,
         counters: LookupCounters,
         senders: HandoffSenders | None = None,
         *,
         on_served: Callable[[Sequence[chunk_pb2.ServedModel]], None] = lambda _: None,
+        on_weights: Callable[[str], None] = lambda _: None,
+        on_reports: Callable[[Sequence[chunk_pb2.RequestReport]], None] = lambda _: None,
+        changes: ChangeFeed | None = None,
     ) -> None:
-        """`on_served` is called with further names under which the engine serves."""
-        self.outbox = Outbox()
+        """`on_served` is called with further names under which the engine serves, `on_weights` with the version of its
+        weights when they have changed, and `on_reports` with what it reports of requests.
+
+        `changes` are sent to the engine.
+        """
+        self.outbox = Outbox(changes)
         self._tier = tier
         self._counters = counters
         self._session = session
@@ -48,7 +60,9 @@ class EngineStream:
         self._tasks = RequestTasks()
         self._lookups = EngineLookups(session, stack, counters, self.outbox, self._tasks)
         self._loads = EngineLoads(session, stack, self._lookups, self.outbox, self._tasks)
-        self._handoffs = EngineHandoffs(session.spec, senders, self.outbox.put, stack.drop_handoff)
+        self._handoffs = EngineHandoffs(lambda: session.spec, senders, self.outbox.put, stack.drop_handoff)
+        self._on_weights = on_weights
+        self._hints = EngineHints(session, hints, self.outbox)
         self._handlers: dict[str, Callable[[Any], object]] = {
             "served_models": on_served,
             "releases": each(self._release),
@@ -63,8 +77,17 @@ class EngineStream:
             "dropped_handoffs": each(self._handoffs.drop),
             "reset": self._reset,
             "part_reserve_counts": self._lookups.reserve_parts,
+            "weight_version": self._change_weights,
+            "reports": on_reports,
+            "hints": each(self._hints.hint),
+            "partial_reserves": self._lookups.reserve_partial,
         }
         """Carries out each field of `AttachRequest`."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the engine's spec at the moment."""
+        return self._session.spec.fingerprint
 
     async def read(self, first: pb.AttachRequest, rest: AsyncIterator[pb.AttachRequest]) -> None:
         """Carries out messages until the engine ends the stream."""
@@ -88,6 +111,7 @@ class EngineStream:
         """Cancels everything that still runs for the engine."""
         self._tasks.close()
         self._handoffs.close()
+        self._hints.close()
 
     def _release(self, release: pb.ReleaseChunks) -> None:
         self._tasks.cancel(release.request_id)
@@ -119,7 +143,7 @@ class EngineStream:
             self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
 
     def _drop_damaged(self, keys: Sequence[bytes]) -> None:
-        dropped_count = self._tier.drop(split_keys(b"".join(keys), "damaged_keys"))
+        dropped_count = self._tier.drop(split_keys(b"".join(keys), "damaged_keys"), MissReason.DAMAGED)
         logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped_count)
 
     def _return_credit(self, offset: int) -> None:
@@ -131,6 +155,11 @@ class EngineStream:
     def _reserve(self, count: int) -> None:
         if count > 0:
             self._lookups.reserve(count, settled=count)
+
+    def _change_weights(self, version: str) -> None:
+        self._handoffs.close()  # their chunks are of the old version
+        self._on_weights(version)
+        self.outbox.restart_changes()
 
     def _reset(self, _: bool) -> None:
         self._tasks.start("", self._report_reset(self._stack.clear(self._session.spec.fingerprint)))

@@ -206,7 +206,7 @@ class TransferPipeline:
                 )
                 transfer.reject(index)
             elif transfer.is_missing(index):
-                key, parent = transfer.keys[index], transfer.parent(index)
+                key, parent = transfer.keys[index], incoming.remote.parent or transfer.parent(index)
                 if chunk := writes.commit(key, parent, transfer.fingerprint, incoming):
                     self._count(transfer.instance_id, chunk)
                     committed.append((index, chunk))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import numpy as np
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.v1.cache_service_pb2 import Holder
+from lmkv.v1.cache_service_pb2 import Holder, LookupResponse
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
@@ -26,12 +26,25 @@ class Coordinators(Protocol):
     def connected(self) -> bool:
         """Whether a lookup can find anything now."""
 
+    @property
+    def is_configured(self) -> bool:
+        """Whether there are any."""
+
     async def lookup(
-        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, *, fingerprint: bytes = b""
-    ) -> Sequence[Holder]:
+        self,
+        keys: Sequence[ChunkKey],
+        deadline_seconds: float,
+        /,
+        *,
+        fingerprint: bytes = b"",
+        parent_key: bytes = b"",
+        any_key: bool = False,
+    ) -> LookupResponse:
         """The other instances that hold the first key, longest contiguous run first; a failure is a miss.
 
-        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first.
+        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With the key
+        of the chunk before the first: also the lengths of partial chunks behind the longest run. With `any_key`: those
+        that hold the first key that any of them holds.
         """
 
 
@@ -41,6 +54,12 @@ class PeerPresence(Presence):
 
     holders: Sequence[Holder] = ()
     """The longest run first; each `matched_chunk_count` counts from the first key of the prompt."""
+
+    def with_tail(self, index: int, tail: Presence) -> Self:
+        """As `Presence.with_tail`. The holders of the tail count as holders of the chunks before it, too."""
+        of_tail = [_counted_from_start(one, index) for one in tail.holders] if isinstance(tail, PeerPresence) else []
+        others = [one for one in self.holders if all(one.instance_id != other.instance_id for other in of_tail)]
+        return replace(Presence.with_tail(self, index, tail), holders=[*of_tail, *others])
 
 
 class PeerTier:
@@ -60,28 +79,54 @@ class PeerTier:
         """Whether a coordinator answers."""
         return self._coordinators.connected
 
+    @property
+    def is_down(self) -> bool:
+        """Whether there are coordinators, and none answers."""
+        return self._coordinators.is_configured and not self.usable
+
     async def lookup(self, needs: Needs) -> PeerPresence:
         """The needed chunks that the peer with the longest run has. Coordinators match whole hits only."""
         if not needs.indices or not self.usable:
             return PeerPresence(asked=needs.indices)
         if needs.items:
             return await self._lookup_items(needs, needs.items)
+        if needs.any_of:
+            return await self._lookup_any(needs)
         first, last = needs.indices[0], needs.indices[-1]
-        found = await self._coordinators.lookup(needs.keys[first : last + 1], self._lookup_seconds)
-        holders = [_counted_from_start(holder, first) for holder in found]
-        end = max((holder.matched_chunk_count for holder in holders), default=0)
+        parent_key = (needs.keys[first - 1] if first else needs.root) if needs.root else b""
+        found = await self._coordinators.lookup(
+            needs.keys[first : last + 1], self._lookup_seconds, parent_key=parent_key or b""
+        )
+        holders = [_counted_from_start(holder, first) for holder in found.holders]
+        end = max((holder.matched_chunk_count for holder in holders), default=first)
         return PeerPresence(
             asked=needs.indices,
             indices=[index for index in needs.indices if index < end],
             source=holders[0].instance_id if holders else "",
+            end=end,
+            partial_lengths=found.partial_token_counts,
             holders=holders,
+        )
+
+    async def _lookup_any(self, needs: Needs) -> PeerPresence:
+        """The first of the needed chunks that a peer has. The engine has waited for one lookup already."""
+        keys = [needs.keys[index] for index in needs.indices]
+        found = await self._coordinators.lookup(keys, self._lookup_seconds / 2, any_key=True)
+        if not found.holders or not 0 <= found.key_index < len(keys):
+            return PeerPresence(asked=needs.indices)
+        return PeerPresence(
+            asked=needs.indices,
+            indices=[needs.indices[found.key_index]],
+            source=found.holders[0].instance_id,
+            holders=found.holders,
         )
 
     async def _lookup_items(self, needs: Needs, items: PromptItems) -> PeerPresence:
         """The needed items of the longest hit that each peer has. A peer may have others, of other hits."""
-        holders = await self._coordinators.lookup(
+        found = await self._coordinators.lookup(
             items.chunk_keys, self._lookup_seconds, fingerprint=needs.spec.fingerprint
         )
+        holders = found.holders
         held = np.zeros(len(items), np.bool_)
         for count in {min(holder.matched_chunk_count, len(items.chunk_keys)) for holder in holders}:
             held |= items.in_hit(count)

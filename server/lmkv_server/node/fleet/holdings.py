@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 from lmkv.tiers import DISK
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import TierUsage
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -43,19 +45,14 @@ def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
     ]
 
 
-def held(tier: HostTier, disk: DiskTier | None) -> Iterator[HeldChunk]:
-    """Every chunk of these tiers."""
-    for chunk in tier:
-        yield HeldChunk(
-            tier=chunk_pb2.TIER_HOST,
-            fingerprint=chunk.fingerprint,
-            key=chunk.key,
-            token_count=chunk.token_count,
-        )
-    for stored in disk or ():
-        yield HeldChunk(
-            tier=chunk_pb2.TIER_DISK,
-            fingerprint=stored.fingerprint,
-            key=stored.key,
-            token_count=stored.token_count,
-        )
+def held(tier: HostTier, disk: DiskTier | None, chunk_sizes: Mapping[bytes, int]) -> Iterator[HeldChunk]:
+    """Every chunk of these tiers. A partial one, of a spec in `chunk_sizes`, with the chunk before it."""
+    for name, chunks in ((chunk_pb2.TIER_HOST, tier), (chunk_pb2.TIER_DISK, disk or ())):
+        for chunk in cast(Iterable[CachedChunk], chunks):
+            yield HeldChunk(
+                tier=name,
+                fingerprint=chunk.fingerprint,
+                key=chunk.key,
+                token_count=chunk.token_count,
+                parent=chunk.parent if chunk.token_count < chunk_sizes.get(chunk.fingerprint, 0) else None,
+            )

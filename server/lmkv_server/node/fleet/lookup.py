@@ -38,15 +38,14 @@ class CoordinatorLookup:
         instance_id: str,
         keys: Sequence[ChunkKey],
         deadline_seconds: float,
-        *,
-        fingerprint: bytes = b"",
+        **fields: Any,
     ) -> cache_service_pb2.LookupResponse | None:
-        """Instances but this one that hold the first key, longest contiguous run first; None if there is no answer.
+        """Instances but this one that hold the chunks, as `LookupRequest` says; None if there is no answer.
 
-        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first.
+        `fields` are further ones of the request.
         """
         request = cache_service_pb2.LookupRequest(
-            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id, fingerprint=fingerprint
+            chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id, **fields
         )
         method = "lmkv.v1.CacheService/Lookup"
         try:

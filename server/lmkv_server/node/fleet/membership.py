@@ -18,6 +18,7 @@ from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.rpc.resolver import resolve
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import cache_service_pb2, chunk_pb2
@@ -25,6 +26,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.holdings import MAPPED_TIERS
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.fleet.session import CoordinatorSession
 from lmkv_server.node.fleet.shard import SessionState, current_primaries, outdated
 
@@ -171,17 +173,17 @@ class FleetMembership:
     def stored(self, tier: str, chunk: CachedChunk) -> None:
         """Reports a chunk of the host tier or of the disk. Chunks of other tiers are not in the layout map."""
         if (reported := MAPPED_TIERS.get(tier)) is not None:
-            self.admitted(reported, chunk.fingerprint, chunk.key, chunk.token_count)
+            self.admitted(HeldChunk(reported, chunk.fingerprint, chunk.key, chunk.token_count, chunk.parent))
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, _reason: MissReason) -> None:
         """Reports that the tier no longer has the chunk."""
         if (reported := MAPPED_TIERS.get(tier)) is not None:
             self.evicted(reported, chunk.fingerprint, chunk.key)
 
-    def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
+    def admitted(self, chunk: HeldChunk) -> None:
         """Reports a chunk that the node now holds. Call it in the step that makes `snapshot` yield it."""
         for session in self._sessions.values():
-            session.admitted(tier, fingerprint, key, token_count)
+            session.admitted(chunk)
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
         """Reports a chunk that the node no longer holds. Call it in the step that makes `snapshot` omit it."""
@@ -194,6 +196,11 @@ class FleetMembership:
             session.refresh()
 
     # --- Lookups -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the node has coordinators."""
+        return bool(self._names)
 
     @property
     def connected(self) -> bool:
@@ -215,35 +222,44 @@ class FleetMembership:
         return list(found.values())
 
     async def lookup(
-        self, keys: Sequence[ChunkKey], deadline_seconds: float, *, fingerprint: bytes = b""
-    ) -> list[cache_service_pb2.Holder]:
+        self,
+        keys: Sequence[ChunkKey],
+        deadline_seconds: float,
+        /,
+        *,
+        fingerprint: bytes = b"",
+        parent_key: bytes = b"",
+        any_key: bool = False,
+    ) -> cache_service_pb2.LookupResponse:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
-        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first.
+        With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With a
+        `parent_key` and with `any_key`: as the fields of `LookupRequest`.
         Instances without an address are left out: nothing can be fetched from them. Lookups are distributed over the
         coordinators in turn. A partial answer, from a coordinator that does not have all snapshots yet, is returned
         only if no other coordinator answers within the deadline.
         """
+        best = cache_service_pb2.LookupResponse()
         if not keys:
-            return []
+            return best
         self._lookup_count += 1
         deadline = time.monotonic() + deadline_seconds
         sessions = self.sessions
         first = self._lookup_count % max(len(sessions), 1)
-        holders: list[cache_service_pb2.Holder] = []
         for session in sessions[first:] + sessions[:first]:
             left = deadline - time.monotonic()
             if not session.connected or left <= 0:
                 continue
-            response = await session.lookup(keys, left, fingerprint=fingerprint)
-            if response is None:
+            found = await session.lookup(keys, left, fingerprint=fingerprint, parent_key=parent_key, any_key=any_key)
+            if found is None:
                 continue
-            found = [holder for holder in response.holders if holder.peer_address]
-            if not response.partial:
+            for index in reversed([at for at, holder in enumerate(found.holders) if not holder.peer_address]):
+                del found.holders[index]
+            if not found.partial:
                 return found
-            if longest(found) > longest(holders):
-                holders = found
-        return holders
+            if longest(found.holders) >= longest(best.holders):
+                best = found
+        return best
 
     async def locate(self, instance_id: str) -> cache_service_pb2.Holder | None:
         """The node of an instance, as a coordinator has it registered; None if none of those that answer has.

@@ -17,7 +17,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.registration import InstanceLease
-from lmkv_server.node.fleet.reports import ChunkChanges, outcome_reports, record_reports
+from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports, record_reports
 
 FLUSH_SECONDS = 0.005
 """Delay after the first change, to report several together."""
@@ -64,10 +64,10 @@ class ReportStream:
 
     # --- Changes at the node -------------------------------------------------------------------------------------
 
-    def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
+    def admitted(self, chunk: HeldChunk) -> None:
         """Reports a chunk that is now held."""
         if self._changes is not None:  # else this stream carries no chunks, or the snapshot will contain it
-            self._changes.admitted(tier, fingerprint, key, token_count)
+            self._changes.admitted(chunk)
             self._wake.set()
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:

@@ -29,6 +29,8 @@ class HeldChunk(NamedTuple):  # five times faster to make than a frozen dataclas
     fingerprint: bytes
     key: ChunkKey
     token_count: int
+    parent: ChunkKey | None = None
+    """Of a partial chunk: the chunk before it, or the root of the key chain, if that is known."""
 
 
 class ChunkChanges:
@@ -40,17 +42,23 @@ class ChunkChanges:
     def __init__(self, held: Iterable[HeldChunk] = (), limit: int = 0) -> None:
         self._limit = limit
         self._states: dict[tuple[chunk_pb2.Tier.ValueType, bytes], dict[ChunkKey, int]] = defaultdict(dict)
+        self._parents: dict[ChunkKey, ChunkKey] = {}
+        """Of partial chunks, and perhaps of others."""
         self.overflowed = False
-        for tier, fingerprint, key, token_count in held:
+        for tier, fingerprint, key, token_count, parent in held:
             self._states[tier, fingerprint][key] = token_count
+            if parent is not None:
+                self._parents[key] = parent
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
 
-    def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
+    def admitted(self, chunk: HeldChunk) -> None:
         """Adds a chunk that is now held."""
         if not self.overflowed:
-            self._states[tier, fingerprint][key] = token_count
+            self._states[chunk.tier, chunk.fingerprint][chunk.key] = chunk.token_count
+            if chunk.parent is not None:
+                self._parents[chunk.key] = chunk.parent
             self._check_limit()
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
@@ -62,6 +70,7 @@ class ChunkChanges:
     def _check_limit(self) -> None:
         if self._limit and len(self) > self._limit:
             self._states.clear()
+            self._parents.clear()
             self.overflowed = True
 
     def digests(self, tiers: Iterable[chunk_pb2.Tier.ValueType]) -> list[pb.TierDigest]:
@@ -81,12 +90,31 @@ class ChunkChanges:
         for (tier, fingerprint), states in self._states.items():
             items = iter(states.items())
             while part := list(islice(items, room)):
-                report.changes.append(_change(tier, fingerprint, part, chunk_sizes.get(fingerprint, 0)))
+                report.changes.append(self._change(tier, fingerprint, part, chunk_sizes.get(fingerprint, 0)))
                 room -= len(part)
                 if not room:
                     yield report
                     report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
         yield report
+
+    def _change(
+        self,
+        tier: chunk_pb2.Tier.ValueType,
+        fingerprint: bytes,
+        states: list[tuple[ChunkKey, int]],
+        chunk_size: int,
+    ) -> pb.ChunkChange:
+        admitted = [(key, tokens) for key, tokens in states if tokens != _EVICTED]
+        partial = {i: tokens for i, (_, tokens) in enumerate(admitted) if tokens != chunk_size}
+        parents = {i: self._parents.get(admitted[i][0]) for i in partial} if chunk_size else {}
+        return pb.ChunkChange(
+            tier=tier,
+            fingerprint=fingerprint,
+            admitted_keys=join_keys(key for key, _ in admitted),
+            partial_token_counts=partial,
+            evicted_keys=join_keys(key for key, tokens in states if tokens == _EVICTED),
+            partial_parent_keys={i: parent for i, parent in parents.items() if parent is not None},
+        )
 
 
 def outcome_reports(outcomes: Iterable[pb.OrderOutcome]) -> Iterator[pb.ReportRequest]:
@@ -111,16 +139,3 @@ def _shared(parts: Iterable[Part]) -> Iterator[list[Part]]:
         size_bytes += part.ByteSize()
     if shared:
         yield shared
-
-
-def _change(
-    tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, states: list[tuple[ChunkKey, int]], chunk_size: int
-) -> pb.ChunkChange:
-    admitted = [(key, tokens) for key, tokens in states if tokens != _EVICTED]
-    return pb.ChunkChange(
-        tier=tier,
-        fingerprint=fingerprint,
-        admitted_keys=join_keys(key for key, _ in admitted),
-        partial_token_counts={i: tokens for i, (_, tokens) in enumerate(admitted) if tokens != chunk_size},
-        evicted_keys=join_keys(key for key, tokens in states if tokens == _EVICTED),
-    )

@@ -42,6 +42,7 @@ from lmkv_server.node.fleet.context import FleetContext, SessionHooks
 from lmkv_server.node.fleet.lookup import CoordinatorLookup
 from lmkv_server.node.fleet.registration import REGISTER_TIMEOUT_SECONDS, InstanceLease, Registrar
 from lmkv_server.node.fleet.report_stream import ReportStream
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.fleet.shard import SessionState, StreamRole
 
 logger = logging.getLogger(__name__)
@@ -132,10 +133,10 @@ class CoordinatorSession:
 
     # --- Reports -------------------------------------------------------------------------------------------------
 
-    def admitted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey, token_count: int) -> None:
+    def admitted(self, chunk: HeldChunk) -> None:
         """Reports a chunk that the node now holds. Call it in the step that makes `snapshot` yield it."""
         if self._stream is not None:
-            self._stream.admitted(tier, fingerprint, key, token_count)
+            self._stream.admitted(chunk)
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
         """Reports a chunk that the node no longer holds. Call it in the step that makes `snapshot` omit it."""
@@ -186,7 +187,7 @@ class CoordinatorSession:
         return self._registrar.conflicts
 
     async def lookup(
-        self, keys: Sequence[ChunkKey], deadline_seconds: float, *, fingerprint: bytes = b""
+        self, keys: Sequence[ChunkKey], deadline_seconds: float, **fields: Any
     ) -> cache_service_pb2.LookupResponse | None:
         """The other instances that hold the chunks, as `FleetMembership.lookup`; None if there is no answer.
 
@@ -195,9 +196,7 @@ class CoordinatorSession:
         lease = self._registrar.lease
         if not self.connected or lease is None:
             return None
-        response = await self._lookups.lookup(
-            self._cache, lease.instance.instance_id, keys, deadline_seconds, fingerprint=fingerprint
-        )
+        response = await self._lookups.lookup(self._cache, lease.instance.instance_id, keys, deadline_seconds, **fields)
         if self._lookups.is_suspended and self._stream is not None:
             self._stream.probe()
         return response

@@ -23,7 +23,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
-from lmkv_server.node.sessions.extents import extent
+from lmkv_server.node.sessions.extents import peer_extent
 
 ANSWER_SECONDS = 10.0
 """Timeout of a call to the decode's node."""
@@ -224,7 +224,8 @@ class HandoffSender:
                 size_bytes += chunk.size_bytes
         if not batch:
             return True
-        request = pb.CommitRequest(grant_id=grant_id, indices=batch, extents=map(extent, batch.values()))
+        extents = [peer_extent(chunk, self._spec.chunk_size) for chunk in batch.values()]
+        request = pb.CommitRequest(grant_id=grant_id, indices=batch, extents=extents)
         tier.hold(batch.values())
         began = time.monotonic()
         try:

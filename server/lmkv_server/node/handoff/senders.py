@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lmkv import telemetry
 from lmkv.errors import BadMessage, Full, LmkvError
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
 from lmkv_server.node.cache.events import HOST, CachedChunk
@@ -69,7 +70,7 @@ class HandoffSenders:
             for sender, _ in self._running.values():
                 sender.add(chunk.key)
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
         """Does nothing: a handoff holds the chunks that it announced."""
 
     def start(

@@ -5,6 +5,8 @@ Allocated ──commit──► Transferring ──all have arrived──► Com
     └──────────────────────┴──► Aborted     either side ended it, or chunks arrived damaged
                            └──► Expired     no message from the prefill within its timeout
 
+A committed handoff becomes aborted if the device buffer that has its chunks is closed; no other end changes.
+
 Only the first two are open: room is reserved for the chunks that are missing. In every state the chunks that arrived
 are held until `close`: when the decode's request has released the handoff, or has not arrived in time.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.cache.prompt_items import parent_of
@@ -145,7 +148,7 @@ class Handoff:
         known = {chunk.key for chunk in here}
         self.missing = tuple(index for index, key in enumerate(self.keys) if key not in known)
         for index in self.missing:
-            reserved = self.destination.reserve(self.size_bytes_of(index))
+            reserved = self.destination.reserve(self.size_bytes_of(index), reason=MissReason.EVICTED_BY_FETCH)
             if reserved is None:
                 self.close(tier)
                 return False
@@ -192,7 +195,7 @@ class Handoff:
         self._chunks = [chunk for chunk in self._chunks if chunk.tier is not self.destination]
         tier.unhold(lost)
         self._committed_bytes = 0
-        if lost:
+        if lost and self.state is HandoffState.COMMITTED:
             self.state = HandoffState.ABORTED
 
     def end(self, state: HandoffState) -> None:

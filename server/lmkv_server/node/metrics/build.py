@@ -10,25 +10,50 @@ from prometheus_client import CollectorRegistry
 from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
 from lmkv.config.kinds import OFF
-from lmkv_server.node.metrics.server import MetricsServer
+from lmkv.errors import ConfigError
+from lmkv_server.node.ports import describe_port
 
 logger = logging.getLogger(__name__)
 
+MAX_CONCURRENT_REQUESTS = 32
+MAX_CONNECTIONS_PER_CLIENT = 16
+"""Concurrent requests and connections, in total and from one address; see `ConnectionLimiter`."""
+
 
 async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> int | None:
-    """Serves `/metrics` until the stack is closed. Returns its port; None if `metrics_port` is off or not set."""
+    """Serves `/metrics` until the stack is closed. Returns its port; None if `metrics_port` is off or not set.
+
+    Raises `ConfigError` if the port cannot be bound.
+    """
     if config.metrics_port is None or config.metrics_port == OFF:
         return None
-    server = MetricsServer(
-        registry,
-        config.p2p_host,
-        config.metrics_port,
-        config.metrics_tls,
-        Authenticator(config.auth_tokens, config.credentials.token),
-        config.allowed_hosts,
-        config.runtime_path,
-    )
-    await stack.enter_async_context(server)
+    # Imported here: a node without a metrics port saves the memory of the web server.
+    from lmkv_server.http.guard import HostGuard
+    from lmkv_server.http.metrics import make_metrics_app
+    from lmkv_server.http.server import HttpServer
+
+    authenticator = Authenticator(config.auth_tokens, config.credentials.token)
+    guard = HostGuard(bound=config.p2p_host, allowed=config.allowed_hosts)
+    try:
+        server = HttpServer(
+            config.p2p_host,
+            config.metrics_port,
+            "metrics_port",
+            make_metrics_app(registry, authenticator, guard),
+            config.metrics_tls,
+            name="lmkv-node-http",
+            host_key="p2p_host",
+            max_concurrent_requests=MAX_CONCURRENT_REQUESTS,
+            max_connections_per_client=MAX_CONNECTIONS_PER_CLIENT,
+            probes=frozenset(),
+        )
+    except ConfigError as error:
+        if owner := describe_port(config.runtime_path, config.metrics_port):
+            reason = f"metrics_port: cannot listen on {config.p2p_host}:{config.metrics_port}; {owner}"
+            raise ConfigError(reason, key="metrics_port") from None
+        raise error from None
+    stack.push_async_callback(server.aclose)
+    await server.start()
     scheme = "https" if config.tls_cert else "http"
     logger.info("metrics at %s://%s:%d/metrics", scheme, config.p2p_host, server.port)
     return server.port

@@ -15,6 +15,7 @@ from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.serving.build import PeerSide
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -60,6 +61,7 @@ class NodeMetrics(Collector):
         fleet: FleetMembership,
         side: PeerSide | None,
         lookups: LookupCounters,
+        hints: HintExecutor,
         calls: ServerCalls,
     ) -> None:
         self._tier = tier
@@ -70,6 +72,7 @@ class NodeMetrics(Collector):
         self._fleet = fleet
         self._side = side
         self._lookups = lookups
+        self._hints = hints
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.registry.register(calls)
@@ -84,7 +87,8 @@ class NodeMetrics(Collector):
         sides = [self._fetching(self._side), self._handing(self._side)] if self._side else []
         warm = self._warm_start(self._warm) if self._warm else ()
         tiers = self._in_tiers() if self._tiers else ()
-        return chain(self._holdings(), warm, tiers, self._serving(), *sides, self._order_metrics())
+        served = (self._serving(), *sides, self._order_metrics(), self._hint_metrics())
+        return chain(self._holdings(), warm, tiers, *served)
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
@@ -139,6 +143,15 @@ class NodeMetrics(Collector):
         yield _gauge(
             "spec_conflicts", "Instances of the same models with an incompatible KvSpec.", len(self._fleet.conflicts)
         )
+
+    def _hint_metrics(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(f"{PREFIX}hints", "Hints of engines and clients.", labels=["action", "outcome"])
+        for (action, outcome), count in self._hints.counts.items():
+            ended.add_metric([action, outcome], count)
+        yield ended
+        retentions = self._hints.retentions
+        yield _gauge("retained_chunks", "Chunks that hints retain: evicted after others.", len(retentions))
+        yield _gauge("retained_bytes", "Bytes of these.", retentions.size_bytes)
 
     def _fetching(self, side: PeerSide) -> Iterator[Metric]:
         transfers, fetches = side.pipeline.stats(), side.fetcher.stats()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -27,6 +28,7 @@ FIRST_BACKOFF_SECONDS = 1.0
 LAST_BACKOFF_SECONDS = 10.0
 LATE_SECONDS = 10.0
 """A peer that was late is asked only after other peers for this long, unless it answers."""
+METADATA_SECONDS = 5.0
 NIXL = "nixl"
 
 
@@ -117,12 +119,15 @@ class PeerConnection:
             self._channels.prepare(wanted[:1])
             response = await self._init(spec, wanted, timeout_seconds)
             try:
-                await self._channels.add_peer(self.name, response.channel, response.channel_metadata)
+                await self._channels.add_peer(
+                    self.name, response.channel, response.channel_metadata, partial(self._get_metadata, spec)
+                )
                 break
             except (ChannelUnsupported, Unreachable) as error:
-                wanted = wanted[wanted.index(response.channel) + 1 :] if response.channel in wanted else ()
-                if not wanted:
+                others = tuple(name for name in wanted if name != response.channel)
+                if not others or others == wanted:
                     raise
+                wanted = others
                 logger.debug("cannot read from %s by channel %s: %s", self.name, response.channel, error)
         logger.info("reading from %s by channel %s", self.name, response.channel)
         self.regions = tuple(response.regions)
@@ -140,9 +145,16 @@ class PeerConnection:
 
     async def connect_nixl(self, spec: KvSpec, timeout_seconds: float) -> None:
         """Fetches its NIXL metadata, for reads into device memory; the nodes themselves may use another channel."""
+        if self._channels.requires_encryption:
+            raise ChannelUnsupported("require_encryption: the channel nixl does not encrypt", channel=NIXL)
         if not self._is_nixl_connected:
             self._is_nixl_connected = True
             self.nixl_metadata = (await self._init(spec, (NIXL,), timeout_seconds)).channel_metadata
+
+    async def _get_metadata(self, spec: KvSpec, name: str) -> bytes:
+        """Its metadata for one more channel."""
+        async with self._connecting:
+            return (await self._init(spec, (name,), METADATA_SECONDS)).channel_metadata
 
     async def _init(self, spec: KvSpec, wanted: Sequence[str], timeout_seconds: float) -> pb.InitResponse:
         request = pb.InitRequest(

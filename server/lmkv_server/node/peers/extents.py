@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmkv.errors import BadMessage
+from lmkv.keys import KEY_BYTES, ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
@@ -22,6 +23,8 @@ class PeerChunk:
     checksum: int
     token_count: int
     size_bytes: int
+    parent: ChunkKey | None = None
+    """Of a partial chunk: the key of the chunk before it, or the root of its key chain, if the peer knows it."""
 
 
 def peer_chunk(
@@ -44,12 +47,14 @@ def peer_chunk(
         and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
     ):
         raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extents")
+    is_partial = token_count < spec.chunk_size
     return PeerChunk(
         index=index,
         address=regions[extent.region].address + extent.offset,
         checksum=extent.checksum,
         token_count=token_count,
         size_bytes=extent.size_bytes,
+        parent=ChunkKey(extent.parent_key) if is_partial and len(extent.parent_key) == KEY_BYTES else None,
     )
 
 

@@ -136,6 +136,8 @@ def _make_channels(config: NodeConfig, epoch: int, pool: Pool) -> Channels:
         port=config.transfer_port,
         socket_path=config.transfer_socket,
         summed_copy=summed_copy if config.verify_transfers else None,
+        tls=config.transfer_tls,
+        require_encryption=config.require_encryption,
         nixl_backends=config.nixl_backends,
         options=config.transfer_options,
     )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -74,7 +75,7 @@ class Inspector:
         if found == chunk.checksum:
             logger.warning("chunk %s arrived damaged at %s, but is intact here", chunk.key.hex(), peer_id)
         elif not chunk.dropped:
-            self._tier.drop([chunk.key])
+            self._tier.drop([chunk.key], MissReason.DAMAGED)
             self._damaged_count += 1
             logger.error("chunk %s is damaged in this node's memory and was dropped", chunk.key.hex())
 

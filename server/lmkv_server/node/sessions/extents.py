@@ -24,8 +24,20 @@ def extent(chunk: Chunk) -> chunk_pb2.Extent:
     )
 
 
-def credit(reserved: Reservation, part: int = 0) -> chunk_pb2.Extent:
-    """The extent of a write credit for a part of a chunk."""
+def peer_extent(chunk: Chunk, chunk_size: int | None) -> chunk_pb2.Extent:
+    """The extent of a held chunk, for a peer; `chunk_size` is None if no engine has attached with the chunk's spec."""
+    message = extent(chunk)
+    if chunk.parent is not None and (chunk_size is None or chunk.token_count < chunk_size):
+        message.parent_key = chunk.parent
+    return message
+
+
+def credit(reserved: Reservation, part: int = 0, *, token_count: int = 0) -> chunk_pb2.Extent:
+    """The extent of a write credit for a part of a full chunk, or for a partial chunk of `token_count` tokens."""
     return chunk_pb2.Extent(
-        offset=reserved.offset, size_bytes=reserved.size_bytes, generation=reserved.generation, part=part
+        offset=reserved.offset,
+        size_bytes=reserved.size_bytes,
+        generation=reserved.generation,
+        part=part,
+        token_count=token_count,
     )

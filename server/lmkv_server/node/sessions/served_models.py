@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from lmkv.spec import MAX_SERVED_MODELS, ServedModel
 
@@ -38,6 +39,12 @@ class ServedModels:
         while len(self._engines) > self._limit:
             self._drop_oldest()
         return before != list(self._engines)
+
+    def move(self, engine_id: str, fingerprint: bytes) -> None:
+        """The spec of an engine has this fingerprint now: it serves the same names under it, and not under the old."""
+        names = [model for model, engines in self._engines.items() if engine_id in engines]
+        self.detach(engine_id)
+        self.announce(engine_id, [replace(model, fingerprint=fingerprint) for model in names])
 
     def detach(self, engine_id: str) -> None:
         """The engine has left. Its names stay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmkv.errors import BadMessage, GrantNotFound
 from lmkv.keys import ChunkKey, part_key
@@ -15,6 +16,14 @@ from lmkv_server.node.sessions.extents import MAX_EXTENTS
 
 HOLD_SHARE = 2
 """The chunks that are held for one engine take at most 1/2 of the pool."""
+
+
+class CreditKind(NamedTuple):
+    """What a write credit is for."""
+
+    part: int
+    quarters: int = 4
+    """Of a full chunk's tokens: fewer than 4 are for partial chunks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +37,8 @@ class LookupLease:
     """The number of chunks from the first key on that were in the pool."""
     behind: set[Chunk] = field(default_factory=set)
     """Held items that were in the pool behind others that were not, and that no load has delivered."""
+    root: ChunkKey | None = None
+    """The root of the key chain, if it is known."""
     handoff_id: str = ""
     """The handoff that brings the other chunks; empty if none does."""
     on_release: Callable[[], None] | None = None
@@ -49,10 +60,9 @@ class EngineSession:
         """Connections by rank that have the pool mapped; a worker that connects again has two for a moment."""
         self._tier = tier
         self._leases: dict[str, LookupLease] = {}
-        self._credits: dict[int, int] = {}
-        """Part by offset."""
-        self._credit_counts: Counter[int] = Counter()
-        """By part."""
+        self._credits: dict[int, CreditKind] = {}
+        """By offset."""
+        self._credit_counts: Counter[CreditKind] = Counter()
         self._held_bytes = 0
 
     @property
@@ -100,6 +110,22 @@ class EngineSession:
         self._held_bytes += self._pool_bytes(lease.chunks)
         return lease
 
+    def add_tail(self, lease: LookupLease, keys: Sequence[ChunkKey], chunk: Chunk | None) -> None:
+        """Adds a partial chunk to the end of a lookup's hit, which `keys` name then, and holds it if the pool has it.
+
+        A lookup all of whose chunks are in the pool has it as one more of its own.
+        """
+        if chunk is not None:
+            self._tier.use([chunk])
+            self._tier.hold([chunk])
+            self._held_bytes += self._pool_bytes([chunk])
+            if len(keys) == lease.own_count + 1:
+                lease.chunks.append(chunk)
+                lease.own_count += 1
+            else:
+                lease.behind.add(chunk)
+        lease.keys = keys
+
     def hold_items(
         self, lease: LookupLease, keys: Sequence[ChunkKey], own: Sequence[Chunk], behind: Sequence[Chunk]
     ) -> None:
@@ -145,14 +171,36 @@ class EngineSession:
         """
         granted: list[Reservation] = []
         size_bytes = self.spec.part_bytes(part)
-        for _ in range(min(count, self.credit_limit - self._credit_counts[part])):
+        kind = CreditKind(part)
+        for _ in range(min(count, self.credit_limit - self._credit_counts[kind])):
             reserved = self._tier.reserve(size_bytes)
             if reserved is None:
                 break
-            self._credits[reserved.offset] = part
-            self._credit_counts[part] += 1
+            self._grant(reserved, kind)
             granted.append(reserved)
         return granted
+
+    def reserve_partial(self, quarters: int) -> Reservation | None:
+        """Grants a write credit for a partial chunk that takes at most 1, 2 or 3 quarters of a full one.
+
+        None beyond the pool's free space, or a quarter of `credit_limit` for each of these sizes. Raises `BadMessage`
+        for other sizes, or if chunks have several parts.
+        """
+        if not 1 <= quarters <= 3 or not self.spec.has_plain_parts:
+            raise BadMessage(
+                f"there are no partial chunks of {quarters} quarters of this spec", field="partial_reserves"
+            )
+        kind = CreditKind(0, quarters)
+        token_count = self.spec.tokens_in(quarters)
+        if not token_count or self._credit_counts[kind] >= max(1, self.credit_limit // 4):
+            return None
+        if reserved := self._tier.reserve(self.spec.part_bytes(0, token_count), is_kept_whole=True):
+            self._grant(reserved, kind)
+        return reserved
+
+    def _grant(self, reserved: Reservation, kind: CreditKind) -> None:
+        self._credits[reserved.offset] = kind
+        self._credit_counts[kind] += 1
 
     def return_credit(self, offset: int) -> None:
         """Returns an unused credit to the pool. Raises `GrantNotFound` if the engine does not hold it."""
@@ -173,15 +221,17 @@ class EngineSession:
     ) -> Chunk | None:
         """Makes a written part of a chunk visible; None if it is held already.
 
-        `key`, `parent` and `superseded` are keys of chunks. Raises `GrantNotFound` if the engine does not hold the
-        credit for this part, `BadMessage` if sizes do not fit the spec.
+        `key`, `parent` and `superseded` are keys of chunks. Of parts of which a hit needs every chunk, only a partial
+        chunk can be superseded. Raises `GrantNotFound` if the engine does not hold the credit for this part,
+        `BadMessage` if sizes do not fit the spec.
         """
         spec = self.spec
         if not 0 <= part < len(spec.parts):
             raise BadMessage(f"chunks of this spec have no part {part}", part=part)
         if not spec.fits(size_bytes, token_count) or (len(spec.parts) > 1 and size_bytes != spec.part_bytes(part)):
             raise BadMessage(f"{size_bytes} bytes are not {token_count} tokens of this spec", size_bytes=size_bytes)
-        if self._credits.get(offset, part) != part:
+        kind = self._credits.get(offset)
+        if kind is not None and kind.part != part:
             raise GrantNotFound(f"the credit at offset {offset} is not for part {part}", offset=offset)
         self._spend(offset)
         committed = self._tier.commit(
@@ -193,19 +243,23 @@ class EngineSession:
             token_count=token_count,
             parent=parent_of(spec, part, key, parent),
         )
-        if superseded is not None and spec.parts[part].rule != ALL:
+        if superseded is not None and (spec.parts[part].rule != ALL or self._is_partial(superseded)):
             self._tier.supersede(part_key(superseded, part))
         return committed
+
+    def _is_partial(self, key: ChunkKey) -> bool:
+        chunk = self._tier.get(key)
+        return chunk is not None and chunk.token_count < self.spec.chunk_size
 
     def _pool_bytes(self, chunks: Iterable[Chunk]) -> int:
         """Bytes of the pool that the chunks take; those in a device buffer take none."""
         return sum(chunk.size_bytes for chunk in chunks if chunk.tier is self._tier)
 
     def _spend(self, offset: int) -> None:
-        part = self._credits.pop(offset, None)
-        if part is None:
+        kind = self._credits.pop(offset, None)
+        if kind is None:
             raise GrantNotFound(f"engine {self.engine_id} holds no credit at offset {offset}", offset=offset)
-        self._credit_counts[part] -= 1
+        self._credit_counts[kind] -= 1
 
     def revoke(self) -> None:
         """Ends all grants. The caller guarantees that no process of the engine can touch the pool any more."""

@@ -8,11 +8,13 @@ engine keeps its grants, which are bounded.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.sessions.served_models import ServedModels
 from lmkv_server.node.sessions.session import EngineSession
 
@@ -20,13 +22,17 @@ MAX_CREDITS = 256
 """Most write credits that one engine may hold at a time."""
 CREDIT_SHARE = 3
 """The write credits of one engine take at most 1/3 of the pool."""
+KEPT_VERSIONS = 4
+"""Versions of a model's weights, besides those of attached engines, whose chunks are kept."""
 
 
 class EngineSessions:
     """The sessions of a node by engine id, the specs of their engines, and the models that they serve."""
 
-    def __init__(self, tier: HostTier) -> None:
+    def __init__(self, tier: HostTier, partial_chunks: PartialChunks | None = None) -> None:
+        """`partial_chunks` is the index of partial chunks that has to know the specs."""
         self._tier = tier
+        self._partial_chunks = PartialChunks() if partial_chunks is None else partial_chunks
         self._sessions: dict[str, EngineSession] = {}
         self._specs: dict[bytes, KvSpec] = {}
         self.served = ServedModels()
@@ -77,11 +83,34 @@ class EngineSessions:
         limit = max(1, min(MAX_CREDITS, capacity // CREDIT_SHARE))
         session = EngineSession(engine_id, spec, self._tier, limit, worker_count=worker_count)
         self._sessions[engine_id] = session
-        self._specs.pop(spec.fingerprint, None)
-        self._specs[spec.fingerprint] = spec
-        if len(self._specs) > MAX_SPECS:
-            self._drop_oldest_spec()
+        self._add_spec(spec)
         return session
+
+    def change_weights(self, session: EngineSession, weight_version: str) -> None:
+        """The weights of an engine have changed. What it was granted stays valid: only the version of its spec differs.
+
+        Raises `BadKvSpec` if the version is too long.
+        """
+        session.spec = replace(session.spec, weight_version=weight_version)
+        self.served.move(session.engine_id, session.spec.fingerprint)
+        self._add_spec(session.spec)
+
+    def drop_old_versions(self, spec: KvSpec) -> list[KvSpec]:
+        """Drops specs that differ from this one in the version of the weights alone and that no engine has, and returns
+        them: all private ones, and of the others all but the `KEPT_VERSIONS` that were attached last."""
+        in_use = {session.spec.fingerprint for session in self._sessions.values()}
+        unversioned = replace(spec, weight_version="").fingerprint
+        old = [
+            one
+            for one in self._specs.values()
+            if one.fingerprint not in in_use and replace(one, weight_version="").fingerprint == unversioned
+        ]
+        named = [one for one in old if not one.is_private]
+        dropped = [one for one in old if one.is_private] + named[: max(0, len(named) - KEPT_VERSIONS)]
+        for one in dropped:
+            del self._specs[one.fingerprint]
+            self._partial_chunks.remove_spec(one.fingerprint)
+        return dropped
 
     def detach(self, session: EngineSession) -> None:
         """Ends a session whose stream has ended; its grants stay until its workers have unmapped the pool."""
@@ -100,10 +129,19 @@ class EngineSessions:
             session.workers[rank] -= 1
             self._revoke_if_gone(session)
 
+    def _add_spec(self, spec: KvSpec) -> None:
+        self._specs.pop(spec.fingerprint, None)
+        self._specs[spec.fingerprint] = spec
+        self._partial_chunks.add_spec(spec)
+        if len(self._specs) > MAX_SPECS:
+            self._drop_oldest_spec()
+
     def _drop_oldest_spec(self) -> None:
         """Drops the oldest spec that no engine has; its chunks can be found again once an engine of it attaches."""
         in_use = {session.spec.fingerprint for session in self._sessions.values()}
-        del self._specs[next((one for one in self._specs if one not in in_use), next(iter(self._specs)))]
+        oldest = next((one for one in self._specs if one not in in_use), next(iter(self._specs)))
+        del self._specs[oldest]
+        self._partial_chunks.remove_spec(oldest)
 
     def _revoke_if_gone(self, session: EngineSession) -> None:
         gone = not session.attached and not session.workers.total()

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.health import BackendHealth
 
@@ -92,7 +93,7 @@ class Backend(Protocol[C]):
         `memory` has the chunk's bytes, padded to whole pages. It is read until this returns, or longer if cancelled.
         """
 
-    def discard(self, chunks: Sequence[C]) -> None:
+    def discard(self, chunks: Sequence[C], reason: MissReason, /) -> None:
         """Forgets chunks that are damaged or gone, and removes what is left of them in the background."""
 
     async def aclose(self) -> None:

@@ -86,6 +86,11 @@ class BackendTier(Generic[C]):
         """Whether a backend can be used."""
         return any(backend.usable for backend in self._backends)
 
+    @property
+    def is_down(self) -> bool:
+        """Whether no backend can be used."""
+        return not self.usable
+
     def has(self, key: ChunkKey) -> bool:
         """Whether a backend is known to hold the chunk."""
         return any(backend.find(key) for backend in self._backends)

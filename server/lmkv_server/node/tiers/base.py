@@ -7,8 +7,8 @@ the node's event loop and none blocks it. A tier that fails is one that has noth
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, Self
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
@@ -28,6 +28,10 @@ class Needs:
     """Indices in `keys` of the chunks that are asked for, ascending. The others are in memory or in another tier."""
     in_order: bool = True
     """Whether a chunk is only of use with all chunks before it, so that a tier may stop at the first absent one."""
+    any_of: bool = False
+    """Whether `keys` are alternatives, the best first, and one of them is enough: the first that the tier has."""
+    root: ChunkKey | None = None
+    """The root of the key chain, if the presence shall have `partial_lengths`."""
     items: PromptItems | None = None
     """What `keys` are, if the prompt's chunks have several parts. A tier that keeps chunks by key need not know."""
 
@@ -42,6 +46,27 @@ class Presence:
     """Those of them that the tier has, ascending."""
     source: str = ""
     """Instance that has them, if it is another one."""
+    end: int = 0
+    """Index of the first chunk that the tier does not have."""
+    partial_lengths: Sequence[int] = ()
+    """Token counts of partial chunks that the tier has in place of chunk `end`, ascending, for any prompt."""
+
+    def cut(self, end: int) -> Self:
+        """This presence without the chunks from `end` on. What was asked for must be consecutive chunks."""
+        return replace(
+            self,
+            asked=range(self.asked[0], min(self.asked[-1] + 1, end)) if self.asked else (),
+            indices=[index for index in self.indices if index < end],
+        )
+
+    def with_tail(self, index: int, tail: Presence) -> Self:
+        """This presence, which has chunks before `index` only, and a chunk `index` that another lookup has found."""
+        return replace(
+            self,
+            asked=range(self.asked[0] if self.asked else index, index + 1),
+            indices=[*self.indices, index],
+            source=self.source or tail.source,
+        )
 
     def run_from(self, index: int) -> int:
         """Number of chunks that the tier has without a gap from `index` on."""
@@ -136,6 +161,10 @@ class SecondaryTier(Protocol):
     @property
     def usable(self) -> bool:
         """Whether a lookup can find anything now."""
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it may hold chunks that a lookup cannot find now: it has failed, or does not answer."""
 
     async def lookup(self, needs: Needs) -> Presence:
         """Which of the needed chunks the tier has. Bounded by a time of the tier's own; late or failed: none.

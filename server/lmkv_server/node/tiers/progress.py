@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.prompt_items import PromptItems
@@ -48,16 +49,20 @@ class Progress:
         *,
         in_order: bool = True,
         evict: bool = True,
+        evict_reason: MissReason = MissReason.EVICTED_BY_FETCH,
         items: PromptItems | None = None,
+        root: ChunkKey | None = None,
     ) -> None:
-        """`evict`: whether other chunks may be evicted to make room for those from peers.
+        """`evict`: whether other chunks may be evicted to make room for those from peers; `evict_reason`: why they are.
 
+        `root`: the root of the key chain, if it is known and `keys` begin with the prompt.
         `items`: what the keys are, if the prompt's chunks have several parts.
         """
         self.spec = spec
         self.keys = keys
         self.in_order = in_order
         self.evict = evict
+        self.evict_reason = evict_reason
         self.items = items
         self.stops_at_gap = in_order and spec.has_plain_parts
         """Whether a chunk is of no use if one before it cannot be had. Items come from several tiers, in any order."""
@@ -68,6 +73,7 @@ class Progress:
         self.changed = asyncio.Event()
         """Set when another load has read a chunk of this one, or failed to."""
         self._tier = tier
+        self._root = root
         self._on_chunks = on_chunks
         self._next_index = first
         self._arrived: dict[int, Chunk] = {}
@@ -97,7 +103,9 @@ class Progress:
         """The key of what must not be evicted before a chunk; None if there is none or it is unknown."""
         if self.items:
             return self.items.parent(index)
-        return self.keys[index - 1] if index and self.spec.has_plain_parts else None
+        if not self.spec.has_plain_parts:
+            return None
+        return self.keys[index - 1] if index else self._root
 
     def held_by(self, matched_count: int) -> Collection[int]:
         """The chunks that a holder of the first `matched_count` chunks of the prompt may hold."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Generic
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
@@ -123,8 +124,9 @@ class TierReader(Generic[C]):
         try:
             async with self._may_read:
                 read = self._tier.get(chunk.key)  # another load may have committed it
-                if read is None and backend.usable and (reserved := self._tier.reserve(chunk.size_bytes)):
-                    read = await self._read_into(reserved, backend, chunk)
+                if read is None and backend.usable:
+                    reserved = self._tier.reserve(chunk.size_bytes, reason=MissReason.EVICTED_BY_FETCH)
+                    read = await self._read_into(reserved, backend, chunk) if reserved else None
         finally:
             for on_end in self._reading.pop(chunk.key):
                 on_end(read)
@@ -141,7 +143,7 @@ class TierReader(Generic[C]):
                 logger.warning(
                     "chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), backend.health.backend
                 )
-                backend.discard([chunk])
+                backend.discard([chunk], MissReason.DAMAGED)
             return None
         self._read_chunks += 1
         self._read_bytes += header.size_bytes

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.events import HOST, CachedChunk
@@ -57,7 +58,7 @@ class TierWriter:
         if tier == HOST and isinstance(chunk, Chunk):
             self.add(chunk)
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, _reason: MissReason) -> None:
         """Skips chunks that leave the host tier before they are written."""
         if tier == HOST and self._waiting.pop(chunk.key, None) is not None:
             self._skipped_count += 1

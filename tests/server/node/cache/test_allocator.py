@@ -8,29 +8,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmkv_server.node.cache.allocator import ALIGNMENT, FreeList, align
+from tests.server.node.cache.page_runs import first_page
 
 PAGES = 24
 
 
 class FreeListAgainstPages(RuleBasedStateMachine):
-    """Every page of the pool is free or taken; the list must agree, and pick the first run that is long enough."""
+    """Every page of the pool is free or taken; the list must agree, and pick the run that its rule names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.free = FreeList(PAGES * ALIGNMENT + 1)
         self.is_free = [True] * PAGES
         self.end = PAGES
+        self.largest = 0
         self.taken: list[tuple[int, int]] = []
         """First page and page count of what is taken."""
 
     @rule(size_bytes=st.integers(1, 6 * ALIGNMENT))
     def take(self, size_bytes: int) -> None:
         count = -(-size_bytes // ALIGNMENT)
-        starts = (start for start in range(PAGES - count + 1) if all(self.is_free[start : start + count]))
-        expected = next(starts, None)
+        expected = first_page(self.is_free, count, self.largest)
         offset = self.free.take(size_bytes)
         assert offset == (None if expected is None else expected * ALIGNMENT)
         if expected is not None:
+            self.largest = max(self.largest, count)
             self.taken.append((expected, count))
             self.is_free[expected : expected + count] = [False] * count
 

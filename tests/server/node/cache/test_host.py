@@ -11,9 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from tests.server.node.cache.page_runs import first_page
 from tests.server.node.cases import clear
 
 PAGES = 12
@@ -37,7 +39,7 @@ class Events:
         self.visible.add(chunk.key)
         self.log.append(("stored", chunk.key))
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
         self.visible.remove(chunk.key)
         self.log.append(("removed", chunk.key))
 
@@ -88,6 +90,8 @@ class HostTierAgainstModel(RuleBasedStateMachine):
         """Chunks that only holds keep."""
         self.reserved: list[Reservation] = []
         self.last_generation = 0
+        self.largest = 0
+        """Most pages of a reservation so far."""
 
     def free_pages(self) -> set[int]:
         taken = {page for record in self.records + self.dropped for page in record.pages}
@@ -95,9 +99,9 @@ class HostTierAgainstModel(RuleBasedStateMachine):
             taken |= pages_of(reserved.offset, reserved.size_bytes)
         return set(range(PAGES)) - taken
 
-    def first_fit(self, count: int) -> int | None:
+    def first_page(self, count: int) -> int | None:
         free = self.free_pages()
-        return next((page for page in range(PAGES) if set(range(page, page + count)) <= free), None)
+        return first_page([page in free for page in range(PAGES)], count, self.largest)
 
     def lose(self, record: Record) -> None:
         self.records.remove(record)
@@ -107,18 +111,19 @@ class HostTierAgainstModel(RuleBasedStateMachine):
     def known(self, number: int) -> Record | None:
         return next((record for record in self.records if record.chunk.key == chunk_key(number)), None)
 
-    @rule(size_bytes=st.integers(1, 4 * ALIGNMENT))
-    def reserve(self, size_bytes: int) -> None:
+    @rule(size_bytes=st.integers(1, 4 * ALIGNMENT), is_kept_whole=st.booleans())
+    def reserve(self, size_bytes: int, is_kept_whole: bool) -> None:
         count = align(size_bytes) // ALIGNMENT
-        while (page := self.first_fit(count)) is None:
+        while (page := self.first_page(count)) is None:
             oldest = next((record for record in self.records if not record.holds), None)
             if oldest is None:
                 break
             self.lose(oldest)
-        reserved = self.tier.reserve(size_bytes)
+        reserved = self.tier.reserve(size_bytes, is_kept_whole=is_kept_whole)
         if page is None:
             assert reserved is None
             return
+        self.largest = max(self.largest, count)
         assert reserved is not None
         assert (reserved.offset, reserved.size_bytes) == (page * ALIGNMENT, count * ALIGNMENT)
         assert reserved.generation > self.last_generation
@@ -153,7 +158,8 @@ class HostTierAgainstModel(RuleBasedStateMachine):
             return
         assert chunk is not None
         assert (chunk.offset, chunk.generation) == (reserved.offset, reserved.generation)
-        self.records.append(Record(chunk, pages_of(chunk.offset, size_bytes)))
+        extent_bytes = reserved.size_bytes if reserved.is_kept_whole else size_bytes
+        self.records.append(Record(chunk, pages_of(chunk.offset, extent_bytes)))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -361,6 +367,30 @@ def test_a_partial_chunk_returns_the_room_it_does_not_need() -> None:
     chunk = commit(tier, reserved, 0, ALIGNMENT + 1)
     assert chunk is not None
     assert tier.used_bytes == 2 * ALIGNMENT
+    tier.check()
+
+
+def test_a_partial_chunk_in_an_extent_that_is_kept_whole_leaves_room_for_the_next_of_its_size() -> None:
+    tier = HostTier(8 * ALIGNMENT)
+    admit(tier, 0, 4 * ALIGNMENT)
+    for number in (1, 2):
+        reserved = tier.reserve(2 * ALIGNMENT, is_kept_whole=True)
+        assert reserved is not None
+        assert commit(tier, reserved, number, ALIGNMENT - 1)
+    assert (tier.used_bytes, tier.chunk_bytes) == (8 * ALIGNMENT, 8 * ALIGNMENT)
+    tier.supersede(chunk_key(1))
+    assert tier.reserve(2 * ALIGNMENT, is_kept_whole=True), "the superseded one has left, and no other"
+    assert [chunk.key for chunk in tier] == [chunk_key(0), chunk_key(2)]
+    tier.check()
+
+
+def test_partial_chunks_do_not_break_the_room_for_full_ones_up() -> None:
+    tier = HostTier(40 * ALIGNMENT)
+    full = [admit(tier, number, 4 * ALIGNMENT) for number in range(5)]
+    partial = [tier.reserve(ALIGNMENT, is_kept_whole=True) for _ in range(4)]
+    assert [reserved.offset // ALIGNMENT for reserved in partial if reserved] == [39, 38, 37, 36]
+    full += [admit(tier, number, 4 * ALIGNMENT) for number in range(5, 9)]
+    assert [chunk.offset // ALIGNMENT for chunk in full] == list(range(0, 36, 4))
     tier.check()
 
 

@@ -163,3 +163,26 @@ def test_a_damaged_chunk_goes_although_it_is_pinned_and_may_come_again() -> None
     assert pins.unpin("p")
     pins.check()
     tier.check()
+
+
+def test_a_chunk_counts_once_among_the_pins_of_an_owner() -> None:
+    tier = HostTier(CHUNKS * SPEC.chunk_bytes)
+    pins = Pins(tier)
+    first, second = (admit(tier, SPEC, number) for number in (1, 2))
+    pins.pin("a", chunk_keys(1, 2), 0.0, 9.0, owner=b"x")
+    pins.pin("b", chunk_keys(1), 0.0, 9.0, owner=b"x")
+    pins.pin("c", chunk_keys(1), 0.0, 9.0, owner=b"y")
+    pins.pin("d", chunk_keys(1), 0.0, 9.0)
+    pins.check()
+    assert pins.owned_count == 3
+    assert (pins.owned_bytes(b"x"), pins.owned_bytes(b"y")) == (2 * SPEC.chunk_bytes, SPEC.chunk_bytes)
+    assert pins.owned_bytes() == 3 * SPEC.chunk_bytes
+    assert pins.is_owned(b"x", second)
+    assert not pins.is_owned(b"y", second)
+    pins.unpin("a")
+    pins.check()
+    assert pins.is_owned(b"x", first)
+    assert pins.owned_bytes(b"x") == SPEC.chunk_bytes
+    pins.clear()
+    pins.check()
+    assert pins.owned_bytes() == 0

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -128,7 +129,7 @@ class AtFirst:
         if then:
             then()
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None: ...
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None: ...
 
 
 class Shelf:

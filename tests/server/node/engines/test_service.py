@@ -25,6 +25,7 @@ from lmkv.errors import (
 )
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import ServedModel
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
@@ -166,6 +167,58 @@ async def test_engines_of_one_spec_share_chunks_and_of_another_do_not(node: Node
         await one.say(reset=True)
         assert await one.hear("reset_counts") == [1]
         assert len((await two.lookup("1", chunk_keys(1))).own) == 1
+
+
+async def test_an_engine_with_other_weights_stores_under_another_spec_and_loses_no_credit(
+    node: Node, engine: EngineClient
+) -> None:
+    await engine.store(chunk_keys(0))
+    (granted,) = await engine.reserve(1)
+    await engine.say(weight_version="2", served_models=[ServedModel(name="model")])
+    await engine.say(commits=[engine.commit(chunk_key(1), granted)])
+    assert len((await engine.lookup("1", chunk_keys(1))).own) == 1
+    second = replace(SPEC, weight_version="2")
+    assert {chunk.key: chunk.fingerprint for chunk in node.tier} == {
+        chunk_key(0): SPEC.fingerprint,
+        chunk_key(1): second.fingerprint,
+    }
+    described = node.describe()
+    assert [spec.weight_version for spec in described.specs] == ["", "2"]
+    assert second.fingerprint in {model.fingerprint for model in described.served_models}
+    await engine.say(reset=True)
+    assert await engine.hear("reset_counts") == [1], "a reset is of the version of now"
+
+
+async def test_an_engine_with_other_weights_gets_changes_of_its_spec_of_now(node: Node) -> None:
+    async with EngineClient(node, "stores") as other, EngineClient(node, "follows", wants_tier_changes=True) as engine:
+        await other.store(chunk_keys(0))
+        (change,) = await engine.hear("tier_changes")
+        assert change.stored_keys == [chunk_key(0)]
+        await engine.say(weight_version="2")
+        (change,) = await engine.hear("tier_changes")
+        assert (change.restarted, list(change.stored_keys)) == (True, [])
+        await engine.store(chunk_keys(1))
+        (change,) = await engine.hear("tier_changes")
+        assert change.stored_keys == [chunk_key(1)]
+
+
+async def test_what_private_weights_have_computed_is_unknown_to_the_fleet_and_ends_with_them(
+    node: Node, engine: EngineClient
+) -> None:
+    await engine.say(weight_version="private:1")
+    await engine.store(chunk_keys(0))
+    await engine.lookup("1", chunk_keys(0))
+    await engine.release("1")
+    assert [spec.weight_version for spec in node.describe().specs] == [""]
+    await engine.say(weight_version="2")
+    await until(lambda: not list(node.tier))
+    assert [spec.weight_version for spec in node.engines.specs] == ["", "2"]
+
+
+async def test_a_version_that_is_too_long_is_refused(engine: EngineClient) -> None:
+    await engine.say(weight_version="x" * 513)
+    with pytest.raises(grpc.RpcError, match="weight_version has more than 512 bytes"):
+        await engine.hear("found")
 
 
 async def test_a_partial_chunk_is_found_as_what_it_is(engine: EngineClient) -> None:

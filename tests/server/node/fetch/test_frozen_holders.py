@@ -77,7 +77,7 @@ async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
             return int((await engine.stub.Load(request, timeout=40.0)).chunk_count)
 
         async def holder_count() -> int:
-            return len(await node.fleet.lookup(KEYS, 5.0))
+            return len((await node.fleet.lookup(KEYS, 5.0)).holders)
 
         await eventually(holder_count, 2)
         assert await load() == len(KEYS)

@@ -17,6 +17,7 @@ from lmkv.config import NodeConfig
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv.v1.chunk_pb2 import MISS_REASON_SLOWER
 from lmkv_client.demo.process import ServerProcess
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -148,6 +149,8 @@ async def test_once_measured_a_fetch_that_is_slower_than_computing_is_not_offere
     found = await pair.ask(LIGHTNING, reserve_count=3)
     assert (absent_count(found), found.refused_chunk_count) == (0, len(KEYS))
     assert pair.refused() == 1
+    (missed,) = found.missed
+    assert (missed.reason, missed.tier, missed.chunk_count) == (MISS_REASON_SLOWER, "peers", len(KEYS))
     assert len(await pair.engine.hear("credits")) == 3, "what is computed is stored"
     found = await pair.ask(SNAIL)
     assert (absent_count(found), found.refused_chunk_count, pair.refused()) == (len(KEYS), 0, 1)

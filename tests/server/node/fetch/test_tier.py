@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmkv.keys import ChunkKey
-from lmkv.v1.cache_service_pb2 import Holder
+from lmkv.v1.cache_service_pb2 import Holder, LookupResponse
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.tier import PeerTier
@@ -21,18 +21,25 @@ class ScriptedCoordinators:
     """Answers every lookup with the same holders, and records the keys."""
 
     def __init__(self, *holders: Holder) -> None:
-        self.connected = True
+        self.connected = self.is_configured = True
         self.asked: list[list[ChunkKey]] = []
         self.fingerprints: list[bytes] = []
         self._holders = holders
 
     async def lookup(
-        self, keys: Sequence[ChunkKey], deadline_seconds: float, /, *, fingerprint: bytes = b""
-    ) -> Sequence[Holder]:
+        self,
+        keys: Sequence[ChunkKey],
+        deadline_seconds: float,
+        /,
+        *,
+        fingerprint: bytes = b"",
+        parent_key: bytes = b"",
+        any_key: bool = False,
+    ) -> LookupResponse:
         assert deadline_seconds == 1.0
         self.asked.append(list(keys))
         self.fingerprints.append(fingerprint)
-        return self._holders
+        return LookupResponse(holders=self._holders)
 
 
 def needs(*indices: int) -> Needs:
@@ -59,6 +66,9 @@ async def test_without_a_coordinator_or_a_need_nothing_is_asked() -> None:
         assert not (await tier.lookup(needs())).indices
         coordinators.connected = False
         assert not tier.usable
+        assert tier.is_down
+        coordinators.is_configured = False
+        assert not tier.is_down, "there is none that could know"
         assert not (await tier.lookup(needs(0))).indices
         assert not coordinators.asked
 

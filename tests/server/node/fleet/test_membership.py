@@ -82,12 +82,12 @@ async def test_a_lookup_finds_the_others_longest_first(coordinator: Coordinator,
     async with AsyncExitStack() as stack:
         fleets = [await stack.enter_async_context(shelf.join(coordinator.address)) for shelf in shelves]
         await asker.until({"a": 768, "b": 256, "c": 512})
-        holders = await fleets[0].lookup(KEYS, WAIT_SECONDS)
+        holders = (await fleets[0].lookup(KEYS, WAIT_SECONDS)).holders
         assert [(h.instance_id, h.matched_chunk_count) for h in holders] == [("c", 2), ("b", 1)]
         assert holders[0].peer_address == "127.0.0.1:7002"
         assert holders[0].epoch == shelves[2].epoch
-        assert await fleets[0].lookup(KEYS[5:], WAIT_SECONDS) == []
-        assert await fleets[0].lookup([], WAIT_SECONDS) == []
+        assert not (await fleets[0].lookup(KEYS[5:], WAIT_SECONDS)).holders
+        assert not (await fleets[0].lookup([], WAIT_SECONDS)).holders
         assert fleets[0].stats().lookup_failures == 0
 
 
@@ -98,7 +98,7 @@ async def test_without_a_coordinator_nothing_is_found_and_nothing_fails() -> Non
         shelf.put(KEYS[:2])
         shelf.take(KEYS[:1])
         fleet.refresh()
-        assert await fleet.lookup(KEYS, WAIT_SECONDS) == []
+        assert not (await fleet.lookup(KEYS, WAIT_SECONDS)).holders
         assert not fleet.connected
         assert fleet.stats().lookup_failures == 0
 
@@ -113,21 +113,21 @@ async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordina
         fleet = await stack.enter_async_context(shelf.join(wire.address))
         await fleet.started()
         await asker.until({"a": 512})
-        assert len(await fleet.lookup(KEYS, WAIT_SECONDS)) == 1
+        assert len((await fleet.lookup(KEYS, WAIT_SECONDS)).holders) == 1
 
         wire.freeze()
-        assert await fleet.lookup(KEYS, 0.05) == []
+        assert not (await fleet.lookup(KEYS, 0.05)).holders
         assert fleet.stats().lookup_failures == 1
         assert not fleet.connected
         async with asyncio.timeout(WAIT_SECONDS):
             for _ in range(100):
-                assert await fleet.lookup(KEYS, 600) == []
+                assert not (await fleet.lookup(KEYS, 600)).holders
         assert fleet.stats().lookup_failures == 1, "it was not asked again"
 
         wire.thaw()
         await until(lambda: fleet.connected)
         await asker.until({"a": 512})
-        assert len(await fleet.lookup(KEYS, WAIT_SECONDS)) == 1
+        assert len((await fleet.lookup(KEYS, WAIT_SECONDS)).holders) == 1
 
 
 async def test_each_of_several_coordinators_knows_everything_and_any_can_be_asked(coordinator: Coordinator) -> None:
@@ -147,7 +147,7 @@ async def test_each_of_several_coordinators_knows_everything_and_any_can_be_aske
         for address in addresses:
             await Asker(address).until({"a": 256})
         for _ in range(4):
-            assert [holder.instance_id for holder in await fleet.lookup(KEYS, WAIT_SECONDS)] == ["a"]
+            assert [holder.instance_id for holder in (await fleet.lookup(KEYS, WAIT_SECONDS)).holders] == ["a"]
     assert fleet.stats().lookup_failures == 0
 
 
@@ -167,14 +167,14 @@ async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_
             await Asker(one.address).until_complete()
 
         wires[0].freeze()
-        found = [len(await fleet.lookup(KEYS, 2.0)) for _ in range(10)]
+        found = [len((await fleet.lookup(KEYS, 2.0)).holders) for _ in range(10)]
         assert sorted(found) == [0, *[1] * 9]
         wires[0].thaw()
         await until(lambda: fleet.stats().connected_count == 2)
 
         await wires[1].cut()
         await until(lambda: fleet.stats().connected_count == 1)
-        assert [len(await fleet.lookup(KEYS, WAIT_SECONDS)) for _ in range(10)] == [1] * 10
+        assert [len((await fleet.lookup(KEYS, WAIT_SECONDS)).holders) for _ in range(10)] == [1] * 10
         assert fleet.stats().lookup_failures == 1
 
 
@@ -191,7 +191,7 @@ async def test_an_incomplete_coordinator_is_used_only_if_there_is_no_other(
         await Asker(coordinator.address).until({"a": 512})
         await Asker(coordinator.address).until_complete()
         for _ in range(4):
-            assert [holder.instance_id for holder in await fleet.lookup(KEYS, WAIT_SECONDS)] == ["a"]
+            assert [holder.instance_id for holder in (await fleet.lookup(KEYS, WAIT_SECONDS)).holders] == ["a"]
 
 
 async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator) -> None:
@@ -245,4 +245,4 @@ async def test_a_lookup_ends_as_a_miss_when_the_fleet_is_left_under_it(coordinat
             wire.freeze()
             asking = asyncio.create_task(fleet.lookup(KEYS, 600))
             await asyncio.sleep(0.02)  # wherever that is
-        assert await asyncio.wait_for(asking, WAIT_SECONDS) == []
+        assert not (await asyncio.wait_for(asking, WAIT_SECONDS)).holders

@@ -19,10 +19,10 @@ def key(number: int) -> ChunkKey:
 
 def test_only_the_last_state_of_a_chunk_is_reported() -> None:
     changes = ChunkChanges()
-    changes.admitted(HOST, ONE, key(1), 256)
+    changes.admitted(HeldChunk(HOST, ONE, key(1), 256))
     changes.evicted(HOST, ONE, key(1))
     changes.evicted(HOST, ONE, key(2))
-    changes.admitted(HOST, ONE, key(2), 256)
+    changes.admitted(HeldChunk(HOST, ONE, key(2), 256))
     (report,) = changes.reports(SIZES)
     (change,) = report.changes
     assert (change.tier, change.fingerprint) == (HOST, ONE)
@@ -53,17 +53,21 @@ def test_tiers_and_specs_are_distinguished() -> None:
 def test_chunks_shorter_than_their_spec_are_marked_by_their_place_among_the_admitted() -> None:
     changes = ChunkChanges()
     changes.evicted(HOST, ONE, key(0))
-    changes.admitted(HOST, ONE, key(1), 256)
-    changes.admitted(HOST, ONE, key(2), 12)
-    changes.admitted(HOST, TWO, key(3), 64)
+    changes.admitted(HeldChunk(HOST, ONE, key(1), 256, key(9)))
+    changes.admitted(HeldChunk(HOST, ONE, key(2), 12, key(1)))
+    changes.admitted(HeldChunk(HOST, ONE, key(4), 13))
+    changes.admitted(HeldChunk(HOST, TWO, key(3), 64))
     (report,) = changes.reports(SIZES)
-    assert [dict(change.partial_token_counts) for change in report.changes] == [{1: 12}, {}]
+    assert [dict(change.partial_token_counts) for change in report.changes] == [{1: 12, 2: 13}, {}]
+    assert [dict(change.partial_parent_keys) for change in report.changes] == [{1: key(1)}, {}]
+    (report,) = changes.reports({})
+    assert not report.changes[0].partial_parent_keys, "of an unknown spec any chunk may be a full one"
 
 
 def test_every_report_fits_into_a_message() -> None:
     count = 2 * MAX_KEYS_PER_REPORT + 1
     changes = ChunkChanges(
-        HeldChunk(tier=HOST, fingerprint=ONE, key=key(i), token_count=100_000 + i) for i in range(count)
+        HeldChunk(tier=HOST, fingerprint=ONE, key=key(i), token_count=100_000 + i, parent=key(0)) for i in range(count)
     )
     reports = list(changes.reports(SIZES))
     assert len(reports) == 3
@@ -75,12 +79,12 @@ def test_every_report_fits_into_a_message() -> None:
 def test_beyond_its_limit_it_keeps_nothing() -> None:
     changes = ChunkChanges(limit=3)
     for number in range(3):
-        changes.admitted(HOST, ONE, key(number), 256)
+        changes.admitted(HeldChunk(HOST, ONE, key(number), 256))
         changes.evicted(HOST, ONE, key(number))
     assert not changes.overflowed
     changes.evicted(DISK, ONE, key(0))
     assert changes.overflowed
-    changes.admitted(HOST, ONE, key(9), 256)
+    changes.admitted(HeldChunk(HOST, ONE, key(9), 256))
     assert len(changes) == 0
 
 

@@ -55,7 +55,7 @@ async def test_a_handoff_that_is_too_large_is_known_to_the_decode_at_once(prefil
 async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
     prefill: Parts, decode: Parts, arrived: int
 ) -> None:
-    engine = EngineHandoffs(SMALL, prefill.senders, lambda _: None)
+    engine = EngineHandoffs(lambda: SMALL, prefill.senders, lambda _: None)
     engine.begin(
         engine_pb.HandChunks(
             request_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
@@ -75,8 +75,21 @@ async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
     assert len(decode.tier.find(KEYS[:arrived])) == arrived, "what came stays as any other chunk"
 
 
+async def test_a_handoff_ends_if_its_connection_is_replaced_by_another(prefill: Parts, decode: Parts) -> None:
+    ended = prefill.hand("r", "decode", KEYS)
+    prefill.put(KEYS[0])
+    await until(lambda: len(decode.tier.find(KEYS[:1])) == 1)
+    known = prefill.connections.get(decode.holder(0))
+    assert known is not None
+    await known.close()
+    prefill.put(KEYS[1])
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert isinstance((await ended).error, Unreachable)
+    await finish(decode)
+
+
 async def test_a_decode_may_drop_a_handoff_before_it_is_announced(prefill: Parts, decode: Parts) -> None:
-    engine = EngineHandoffs(SMALL, None, lambda _: None, decode.receiver.drop)
+    engine = EngineHandoffs(lambda: SMALL, None, lambda _: None, decode.receiver.drop)
     engine.drop(engine_pb.DropHandoff(request_id="r"))
     prefill.put(KEYS[0])
     assert isinstance((await prefill.hand("r", "decode", KEYS[:1])).error, GrantNotFound)
@@ -116,8 +129,8 @@ async def test_a_name_is_one_handoff_of_one_engine_however_often_it_asks(prefill
     )
     answers: list[engine_pb.AttachResponse] = []
     refusals: list[engine_pb.AttachResponse] = []
-    engine = EngineHandoffs(SMALL, prefill.senders, answers.append)
-    other = EngineHandoffs(SMALL, prefill.senders, refusals.append)
+    engine = EngineHandoffs(lambda: SMALL, prefill.senders, answers.append)
+    other = EngineHandoffs(lambda: SMALL, prefill.senders, refusals.append)
     for each in (engine, engine, other):
         each.begin(message)
     assert [answer.handed[0].status.code for answer in refusals] == [grpc.StatusCode.INVALID_ARGUMENT.value[0]]

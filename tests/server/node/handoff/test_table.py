@@ -291,6 +291,17 @@ def test_a_device_buffer_that_is_lost_takes_what_it_held() -> None:
     assert [chunk.key for chunk in handoff.chunks] == KEYS[:1]
 
 
+def test_a_handoff_that_has_expired_stays_expired_when_its_device_buffer_closes() -> None:
+    tier, handoffs = table()
+    buffer = device_buffer()
+    handoff = begin(handoffs, "a", KEYS[:2], buffer=buffer)
+    take(tier, handoff, 0)
+    assert handoffs.expire(SILENCE) == [handoff]
+    handoffs.detach_buffer(buffer, SILENCE)
+    assert handoff.state is HandoffState.EXPIRED
+    assert not handoff.chunks
+
+
 def test_the_number_of_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HANDOFFS", 2)
     _, handoffs = table()

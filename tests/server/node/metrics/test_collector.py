@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator
 from dataclasses import fields
 from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
+from lmkv_server.node.metrics.build import MAX_CONCURRENT_REQUESTS
 from lmkv_server.node.metrics.collector import TIER_COUNTERS, TIER_GAUGES, TIER_USAGES
-from lmkv_server.node.metrics.server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsServer
 from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.base import TierStats, TierUsage
 from tests.server.node.cases import chunk_keys, small_spec
@@ -104,82 +102,11 @@ async def test_a_port_in_use_is_refused_by_name(runtime_dir: Path) -> None:
             await Node(node_config(runtime_dir, metrics_port=taken.getsockname()[1])).__aenter__()
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[MetricsServer]:
-    """A server of one number."""
-    registry = CollectorRegistry()
-    Gauge("answer", "The number.", registry=registry).set(42)
-    async with MetricsServer(registry, "127.0.0.1", 0) as server:
-        yield server
-
-
-async def said(port: int, request: bytes) -> bytes:
-    """The whole answer to these bytes, after which the server hangs up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    try:
-        return await rest(reader)
-    finally:
-        writer.close()
-
-
-async def rest(reader: asyncio.StreamReader) -> bytes:
-    """Everything until the server hangs up, however it does."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        try:
-            return await reader.read()
-        except ConnectionResetError:
-            return b""
-
-
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n", b"HTTP/1.1 200 OK"),
-        (b"GET /metrics?name[]=x HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
-        (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
-        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
-        (b"\x00\xff\r\n\r\n", b"HTTP/1.1 404 Not Found"),
-        (b"x" * (2 * MAX_REQUEST_BYTES), b""),
-    ],
-)
-async def test_it_answers_what_it_understands(server: MetricsServer, request_: bytes, status: bytes) -> None:
-    head, _, body = (await said(server.port, request_)).partition(b"\r\n\r\n")
-    assert head.partition(b"\r\n")[0] == status
-    assert (b"answer 42.0" in body) == (status.endswith(b"OK") and not request_.startswith(b"HEAD"))
-
-
-async def test_connections_that_send_nothing_take_no_place_from_others(server: MetricsServer) -> None:
-    silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4 * MAX_CONNECTIONS)]
-    assert b"answer 42.0" in await said(server.port, b"GET /metrics HTTP/1.1\r\n\r\n")
-    assert await rest(silent[0][0]) == b"", "the oldest was closed"
-    for _, writer in silent:
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [b"Host: evil.example", b"Host: 127.0.0.1\r\nOrigin: http://evil.example", b"Host: x\r\norigin: http://x"],
-)
-async def test_pages_of_other_sites_do_not_read_metrics(server: MetricsServer, headers: bytes) -> None:
-    answer = await said(server.port, b"GET /metrics HTTP/1.1\r\n" + headers + b"\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
-    assert b"answer" not in answer
-
-
-async def test_a_name_in_allowed_hosts_reads_metrics(server: MetricsServer) -> None:
-    async with MetricsServer(server._registry, "127.0.0.1", 0, allowed_hosts=["*.pods.example"]) as named:
-        for name, status in ((b"a.pods.example:80", b"200"), (b"pods.example", b"403"), (b"localhost", b"200")):
-            answer = await said(named.port, b"GET /metrics HTTP/1.1\r\nHost: " + name + b"\r\n\r\n")
-            assert answer.startswith(b"HTTP/1.1 " + status), name
-
-
-async def test_closing_cuts_off_who_is_being_served(server: MetricsServer) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"GET /met")
-    await writer.drain()
-    await server.aclose()
-    await server.aclose()
-    assert await rest(reader) == b""
-    writer.close()
+async def test_connections_that_send_nothing_take_no_place_from_others(runtime_dir: Path) -> None:
+    async with Node(node_config(runtime_dir)) as node, asyncio.timeout(WAIT_SECONDS):
+        port = node.metrics_port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4 * MAX_CONCURRENT_REQUESTS)]
+        assert "lmkv_node_chunks" in await scrape(port)
+        assert await silent[0][0].read() == b"", "the oldest was closed"
+        for _, writer in silent:
+            writer.close()

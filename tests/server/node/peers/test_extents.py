@@ -15,8 +15,10 @@ REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
 
 
 def offer(**changes: int) -> pb.AcquireResponse:
-    values = {"region": 0, "offset": SMALL.chunk_bytes, "size_bytes": SMALL.chunk_bytes, "token_count": 256}
-    grant = chunk_pb2.Grant(grant_id="r1", extents=[chunk_pb2.Extent(**{**values, **changes})])
+    extent = chunk_pb2.Extent(offset=SMALL.chunk_bytes, size_bytes=SMALL.chunk_bytes, token_count=256)
+    for field, value in changes.items():
+        setattr(extent, field, value)
+    grant = chunk_pb2.Grant(grant_id="r1", extents=[extent])
     return pb.AcquireResponse(grant=grant, present=[2])
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv_server.node.cache.events import CachedChunk
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, no_grants
 from tests.waiting import until
@@ -23,7 +24,7 @@ class Gone:
 
     def stored(self, tier: str, chunk: CachedChunk) -> None: ...
 
-    def removed(self, tier: str, chunk: CachedChunk) -> None:
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
         self.keys.append(chunk.key)
 
 

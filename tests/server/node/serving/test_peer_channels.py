@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from lmkv import rpc
-from lmkv.errors import ChannelUnsupported, Unreachable
+from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.transfer import Channel, Copy, open_channel
+from lmkv.transfer import Channel, Copy, channels, choice, open_channel
+from lmkv.transfer.nixl.channel import NixlChannel
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from tests.lmkv.transfer.ends import MIB, Memory
+from tests.lmkv.transfer.rdma import fake_rdma, use_links_of
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, words_of
+from tests.waiting import WAIT_SECONDS
 
 KEYS = keys_of(8)
+
+
+Links = Callable[[pytest.MonkeyPatch], None]
+"""Sets the links that nodes find from now on."""
+Pair = tuple[Parts, Parts]
+
+
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "find_links", frozenset)
+
+
+@pytest.fixture
+def with_rdma(tmp_path: Path) -> Links:
+    fake_rdma(tmp_path)
+    return partial(use_links_of, tmp_path)
 
 
 def filled(transfer_channel: str) -> Parts:
@@ -24,7 +49,8 @@ def filled(transfer_channel: str) -> Parts:
 async def fetch_all(owner: Parts, reader: Parts) -> str:
     """Fetches every chunk and compares the bytes; the channel that they came by."""
     for key in KEYS:
-        owner.put(key)
+        if owner.tier.get(key) is None:
+            owner.put(key)
     taken = Taken(reader)
     fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
     assert (fetched.chunk_count, fetched.error) == (len(KEYS), None)
@@ -42,6 +68,7 @@ async def fetch_all(owner: Parts, reader: Parts) -> str:
         ("nixl", "auto", "nixl"),
         ("shm", "shm", "shm"),
         ("auto", "nixl", "nixl"),
+        ("nixl", "nixl", "nixl"),
     ],
 )
 async def test_two_nodes_use_the_best_channel_that_both_have(owners: str, readers: str, used: str) -> None:
@@ -49,11 +76,78 @@ async def test_two_nodes_use_the_best_channel_that_both_have(owners: str, reader
         assert await fetch_all(owner, reader) == used
 
 
-async def test_shared_memory_out_of_reach_gives_way_to_the_next_channel() -> None:
-    async with filled("auto") as owner, Parts("reader", transfer_channel="auto") as reader:
-        await owner.channels.offer(["shm"])
-        owner.transfer_socket.unlink()  # as it looks from another container
+@asynccontextmanager
+async def without_shared_memory(owner_links: Links = no_links, reader_links: Links = no_links) -> AsyncIterator[Pair]:
+    """An owner and a reader with `auto`, as on two hosts: the owner's socket is not in the reader's file system."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        owner_links(monkeypatch)
+        async with filled("auto") as owner:
+            reader_links(monkeypatch)
+            async with Parts("reader", transfer_channel="auto") as reader:
+                await owner.channels.offer(["shm"])
+                owner.transfer_socket.unlink()
+                yield owner, reader
+
+
+async def test_two_hosts_without_rdma_use_tcp() -> None:
+    async with without_shared_memory() as (owner, reader):
+        assert await fetch_all(owner, reader) == "tcp"
+
+
+async def test_two_hosts_with_rdma_use_nixl(with_rdma: Links) -> None:
+    async with without_shared_memory(with_rdma, with_rdma) as (owner, reader):
         assert await fetch_all(owner, reader) == "nixl"
+
+
+async def test_rdma_of_one_host_alone_is_of_no_use(with_rdma: Links) -> None:
+    async with without_shared_memory(with_rdma, no_links) as (owner, reader):
+        assert await fetch_all(owner, reader) == "tcp"
+    async with without_shared_memory(no_links, with_rdma) as (owner, reader):
+        assert await fetch_all(owner, reader) == "tcp"
+
+
+@pytest.mark.parametrize("failing", ["open", "add_peer"])
+async def test_nixl_that_does_not_start_or_connect_gives_way_to_tcp(
+    failing: str, with_rdma: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ConfigError("no device") if failing == "open" else Unreachable("no route")
+
+    monkeypatch.setattr(NixlChannel, failing, fail)
+    async with without_shared_memory(with_rdma, with_rdma) as (owner, reader):
+        assert await fetch_all(owner, reader) == "tcp"
+
+
+async def test_a_fetch_by_nixl_that_fails_ends_by_tcp_without_an_error(
+    with_rdma: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_read, calls = NixlChannel.read, list[str]()
+
+    async def read(channel: NixlChannel, peer_name: str, *rest: Any) -> None:
+        calls.append(peer_name)
+        await real_read(channel, "a peer that is not connected" if len(calls) > 1 else peer_name, *rest)
+
+    monkeypatch.setattr(NixlChannel, "read", read)
+    async with without_shared_memory(with_rdma, with_rdma) as (owner, reader):
+        assert await fetch_all(owner, reader) == "nixl"
+        reader.tier.drop(KEYS)
+        assert await fetch_all(owner, reader) == "tcp"
+        reader.tier.drop(KEYS)
+        assert await fetch_all(owner, reader) == "tcp"
+    assert len(calls) == 2
+
+
+async def test_a_channel_that_is_measured_to_be_slower_is_replaced_without_an_error(
+    with_rdma: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "SAMPLE_BYTES", len(KEYS) * SMALL.chunk_bytes)
+    monkeypatch.setattr(choice, "SWITCH_FACTOR", 0.0)  # any bandwidth of the other channel is enough
+    async with without_shared_memory(with_rdma, with_rdma) as (owner, reader):
+        async with asyncio.timeout(WAIT_SECONDS):
+            while await fetch_all(owner, reader) == "nixl":
+                reader.tier.drop(KEYS)
+        assert owner.channels.access.refused_count == 0
+        assert reader.pipeline.stats().checksum_mismatches == 0
 
 
 async def test_nodes_without_a_common_channel_name_those_of_both() -> None:

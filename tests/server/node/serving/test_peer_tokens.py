@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
@@ -22,10 +21,10 @@ from lmkv.v1.peer_service_pb2 import AcquireRequest, InitRequest, ReleaseRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services import registry as registry_service
-from lmkv_server.node.metrics.server import MetricsServer
 from lmkv_server.node.node import Node
 from tests.server.coordinator.scripted_instance import until
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
+from tests.support.metrics import SAMPLE, serving_metrics
 from tests.support.tokens import entry, write
 
 KEYS = keys_of(2)
@@ -114,11 +113,9 @@ async def test_a_node_whose_own_token_is_unknown_does_not_start(path: str, runti
 
 
 async def test_metrics_are_for_those_who_may_look(path: str) -> None:
-    registry = CollectorRegistry()
-    Gauge("answer", "The number.", registry=registry).set(42)
     gate = Authenticator(path, BearerToken(text="engine-of-a-token"))
     async with (
-        MetricsServer(registry, "127.0.0.1", 0, authenticator=gate) as server,
+        serving_metrics(authenticator=gate) as server,
         httpx.AsyncClient(trust_env=False, timeout=10) as http,
     ):
         answers = {}
@@ -127,7 +124,7 @@ async def test_metrics_are_for_those_who_may_look(path: str) -> None:
             answers[token] = await http.get(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
         codes = [answer.status_code for answer in answers.values()]
         assert codes == [401, 401, 200, 403]
-        assert "answer 42.0" in answers["reader-of-a-token"].text
+        assert SAMPLE in answers["reader-of-a-token"].text
         assert "set auth_token" in answers[""].text
 
 

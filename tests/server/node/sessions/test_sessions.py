@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lmkv import rpc
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound, GrantNotFound
-from lmkv.spec import KvSpec
+from lmkv.spec import KvSpec, ServedModel
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -402,3 +404,35 @@ def test_only_windows_and_states_are_superseded() -> None:
     while len(tier) > 4:
         assert tier.reserve(4096)
     assert {chunk.key for chunk in tier} == {item_key(0, 0), *(item_key(part, 1) for part in range(3))}
+
+
+def versions(engines: EngineSessions) -> list[str]:
+    return [spec.weight_version for spec in engines.specs]
+
+
+def test_an_engine_whose_weights_change_keeps_what_it_was_granted(tier: HostTier, engines: EngineSessions) -> None:
+    session = engines.attach("a", SPEC)
+    (credit,) = session.reserve(1)
+    engines.served.announce("a", [ServedModel(name="model", fingerprint=SPEC.fingerprint)])
+    engines.change_weights(session, "2")
+    changed = replace(SPEC, weight_version="2")
+    assert session.spec == changed
+    assert engines.attached(changed.fingerprint) == [session]
+    assert ServedModel(name="model", fingerprint=changed.fingerprint) in set(engines.served)
+    session.commit(credit.offset, chunk_key(0), SPEC.chunk_bytes, 0, SPEC.chunk_size)
+    assert [chunk.fingerprint for chunk in tier] == [changed.fingerprint]
+
+
+def test_of_old_versions_the_last_named_ones_are_kept_and_none_that_is_private(engines: EngineSessions) -> None:
+    other = replace(SPEC, model_id="another")
+    engines.attach("b", other)
+    stays = engines.attach("c", replace(SPEC, weight_version="1"))
+    session = engines.attach("a", SPEC)
+    dropped = []
+    for version in ("private:x", "2", "3", "4", "5", "private:y", "6"):
+        engines.change_weights(session, version)
+        dropped += [spec.weight_version for spec in engines.drop_old_versions(session.spec)]
+    assert dropped == ["private:x", "", "private:y"]
+    assert versions(engines) == ["", "1", "2", "3", "4", "5", "6"]
+    assert next(iter(engines.specs)) == other
+    assert stays.spec.weight_version == "1", "an engine has it"

@@ -36,6 +36,7 @@ class ScriptedTier:
 
     is_local = True
     usable = True
+    is_down = False
 
     def __init__(self, name: str, held: frozenset[PartItem], seconds: float | None = None) -> None:
         self.name = name

@@ -45,6 +45,11 @@ class DiskIndex:
         """Notes a use of those chunks of a prompt, in its order, that are here."""
         self._queue.use([key for key in keys if key in self._chunks])
 
+    def supersede(self, key: ChunkKey) -> None:
+        """Has the chunk, if it is here and not used again, evicted before others."""
+        if key in self._chunks:
+            self._queue.supersede(key)
+
     def reserve(self, size_bytes: int) -> list[DiskChunk] | None:
         """Reserves room for a chunk; returns the chunks that are evicted for it, or None if there is no room now."""
         size = align(size_bytes)

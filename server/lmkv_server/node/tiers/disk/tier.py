@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
@@ -53,8 +54,7 @@ class DiskTier(BackendTier[DiskChunk]):
                 has=self.has,
                 on_open=self._opened,
                 on_stored=self._stored,
-                on_evicted=self._evicted,
-                on_lost=self._lost,
+                on_removed=self._removed,
                 **seconds,
             )
             for path in paths
@@ -106,13 +106,23 @@ class DiskTier(BackendTier[DiskChunk]):
         for index in needs.indices:
             if self._readable(needs.keys[index], needs.spec.fingerprint):
                 found.append(index)
+                if needs.any_of:
+                    break
             elif needs.in_order:
                 break
         end = found[-1] + 1 if found else needs.indices[0] if needs.indices else 0
-        used = needs.items.used_with(found, needs.indices) if needs.items else needs.keys[:end]
+        if needs.any_of:
+            used: Sequence[ChunkKey] = [needs.keys[index] for index in found]
+        else:
+            used = needs.items.used_with(found, needs.indices) if needs.items else needs.keys[:end]
         for volume in self.volumes:
             volume.index.use(used)
         return Presence(asked=needs.indices, indices=found)
+
+    def supersede(self, key: ChunkKey) -> None:
+        """Has the chunk, if it is on disk and not used again, evicted before others."""
+        for volume in self.volumes:
+            volume.index.supersede(key)
 
     async def drop(self, selection: Selection) -> Dropped:
         """Removes chunks that are not pinned in memory; returns when their files are gone."""
@@ -130,11 +140,12 @@ class DiskTier(BackendTier[DiskChunk]):
             chunk_count += len(counted)
             token_count += sum(chunk.token_count for chunk in counted)
             if not selection.dry_run:
-                self.forget([chunk.key for chunk in selected])
+                reason = MissReason.DROPPED if selection.keys else MissReason.CLEARED
+                self.forget([chunk.key for chunk in selected], reason)
         await self.settle()
         return Dropped(chunk_count=chunk_count, token_count=token_count)
 
-    def forget(self, keys: Collection[ChunkKey]) -> list[DiskChunk]:
+    def forget(self, keys: Collection[ChunkKey], reason: MissReason = MissReason.DROPPED) -> list[DiskChunk]:
         """Drops chunks, also those that are about to be written; their files are removed in the background."""
         named = set(keys)
         self.writer.forget(lambda chunk: chunk.key in named)
@@ -144,7 +155,7 @@ class DiskTier(BackendTier[DiskChunk]):
                 if chunk := volume.find(key):
                     dropped[volume].append(chunk)
         for volume, chunks in dropped.items():
-            volume.discard(chunks)
+            volume.discard(chunks, reason)
         return list(chain.from_iterable(dropped.values()))
 
     async def settle(self) -> None:
@@ -180,12 +191,9 @@ class DiskTier(BackendTier[DiskChunk]):
     def _stored(self, chunk: DiskChunk) -> None:
         self._events.stored(NAME, chunk)
 
-    def _evicted(self, chunks: Sequence[DiskChunk]) -> None:
-        self._evicted_count += len(chunks)
-        self._lost(chunks)
-
-    def _lost(self, chunks: Iterable[DiskChunk]) -> None:
+    def _removed(self, chunks: Sequence[DiskChunk], reason: MissReason) -> None:
+        self._evicted_count += len(chunks) * (reason is MissReason.EVICTED_FROM_TIER)
         for chunk in chunks:
-            self._events.removed(NAME, chunk)
+            self._events.removed(NAME, chunk, reason)
         if not any(volume.health.is_open for volume in self.volumes):
             self.writer.clear()

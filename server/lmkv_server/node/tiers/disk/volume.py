@@ -6,10 +6,11 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import WriteResult
@@ -42,8 +43,7 @@ class DiskVolume:
         has: Callable[[ChunkKey], bool],
         on_open: Callable[[DiskVolume], None],
         on_stored: Callable[[DiskChunk], None],
-        on_evicted: Callable[[Sequence[DiskChunk]], None],
-        on_lost: Callable[[Iterable[DiskChunk]], None],
+        on_removed: Callable[[Sequence[DiskChunk], MissReason], None],
         stall_seconds: float = STALL_SECONDS,
         **seconds: float,
     ) -> None:
@@ -62,8 +62,7 @@ class DiskVolume:
         self._has = has
         self._on_open = on_open
         self._on_stored = on_stored
-        self._on_evicted = on_evicted
-        self._on_lost = on_lost
+        self._on_removed = on_removed
         self._serial = 0
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -105,7 +104,7 @@ class DiskVolume:
         evicted = self.index.reserve(chunk.size_bytes)
         if evicted is None:
             return WriteResult.SKIPPED
-        self._on_evicted(evicted)
+        self._on_removed(evicted, MissReason.EVICTED_FROM_TIER)
         written = self._described(chunk)
         try:
             await self.health.run("write", self.folder.write, written, memory, evicted)
@@ -121,11 +120,11 @@ class DiskVolume:
         self.remove([written])
         return WriteResult.UNWANTED
 
-    def discard(self, chunks: Sequence[DiskChunk]) -> None:
+    def discard(self, chunks: Sequence[DiskChunk], reason: MissReason) -> None:
         """Forgets chunks, and removes their files in the background."""
         for chunk in chunks:
             self.index.remove(chunk.key)
-        self._on_lost(chunks)
+        self._on_removed(chunks, reason)
         self.remove(chunks)
 
     def remove(self, chunks: Sequence[DiskChunk]) -> None:
@@ -173,7 +172,7 @@ class DiskVolume:
         chunks = list(self.index)
         for chunk in chunks:
             self.index.remove(chunk.key)
-        self._on_lost(chunks)
+        self._on_removed(chunks, MissReason.TIER_DOWN)
 
     def _write_failed(self, error: OSError) -> None:
         if error.errno not in NO_ROOM:

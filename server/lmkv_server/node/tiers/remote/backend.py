@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import WriteResult
@@ -155,7 +156,7 @@ class StoreBackend:
             return WriteResult.UNWANTED
         return WriteResult.WRITTEN if is_new else WriteResult.PRESENT
 
-    def discard(self, chunks: Sequence[RemoteChunk]) -> None:
+    def discard(self, chunks: Sequence[RemoteChunk], _reason: MissReason, /) -> None:
         """Forgets chunks, and removes their objects in the background.
 
         Where the store fails they stay, and are verified when they are read again.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from lmkv.config import NodeConfig
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
-from lmkv.remote_url import parse_remote_url
 from lmkv_server.node.tiers.remote.store import RemoteStore
 
 

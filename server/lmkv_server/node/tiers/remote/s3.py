@@ -1,8 +1,7 @@
 """A bucket of S3, or of a compatible service, as a `RemoteStore`.
 
 By botocore, on threads. NIXL's OBJ plugin writes straight into the pool, but is no faster, takes more of the processor,
-has no deadlines, takes a shorter object for a whole one, and can neither measure nor remove
-(docs/guides/remote-store.md).
+has no deadlines, takes a shorter object for a whole one, and can neither measure nor remove.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import get_session
 
-from lmkv.remote_url import RemoteUrl
+from lmkv.config.remote_url import RemoteUrl
 from lmkv_server.node.tiers.remote.store import StoreRefused
 
 ASKED_AT_ONCE = 16

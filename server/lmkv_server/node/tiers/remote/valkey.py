@@ -19,8 +19,8 @@ from valkey.connection import Connection, ConnectionPool
 from valkey.exceptions import ResponseError, ValkeyError
 from valkey.retry import Retry
 
+from lmkv.config.remote_url import RemoteUrl
 from lmkv.errors import ConfigError
-from lmkv.remote_url import RemoteUrl
 from lmkv_server.node.tiers.remote.store import StoreRefused
 
 MAX_LINE_BYTES = 1024

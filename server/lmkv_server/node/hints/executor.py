@@ -1,0 +1,249 @@
+"""Carries out hints on the node's tiers. What a hint may take is bounded; a hint that fails costs only itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lmkv.errors import LmkvError
+from lmkv.hints import MAX_TTL_SECONDS, HintAction, HintOutcome, HintReason, HintResult
+from lmkv.runtime.deadline_timer import DeadlineTimer
+from lmkv_server.node.cache.allocator import align
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.cache.pins import MAX_PINS, Pins
+from lmkv_server.node.hints.background import MAX_TASKS, BackgroundTasks
+from lmkv_server.node.hints.prefetches import Prefetches
+from lmkv_server.node.hints.prompt_hint import PromptHint
+from lmkv_server.node.hints.retentions import Retentions
+from lmkv_server.node.stack import TierStack
+from lmkv_server.node.tiers.backend_tier import BackendTier
+from lmkv_server.node.tiers.base import SecondaryTier
+
+PIN_SHARE = 4
+"""Pins of hints take at most 1/4 of the pool; those of one owner half of that."""
+MAX_HINT_PINS = MAX_PINS // 2
+RETAIN_SHARE = 2
+"""Retained chunks take at most 1/2 of the pool; those of one owner half of that."""
+DEMOTE_SECONDS = 30.0
+"""Most time that demoted chunks stay as they are because they wait to be written."""
+BUSY = f"{MAX_TASKS} hints run already"
+IN_USE = "other prompts continue all of it, or it is pinned"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPrompt:
+    """What the pool holds of a hint's prompt."""
+
+    chunks: Sequence[Chunk] = ()
+    """The first chunks of the prompt; if chunks have several parts, the items of the longest hit, part by part."""
+    prompt_chunks: int = 0
+    """Chunks of the prompt that these are."""
+
+
+class HintExecutor:
+    """To be used as an async context manager. `apply` and `prefetch` raise nothing but for cancellation."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        tier: HostTier,
+        stack: TierStack,
+        stores: Sequence[SecondaryTier],
+        pins: Pins,
+        on_pinned: Callable[[], None],
+        has_peers: bool,
+    ) -> None:
+        """`stores` are the tiers that keep chunks for this node; `on_pinned` is called when pins have changed."""
+        self.retentions = Retentions(tier, tier.size_bytes // RETAIN_SHARE)
+        """A listener of what the tiers remove."""
+        self._instance_id = instance_id
+        self._tier = tier
+        self._stack = stack
+        self._stores = [store for store in stores if isinstance(store, BackendTier)]
+        self._pins = pins
+        self._on_pinned = on_pinned
+        self._has_peers = has_peers
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._timer = DeadlineTimer(self._expire)
+        self._background = BackgroundTasks()
+        self._prefetches = Prefetches(tier, stack, self._background)
+        self._actions: dict[HintAction, Callable[[PromptHint, HeldPrompt], HintResult]] = {
+            HintAction.SHARE: self._share,
+            HintAction.PIN: self._pin,
+            HintAction.RETAIN: self._retain,
+            HintAction.DEMOTE: self._demote,
+            HintAction.EVICT: self._evict,
+        }
+
+    async def __aenter__(self) -> HintExecutor:
+        await self._timer.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._timer.aclose()
+        await self._background.aclose()
+
+    @property
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Hints by action and outcome, since the start."""
+        return self._counts
+
+    def pin_id(self, hint_id: str) -> str:
+        """Id of the pin of a hint: behind the last slash is what is unique at the instance."""
+        return f"{self._instance_id}/{hint_id.replace('/', ':')}"
+
+    def apply(self, hint: PromptHint) -> HintResult:
+        """Carries out any hint but a prefetch."""
+        try:
+            result = self._actions[hint.action](hint, self._held(hint))
+        except LmkvError as error:
+            result = hint.rejected(error.reason.lower(), str(error))
+        return self._counted(result)
+
+    async def prefetch(self, hint: PromptHint) -> HintResult:
+        """Begins to bring chunks into the pool. The result arrives when it is known which tiers hold them."""
+        return self._counted(await self._prefetches.begin(hint))
+
+    async def settle(self) -> None:
+        """Returns once nothing runs in the background."""
+        await self._background.settle()
+
+    # --- Actions -------------------------------------------------------------------------------------------------
+
+    def _share(self, hint: PromptHint, held: HeldPrompt) -> HintResult:
+        shared = [store for store in self._stores if not store.is_local and store.usable]
+        if not shared and not self._has_peers:
+            return hint.rejected(HintReason.NO_TIER, "the node has neither peers nor a remote store")
+        self._tier.use(held.chunks)
+        for store in shared:
+            for chunk in held.chunks:
+                store.writer.add(chunk)
+        return hint.ended(hint.reached(held.prompt_chunks), len(held.chunks))
+
+    def _pin(self, hint: PromptHint, held: HeldPrompt) -> HintResult:
+        pin_id = self.pin_id(hint.hint_id)
+        if self._pins.get(pin_id) is None and self._pins.owned_count >= MAX_HINT_PINS:
+            return hint.rejected(HintReason.QUOTA, f"{MAX_HINT_PINS} pins of hints are in force")
+        limit = self._tier.size_bytes // PIN_SHARE
+        room = min(limit - self._pins.owned_bytes(), limit // 2 - self._pins.owned_bytes(hint.owner))
+        count = 0
+        for chunk in held.chunks:
+            if not self._pins.is_owned(hint.owner, chunk):
+                room -= align(chunk.size_bytes)
+            if room < 0:
+                break
+            count += 1
+        if not self._is_enough(hint, held, count):
+            return self._unkept(hint, held, "pins of hints")
+        ttl = min(hint.ttl_seconds, MAX_TTL_SECONDS)
+        keys = [chunk.key for chunk in held.chunks[:count]]
+        self._pins.pin(pin_id, keys, time.monotonic(), ttl, owner=hint.owner)
+        self._on_pinned()
+        return self._kept(hint, held, count, ttl)
+
+    def _retain(self, hint: PromptHint, held: HeldPrompt) -> HintResult:
+        ttl = min(hint.ttl_seconds, MAX_TTL_SECONDS)
+        count = self.retentions.room(held.chunks, hint.owner)
+        if not self._is_enough(hint, held, count):
+            return self._unkept(hint, held, "retained chunks")
+        self.retentions.retain(held.chunks[:count], hint.owner, hint.priority, time.monotonic() + ttl)
+        self._timer.changed()
+        return self._kept(hint, held, count, ttl)
+
+    def _is_enough(self, hint: PromptHint, held: HeldPrompt, count: int) -> bool:
+        """Whether the first `count` chunks are of use: of a hit with several parts, only all of them are."""
+        return count > 0 if hint.spec.has_plain_parts else 0 < count == len(held.chunks)
+
+    def _kept(self, hint: PromptHint, held: HeldPrompt, count: int, ttl_seconds: float) -> HintResult:
+        is_whole = count == len(held.chunks)
+        outcome = hint.reached(held.prompt_chunks) if is_whole else HintOutcome.CLIPPED
+        return hint.ended(outcome, count, ttl_seconds)
+
+    def _unkept(self, hint: PromptHint, held: HeldPrompt, what: str) -> HintResult:
+        if held.chunks:
+            return hint.rejected(HintReason.QUOTA, f"{what} have all of the pool that they may take")
+        ttl_seconds = min(hint.ttl_seconds, MAX_TTL_SECONDS) if hint.is_running else 0.0
+        return hint.ended(hint.reached(0), ttl_seconds=ttl_seconds)
+
+    def _demote(self, hint: PromptHint, held: HeldPrompt) -> HintResult:
+        stores = [store for store in self._stores if store.usable]
+        if not stores:
+            return hint.rejected(HintReason.NO_TIER, "the node has neither a disk nor a remote store that can be used")
+        if hint.is_running or not held.chunks:
+            return hint.ended(hint.reached(0))
+        if not (chunks := self._free_tail(held)):
+            return hint.rejected(HintReason.IN_USE, IN_USE)
+        if all(_is_stored(chunk, stores) for chunk in chunks):
+            self._evict_first(chunks, stores)
+        elif self._background.is_full:
+            return hint.rejected(HintReason.QUOTA, BUSY)
+        else:
+            for store in stores:
+                for chunk in reversed(chunks):
+                    store.writer.add(chunk)
+            self._background.start(self._demote_written(chunks, stores))
+        return self._left(hint, held, chunks)
+
+    def _evict(self, hint: PromptHint, held: HeldPrompt) -> HintResult:
+        if hint.is_running or not held.chunks:
+            return hint.ended(hint.reached(0))
+        if not (chunks := self._free_tail(held)):
+            return hint.rejected(HintReason.IN_USE, IN_USE)
+        keys = [chunk.key for chunk in chunks]
+        for key in keys:
+            self._tier.supersede(key)  # the disk evicts it before others, but not before a chunk that follows it there
+        self._tier.drop(keys)
+        return self._left(hint, held, chunks)
+
+    def _left(self, hint: PromptHint, held: HeldPrompt, chunks: Sequence[Chunk]) -> HintResult:
+        is_whole = len(chunks) == len(held.chunks) and held.prompt_chunks == len(hint.keys)
+        return hint.ended(HintOutcome.ACCEPTED if is_whole else HintOutcome.CLIPPED, len(chunks))
+
+    # --- The pool ------------------------------------------------------------------------------------------------
+
+    def _held(self, hint: PromptHint) -> HeldPrompt:
+        """What the pool holds of the prompt, from its beginning on."""
+        if not hint.spec.has_plain_parts:
+            found = self._stack.begin_items(hint.spec, hint.keys).result(self._tier.size_bytes)
+            return HeldPrompt(chunks=found.own, prompt_chunks=found.chunk_count)
+        held: list[Chunk] = []
+        for key in hint.keys:
+            chunk = self._tier.get(key)
+            if chunk is None or chunk.fingerprint != hint.spec.fingerprint:
+                break
+            held.append(chunk)
+        return HeldPrompt(chunks=held, prompt_chunks=len(held))
+
+    def _free_tail(self, held: HeldPrompt) -> list[Chunk]:
+        """The chunks from the end of the prompt on, last first, that no other prompt continues and no pin keeps."""
+        return self._tier.own_tail([chunk.key for chunk in held.chunks])
+
+    async def _demote_written(self, chunks: Sequence[Chunk], stores: Sequence[BackendTier[Any]]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DEMOTE_SECONDS):
+                await asyncio.gather(*(store.writer.flush() for store in stores))
+        self._evict_first(chunks, stores)
+
+    def _evict_first(self, chunks: Sequence[Chunk], stores: Sequence[BackendTier[Any]]) -> None:
+        for chunk in chunks:
+            if not chunk.dropped and not chunk.pins and _is_stored(chunk, stores):
+                self.retentions.end(chunk.key)
+                self._tier.demote(chunk.key)
+
+    def _expire(self) -> float | None:
+        self.retentions.expire(time.monotonic())
+        return self.retentions.next_expiry()
+
+    def _counted(self, result: HintResult) -> HintResult:
+        self._counts[result.action, result.outcome] += 1
+        return result
+
+
+def _is_stored(chunk: Chunk, stores: Sequence[BackendTier[Any]]) -> bool:
+    return any(store.has(chunk.key) for store in stores)

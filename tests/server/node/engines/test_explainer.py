@@ -1,0 +1,92 @@
+"""What a node says of prompts and of requests when a coordinator asks why they missed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from lmkv.errors import Full, KvSpecMismatch
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.misses.messages import reason_name
+from lmkv.spec import KvSpec
+from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
+from lmkv.v1.registry_service_pb2 import ExplainOrder
+from lmkv_server.node.engines.explainer import MAX_LISTED, MAX_REPORTS, MAX_RUNNING
+from lmkv_server.node.node import Node
+from lmkv_server.node.tiers.hit import Hit
+from tests.server.node.cases import hashed_keys
+from tests.server.node.engine_client import EngineClient
+from tests.server.node.engines.pool_checks import SPEC, is_clean
+from tests.waiting import until
+
+
+async def explain(node: Node, *numbers: int, request_id: str = "") -> PromptExplanation:
+    order = ExplainOrder(
+        fingerprint=SPEC.fingerprint, chunk_keys=join_keys(hashed_keys(*numbers)), request_id=request_id
+    )
+    return await node._service.explainer.explain(order)
+
+
+def summary(found: PromptExplanation) -> list[tuple[str, int]]:
+    return [(reason_name(span.reason) or span.tier, span.token_count) for span in found.spans]
+
+
+async def test_the_spans_of_a_prompt_name_tiers_and_reasons(node: Node, engine: EngineClient) -> None:
+    await engine.store(hashed_keys(0, 1, 2, 3))
+    await engine.say(damaged_keys=hashed_keys(2))
+    await until(lambda: len(node.tier) == 3)
+    found = await explain(node, 0, 1, 2, 3, 4)
+    size = SPEC.chunk_size
+    assert summary(found) == [("own", 2 * size), ("damaged", size), ("behind_gap", 2 * size)]
+    assert found.start_time.ToNanoseconds() == node.epoch
+    assert summary(await explain(node, 7)) == [("never_stored", size)]
+    assert is_clean(node), "nothing is held"
+
+
+async def test_a_spec_of_no_engine_is_refused(node: Node) -> None:
+    with pytest.raises(KvSpecMismatch):
+        await explain(node, 0)
+
+
+async def test_the_last_requests_are_kept_and_found_by_a_part_of_their_ids(node: Node, engine: EngineClient) -> None:
+    names = [f"chat-{number}" for number in range(MAX_REPORTS + 1)]
+    for start in range(0, len(names), 100):
+        reports = [RequestReport(request_id=name, spans=[PromptSpan(token_count=9)]) for name in names[start:][:100]]
+        await engine.say(reports=reports)
+    kept = node._service.explainer._reports
+    await until(lambda: len(kept) == MAX_REPORTS and kept[-1].request_id == names[-1])
+    found = await explain(node, request_id="chat-")
+    assert [report.request_id for report in found.requests] == names[: -MAX_LISTED - 1 : -1]
+    assert [report.request_id for report in (await explain(node, request_id="at-77")).requests] == [
+        *[f"chat-{number}" for number in range(779, 769, -1)],
+        "chat-77",
+    ]
+    assert not (await explain(node, request_id="chat-0")).requests, "it was the first"
+    assert not (await explain(node, request_id="other")).requests
+
+
+async def test_reports_that_are_too_large_are_not_kept(node: Node, engine: EngineClient) -> None:
+    await engine.say(reports=[RequestReport(request_id="large" * 1000), RequestReport(request_id="small")])
+    await until(lambda: len(node._service.explainer._reports) == 1)
+    assert [report.request_id for report in (await explain(node, request_id="small")).requests] == ["small"]
+
+
+@pytest.mark.usefixtures("engine")
+async def test_only_a_few_prompts_are_explained_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, tiers_answer = node._service.explainer._stack, asyncio.Event()
+    lookup = stack.lookup
+
+    async def late(spec: KvSpec, keys: Sequence[ChunkKey], first: int) -> Hit:
+        await tiers_answer.wait()
+        return await lookup(spec, keys, first)
+
+    monkeypatch.setattr(stack, "lookup", late)
+    running = [asyncio.create_task(explain(node, 0)) for _ in range(MAX_RUNNING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Full):
+        await explain(node, 0)
+    tiers_answer.set()
+    for found in [*await asyncio.gather(*running), await explain(node, 0)]:
+        assert summary(found) == [("never_stored", SPEC.chunk_size)]

@@ -1,0 +1,108 @@
+"""Hints of a coordinator's clients at whole nodes: they reach the tiers, and what peers hold is prefetched."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from lmkv import rpc
+from lmkv.hints import HintOutcome, HintReason
+from lmkv.keys import join_keys
+from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
+from lmkv_server.node.hints.orders import carry_out
+from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.test_node_fleet import TwoNodes
+from tests.waiting import WAIT_SECONDS, eventually, until
+
+SPEC = small_spec()
+
+
+@pytest.fixture
+async def fleet(runtime_dir: Path) -> AsyncIterator[TwoNodes]:
+    async with TwoNodes(runtime_dir) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def cache(fleet: TwoNodes) -> AsyncIterator[Any]:
+    async with rpc.open_channel(fleet.coordinator.address) as channel:
+        yield cache_service_pb2_grpc.CacheServiceStub(channel)
+
+
+async def hint(cache: Any, instance_id: str, action: int, numbers: list[int], **fields: Any) -> HintResponse:
+    request = HintRequest(
+        instance_id=instance_id,
+        action=action,  # type: ignore[arg-type]
+        chunk_keys=join_keys(chunk_keys(*numbers)),
+        **fields,
+    )
+    response: HintResponse = await cache.Hint(request, timeout=WAIT_SECONDS)
+    return response
+
+
+async def test_a_prefetch_brings_the_chunks_of_a_peer_into_the_pool(fleet: TwoNodes, cache: Any) -> None:
+    await fleet.store([1, 2, 3])
+    response = await hint(cache, "asker", chunk_pb2.HINT_ACTION_PREFETCH, [1, 2, 3])
+    assert (response.result.outcome, response.result.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, 3)
+    await until(lambda: all(fleet.asker.tier.get(key) for key in chunk_keys(1, 2, 3)))
+    await fleet.asker.hints.settle()
+    assert not any(chunk.holds for chunk in fleet.asker.tier)
+
+
+async def test_what_peers_can_find_is_shared(fleet: TwoNodes, cache: Any) -> None:
+    await fleet.store([1, 2, 3])
+    response = await hint(cache, "holder", chunk_pb2.HINT_ACTION_SHARE, [1, 2, 3])
+    assert (response.result.outcome, response.result.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, 3)
+
+
+async def test_a_pin_by_a_hint_is_listed_and_ends_by_its_id(fleet: TwoNodes, cache: Any) -> None:
+    await fleet.store([1, 2, 3])
+    pinned = await hint(cache, "holder", chunk_pb2.HINT_ACTION_PIN, [1, 2, 3], ttl=Duration(seconds=60))
+    assert pinned.result.outcome == chunk_pb2.HINT_OUTCOME_ACCEPTED
+    pins = fleet.holder.orders.pins
+    assert [pin.pin_id for pin in pins] == [pinned.pin_id]
+    assert pinned.pin_id.startswith("holder/")
+
+    async def listed() -> list[str]:
+        return [pin.pin_id for pin in (await cache.ListPins(ListPinsRequest(), timeout=WAIT_SECONDS)).pins]
+
+    await eventually(listed, [pinned.pin_id])
+    evicted = await hint(cache, "holder", chunk_pb2.HINT_ACTION_EVICT, [1, 2, 3])
+    assert (evicted.result.outcome, evicted.result.reason) == (chunk_pb2.HINT_OUTCOME_REJECTED, "in_use")
+    await cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=WAIT_SECONDS)
+    assert not len(pins)
+    gone = await hint(cache, "holder", chunk_pb2.HINT_ACTION_EVICT, [1, 2, 3])
+    assert (gone.result.outcome, gone.result.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, 3)
+
+
+async def test_an_order_that_a_coordinator_would_not_send_is_rejected(fleet: TwoNodes) -> None:
+    hints, engines = fleet.holder.hints, fleet.holder.engines
+    good: dict[str, Any] = {
+        "hint_id": "h",
+        "action": chunk_pb2.HINT_ACTION_RETAIN,
+        "fingerprint": SPEC.fingerprint,
+        "chunk_keys": join_keys(chunk_keys(1)),
+        "ttl": Duration(seconds=5),
+        "priority": 5,
+        "owner": bytes(16),
+    }
+    assert (await carry_out(registry_pb.HintOrder(**good), hints, engines)).outcome is HintOutcome.MISSING
+    for change in (
+        {"hint_id": ""},
+        {"action": 99},
+        {"chunk_keys": b"x"},
+        {"ttl": Duration(seconds=-1)},
+        {"priority": 0},
+        {"priority": 101},
+        {"owner": b""},
+    ):
+        result = await carry_out(registry_pb.HintOrder(**(good | change)), hints, engines)
+        assert (result.outcome, result.reason) == (HintOutcome.REJECTED, HintReason.MALFORMED), change
+    unknown = await carry_out(registry_pb.HintOrder(**(good | {"fingerprint": b"f" * 16})), hints, engines)
+    assert unknown.outcome is HintOutcome.MISSING
