@@ -1,6 +1,6 @@
-"""uvicorn's protocol with limits on the time and size of a request's head, and on connections.
+"""uvicorn's protocol with deadlines for slow clients, and limits on the size of a request's head and on connections.
 
-uvicorn does not limit the former: a client that sends a byte now and then, or nothing at all, keeps its connection
+uvicorn has no such deadlines: a client that sends a byte now and then, or reads no response, keeps its connection
 open forever. Its only connection limit answers 503 to every request, including health probes, while idle connections
 use up the limit.
 """
@@ -25,6 +25,8 @@ else:
 
 HEAD_SECONDS = 10.0
 """Deadline for a request's headers, from the connection or from the first byte after a response."""
+READ_SECONDS = 30.0
+"""A client that reads nothing for this time, while part of a response waits for it, is disconnected."""
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request's headers."""
 CONNECTION = "lmkv_connection"
@@ -32,7 +34,10 @@ CONNECTION = "lmkv_connection"
 
 
 class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base class at run time
-    """uvicorn's protocol with a header deadline. Handlers that read bodies set the deadlines of bodies."""
+    """uvicorn's protocol with deadlines for a request's head and for reading the response.
+
+    Handlers that read bodies set the deadlines of bodies.
+    """
 
     def __init__(
         self, limiter: ConnectionLimiter, log: LimitedLogger, *, app_state: dict[str, Any], **options: Any
@@ -42,6 +47,7 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         self._limiter = limiter
         self.address = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -70,10 +76,22 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         super().on_response_complete()
         if self.cycle.response_complete:
             self._limiter.ended(self)
+        self._expect_read()
+
+    def pause_writing(self) -> None:
+        """Starts the deadline for reading."""
+        super().pause_writing()
+        self._expect_read()
+
+    def resume_writing(self) -> None:
+        """Stops the deadline: the client has read."""
+        super().resume_writing()
+        self._stop_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the header deadline."""
+        """Stops the deadlines."""
         self._stop()
+        self._stop_read_timer()
         self._limiter.closed(self)
         super().connection_lost(exc)
 
@@ -93,6 +111,24 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
     def _expire(self) -> None:
         self._timer = None
         self.transport.close()
+
+    def _expect_read(self) -> None:
+        """Starts the deadline for reading, if part of a response waits for the client."""
+        waiting = self.transport.get_write_buffer_size()
+        if waiting and self._read_timer is None:
+            self._read_timer = asyncio.get_running_loop().call_later(READ_SECONDS, self._check_read, waiting)
+
+    def _check_read(self, waited: int) -> None:
+        self._read_timer = None
+        if self.transport.get_write_buffer_size() >= waited:
+            self.transport.abort()
+        else:
+            self._expect_read()
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
 
 class RequestLimiter:

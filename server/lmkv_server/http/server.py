@@ -40,7 +40,8 @@ logging.getLogger("uvicorn").setLevel(logging.WARNING)
 class HttpServer:
     """Serves an application on one port from `start` to `aclose`. The constructor binds the port.
 
-    Serves HTTPS if `credentials` have a certificate. Raises `ConfigError` if the port cannot be bound.
+    Serves HTTPS if `credentials` have a certificate. Raises `ConfigError` if the port cannot be bound: `key` and
+    `host_key` are the configuration keys that set port and host.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class HttpServer:
         credentials: Credentials = PLAINTEXT,
         *,
         name: str = "lmkv-http",
+        host_key: str = "host",
         max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
         max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
         probes: frozenset[str] = PROBES,
         grace_seconds: float = STOP_GRACE_SECONDS,
     ) -> None:
         self._name = name
-        self._listener = listen(host, port, key)
+        self._listener = listen(host, port, key, host_key)
         self.port: int = self._listener.getsockname()[1]
         limiter = ConnectionLimiter(max_concurrent_requests, min(max_connections_per_client, max_concurrent_requests))
         log = LimitedLogger(logging.getLogger("uvicorn.error"))

@@ -23,7 +23,7 @@ from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.support.tokens import Entry, entry, write
 
-ROLES = ("engine", "operator", "reader", "admin")
+ROLES = ("engine", "operator", "reader", "admin", "client")
 TENANTS = ("", "a", "b")
 ENTRIES = [entry(role, tenant) for role in ROLES for tenant in TENANTS]
 

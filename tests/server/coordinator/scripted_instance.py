@@ -14,11 +14,12 @@ import grpc
 from google.protobuf.message import Message
 
 from lmkv import rpc
-from lmkv.errors import ChunkNotFound, ChunkPinned, LmkvError, NoFreeExtents, OperationCancelled
+from lmkv.errors import ChunkNotFound, ChunkPinned, LmkvError, NoFreeExtents, OperationCancelled, Unreachable
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.waiting import until as until
 
@@ -52,6 +53,8 @@ class ScriptedInstance:
         self.pinned: dict[str, list[ChunkKey]] = {}
         self.records: dict[str, pb.OperationRecord] = {}
         """Of operations, by name, as the coordinator last gave them."""
+        self.refused_records = 0
+        """The number of records that it refuses from now on."""
         self.orders: list[pb.Order] = []
         """All that came but records, repeats too."""
         self.before: Hook | None = None
@@ -62,6 +65,10 @@ class ScriptedInstance:
         self.stats = pb.InstanceStats()
         """Its counters; traffic rises with what orders fetch. Reported when it joins, and by `report_stats`."""
         self.cancelled: set[str] = set()
+        self.reports: list[RequestReport] = []
+        """What its engines have reported of requests."""
+        self.miss_reason = chunk_pb2.MISS_REASON_NEVER_STORED
+        """Of chunks that it does not hold."""
         self.epoch = next(_EPOCHS)
         self._registry: Any = RegistryServiceStub(channel)
         self._fleet = fleet
@@ -189,9 +196,14 @@ class ScriptedInstance:
                         self._settled.set()
                     for order in response.orders:
                         if order.HasField("record"):
+                            outcome = pb.OrderOutcome(order_id=order.order_id)
                             record = order.record.record
-                            self.records[record.operation.name] = record
-                            await self._report(outcomes=[pb.OrderOutcome(order_id=order.order_id)])
+                            if self.refused_records:
+                                self.refused_records -= 1
+                                outcome.status.CopyFrom(rpc.to_status(Unreachable("the order has expired")))
+                            else:
+                                self.records[record.operation.name] = record
+                            await self._report(outcomes=[outcome])
                             continue
                         self.orders.append(order)
                         if order.WhichOneof("action") == "cancel":
@@ -284,10 +296,30 @@ class ScriptedInstance:
         self.pinned[order.pin_id] = held
         await self._report(pins=pb.PinList(pins=self.pins.values()))
 
+    async def _hint(self, order: pb.HintOrder, outcome: pb.OrderOutcome) -> None:
+        """Does nothing, and says that it was done for what is held."""
+        count = sum(key in self.chunks for key in split_keys(order.chunk_keys))
+        done = chunk_pb2.HINT_OUTCOME_ACCEPTED if count else chunk_pb2.HINT_OUTCOME_MISSING
+        outcome.hint.CopyFrom(chunk_pb2.HintResult(outcome=done, chunk_count=count, ttl=order.ttl))
+
     async def _unpin(self, order: pb.UnpinOrder, outcome: pb.OrderOutcome) -> None:
         self.pins.pop(order.pin_id, None)
         self.pinned.pop(order.pin_id, None)
         await self._report(pins=pb.PinList(pins=self.pins.values()))
+
+    async def _explain(self, order: pb.ExplainOrder, outcome: pb.OrderOutcome) -> None:
+        outcome.explanation.start_time.FromNanoseconds(self.epoch)
+        if order.request_id:
+            outcome.explanation.requests.extend(
+                report for report in self.reports if order.request_id in report.request_id
+            )
+            return
+        keys = split_keys(order.chunk_keys)
+        held = len(list(itertools.takewhile(self.chunks.__contains__, keys)))
+        for count, span in ((held, PromptSpan(tier="own")), (len(keys) - held, PromptSpan(reason=self.miss_reason))):
+            if count:
+                span.chunk_count, span.token_count = count, count * self.spec.chunk_size
+                outcome.explanation.spans.append(span)
 
     async def _cancel(self, order: pb.CancelOrder, outcome: pb.OrderOutcome) -> None: ...
 

@@ -21,6 +21,8 @@ from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     DrainRequest,
+    ExplainRequest,
+    HintRequest,
     ListPinsRequest,
     LookupRequest,
     MoveRequest,
@@ -28,7 +30,7 @@ from lmkv.v1.cache_service_pb2 import (
     UnpinRequest,
     WatchRequest,
 )
-from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv.v1.chunk_pb2 import HINT_ACTION_EVICT, HINT_OUTCOME_ACCEPTED, TIER_HOST, Position
 from lmkv.v1.registry_service_pb2 import (
     ChunkChange,
     DeregisterRequest,
@@ -144,6 +146,34 @@ async def test_nothing_of_another_tenants_is_listed_or_watched(fleet: Guarded) -
     while "theirs" not in seen:
         seen += f"{await watcher.read()}"
     assert "ours" not in seen
+
+
+async def test_hints_reach_the_instances_of_their_own_tenant_only(fleet: Guarded) -> None:
+    ours = await fleet.instance("a", "ours", KEYS)
+    hint = HintRequest(instance_id="ours", action=HINT_ACTION_EVICT, tokens=PROMPT)
+    other = await fleet.cache(token_of("operator", "b"))
+    assert (await error_of(other.Hint(hint, timeout=5))).reason in ("INSTANCE_NOT_FOUND", "MODEL_NOT_FOUND")
+    for role in ("engine", "reader"):
+        unauthorized = await fleet.cache(token_of(role, "a"))
+        assert (await error_of(unauthorized.Hint(hint, timeout=5))).reason == "PERMISSION_DENIED"
+    assert not ours.orders
+    result = (await (await fleet.cache(token_of("operator", "a"))).Hint(hint, timeout=5)).result
+    assert (result.outcome, result.chunk_count) == (HINT_OUTCOME_ACCEPTED, 3)
+    (order,) = ours.orders
+    assert len(order.hint.owner) == 16
+
+
+async def test_only_the_tenants_own_instances_explain_prompts(fleet: Guarded) -> None:
+    await fleet.instance("a", "ours", KEYS)
+    await fleet.instance("b", "theirs")
+    for tenant, instance_id in (("a", "ours"), ("b", "theirs")):
+        answer = await (await fleet.cache(token_of("reader", tenant))).Explain(ExplainRequest(tokens=PROMPT), timeout=5)
+        assert [one.instance_id for one in answer.explanations] == [instance_id]
+    other = await fleet.cache(token_of("reader", "b"))
+    named = ExplainRequest(tokens=PROMPT, instance_id="ours")
+    assert (await error_of(other.Explain(named, timeout=5))).reason == "INSTANCE_NOT_FOUND"
+    engine = await fleet.cache(token_of("engine", "a"))
+    assert (await error_of(engine.Explain(named, timeout=5))).reason == "PERMISSION_DENIED"
 
 
 async def test_another_tenants_instances_pins_and_operations_cannot_be_touched(fleet: Guarded) -> None:

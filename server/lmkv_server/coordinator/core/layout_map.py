@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from lmkv.errors import Full
 from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, Digest, join_keys, split_keys
 from lmkv_kernels import ChunkTable
+from lmkv_server.coordinator.core.partial_chunks import PartialChunkMap
 
 TIER_COUNT = ChunkTable.TIER_COUNT
 """Tiers are numbered from 1, fastest first, as in `lmkv.v1.Tier`."""
@@ -43,6 +44,20 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     partial_token_counts: dict[int, int] = {}
     """The tokens of other chunks, by index in `admitted`."""
     evicted: bytes = b""
+    partial_parents: dict[int, bytes] = {}
+    """For chunks in `partial_token_counts`, by index in `admitted`: the key of the chunk before, or the root."""
+
+    def without_parents(self) -> Change:
+        """The change of the chunks that are not in `partial_parents`."""
+        keys = split_keys(self.admitted)
+        kept = [index for index in range(len(keys)) if index not in self.partial_parents]
+        counts = {
+            place: self.partial_token_counts[index]
+            for place, index in enumerate(kept)
+            if index in self.partial_token_counts
+        }
+        admitted = join_keys(keys[index] for index in kept)
+        return Change(self.tier, self.fingerprint, self.chunk_size, admitted, counts, self.evicted)
 
 
 class MatchRun(NamedTuple):  # five times faster than a dataclass; every lookup creates some
@@ -119,6 +134,7 @@ class LayoutMap:
         self._fingerprints: set[bytes] = set()
         """Fingerprints of reported chunks; some may have no chunks any more."""
         self._fingerprint_limit = MIN_FINGERPRINTS
+        self._partials = PartialChunkMap(self._is_held)
 
     def __len__(self) -> int:
         """Chunk keys in the map, including those that have yet to be swept."""
@@ -198,6 +214,17 @@ class LayoutMap:
             matches.sort(key=lambda match: (-match.chunk_count, match.instance_id))
         return matches
 
+    def lookup_any(self, chunk_keys: bytes, excluded: str = "") -> tuple[int, list[Match]]:
+        """The first key of which instances but `excluded` hold the chunk, by index, and these instances."""
+        for index in range(len(chunk_keys) // KEY_BYTES):
+            if matches := self.lookup(chunk_keys[index * KEY_BYTES : (index + 1) * KEY_BYTES], excluded):
+                return index, matches
+        return 0, []
+
+    def partial_lengths(self, parent: bytes) -> Sequence[int]:
+        """Token counts of the partial chunks behind a chunk or a root, ascending; some may have no holder any more."""
+        return self._partials.lengths(parent)
+
     def may_hold(self, fingerprint: bytes) -> bool:
         """Whether there may be chunks of a spec; chunks reported without a spec may be of any."""
         return fingerprint in self._fingerprints or b"" in self._fingerprints
@@ -276,6 +303,7 @@ class LayoutMap:
     def check(self) -> None:
         """Asserts the invariants. Reads everything: for tests."""
         self._table.check()
+        self._partials.check()
         assert self._instance_ids == {slot: instance_id for instance_id, slot in self._live.items()}
         assert self._instance_ids.keys().isdisjoint(staged.slot for staged in self._staged)
 
@@ -309,7 +337,17 @@ class LayoutMap:
             raise Full("there are chunks of too many specs; retry when some are removed", retry_seconds=1.0) from None
         if gained:
             self._add_fingerprint(change.fingerprint)
-        return gained, self._table.evict(slot, change.tier, change.evicted)
+        is_staging = bool(self._staged)  # chunks of open snapshots count as held by no instance
+        for index, parent in change.partial_parents.items():
+            key = change.admitted[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            self._partials.add(key, parent, change.partial_token_counts[index], look=not is_staging)
+        lost = self._table.evict(slot, change.tier, change.evicted)
+        if lost and not is_staging:
+            self._partials.lost(lost)
+        return gained, lost
+
+    def _is_held(self, key: bytes) -> bool:
+        return self._table.fingerprint_of(key) is not None
 
     def _add_fingerprint(self, fingerprint: bytes) -> None:
         """Stores the fingerprint of admitted chunks; removes those without chunks once there are many."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from starlette.routing import Route
 from lmkv.tiers import tier_name
 from lmkv_server.coordinator.core.latency_histogram import BOUNDS_SECONDS
 from lmkv_server.coordinator.services.services import Services
+from lmkv_server.http.metrics import metrics_response
 
 PREFIX = "lmkv_coordinator_"
 TENANT_LABEL = "tenant"
@@ -50,7 +51,7 @@ class CoordinatorMetrics(Collector):
         """`/metrics`."""
 
         async def serve(_: Request) -> Response:
-            return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return metrics_response(self.registry)
 
         return [Route("/metrics", serve)]
 

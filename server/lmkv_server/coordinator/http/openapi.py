@@ -15,10 +15,12 @@ from lmkv_server.coordinator.http.paths import Path
 
 SUMMARIES = {
     "lmkv.v1.CacheService.Lookup": "Find the instances that hold the beginning of a prompt.",
+    "lmkv.v1.CacheService.Explain": "Say why parts of a prompt or of a request are not in the cache.",
     "lmkv.v1.CacheService.Move": "Copy or move chunks from one position to another, as an operation.",
     "lmkv.v1.CacheService.Pin": "Protect chunks from eviction for a time.",
     "lmkv.v1.CacheService.Unpin": "End a pin early.",
     "lmkv.v1.CacheService.ListPins": "List the active pins.",
+    "lmkv.v1.CacheService.Hint": "Share, prefetch, pin, retain, demote or evict the chunks of a prompt.",
     "lmkv.v1.CacheService.Clear": "Drop chunks from instances, as an operation.",
     "lmkv.v1.CacheService.Drain": "Copy what only one instance holds to others, as an operation.",
     "lmkv.v1.CacheService.Watch": "Stream changes of the layout map, one JSON object per line or as events.",

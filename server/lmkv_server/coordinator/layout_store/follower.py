@@ -15,7 +15,7 @@ from collections.abc import Callable
 from lmkv.errors import LmkvError
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Snapshot
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER, admissions, size_of
+from lmkv_server.coordinator.layout_store.chunk_records import admissions, has_marker, size_of
 from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, LogPosition
 
 MAX_BUFFERED_BYTES = 8 << 20
@@ -150,9 +150,7 @@ class InstanceFollower:
         if self._load is not load or load.staged is None:
             return
         try:
-            load.has_marker = load.has_marker or any(
-                records[at : at + len(MARKER)] == MARKER for at in range(0, len(records), len(MARKER))
-            )
+            load.has_marker = load.has_marker or has_marker(records)
             for change in admissions(records):
                 self._apply(change, load.staged)
         except (LmkvError, ValueError):

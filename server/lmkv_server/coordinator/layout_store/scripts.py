@@ -51,10 +51,11 @@ records, the marker's field and value. Returns the term."""
 PUBLISH = f"""{_CHECK}{_NEWEST}
 local function admit(held, place, tokens, keys)
   local words = {{}}
+  local width = #tokens / (#keys / 16)
   for at = 1, #keys, 16 do
     words[#words + 1] = place .. string.sub(keys, at, at + 15)
-    local own = (at - 1) / 4
-    words[#words + 1] = #tokens == 4 and tokens or string.sub(tokens, own + 1, own + 4)
+    local own = (at - 1) / 16 * width
+    words[#words + 1] = #tokens == 4 and tokens or string.sub(tokens, own + 1, own + width)
     if #words == 4000 then
       redis.call('HSET', held, unpack(words))
       words = {{}}
@@ -114,8 +115,9 @@ redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return replies
 """
 """KEYS id, log, and per entry: term, held, current; ARGV id, lifetime of the records, length and lifetime of the log,
-and per entry: kind, term, epoch, encoded entry or empty, number of changes, and per change: field prefix, tokens,
-admitted and evicted keys. Returns `ok`, `fenced` or `lost` per entry."""
+and per entry: kind, term, epoch, encoded entry or empty, number of changes, and per change: field prefix, values
+(one of 4 bytes for all, or one per admitted key, all of the same length), admitted and evicted keys. Returns `ok`,
+`fenced` or `lost` per entry."""
 
 RENEW = f"""{_CHECK}
 local replies, at = {{}}, 4

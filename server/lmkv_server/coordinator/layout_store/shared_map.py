@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
-from lmkv.remote_url import parse_remote_url
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Publication

@@ -19,10 +19,10 @@ from valkey.backoff import NoBackoff
 from valkey.crc import key_slot
 from valkey.exceptions import ValkeyError
 
+from lmkv.config.remote_url import RemoteUrl
 from lmkv.errors import ConfigError
-from lmkv.remote_url import RemoteUrl
 from lmkv_server.coordinator.layout_store import scripts
-from lmkv_server.coordinator.layout_store.chunk_records import FIELD_BYTES, MARKER, field_prefix, token_values
+from lmkv_server.coordinator.layout_store.chunk_records import FIELD_BYTES, MARKER, field_prefix, writes
 from lmkv_server.coordinator.layout_store.log_entry import (
     MAX_ENTRY_BYTES,
     READ_ENTRIES,
@@ -129,9 +129,10 @@ class ValkeyClient:
         for pending in batch:
             entry = pending.entry
             keys += _publication_keys(entry.owner, entry.term)
-            arguments += [entry.kind.name.lower(), entry.term, entry.epoch, _encoded(pending), len(entry.changes)]
-            for change in entry.changes:
-                arguments += [field_prefix(change), token_values(change), change.admitted, change.evicted]
+            written = [(field_prefix(change), *step) for change in entry.changes for step in writes(change)]
+            arguments += [entry.kind.name.lower(), entry.term, entry.epoch, _encoded(pending), len(written)]
+            for step in written:
+                arguments += step
         return list(await self._run(scripts.PUBLISH, shard, keys, *arguments))
 
     async def renew(self, shard: int, terms: Sequence[tuple[ChunkOwner, int, bool]]) -> list[bytes]:

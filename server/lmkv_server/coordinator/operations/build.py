@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
+from lmkv_server.coordinator.operations.explanations import Explanations
+from lmkv_server.coordinator.operations.hints import FleetHints
 from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -25,6 +27,8 @@ class FleetOperations:
     clears: Clears
     drains: Drains
     pins: FleetPins
+    explanations: Explanations
+    hints: FleetHints
     replicator: OperationReplicator
 
     async def aclose(self) -> None:
@@ -60,5 +64,7 @@ def make_operations(
         clears=clears,
         drains=drains,
         pins=FleetPins(registry, selector, orders),
+        explanations=Explanations(registry, selector, orders),
+        hints=FleetHints(registry, selector, orders),
         replicator=OperationReplicator(table, orders, is_partial, resume),
     )

@@ -12,6 +12,7 @@ from google.rpc import status_pb2
 from lmkv import rpc
 from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.keys import KEY_BYTES
+from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
@@ -20,6 +21,8 @@ from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 
+MAX_SHOWN = 256
+"""Characters of names in an error."""
 BATCH_CHUNKS = 16_384
 """Chunks per order."""
 TIMEOUT_SECONDS = 60.0
@@ -82,13 +85,14 @@ class Clears:
     async def _drops(self, request: pb.ClearRequest) -> list[_Drop]:
         """The orders for each instance."""
         common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
-        models = self._registry.instances.models
         drops = []
-        if request.tokens or request.chunk_keys:
+        names_prompt = bool(request.tokens or request.chunk_keys)
+        if (request.weight_version or request.kept_weight_version) and (names_prompt or not request.model_name):
+            raise BadSelection("a version of the weights is selected with a model, and without tokens and chunk_keys")
+        if names_prompt:
             drops = await self._drops_of_prompt(request)
         elif request.model_name:
-            specs = models.specs(request.model_name)
-            drops = [_Drop(registry_pb.DropOrder(fingerprint=spec.fingerprint)) for spec in specs]
+            drops = [_Drop(registry_pb.DropOrder(fingerprint=spec.fingerprint)) for spec in self._specs(request)]
         elif request.all:
             drops = [_Drop(registry_pb.DropOrder(all=True))]
         else:
@@ -96,6 +100,23 @@ class Clears:
         for drop in drops:
             drop.order.MergeFrom(common)
         return drops
+
+    def _specs(self, request: pb.ClearRequest) -> list[KvSpec]:
+        """The specs of the model, of the versions of its weights that are selected."""
+        specs = self._registry.instances.models.specs(request.model_name)
+        version, kept = request.weight_version, request.kept_weight_version
+        if not (version or kept):
+            return specs
+        if version and kept:
+            raise BadSelection("weight_version and kept_weight_version exclude each other")
+        known = sorted({spec.weight_version for spec in specs} - {""})
+        if (version or kept) not in known:
+            raise BadSelection(
+                f"no engine has registered version {(version or kept)[:MAX_SHOWN]!r} of {request.model_name!r}; "
+                f"registered are: {', '.join(known)[:MAX_SHOWN] or 'none'}",
+                weight_version=version or kept,
+            )
+        return [spec for spec in specs if (spec.weight_version == version if version else spec.weight_version != kept)]
 
     async def _drops_of_prompt(self, request: pb.ClearRequest) -> list[_Drop]:
         """The orders for chunks that are named, with all their parts.

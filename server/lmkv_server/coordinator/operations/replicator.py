@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 STORE_SECONDS = 3.0
 """Timeout for an instance to store a record, which only needs its memory."""
+STORE_TRIES = 60
+"""How often an instance is asked to store one state of an operation."""
+STORE_RETRY_SECONDS = 1.0
+"""Time between two tries."""
 REPLICATION_SECONDS = 1.0
 """How long a client that starts an operation waits until the first instance stores its record."""
 MAX_REPORTERS = 16
@@ -73,8 +77,8 @@ class OperationReplicator:
         if operation.runs_here or operation.done:
             return
         order = pb.Order(cancel=pb.CancelOrder(operation_name=name))
-        accepted = await asyncio.gather(*(self._send(instance_id, order) for instance_id in operation.record_holders))
-        if not any(accepted):
+        refusals = await asyncio.gather(*(self._send(instance_id, order) for instance_id in operation.record_holders))
+        if None not in refusals:
             raise Unreachable(f"no instance that stores the record of {name} answers; try again", name=name)
 
     def handle_record(self, instance_id: str, epoch: int, record: pb.OperationRecord) -> None:
@@ -124,17 +128,30 @@ class OperationReplicator:
         task.add_done_callback(self._tasks.discard)
 
     async def _store(self, instance_id: str, operation: Operation) -> None:
-        record = to_record(operation, self._operations.ttl_seconds)
-        if await self._send(instance_id, pb.Order(record=pb.RecordOrder(record=record))):
-            operation.replicated.set()
+        """Stores the record of the current state; tries again if an instance cannot, as long as that is the newest.
 
-    async def _send(self, instance_id: str, order: pb.Order) -> bool:
-        """Sends an order; returns whether the instance executed it."""
+        Without the record of its end, other coordinators would show an operation as running until its deadline: an
+        instance reports its records only when they change.
+        """
+        rank = operation.rank
+        for _ in range(STORE_TRIES):
+            record = to_record(operation, self._operations.ttl_seconds)
+            error = await self._send(instance_id, pb.Order(record=pb.RecordOrder(record=record)))
+            if error is None:
+                operation.replicated.set()
+            if not isinstance(error, Unreachable):
+                return
+            await asyncio.sleep(STORE_RETRY_SECONDS)
+            if operation.rank != rank:
+                return
+
+    async def _send(self, instance_id: str, order: pb.Order) -> LmkvError | None:
+        """Sends an order; returns why the instance did not execute it, or None if it did."""
         try:
             outcome = await self._orders.execute(instance_id, order, STORE_SECONDS)
             if outcome.status.code:
                 raise rpc.from_status(outcome.status)
         except LmkvError as error:
             logger.warning("instance %s does not store a record: %s", instance_id, error)
-            return False
-        return True
+            return error
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmkv.errors import BadMessage, ResyncRequired
+from lmkv.errors import BadChunkKey, BadMessage, ResyncRequired
 from lmkv.keys import KEY_BYTES, Digest, check_keys
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
@@ -107,7 +107,8 @@ class ReportStream:
         chunk_size = self._instance.chunk_size(change.fingerprint)
         if chunk_size > MAX_TOKENS:
             raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
-        applied = Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted)
+        parents = _partial_parents(change, partials)
+        applied = Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted, parents)
         self._layout.apply(self._staged or self._instance.info.instance_id, applied)
         return applied
 
@@ -131,3 +132,13 @@ def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[i
         if not (0 <= index < admitted_count and 0 < tokens <= MAX_TOKENS):
             raise BadMessage(f"partial_token_counts[{index}] = {tokens} is invalid", index=index, tokens=tokens)
     return counts
+
+
+def _partial_parents(change: registry_service_pb2.ChunkChange, partials: Mapping[int, int]) -> dict[int, bytes]:
+    parents = dict(change.partial_parent_keys)
+    for index, parent in parents.items():
+        if index not in partials:
+            raise BadMessage(f"partial_parent_keys[{index}] is of no chunk in partial_token_counts", index=index)
+        if len(parent) != KEY_BYTES:
+            raise BadChunkKey(f"a parent key has {len(parent)} bytes, not {KEY_BYTES}", field="partial_parent_keys")
+    return parents

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadSelection, BadTokens, Full, ModelNotFound
-from lmkv.keys import KEY_BYTES, MAX_KEYS, Tokens, as_tokens, check_keys, root_key
+from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import Models, Namespace
 from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
+from lmkv_server.coordinator.core.tail_match import PromptTail
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
 """Keys that one request may need: all parts of its chunks, by tokens under all specs of its model. 2 MiB."""
@@ -61,6 +62,8 @@ class SelectedChunks:
     """Fingerprint of their spec; empty if the request gave keys, and their spec is not known."""
     parted_spec: KvSpec | None = None
     """Their spec, if it has other parts than plain ones (`KvSpec.has_plain_parts`)."""
+    tail: PromptTail | None = None
+    """What keys of partial chunks are computed from; None if the request gave keys, or with `parted_spec`."""
     parts: PromptParts | None = None
     """With `parted_spec`: their parts, which `Selector.required` computes."""
 
@@ -183,14 +186,18 @@ class Selector:
         else:
             keys = await self._compute_long(unsigned, chains)
         return [
-            SelectedChunks(keys=own, fingerprint=one.spec.fingerprint)
+            SelectedChunks(
+                keys=own,
+                fingerprint=one.spec.fingerprint,
+                tail=PromptTail(root=root, chunk_size=chunk_size, tokens=unsigned),
+            )
             if one.spec.has_plain_parts
             else SelectedChunks(
                 keys=own[: tokens.size // one.spec.chunk_size * KEY_BYTES],
                 fingerprint=one.spec.fingerprint,
                 parted_spec=one.spec,
             )
-            for own, one in zip(keys, namespaces, strict=True)
+            for own, one, (root, chunk_size) in zip(keys, namespaces, chains, strict=True)
         ]
 
     def _of_keys(self, keys: bytes, fingerprint: bytes) -> SelectedChunks:
@@ -211,7 +218,7 @@ class Selector:
                 await asyncio.sleep(0)
         return b""
 
-    def _root(self, namespace: Namespace, cache_salt: str) -> bytes:
+    def _root(self, namespace: Namespace, cache_salt: str) -> ChunkKey:
         return root_key(
             namespace.spec.fingerprint, cache_salt=cache_salt, lora=namespace.lora_identity, secret=self._secret
         )
@@ -236,7 +243,7 @@ class Selector:
             self._keys_since_pause = 0
             await asyncio.sleep(0)
 
-    async def _compute_long(self, tokens: Tokens, chains: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    async def _compute_long(self, tokens: Tokens, chains: Sequence[tuple[ChunkKey, int]]) -> list[bytes]:
         """The keys of a long request, after earlier long requests. Raises `Full`."""
         if self._waiting_count >= MAX_WAITING:
             raise Full(f"{MAX_WAITING} long requests by tokens are waiting; try again, or send chunk_keys")

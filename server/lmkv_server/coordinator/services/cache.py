@@ -14,16 +14,21 @@ from numpy.typing import NDArray
 from lmkv import rpc
 from lmkv.auth.caller import count_request
 from lmkv.auth.identity import client_identity
-from lmkv.errors import LmkvError
+from lmkv.errors import BadChunkKey, LmkvError
+from lmkv.keys import KEY_BYTES, check_keys
+from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER
 from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import Match
+from lmkv_server.coordinator.core.tail_match import with_tails
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
+from lmkv_server.coordinator.operations.explanations import Explanations
+from lmkv_server.coordinator.operations.hints import FleetHints
 from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.pins import FleetPins
@@ -38,6 +43,8 @@ ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the answers that share a message on a stream: half of the message limit."""
 MAX_ANSWERS = 64
 """Answers per message: about a millisecond of work. Sending it lets other tasks run."""
+MAX_ALTERNATIVES = 1024
+"""Most keys of a lookup with `any_key`: about a millisecond of work."""
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
@@ -52,6 +59,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
         drains: Drains,
         replicator: OperationReplicator,
         pins: FleetPins,
+        hints: FleetHints,
+        explanations: Explanations,
         watch: LayoutWatch,
     ) -> None:
         self._registry = registry
@@ -61,6 +70,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._drains = drains
         self._replicator = replicator
         self._pins = pins
+        self._hints = hints
+        self._explanations = explanations
         self._watch = watch
         self._part_lookup = PartLookup(registry.layout, selector)
         self.lookups = LatencyHistogram()
@@ -86,6 +97,9 @@ class CacheService(pb_grpc.CacheServiceServicer):
                     result.error.CopyFrom(rpc.to_status(error))
                 size_bytes += result.ByteSize()
             yield answer
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        return await self._explanations.explain(request)
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         with audited("copy" if request.copy else "move", request) as entry:
@@ -116,6 +130,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
             await self._pins.unpin(request.pin_id)
         return pb.UnpinResponse()
 
+    async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintResponse:
+        with audited("hint", request) as entry:
+            response = await self._hints.hint(request)
+            entry.names["result"] = OUTCOMES_BY_NUMBER.get(response.result.outcome, "unknown")
+        return response
+
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
         last = read_page_token("ListPins", request.page_token)
         rest = [pin for pin in self._pins.in_force(request.instance_id) if pin.pin_id > last]
@@ -137,9 +157,14 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
         begin = time.perf_counter()
+        if request.any_key and request.chunk_keys and not request.tokens:
+            return self._answer_any(begin, request, response)
         selections = await self._selector.select(request, request.fingerprint, held_only=True)
         names_chunks = bool(request.tokens or request.chunk_keys)
-        return await self._answer(begin, selections, response, request.excluded_instance_id, names_chunks=names_chunks)
+        await self._answer(begin, selections, response, request.excluded_instance_id, names_chunks=names_chunks)
+        if request.parent_key and request.chunk_keys:
+            self._add_partial_lengths(request, response)
+        return response
 
     async def _answer(
         self,
@@ -156,7 +181,11 @@ class CacheService(pb_grpc.CacheServiceServicer):
         read_count = 0
         for selection in selections:
             if selection.parted_spec is None:
-                found.append(layout.lookup(selection.keys, excluded))
+                matches = layout.lookup(selection.keys, excluded)
+                if selection.tail:
+                    matches = with_tails(layout, selection.tail, selection.keys, matches, excluded)
+                    matches.sort(key=lambda match: (-match.token_count, match.instance_id))
+                found.append(matches)
             else:
                 matches = await self._part_lookup.lookup(selection.parted_spec, selection.keys, excluded)
                 found.append(longest_first(matches))
@@ -165,13 +194,36 @@ class CacheService(pb_grpc.CacheServiceServicer):
                 read_count = 0
                 await asyncio.sleep(0)
         matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
+        self._finish(begin, matches, response, names_chunks=names_chunks)
+        return response
+
+    def _answer_any(self, begin: float, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
+        """The holders of the first of the request's keys that an instance holds. Raises `BadChunkKey`."""
+        keys = check_keys(request.chunk_keys, limit=MAX_ALTERNATIVES)
+        response.key_index, matches = self._registry.layout.lookup_any(keys, request.excluded_instance_id)
+        self._finish(begin, matches, response, names_chunks=True)
+        return response
+
+    def _add_partial_lengths(self, request: pb.LookupRequest, response: pb.LookupResponse) -> None:
+        """Adds the lengths of the partial chunks behind the longest match. Raises `BadChunkKey`."""
+        parent = request.parent_key
+        if len(parent) != KEY_BYTES:
+            raise BadChunkKey(f"parent_key has {len(parent)} bytes, not {KEY_BYTES}", field="parent_key")
+        if end := max((holder.matched_chunk_count for holder in response.holders), default=0) * KEY_BYTES:
+            parent = request.chunk_keys[end - KEY_BYTES : end]
+        response.partial_token_counts.extend(self._registry.layout.partial_lengths(parent))
+
+    def _finish(
+        self, begin: float, matches: Iterable[Match], response: pb.LookupResponse, *, names_chunks: bool
+    ) -> None:
+        """Fills in a response."""
+        layout = self._registry.layout
         for match in matches:
             self._add_holder(match, response)
         response.revision = layout.revision
         response.partial = self._registry.is_partial(time.monotonic())
         if names_chunks:  # a request that names nothing is a health probe
-            self.lookups.add(time.perf_counter() - begin, bool(matches))
-        return response
+            self.lookups.add(time.perf_counter() - begin, bool(response.holders))
 
     def _add_holder(self, match: Match, response: pb.LookupResponse) -> None:
         instance = self._registry.instances.find(match.instance_id)

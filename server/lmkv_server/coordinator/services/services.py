@@ -72,7 +72,16 @@ def make_services(
         fleet_operations=fleet,
         watch=watch,
         cache=CacheService(
-            core, selector, fleet.moves, fleet.clears, fleet.drains, fleet.replicator, fleet.pins, watch
+            core,
+            selector,
+            fleet.moves,
+            fleet.clears,
+            fleet.drains,
+            fleet.replicator,
+            fleet.pins,
+            fleet.hints,
+            fleet.explanations,
+            watch,
         ),
         registry=RegistryService(core, orders, fleet.replicator, quota, layout_store),
         operations=OperationsService(fleet.table, fleet.replicator),

@@ -21,13 +21,13 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.budget import Budget
 from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES
 from lmkv_server.coordinator.core.models import MAX_NAMES
-from lmkv_server.coordinator.operations import operation_table
+from lmkv_server.coordinator.operations import operation_table, pins
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
 from lmkv_server.coordinator.operations.pins import MAX_PINS
 from lmkv_server.coordinator.services.registration import MAX_STATS_BYTES, MAX_TIERS
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
-from tests.waiting import until
+from tests.waiting import WAIT_SECONDS, until
 
 _NUMBERS = itertools.count(time.time_ns())
 LARGE = b"k" * 16 * 60_000  # of a message of 1 MiB
@@ -136,18 +136,25 @@ async def test_a_long_request_id_is_refused(make: Make, cache: Any) -> None:
         assert "request_id has 1000 bytes" in str(error)
 
 
-async def test_orders_that_an_instance_does_not_carry_out_are_bounded_in_bytes(make: Make, cache: Any) -> None:
+async def test_orders_that_an_instance_does_not_carry_out_are_bounded_in_bytes(
+    make: Make, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "TIMEOUT_SECONDS", 2 * WAIT_SECONDS)  # none of the orders ends by itself
     async with make("a", KEYS) as a:
         a.going.clear()
-        pin = cache_pb.PinRequest(position=chunk_pb2.Position(instance_id="a"), chunk_keys=b"k" * 16 * 32_000)
-        calls = [cache.Pin(pin, timeout=30) for _ in range(2 * MAX_PENDING_BYTES // len(pin.chunk_keys))]
-        ended = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [rpc.from_rpc_error(one) for one in ended if isinstance(one, grpc.RpcError)]
-        assert len(errors) == len(calls)
-        full = [error for error in errors if isinstance(error, Full)]
-        assert len(full) >= len(calls) // 3
-        assert "orders of" in str(full[0])
+        request = cache_pb.PinRequest(position=chunk_pb2.Position(instance_id="a"), chunk_keys=b"k" * 16 * 32_000)
+
+        async def pin() -> Any:
+            return await cache.Pin(request, timeout=2 * WAIT_SECONDS)
+
+        calls = [asyncio.create_task(pin()) for _ in range(2 * MAX_PENDING_BYTES // len(request.chunk_keys))]
+        await until(lambda: sum(call.done() for call in calls) >= len(calls) // 3)
+        ended = [call.exception() for call in calls if call.done()]
+        errors = [rpc.from_rpc_error(error) for error in ended if isinstance(error, grpc.RpcError)]
+        assert len(errors) == len(ended)
+        assert all(isinstance(error, Full) and "orders of" in str(error) for error in errors)
         a.going.set()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 # --- What an instance says of itself -----------------------------------------------------------------------------

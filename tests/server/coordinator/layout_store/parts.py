@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.remote_url import parse_remote_url
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner

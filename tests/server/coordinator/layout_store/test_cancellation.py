@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lmkv.remote_url import parse_remote_url
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.node.disk_parts import WAIT_SECONDS

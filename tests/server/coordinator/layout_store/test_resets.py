@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from lmkv.remote_url import parse_remote_url
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient

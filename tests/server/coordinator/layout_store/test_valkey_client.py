@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
-from lmkv.remote_url import parse_remote_url
 from lmkv_server.coordinator.core.layout_map import Change
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER, RECORD_BYTES, admissions
+from lmkv_server.coordinator.layout_store.chunk_records import admissions, has_marker
 from lmkv_server.coordinator.layout_store.log_entry import MAX_ENTRY_BYTES, ChunkOwner, EntryKind, decode
 from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
@@ -55,7 +55,7 @@ async def held(store: ValkeyClient, term: int) -> dict[bytes, int]:
     while cursor:
         cursor, records = await store.scan(OWNER, term, max(cursor, 0))
         found += records
-    assert MARKER in [found[at : at + RECORD_BYTES] for at in range(0, len(found), RECORD_BYTES)]
+    assert has_marker(found)
     return {
         change.admitted[at : at + 16]: change.chunk_size
         for change in admissions(found)
@@ -88,6 +88,27 @@ async def test_what_is_published_can_be_loaded_and_followed(store: ValkeyClient)
     assert [entry.previous for entry in logged] == [before, logged[0].position]
     assert decode(logged[1].data).digests == [(2, 2000, 1 << 63)]
     assert await store.tail(OWNER.shard) == logged[-1].position
+
+
+async def test_parents_of_partial_chunks_come_back_as_they_went(store: ValkeyClient) -> None:
+    source = RecordedPublication(await store.next_term(OWNER))
+    source.publication.publish_complete()
+    keys = [number.to_bytes(16, "big") for number in range(3000)]
+    partial = {index: 1 + index % 255 for index in range(0, 3000, 3)}
+    parents = {index: keys[index - 1] for index in range(0, 3000, 6)}
+    whole = Change(2, b"f" * 16, 256, b"".join(keys), partial, partial_parents=parents)
+    source.publication.publish_changes([whole, Change(2, b"f" * 16, 256, evicted=b"".join(keys[1000:]))])
+    assert await store.publish(OWNER.shard, source.take()) == [b"ok", b"ok"]
+    found: dict[bytes, tuple[int, bytes]] = {}
+    cursor, records = -1, b""
+    while cursor:
+        cursor, read = await store.scan(OWNER, source.publication.term, max(cursor, 0))
+        records += read
+    for change in admissions(records):
+        for index in range(len(change.admitted) // 16):
+            tokens = change.partial_token_counts.get(index, change.chunk_size)
+            found[change.admitted[16 * index : 16 * index + 16]] = tokens, change.partial_parents.get(index, b"")
+    assert found == {keys[index]: (partial.get(index, 256), parents.get(index, b"")) for index in range(1000)}
 
 
 async def test_chunks_without_a_spec_and_of_no_tokens_come_back_as_they_went(store: ValkeyClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position
+from lmkv_server.coordinator.operations import clears
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make, unpacked, until
 
@@ -54,6 +56,16 @@ async def test_a_prompt_is_cleared_everywhere_and_nothing_else(make: Make, cache
         assert (list(a.chunks), list(b.chunks)) == (other, [])
 
 
+async def test_a_prompt_of_several_orders_is_cleared_as_a_whole(
+    make: Make, cache: Any, operations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clears, "BATCH_CHUNKS", 2)
+    async with make("a", CHUNKS) as a:
+        result = await cleared(cache, operations, tokens=PROMPT)
+        assert (result.chunk_count, result.token_count) == (3, 40)
+        assert (len(a.orders), a.chunks) == (2, {})
+
+
 async def test_a_dry_run_says_what_would_go_and_takes_nothing(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS) as a, make("b", KEYS[:2]) as b:
         result = await cleared(cache, operations, all=True, dry_run=True)
@@ -70,6 +82,35 @@ async def test_an_instance_a_tier_or_a_model_can_be_cleared_alone(make: Make, ca
         assert (a.chunks, b.chunks, list(q.chunks)) == ({}, {}, qwen)
         assert (await cleared(cache, operations, chunk_keys=join_keys(qwen[:1]))).chunk_count == 1
         assert list(q.chunks) == qwen[1:]
+
+
+async def test_versions_of_the_weights_are_cleared_one_by_one_or_all_but_one(
+    make: Make, cache: Any, operations: Any
+) -> None:
+    specs = [LLAMA, *(replace(LLAMA, weight_version=version) for version in ("41", "42"))]
+    of_spec = [keys_of(PROMPT, spec) for spec in specs]
+    async with (
+        make("none", of_spec[0], specs[0]) as none,
+        make("old", of_spec[1], specs[1]) as old,
+        make("new", of_spec[2], specs[2]) as new,
+    ):
+        held = (len(of_spec[0]), len(of_spec[1]), len(of_spec[2]))
+        count = (
+            await cleared(cache, operations, model_name="llama", kept_weight_version="42", dry_run=True)
+        ).chunk_count
+        assert count == held[0] + held[1]
+        await cleared(cache, operations, model_name="llama", weight_version="41")
+        assert (len(none.chunks), len(old.chunks), len(new.chunks)) == (held[0], 0, held[2])
+        await cleared(cache, operations, model_name="llama", kept_weight_version="42")
+        assert (len(none.chunks), len(old.chunks), len(new.chunks)) == (0, 0, held[2])
+        for fields, why in (
+            ({"model_name": "llama", "weight_version": "40"}, "registered are: 41, 42"),
+            ({"model_name": "llama", "weight_version": "41", "kept_weight_version": "42"}, "exclude each other"),
+            ({"all": True, "weight_version": "41"}, "with a model"),
+            ({"tokens": PROMPT, "model_name": "llama", "kept_weight_version": "42"}, "without tokens"),
+        ):
+            error = await refused(cache, **fields)
+            assert (error.reason, why in str(error)) == ("BAD_SELECTION", True), error
 
 
 async def test_a_prompt_of_an_adapter_is_cleared_by_the_adapters_name(make: Make, cache: Any, operations: Any) -> None:

@@ -109,6 +109,13 @@ async def test_a_prompt_of_an_adapter_is_moved_by_the_adapters_name(make: Make, 
         assert (list(a.chunks), list(b.chunks)) == (KEYS, of_adapter)
 
 
+async def test_of_several_specs_of_a_model_the_one_that_the_source_holds_is_moved(make: Make, asker: Asker) -> None:
+    of_float = dict(zip(keys_of(PROMPT, LLAMA_FLOAT), (16, 16, 8), strict=True))
+    async with make("first", CHUNKS), make("a", of_float, LLAMA_FLOAT) as a, make("b", spec=LLAMA_FLOAT) as b:
+        assert (await asker.move(model_name=LLAMA.model_name)).chunk_count == 3
+        assert (a.chunks, b.chunks) == ({}, of_float)
+
+
 async def test_a_copy_leaves_the_source_as_it_is(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
         operation = await asker.start(copy=True)

@@ -100,6 +100,18 @@ async def booked(cache: Any, b: ScriptedInstance, request: MoveRequest = MOVE) -
     return b.records[operation.name]
 
 
+async def test_the_end_of_a_move_is_stored_though_an_instance_refused_it_at_first(
+    make: Make, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "STORE_RETRY_SECONDS", 0.01)
+    async with make("a", CHUNKS), make("b") as b:
+        record = await booked(cache, b)
+        b.refused_records = 3  # as instances do whose clocks differ from the coordinator's
+        b.going.set()
+        await until(lambda: b.records[record.operation.name].operation.done)
+        assert b.refused_records == 0
+
+
 async def test_those_that_a_move_concerns_keep_its_record_until_after_its_end(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
         record = await booked(cache, b)

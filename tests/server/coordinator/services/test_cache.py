@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, join_keys, root_key
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
@@ -22,8 +22,10 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES
-from lmkv_server.coordinator.services.cache import MAX_ANSWERS
+from lmkv_server.coordinator.services.cache import MAX_ALTERNATIVES, MAX_ANSWERS
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
+
+ROOT = root_key(LLAMA.fingerprint, secret=b"hush")
 
 
 async def holds(
@@ -33,9 +35,11 @@ async def holds(
     spec: KvSpec = LLAMA,
     last_tokens: int = 0,
     served: Mapping[str, str] | None = None,
+    parent: bytes = b"",
 ) -> Any:
     """Registers an instance that holds chunks in host memory; returns its stream, which must stay referenced.
 
+    `parent` is what the last chunk is reported to follow.
     `served` are LoRA identities by served name, empty for further names of the model.
     """
     instance = Instance(
@@ -54,6 +58,7 @@ async def holds(
         fingerprint=spec.fingerprint,
         admitted_keys=join_keys(keys),
         partial_token_counts={len(keys) - 1: last_tokens} if last_tokens else {},
+        partial_parent_keys={len(keys) - 1: parent} if parent else {},
     )
     stream = registry.Report()
     await stream.write(
@@ -105,6 +110,64 @@ async def test_keys_find_the_same_as_tokens(registry: Any, cache: Any) -> None:
     keys = keys_of(PROMPT)
     _a = await holds(registry, "a", keys, last_tokens=8)
     assert (await lookup(cache, chunk_keys=join_keys(keys))).holders == (await lookup(cache, tokens=PROMPT)).holders
+
+
+async def test_tokens_find_the_partial_chunk_of_a_prompt_that_they_continue(registry: Any, cache: Any) -> None:
+    keys, other = keys_of(PROMPT), keys_of([*PROMPT[:36], 1, 2])
+    _a = await holds(registry, "a", keys, last_tokens=8, parent=keys[1])
+    _b = await holds(registry, "b", other, last_tokens=6, parent=keys[1])
+    _c = await holds(registry, "c", keys_of(PROMPT[:5]), last_tokens=5, parent=ROOT)
+    longer = [*PROMPT, *range(50)]
+    response = await lookup(cache, tokens=longer)
+    assert found(response) == {"a": (3, 40), "b": (2, 32), "c": (1, 5)}
+    assert [one.instance_id for one in response.holders] == ["a", "b", "c"]
+    assert [(run.chunk_count, run.token_count) for run in response.holders[0].runs] == [(3, 40)]
+    assert found(await lookup(cache, tokens=longer, excluded_instance_id="a")) == {"b": (2, 32), "c": (1, 5)}
+
+
+async def test_keys_with_a_parent_find_the_lengths_behind_the_longest_match(registry: Any, cache: Any) -> None:
+    keys = keys_of(PROMPT)
+    _a = await holds(registry, "a", keys, last_tokens=8, parent=keys[1])
+    _b = await holds(registry, "b", keys_of(PROMPT[:5]), last_tokens=5, parent=ROOT)
+    packed = join_keys([*keys[:2], b"n" * 16])  # type: ignore[list-item]
+    response = await lookup(cache, chunk_keys=packed, parent_key=ROOT)
+    assert (found(response), list(response.partial_token_counts)) == ({"a": (2, 32)}, [8])
+    response = await lookup(cache, chunk_keys=b"n" * 16, parent_key=ROOT)
+    assert (found(response), list(response.partial_token_counts)) == ({}, [5])
+    assert not (await lookup(cache, chunk_keys=packed)).partial_token_counts
+    error = await refused(cache, chunk_keys=packed, parent_key=b"short")
+    assert (error.reason, "parent_key" in str(error)) == ("BAD_CHUNK_KEY", True)
+
+
+async def test_of_alternatives_the_first_that_is_held_is_found(registry: Any, cache: Any) -> None:
+    keys = keys_of(PROMPT)
+    _a = await holds(registry, "a", keys[:2])
+    _b = await holds(registry, "b", keys[1:2])
+    packed = join_keys([b"n" * 16, keys[1], keys[0]])  # type: ignore[list-item]
+    response = await lookup(cache, chunk_keys=packed, any_key=True)
+    assert (found(response), response.key_index) == ({"a": (1, 16), "b": (1, 16)}, 1)
+    response = await lookup(cache, chunk_keys=packed[:16], any_key=True)
+    assert (found(response), response.key_index) == ({}, 0)
+    error = await refused(cache, chunk_keys=b"k" * 16 * (MAX_ALTERNATIVES + 1), any_key=True)
+    assert error.reason == "BAD_CHUNK_KEY"
+
+
+@pytest.mark.parametrize(("index", "parent", "reason"), [(0, bytes(16), "BAD_MESSAGE"), (1, b"short", "BAD_CHUNK_KEY")])
+async def test_parents_that_are_of_no_partial_chunk_or_no_key_end_the_stream(
+    registry: Any, cache: Any, index: int, parent: bytes, reason: str
+) -> None:
+    stream = await holds(registry, "a", keys_of(PROMPT[:16]))
+    change = ChunkChange(
+        tier=chunk_pb2.TIER_HOST,
+        fingerprint=LLAMA.fingerprint,
+        admitted_keys=join_keys(keys_of(PROMPT)[1:]),
+        partial_token_counts={1: 8},
+        partial_parent_keys={index: parent},
+    )
+    await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=2, changes=[change]))
+    with pytest.raises(grpc.RpcError) as caught:
+        await stream.read()
+    assert from_rpc_error(caught.value).reason == reason
 
 
 async def test_who_asks_can_leave_itself_out(registry: Any, cache: Any) -> None:

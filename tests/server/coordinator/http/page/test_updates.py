@@ -20,7 +20,7 @@ from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInsta
 async def test_the_page_recovers_when_the_coordinator_comes_back(
     visitor: Visitor, coordinator: Coordinator, make: Make
 ) -> None:
-    visitor.forgiven += ["net::ERR_"]
+    visitor.forgiven += ["net::ERR_", "status of 503"]  # it refuses requests while it ends
     async with make("a", CHUNKS):
         page = await visitor.open()
         await expect(page.locator(NAMES)).to_have_text(["a"])

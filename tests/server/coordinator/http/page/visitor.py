@@ -34,8 +34,8 @@ class Visitor:
         self.calls: list[str] = []
         """Path and body of every request, in order."""
 
-    async def open(self, **options: Any) -> Page:
-        """A new page that is connected to the coordinator."""
+    async def open(self, path: str = "", **options: Any) -> Page:
+        """A new page; the page of the fleet is connected to the coordinator."""
         context = await self._browser.new_context(**{"viewport": SIZES[0], **options})
         page = await context.new_page()
         page.set_default_timeout(20_000)
@@ -43,14 +43,15 @@ class Visitor:
         page.on("pageerror", lambda error: self._hear("error", str(error)))
         page.on("dialog", lambda dialog: self._hear("error", f"a dialog of the browser: {dialog.message}"))
         page.on("request", self._note)
-        await page.goto(self.url)
-        await expect(page.locator("#state")).to_have_attribute("data-state", re.compile("live|rebuilding"))
+        await page.goto(self.url + path)
+        if not path:
+            await expect(page.locator("#state")).to_have_attribute("data-state", re.compile("live|rebuilding"))
         return page
 
     def check(self) -> None:
         """Asserts that nothing went wrong."""
         wrong = [text for text in self.complaints if not any(words in text for words in self.forgiven)]
-        assert not wrong
+        assert not wrong, wrong
 
     def _hear(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):

@@ -1,0 +1,112 @@
+"""Hints about prompts: an instance treats chunks as a client asks, within the client's quota at that instance."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from hashlib import sha256
+
+from lmkv import rpc
+from lmkv.auth.caller import Caller, current_caller
+from lmkv.errors import BadSelection
+from lmkv.hints import DEFAULT_PRIORITY, DEFAULT_TTL_SECONDS, MAX_PRIORITY, HintAction
+from lmkv.keys import KEY_BYTES
+from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.tail_match import keys_with_tail
+from lmkv_server.coordinator.operations.moves import check_spec
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import SelectedChunks, Selector
+
+TIMEOUT_SECONDS = 5.0
+"""Timeout for an instance to answer: a prefetch asks its tiers what they hold."""
+_NAMESPACE = uuid.UUID("6c6d6b76-0000-4000-8000-000000000002")
+
+
+class FleetHints:
+    """Sends hints to instances, and returns how they ended."""
+
+    def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders) -> None:
+        self._registry = registry
+        self._selector = selector
+        self._orders = orders
+
+    async def hint(self, request: pb.HintRequest) -> pb.HintResponse:
+        """Has the instance carry out a hint. Raises the errors of `CacheService.Hint`."""
+        action = ACTIONS_BY_NUMBER.get(request.action)
+        if action is None:
+            raise BadSelection(f"action {request.action} is unknown; set one of HintAction", field="action")
+        ttl_nanoseconds, priority = _ttl_nanoseconds(request), _priority(request, action)
+        instance = self._registry.instances.named(request.instance_id, "instance_id")
+        chosen = self._choose(await self._selector.required(request), instance, action)
+        check_spec(instance, chosen)
+        if len(chosen) > MAX_HINT_KEYS:
+            raise BadSelection(f"{len(chosen)} chunks are named; a hint covers at most {MAX_HINT_KEYS}")
+        if not chosen.fingerprint:  # no instance holds a chunk of these keys, so their spec is not known
+            return pb.HintResponse(result=chunk_pb2.HintResult(outcome=chunk_pb2.HINT_OUTCOME_MISSING))
+        order = registry_pb.HintOrder(
+            hint_id=_hint_id(request.request_id),
+            action=request.action,
+            fingerprint=chosen.fingerprint,
+            chunk_keys=self._keys(chosen, request.instance_id, action),
+            priority=priority,
+            owner=_owner(current_caller()),
+        )
+        if action in (HintAction.PIN, HintAction.RETAIN):
+            order.ttl.FromNanoseconds(ttl_nanoseconds)
+        outcome = await self._orders.execute(request.instance_id, registry_pb.Order(hint=order), TIMEOUT_SECONDS)
+        if outcome.status.code:
+            raise rpc.from_status(outcome.status)
+        is_pinned = action is HintAction.PIN and outcome.hint.chunk_count > 0
+        return pb.HintResponse(
+            result=outcome.hint, pin_id=f"{request.instance_id}/{order.hint_id}" if is_pinned else ""
+        )
+
+    def _choose(self, selections: Sequence[SelectedChunks], instance: Instance, action: HintAction) -> SelectedChunks:
+        """If the model name has several specs: of those that the instance serves the one of which it holds most.
+
+        For a prefetch that is the one of which any instance holds most.
+        """
+        layout, instance_id = self._registry.layout, instance.info.instance_id
+        fingerprints = {spec.fingerprint for spec in instance.info.specs}
+        served = [one for one in selections if one.fingerprint in fingerprints] or selections
+        if action is HintAction.PREFETCH:
+            return max(served, key=lambda one: max((match.chunk_count for match in layout.lookup(one.keys)), default=0))
+        return max(served, key=lambda one: one.match_at(layout, instance_id, chunk_pb2.TIER_HOST))
+
+    def _keys(self, chosen: SelectedChunks, instance_id: str, action: HintAction) -> bytes:
+        """The chosen keys; of tokens, the end is what the instance holds of it, or any for a prefetch."""
+        if chosen.tail is None:
+            return chosen.keys
+        holder = "" if action is HintAction.PREFETCH else instance_id
+        return keys_with_tail(self._registry.layout, chosen.tail, chosen.keys, holder)
+
+
+def _ttl_nanoseconds(request: pb.HintRequest) -> int:
+    if not request.HasField("ttl"):
+        return round(DEFAULT_TTL_SECONDS * 1e9)
+    nanoseconds = request.ttl.ToNanoseconds()
+    if nanoseconds <= 0:
+        raise BadSelection(f"ttl {request.ttl.ToJsonString()} is not positive", field="ttl")
+    return nanoseconds
+
+
+def _priority(request: pb.HintRequest, action: HintAction) -> int:
+    if action is not HintAction.RETAIN:
+        return 0
+    if not 0 <= request.priority <= MAX_PRIORITY:
+        raise BadSelection(f"priority {request.priority} is not from 1 to {MAX_PRIORITY}", field="priority")
+    return request.priority or DEFAULT_PRIORITY
+
+
+def _hint_id(request_id: str) -> str:
+    return (uuid.uuid5(_NAMESPACE, request_id) if request_id else uuid.uuid4()).hex[:16]
+
+
+def _owner(caller: Caller) -> bytes:
+    """Whose quota a hint takes: that of the caller's name in its tenant."""
+    return sha256(f"{caller.tenant}\0{caller.name}".encode()).digest()[:KEY_BYTES]

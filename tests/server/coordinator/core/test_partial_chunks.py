@@ -1,0 +1,148 @@
+"""The index of partial chunks in the layout map: which lengths there are, and that what is gone leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, root_key, split_keys
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
+from lmkv_server.coordinator.core.tail_match import PromptTail, keys_with_tail, with_tails
+
+HOST, DISK = 2, 3
+SIZE = 4
+FINGERPRINT = b"f" * 16
+ROOT = root_key(FINGERPRINT)
+
+
+def keys_of(tokens: Sequence[int]) -> list[ChunkKey]:
+    return chunk_keys(as_tokens(tokens), ROOT, SIZE, partial=True)
+
+
+def change(tokens: Sequence[int], tier: int = HOST) -> Change:
+    """The chunks of a prompt, which an instance gains."""
+    keys = keys_of(tokens)
+    partial = len(tokens) % SIZE
+    last = len(keys) - 1
+    return Change(
+        tier,
+        FINGERPRINT,
+        SIZE,
+        join_keys(keys),
+        {last: partial} if partial else {},
+        partial_parents={last: keys[-2] if last else ROOT} if partial else {},
+    )
+
+
+def evicted(*keys: ChunkKey, tier: int = HOST) -> Change:
+    return Change(tier, FINGERPRINT, SIZE, evicted=join_keys(keys))
+
+
+def tails(layout: LayoutMap, tokens: Sequence[int], excluded: str = "") -> dict[str, tuple[int, int]]:
+    """Chunks and tokens of the match of each instance."""
+    keys = join_keys(keys_of(tokens))
+    prompt = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(tokens))
+    matches = with_tails(layout, prompt, keys, layout.lookup(keys, excluded), excluded)
+    for match in matches:
+        assert match.chunk_count == sum(run.chunk_count for run in match.runs)
+        assert match.token_count == sum(run.token_count for run in match.runs)
+    return {match.instance_id: (match.chunk_count, match.token_count) for match in matches}
+
+
+def test_the_keys_of_a_prompt_end_with_the_longest_partial_chunk_that_is_held_at_its_end() -> None:
+    layout, prompt = LayoutMap(), list(range(11))
+    layout.apply("one", change(prompt[:9]))
+    layout.apply("two", change(prompt[:10]))
+    layout.apply("other", change([*prompt[:8], 99]))
+
+    def chosen(tokens: Sequence[int], instance_id: str = "") -> list[ChunkKey]:
+        tail = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(tokens))
+        return split_keys(keys_with_tail(layout, tail, join_keys(keys_of(tokens)), instance_id))
+
+    assert chosen(prompt) == keys_of(prompt[:10])
+    assert chosen(prompt, "one") == keys_of(prompt[:9])
+    assert chosen(prompt, "three") == keys_of(prompt)
+    assert chosen(prompt[:8]) == keys_of(prompt[:8])
+    assert chosen([1, 2]) == keys_of([1, 2])
+
+
+def test_each_instance_has_the_longest_partial_chunk_behind_its_own_match() -> None:
+    layout, prompt = LayoutMap(), list(range(12))
+    layout.apply("whole", change(prompt[:11]))
+    layout.apply("whole", change(prompt[:9]))
+    layout.apply("short", change(prompt[:6]))
+    layout.apply("other", change([*prompt[:5], 99, 98]))
+    layout.apply("start", change(prompt[:3]))
+    layout.apply("disk", change(prompt[:4]))
+    layout.apply("disk", change(prompt[:5], DISK))
+    expected = {"whole": (3, 11), "short": (2, 6), "other": (1, 4), "start": (1, 3), "disk": (2, 5)}
+    assert tails(layout, prompt) == expected
+    assert tails(layout, prompt, "whole") == {name: one for name, one in expected.items() if name != "whole"}
+    assert tails(layout, prompt[:2]) == {}
+    assert [run.tier for run in layout.lookup(join_keys(keys_of(prompt[:5])))[-1].runs]
+    layout.check()
+
+
+def test_lengths_leave_with_the_last_holder() -> None:
+    layout = LayoutMap()
+    for instance_id in ("a", "b"):
+        layout.apply(instance_id, change([1, 2]))
+    layout.apply("a", change([1, 2, 3]))
+    assert list(layout.partial_lengths(ROOT)) == [2, 3]
+    layout.apply("a", evicted(*keys_of([1, 2]), *keys_of([1, 2, 3])))
+    assert list(layout.partial_lengths(ROOT)) == [2]
+    layout.apply("b", evicted(*keys_of([1, 2])))
+    assert not layout.partial_lengths(ROOT)
+    layout.check()
+
+
+def test_chunks_of_instances_that_left_are_removed_as_others_are_added() -> None:
+    layout = LayoutMap()
+    for number in range(100):
+        layout.apply("gone", change([number, 1, 2]))
+    layout.drop_instance("gone")
+    for number in range(100, 160):
+        layout.apply("here", change([number, 1, 2]))
+        layout.check()
+    assert len(layout._partials) == 60
+    assert tails(layout, [7, 1, 2]) == {}
+    assert tails(layout, [107, 1, 2, 9]) == {"here": (1, 3)}
+
+
+def test_a_snapshot_brings_its_partial_chunks_and_changes_meanwhile_cost_none() -> None:
+    layout = LayoutMap()
+    staged = layout.stage("a")
+    layout.apply(staged, change([1, 2, 3]))
+    for number in range(10):
+        layout.apply("b", change([number, 5]))
+        layout.apply("b", evicted(*keys_of([number, 5])))
+    assert tails(layout, [1, 2, 3, 4]) == {}
+    layout.install(staged)
+    assert tails(layout, [1, 2, 3, 4]) == {"a": (1, 3)}
+    for number in range(10, 30):
+        layout.apply("b", change([number, 5]))
+    assert tails(layout, [1, 2, 3, 4]) == {"a": (1, 3)}
+    assert len(layout._partials) == 21
+    layout.check()
+
+
+def test_the_memory_for_partial_chunks_that_only_snapshots_bring_is_bounded() -> None:
+    layout = LayoutMap()
+    for number in range(50):
+        staged = layout.stage("a")
+        layout.apply(staged, change([number, 5]))
+        layout.install(staged)
+        layout.apply("a", evicted(*keys_of([number, 5])))
+        layout.check()
+    assert len(layout._partials._queue) == 0
+
+
+def test_of_alternatives_the_first_that_is_held_is_found() -> None:
+    layout = LayoutMap()
+    layout.apply("a", change([1, 2]))
+    layout.apply("b", change([1, 2, 3]))
+    keys = [*keys_of([9]), *keys_of([1, 2, 3]), *keys_of([1, 2])]
+    index, matches = layout.lookup_any(join_keys(keys))
+    assert (index, [match.instance_id for match in matches]) == (1, ["b"])
+    index, matches = layout.lookup_any(join_keys(keys), "b")
+    assert (index, [match.instance_id for match in matches]) == (2, ["a"])
+    assert layout.lookup_any(join_keys(keys[:1])) == (0, [])
