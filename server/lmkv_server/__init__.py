@@ -1,1 +1,1 @@
-"""The server processes of lmkv, a package each: coordinator, node and proxy. They share `http`, and nothing else."""
+"""The server processes of lmkv, a package each: coordinator, node, proxy and webhook. They share `http` alone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import string
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -31,12 +30,12 @@ from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, small_spec
+from tests.support.promised_errors import promises
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COORDINATOR_SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
 NODE_SERVICES = ("lmkv.v1.EngineService", "lmkv.v1.PeerService")
-PROTOS = Path(__file__).parents[2] / "protos"
 
 SPEC = small_spec()
 REPORTER = registry_pb.Instance(instance_id="reporter", epoch=1, peer_address="127.0.0.1:1", specs=[SPEC.to_proto()])
@@ -214,18 +213,6 @@ async def test_whatever_is_asked_the_answer_is_one_that_the_proto_promises(
         assert (code.name, reason) in promised, f"{text}\nasked by {requests}"
     assert await serves(servers, method.containing_service.full_name)
     assert not [record for record in caplog.records if any(word in record.getMessage() for word in SECRETS_OF_THE_LOG)]
-
-
-def promises(method: MethodDescriptor) -> set[tuple[str, str]]:
-    """Codes and reasons that the proto lists for an RPC; besides them success, and that it comes later."""
-    if method.containing_service.full_name == "google.longrunning.Operations":  # whose proto is not ours
-        bad = {("INVALID_ARGUMENT", "BAD_PAGE_TOKEN"), ("INVALID_ARGUMENT", "BAD_MESSAGE")}
-        return {("OK", ""), ("NOT_FOUND", "OPERATION_NOT_FOUND"), *bad}
-    file = (PROTOS / method.containing_service.file.name).read_text()
-    comments = re.findall(rf"((?: *//.*\n)*) *(?:service {method.containing_service.name}|rpc {method.name}\()", file)
-    assert len(comments) == 2
-    found = re.findall(r"\* `([A-Z_]+)` \(`([A-Z_]+)`\):", "".join(comments))
-    return {("OK", ""), ("UNIMPLEMENTED", ""), *found}
 
 
 class Nonsense:

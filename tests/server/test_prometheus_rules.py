@@ -13,9 +13,10 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from lmkv.config import NodeConfig, ProxyConfig
+from lmkv.config import NodeConfig, PickerConfig, ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
+from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.proxy import Proxy
 
 FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
@@ -87,6 +88,7 @@ async def measured(runtime_dir: Path) -> set[str]:
     shared_map = "redis://127.0.0.1:1"  # no server here, either
     async with Coordinator(port=0, layout_map_url=shared_map) as coordinator, Node(config) as node:
         known = {*names(coordinator.metrics), *names(node.metrics.registry), *names(Proxy(ProxyConfig()).metrics)}
+    known |= set(names(Picker(PickerConfig(engines=("http://localhost:8000",), policy="least_loaded")).metrics))
     known |= {f"lmkv:{name}" for name in engine_metrics()}
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return known | {rule["record"] for group in groups for rule in group["rules"] if "record" in rule}

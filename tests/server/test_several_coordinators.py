@@ -15,7 +15,6 @@ from lmkv.errors import OperationCancelled, Unreachable
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.process import pids_with_environment
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
@@ -35,17 +34,16 @@ class World:
     """A prompt on the first of two nodes, that two coordinators know of."""
 
     def __init__(
-        self, coordinators: list[cluster.CoordinatorProcess], engines: list[EngineClient], folder: Path
+        self, coordinators: list[cluster.CoordinatorProcess], nodes: NodeProcesses, engines: list[EngineClient]
     ) -> None:
         self.coordinators = coordinators
         self.addresses = [coordinator.address for coordinator in coordinators]
         self.engines = engines
-        self._folder = folder
+        self._nodes = nodes
 
     def pid(self, name: str) -> int:
         """Process id of a node."""
-        (pid,) = pids_with_environment({"LMKV_RUNTIME_DIR": str(self._folder), "LMKV_INSTANCE_ID": name}, "node")
-        return pid
+        return self._nodes.pid(name)
 
     @contextmanager
     def frozen(self, pid: int) -> Iterator[None]:
@@ -100,7 +98,7 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
             (tmp_path / name).mkdir()
             coordinators.append(stack.enter_context(cluster.CoordinatorProcess(tmp_path / name)))
         addresses = ",".join(coordinator.address for coordinator in coordinators)
-        stack.enter_context(
+        nodes = stack.enter_context(
             NodeProcesses(
                 NAMES, coordinator_address=addresses, runtime_dir=short_folder, logs=tmp_path, pool_size="16MiB"
             )
@@ -113,7 +111,7 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
         credits_ = await engines[0].reserve(CHUNK_COUNT)
         commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, credits_, strict=True)]
         await engines[0].say(commits=commits)
-        made = World(coordinators, engines, short_folder)
+        made = World(coordinators, nodes, engines)
         for address in made.addresses:
             await known(made, address, {"node-1": CHUNK_COUNT})
         for coordinator in coordinators:

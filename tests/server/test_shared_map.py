@@ -6,9 +6,7 @@ Lookups are answered meanwhile, chunks are stored, and in the end all that is he
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -23,7 +21,6 @@ from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
-from lmkv_client.demo.process import pids_with_environment
 from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient, absent_count
@@ -48,7 +45,6 @@ class Host:
         self.first = first + 1
         self.last = first
         """Number of the newest chunk."""
-        self._folder = folder
         self._nodes = NodeProcesses(
             (name,), coordinator_address=addresses, runtime_dir=folder, logs=logs, pool_size="128MiB"
         )
@@ -69,8 +65,7 @@ class Host:
 
     async def kill(self) -> None:
         """Kills the node as a crash would."""
-        (pid,) = pids_with_environment({"LMKV_RUNTIME_DIR": str(self._folder), "LMKV_INSTANCE_ID": self.name}, "node")
-        os.kill(pid, signal.SIGKILL)
+        self._nodes.kill(self.name)
         await self.stop()
         self.stored.clear()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from lmkv import telemetry
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.http.bodies import drain
+from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
@@ -20,6 +22,8 @@ from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forw
 
 BODY_TIMEOUT_SECONDS = 30.0
 """Deadline for a request's body, while the request counts as admitted."""
+HELD_BODIES = 32
+"""Bodies of the maximum size that all admitted requests together may hold."""
 RETRY_AFTER = {"retry-after": "1"}
 
 
@@ -45,8 +49,16 @@ class AdmittedRequest:
     """As they are forwarded to engines."""
     session: str
     """The value of the session header; empty if there is none."""
+    client: Client
     body: bytes
     writer: ResponseWriter
+
+
+@dataclass(slots=True)
+class HeldBody:
+    """A body that is being read, or whose request is being served."""
+
+    size_bytes: int = 0
 
 
 Serve = Callable[[AdmittedRequest], Awaitable[None]]
@@ -64,6 +76,7 @@ class Admission:
         max_body_bytes: int,
         timeout_seconds: float,
         session_header: str,
+        salts: ClientSalts,
     ) -> None:
         self.is_closed = False
         """Whether all requests are rejected, since the proxy is stopping."""
@@ -72,8 +85,11 @@ class Admission:
         self._limit = limit
         self._count = 0
         self._max_body_bytes = max_body_bytes
+        self._held_bytes = 0
+        """Of the bodies of admitted requests."""
         self._timeout_seconds = timeout_seconds
         self._session_header = session_header
+        self._salts = salts
 
     async def run(self, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs `serve` for a request if it is admitted. Sends the client an error for what `serve` raises."""
@@ -93,23 +109,29 @@ class Admission:
             return "rejected"
         self._count += 1
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                admitted = AdmittedRequest(
-                    method=request.method,
-                    path=request.url.path,
-                    headers=forwarded_headers(request.headers) | ({TRACEPARENT: traceparent} if traceparent else {}),
-                    session=request.headers.get(self._session_header, ""),
-                    body=await self._read(request),
-                    writer=writer,
-                )
-                await _while_connected(serve(admitted), request.receive)
+            with self._salts.client(request.headers) as client, self._held_body() as held:
+                async with asyncio.timeout(self._timeout_seconds):
+                    headers = client.headers(forwarded_headers(request.headers))
+                    admitted = AdmittedRequest(
+                        method=request.method,
+                        path=request.url.path,
+                        headers=headers | ({TRACEPARENT: traceparent} if traceparent else {}),
+                        session=request.headers.get(self._session_header, ""),
+                        client=client,
+                        body=await self._read(request, held),
+                        writer=writer,
+                    )
+                    await _while_connected(serve(admitted), request.receive)
         except ClientDisconnected:
             return "cancelled"
         except TimeoutError:
             await writer.fail(504, f"the response was not complete within {self._timeout_seconds:g} s")
             return "timeout"
+        except NotAdmitted as error:
+            await writer.fail(error.status, str(error), error.headers)
+            return "refused"
         except InvalidRequest as error:
-            await writer.fail(error.status, str(error))
+            await writer.fail(error.status, str(error), RETRY_AFTER if error.status == 503 else None)
             return "refused"
         except EngineRejected as error:
             await writer.fail_with(error.response)
@@ -127,17 +149,28 @@ class Admission:
             self._count -= 1
         return "ok"
 
-    async def _read(self, request: Request) -> bytes:
+    @contextmanager
+    def _held_body(self) -> Iterator[HeldBody]:
+        """Counts the bytes of a body until its request ends."""
+        held = HeldBody()
+        try:
+            yield held
+        finally:
+            self._held_bytes -= held.size_bytes
+
+    async def _read(self, request: Request, held: HeldBody) -> bytes:
         """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
         chunks: list[bytes] = []
-        size = 0
         stream = request.stream()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 async for chunk in stream:
                     chunks.append(chunk)
-                    size += len(chunk)
-                    if size > self._max_body_bytes:
+                    held.size_bytes += len(chunk)
+                    self._held_bytes += len(chunk)
+                    if self._held_bytes > HELD_BODIES * self._max_body_bytes:
+                        raise InvalidRequest(503, "the bodies of the requests in flight take too much memory")
+                    if held.size_bytes > self._max_body_bytes:
                         chunks.clear()
                         await drain(stream)
                         message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"

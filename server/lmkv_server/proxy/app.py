@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -18,6 +17,7 @@ from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
 from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.metrics import metrics_response
 from lmkv_server.proxy import page
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
 from lmkv_server.proxy.metrics import ProxyMetrics
@@ -46,7 +46,7 @@ def make_app(
     """The application of a proxy.
 
     `guard` applies to all paths. `authenticator` applies only to the page and the metrics: engines check the
-    credentials of the other requests.
+    credentials of the other requests, or `admission` does by `cache_salt_policy`.
     """
 
     async def complete(request: AdmittedRequest) -> None:
@@ -63,14 +63,14 @@ def make_app(
         return _json({"status": "not ready", "detail": reason}, 503) if reason else _json({"status": "ok"})
 
     async def show_metrics(_: Request) -> Response:
-        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return metrics_response(metrics.registry)
 
     protected = [*page.routes(pools, statistics), Route("/metrics", show_metrics)]
     app = Starlette(
         routes=[
             *(Route(path, AdmissionApp(admission, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
             *(Route(path, AdmissionApp(admission, passed), methods=[method]) for path, method in PATHS.items()),
-            *(_authenticated(route, authenticator) for route in protected),
+            *(authenticated(route, authenticator) for route in protected),
             Route("/health", ready),
             Route("/healthz", alive),
             Route("/readyz", ready),
@@ -110,7 +110,7 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
     return Response(error_body(status, message), status, headers, media_type="application/json")
 
 
-def _authenticated(route: BaseRoute, authenticator: Authenticator) -> BaseRoute:
+def authenticated(route: BaseRoute, authenticator: Authenticator) -> BaseRoute:
     """The route for clients that may view the proxy's state; others get 401 or 403."""
     if isinstance(route, Route):
         inner = route.app
@@ -140,7 +140,8 @@ def _completion_request(request: AdmittedRequest) -> CompletionRequest:
         raise InvalidRequest(400, "the body must be a JSON object")
     user = body.get("user")
     session = request.session or (user if isinstance(user, str) else "")
-    return CompletionRequest(path=request.path, body=without_handoff(body), headers=request.headers, session=session)
+    body = request.client.salted(request.path, without_handoff(body))
+    return CompletionRequest(path=request.path, body=body, headers=request.headers, session=session)
 
 
 def _json(content: dict[str, str], status: int = 200) -> Response:

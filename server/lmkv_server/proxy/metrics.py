@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from lmkv_server.proxy.engine import Engine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_PICK_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -93,5 +94,64 @@ class ProxyMetrics(Collector):
         for engine in self._engines:
             healthy.add_metric([engine.url, engine.role], engine.is_healthy)
             load.add_metric([engine.url, engine.role], engine.in_flight_count)
+        yield healthy
+        yield load
+
+
+class PickerMetrics(Collector):
+    """The endpoint picker's metrics in their own registry."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self.stream_count = 0
+        """Streams of the gateway that are open."""
+        self.held_bytes = 0
+        """Of all bodies that are held back until their engine is picked."""
+        self.registry = CollectorRegistry()
+        """Exposed at `/metrics` and exported by OTLP."""
+        self.requests = Counter(
+            "lmkv_picker_requests", "Requests of the gateway, by outcome.", ["outcome"], registry=self.registry
+        )
+        self.lookups = Counter(
+            "lmkv_picker_lookups", "Lookups at the coordinator, by outcome.", ["outcome"], registry=self.registry
+        )
+        self.asked_tokens = Counter(
+            "lmkv_picker_lookup_asked_tokens", "Tokens of the prompts that were looked up.", registry=self.registry
+        )
+        self.hit_tokens = Counter(
+            "lmkv_picker_lookup_hit_tokens",
+            "Of these, tokens that the instance of the picked engine held.",
+            registry=self.registry,
+        )
+        self.pick_seconds = Histogram(
+            "lmkv_picker_pick_seconds",
+            "Time from the end of a request's body to the choice of its engine, tokenization included.",
+            buckets=_PICK_SECONDS,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def describe(self) -> list[Metric]:
+        """Returns nothing, so that registration does not collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Open streams, and the current health and load of each engine."""
+        yield GaugeMetricFamily("lmkv_picker_streams", "Open streams of the gateway.", value=self.stream_count)
+        yield GaugeMetricFamily(
+            "lmkv_picker_held_bytes", "Bytes of bodies that wait for the choice of their engine.", value=self.held_bytes
+        )
+        healthy = GaugeMetricFamily(
+            "lmkv_picker_engine_healthy", "1 while the engine is healthy and is picked.", labels=["engine"]
+        )
+        load = GaugeMetricFamily(
+            "lmkv_picker_engine_requests_in_flight",
+            "Requests in flight at the engine, of this picker's.",
+            labels=["engine"],
+        )
+        for engine in self._engines:
+            healthy.add_metric([engine.url], engine.is_healthy)
+            load.add_metric([engine.url], engine.in_flight_count)
         yield healthy
         yield load

@@ -9,6 +9,8 @@ import msgspec
 Json = dict[str, Any]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+"""Anthropic's API."""
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not set it. A chat completion has no such default."""
 _ERROR_TYPES = {404: "NotFoundError", 503: "ServiceUnavailableError"}

@@ -10,7 +10,7 @@ import msgspec
 from lmkv_server.proxy.admission import AdmittedRequest, InvalidRequest
 from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
-from lmkv_server.proxy.openai import error_body
+from lmkv_server.proxy.openai import MESSAGES, error_body
 from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.affinity import SessionAffinity
@@ -18,11 +18,13 @@ from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
 
-GENERATING = frozenset({"/v1/responses", "/v1/messages"})
+GENERATING = frozenset({"/v1/responses", MESSAGES})
 """Paths that generate tokens: their latencies are measured."""
+UNCACHED = ("/tokenize", "/detokenize")
+"""Paths whose requests use no prefix cache, and take no cache salt."""
 PATHS = {
     **dict.fromkeys(("/v1/models", "/version", "/ping"), "GET"),
-    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings", *sorted(GENERATING)), "POST"),
+    **dict.fromkeys((*UNCACHED, "/v1/embeddings", *sorted(GENERATING)), "POST"),
 }
 """The paths that are passed on, with their method."""
 _PREFILL_COST = 1_000_000
@@ -121,10 +123,13 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _content(request: AdmittedRequest, body: dict[str, Any]) -> bytes | None:
-    """The body to send: as it came, but for handoff parameters, which only the proxy sets."""
+    """The body to send: as it came, but for handoff parameters and salts, which only the proxy sets."""
     if request.method != "POST":
         return None
-    return msgspec.json.encode(without_handoff(body)) if "kv_transfer_params" in body else request.body
+    salted = body if request.path in UNCACHED else request.client.salted(request.path, body)
+    if salted is body and "kv_transfer_params" not in body:
+        return request.body
+    return msgspec.json.encode(without_handoff(salted))
 
 
 def _lacks_path(response: HttpResponse | None) -> bool:

@@ -15,6 +15,7 @@ from lmkv_server.http.ports import address
 from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, make_app
+from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.passthrough import PassThrough
@@ -79,6 +80,14 @@ class Proxy:
                 metrics=self._metrics,
             )
             pass_through = PassThrough(self.pools, clients, config.session_ttl, self._metrics)
+            authenticator = Authenticator(config.auth_tokens)
+            salts = ClientSalts(
+                config.cache_salt_policy,
+                config.cluster_secret,
+                config.user_header,
+                authenticator,
+                config.engine_api_key,
+            )
             admission = Admission(
                 self.statistics,
                 self._metrics,
@@ -86,8 +95,8 @@ class Proxy:
                 max_body_bytes=config.max_body_bytes,
                 timeout_seconds=config.request_timeout,
                 session_header=config.session_header,
+                salts=salts,
             )
-            authenticator = Authenticator(config.auth_tokens)
             guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
             app = make_app(
                 admission, handler, pass_through, self.pools, self.statistics, self._metrics, authenticator, guard

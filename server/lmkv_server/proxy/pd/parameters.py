@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, DEFAULT_COMPLETION_TOKENS, Json
 
+HINTS = "kv_hints"
+"""The field of `kv_transfer_params["lmkv"]` that belongs to clients."""
 CONTINUE, REPEAT, ALONE = "continue", "repeat", "alone"
 
 
@@ -96,6 +98,8 @@ def repeat_reason(body: Mapping[str, Any], path: str) -> str:
     for name, value in body.items():
         if value is None or name in _COMMON or _is_neutral(name, value):
             continue
+        if name == "kv_transfer_params" and isinstance(value, dict) and value.keys() == {"lmkv"}:
+            continue  # hints
         if name == "seed" and body.get("temperature") == 0:
             continue  # greedy sampling uses no seed
         return name
@@ -119,8 +123,8 @@ def token_limit(body: Mapping[str, Any], path: str) -> Any:
 
 
 def prefill_body(body: Mapping[str, Any], handoff: Mapping[str, Any] | None, *, with_tokens: bool) -> Json:
-    """The prefill engine's request: one token, and the handoff of its KV cache."""
-    parameters = {name: value for name, value in body.items() if name not in _FOR_DECODE_ONLY}
+    """The prefill engine's request: one token, and the handoff of its KV cache. Hints are for the decode engine."""
+    parameters = {name: value for name, value in without_hints(body).items() if name not in _FOR_DECODE_ONLY}
     parameters |= {"max_tokens": 1, "stream": False}
     if parameters.get("max_completion_tokens") is not None:
         parameters["max_completion_tokens"] = 1
@@ -157,20 +161,37 @@ def decode_body(
 
 
 def with_handoff(body: Mapping[str, Any], handoff: Mapping[str, Any] | None) -> Json:
-    """The request with handoff parameters in its `kv_transfer_params`."""
+    """The request with handoff parameters in its `kv_transfer_params`, beside hints."""
     parameters = body.get("kv_transfer_params") or {}
     if handoff is None or not isinstance(parameters, dict):  # the engine rejects the latter itself
         return dict(body)
-    return {**body, "kv_transfer_params": {**parameters, "lmkv": dict(handoff)}}
+    return {**body, "kv_transfer_params": {**parameters, "lmkv": {**_hints(parameters), **handoff}}}
 
 
 def without_handoff(body: Mapping[str, Any]) -> Json:
-    """A request or response without handoff parameters: clients neither set nor receive them."""
+    """A request or response without handoff parameters: clients neither set nor receive them. Hints stay."""
+    return _reduced(body, keeps_hints=True)
+
+
+def without_hints(body: Mapping[str, Any]) -> Json:
+    """A request without hints and handoff parameters."""
+    return _reduced(body, keeps_hints=False)
+
+
+def _reduced(body: Mapping[str, Any], *, keeps_hints: bool) -> Json:
     parameters = body.get("kv_transfer_params")
     if not isinstance(parameters, dict) or "lmkv" not in parameters:
         return dict(body)
     rest = {name: value for name, value in parameters.items() if name != "lmkv"}
+    if keeps_hints and (hints := _hints(parameters)):
+        rest["lmkv"] = hints
     return {**body, "kv_transfer_params": rest or None}
+
+
+def _hints(parameters: Mapping[str, Any]) -> Json:
+    """The hints among the parameters; a request that was admitted has nothing else in `lmkv`."""
+    own = parameters.get("lmkv")
+    return {HINTS: own[HINTS]} if isinstance(own, dict) and HINTS in own else {}
 
 
 def _is_neutral(name: str, value: object) -> bool:

@@ -44,8 +44,13 @@ class HealthMonitor:
         """Monitors all engines until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             for client in self._clients:
-                group.create_task(self._check_periodically(client))
-                group.create_task(self._probe_periodically(client))
+                group.create_task(self.watch(client))
+
+    async def watch(self, client: UpstreamClient) -> None:
+        """Monitors one engine until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._check_periodically(client))
+            group.create_task(self._probe_periodically(client))
 
     async def _check_periodically(self, client: UpstreamClient) -> None:
         engine = client.engine

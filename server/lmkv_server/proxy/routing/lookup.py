@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import Counter
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
@@ -16,6 +19,7 @@ from lmkv.rpc.failover import Failover
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv_kernels import token_ids
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
@@ -37,6 +41,58 @@ _FOR_CHAT = (
 """Parameters of a request that an engine's `/tokenize` accepts."""
 
 
+class _Tokens(msgspec.Struct):
+    tokens: msgspec.Raw
+
+
+_decode_tokens = msgspec.json.Decoder(_Tokens).decode
+
+
+class RoutingCounters(Protocol):
+    """The metrics of lookups."""
+
+    @property
+    def lookups(self) -> Counter: ...
+    @property
+    def asked_tokens(self) -> Counter: ...
+    @property
+    def hit_tokens(self) -> Counter: ...
+
+
+class LookupFailures:
+    """Counts lookups that fail, and logs once after `WARN_FAILURES` consecutive ones."""
+
+    def __init__(self, log: logging.Logger, counters: RoutingCounters) -> None:
+        self._counters = counters
+        self._count_in_row = 0
+        self._logger = log
+        self._log = LimitedLogger(log, interval_seconds=LOG_SECONDS)  # clients can cause failures
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last lookups failed, `WARN_FAILURES` or more."""
+        return self._count_in_row >= WARN_FAILURES
+
+    def add(self, error: Exception) -> None:
+        """Counts a failure."""
+        self._counters.lookups.labels("failed").inc()
+        self._count_in_row += 1
+        if self._count_in_row == WARN_FAILURES:
+            self._log.warning(
+                "the last %d lookups failed; requests are routed by load alone until a lookup succeeds: %s",
+                WARN_FAILURES,
+                str(error) or type(error).__name__,
+            )
+        else:
+            self._logger.debug("routed without a lookup: %s", str(error) or type(error).__name__)
+
+    def clear(self) -> None:
+        """Records a lookup that succeeded."""
+        if self.is_failing:
+            self._log.info("lookups succeed again, after %d failures", self._count_in_row)
+        self._count_in_row = 0
+
+
 class PrefixLookup:
     """Looks up prompts at a coordinator; at the next one if that is unreachable.
 
@@ -50,8 +106,7 @@ class PrefixLookup:
         self._coordinators = Failover(addresses)
         self._timeout_seconds = timeout_seconds
         self._metrics = metrics
-        self._failures_in_row = 0
-        self._log = LimitedLogger(logger, interval_seconds=LOG_SECONDS)  # clients can cause failures
+        self._failures = LookupFailures(logger, metrics)
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -89,29 +144,14 @@ class PrefixLookup:
             ValueError,
         ) as e:
             return self._failed(e)
-        self._succeeded()
+        self._failures.clear()
         self._metrics.asked_tokens.inc(len(tokens))
         self._metrics.lookups.labels("hit" if response.holders else "miss").inc()
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
     def _failed(self, error: Exception) -> Mapping[str, int]:
-        """Counts a failure, and warns once after `WARN_FAILURES` consecutive ones."""
-        self._metrics.lookups.labels("failed").inc()
-        self._failures_in_row += 1
-        if self._failures_in_row == WARN_FAILURES:
-            self._log.warning(
-                "the last %d lookups failed; requests are routed by load alone until a lookup succeeds: %s",
-                WARN_FAILURES,
-                str(error) or type(error).__name__,
-            )
-        else:
-            logger.debug("routed without a lookup: %s", str(error) or type(error).__name__)
+        self._failures.add(error)
         return {}
-
-    def _succeeded(self) -> None:
-        if self._failures_in_row >= WARN_FAILURES:
-            self._log.info("lookups succeed again, after %d failures", self._failures_in_row)
-        self._failures_in_row = 0
 
     async def _look_up(self, request: LookupRequest) -> LookupResponse:
         address = self._coordinators.current
@@ -130,10 +170,20 @@ class PrefixLookup:
             prompt = prompt[0]
         if isinstance(prompt, list):
             return prompt
-        parameters = {name: body[name] for name in (_FOR_CHAT if path == CHAT else _FOR_COMPLETION) if name in body}
-        if path != CHAT:
-            parameters["prompt"] = prompt
-        async with asyncio.timeout(TOKENIZE_TIMEOUT_SECONDS):
-            response = await client.request("POST", "/tokenize", headers, msgspec.json.encode(parameters))
-        tokens: list[int] = msgspec.json.decode(response.body)["tokens"]
+        tokens: list[int] = (await tokenize(client, path, body, headers, prompt)).tolist()
         return tokens
+
+
+async def tokenize(
+    client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str], prompt: object = None
+) -> NDArray[np.uint32]:
+    """The tokens of a chat, or of `prompt`, as the engine of `client` computes them.
+
+    Raises `EngineFailed`, `EngineRejected`, `TimeoutError`, or `ValueError` if the response has no tokens.
+    """
+    parameters = {name: body[name] for name in (_FOR_CHAT if path == CHAT else _FOR_COMPLETION) if name in body}
+    if path != CHAT:
+        parameters["prompt"] = prompt
+    async with asyncio.timeout(TOKENIZE_TIMEOUT_SECONDS):
+        response = await client.request("POST", "/tokenize", headers, msgspec.json.encode(parameters))
+    return token_ids(memoryview(_decode_tokens(response.body).tokens))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, Json
 from lmkv_server.proxy.pd.parameters import (
     REASONS,
     decode_body,
@@ -155,9 +155,23 @@ def test_the_decode_request_has_the_remaining_tokens() -> None:
     }
 
 
+def test_hints_are_for_the_decode_and_no_reason_to_repeat() -> None:
+    hints: Json = {"kv_hints": {"actions": []}}
+    body = COMPLETION | {"kv_transfer_params": {"lmkv": hints}}
+    assert repeat_reason(body, COMPLETIONS) == ""
+    assert repeat_reason(body | {"kv_transfer_params": {"lmkv": hints, "x": 1}}, COMPLETIONS) == "kv_transfer_params"
+    prefill = prefill_body(body, {"request_id": "r"}, with_tokens=True)
+    assert prefill["kv_transfer_params"] == {"lmkv": {"request_id": "r"}}
+    decode = decode_body(body, COMPLETIONS, [1], [2], {"request_id": "r"})
+    assert decode["kv_transfer_params"] == {"lmkv": {"request_id": "r", **hints}}
+
+
 def test_words_on_hand_overs_are_the_proxys_alone() -> None:
     assert without_handoff({"a": 1}) == {"a": 1}
     assert without_handoff({"kv_transfer_params": {"lmkv": {}, "x": 1}}) == {"kv_transfer_params": {"x": 1}}
     assert without_handoff({"kv_transfer_params": {"lmkv": {}}}) == {"kv_transfer_params": None}
     assert without_handoff({"kv_transfer_params": "odd"}) == {"kv_transfer_params": "odd"}
+    hinted = {"kv_transfer_params": {"lmkv": {"request_id": "r", "kv_hints": {"actions": []}}}}
+    assert without_handoff(hinted) == {"kv_transfer_params": {"lmkv": {"kv_hints": {"actions": []}}}}
+    assert without_handoff({"kv_transfer_params": {"lmkv": "kv_hints"}}) == {"kv_transfer_params": None}
     assert with_handoff({"a": 1}, None) == {"a": 1}

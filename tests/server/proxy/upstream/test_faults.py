@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lmkv_server.proxy import admission
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.pd.test_prefill_decode import (
@@ -159,6 +160,18 @@ async def test_a_repeated_answer_that_has_not_begun_is_another_engines(
     expected = await alone(decoders[1], COMPLETIONS, REPEATED | STREAM)
     decoders[0].die_after = 0
     assert answer_of(await front.ask(COMPLETIONS, REPEATED | STREAM)) == expected
+
+
+async def test_a_repeated_answer_that_broke_off_does_not_begin_again(
+    make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    front, _, decoders = await fleet(make_engine, make_proxy, 1, 2)
+    decoders[0].die_after = 3
+    response = await front.ask(COMPLETIONS, REPEATED | STREAM)
+    *_, error, done, rest = response.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+    assert (done, rest) == ("data: [DONE]", "")
+    assert decoders[1].bodies() == []
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
@@ -327,6 +340,39 @@ async def test_concurrent_requests_are_limited(
     prefiller.going.set()
     assert (await asking).status_code == 200
     assert (await front.ask(COMPLETIONS, BODY)).status_code == 200
+
+
+async def test_the_bodies_of_all_requests_together_are_limited(
+    prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "HELD_BODIES", 2)
+    front = await make_proxy([prefiller], [decoder], max_body_size="2KB")
+    large = BODY | {"metadata": {"padding": "x" * 1600}}
+    prefiller.going.clear()
+    held = [asyncio.create_task(front.ask(COMPLETIONS, large)) for _ in range(2)]
+    await until(lambda: prefiller.waiting_count == 2)
+    refused = await front.ask(COMPLETIONS, large)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "take too much memory" in refused.json()["error"]["message"]
+    small = asyncio.create_task(front.ask(COMPLETIONS, BODY))
+    await until(lambda: prefiller.waiting_count == 3)
+    prefiller.going.set()
+    assert [(await one).status_code for one in (*held, small)] == [200, 200, 200]
+    assert (await front.ask(COMPLETIONS, large)).status_code == 200
+
+
+async def test_a_body_that_arrives_too_slowly_is_refused(
+    prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "BODY_TIMEOUT_SECONDS", 0.1)
+    front = await make_proxy([prefiller], [decoder])
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.proxy.port)
+    fields = ("Host: localhost", "Content-Type: application/json", "Content-Length: 9", "", "{")
+    writer.write("\r\n".join((f"POST {COMPLETIONS} HTTP/1.1", *fields)).encode())
+    assert await reader.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+    writer.close()
+    await writer.wait_closed()
+    assert prefiller.asked == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,232 @@
+"""Composition of the endpoint picker: gRPC server, routing, the engines' health, and HTTP for metrics and probes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from typing import Self
+
+import grpc
+import msgspec
+from grpc_health.v1 import health_pb2
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lmkv import rpc
+from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.certificates import CertificateEnd
+from lmkv.config import PickerConfig
+from lmkv.config.kinds import OFF
+from lmkv.errors import ConfigError
+from lmkv.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
+from lmkv.rpc.endpoints import HealthService
+from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.metrics import metrics_response
+from lmkv_server.http.ports import address, listen
+from lmkv_server.http.server import HttpServer
+from lmkv_server.proxy.app import ProxyApp, authenticated
+from lmkv_server.proxy.client_salts import ClientSalts
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.metrics import PickerMetrics
+from lmkv_server.proxy.picker.endpoints import Endpoints
+from lmkv_server.proxy.picker.selection import EnginePicker
+from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
+from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.health import HealthMonitor
+from lmkv_server.proxy.routing.key_lookup import KeyLookup
+from lmkv_server.proxy.routing.policies import cost_by
+from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.upstream.client import open_session
+
+logger = logging.getLogger(__name__)
+
+LIVENESS, READINESS = "liveness", "readiness"
+"""Services of gRPC's health protocol that the endpoint picker protocol names."""
+MESSAGE_OVERHEAD_BYTES = 1 << 20
+"""Headers and metadata of a message, beside its body."""
+READY_POLL_SECONDS = 0.1
+
+
+class Picker:
+    """Serves `ext_proc` while it is entered. Entering raises `ConfigError` if a port cannot be bound."""
+
+    def __init__(self, config: PickerConfig) -> None:
+        """Raises `ConfigError` if no engine, or for its policy no coordinator, is configured."""
+        config.check_complete()
+        self.port = config.port
+        """The bound gRPC port once it is entered."""
+        self.metrics_port: int | None = None
+        """The bound HTTP port once it is entered, if there is one."""
+        self.engines: list[Engine] = []
+        """Those that are known now."""
+        self._metrics = PickerMetrics(self.engines)
+        self.metrics = self._metrics.registry
+        """The registry of its metrics."""
+        self.metrics.register(CertificateEnd(config.tls_cert))
+        self._config = config
+        self._is_closed = False
+        self._checks = HealthService(["", LIVENESS, READINESS, SERVICE])
+        self._lookup: KeyLookup | None = None
+        self._stack = AsyncExitStack()
+        self._background: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` of its gRPC server."""
+        return address(self._config.host, self.port)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be served; empty if one can."""
+        if self._is_closed:
+            return "the picker is stopping"
+        if any(engine.is_healthy for engine in self.engines):
+            return ""
+        return "; ".join(f"{engine.url}: {engine.failure}" for engine in self.engines) or "no engine is known"
+
+    async def __aenter__(self) -> Self:
+        config = self._config
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(open_session())
+            monitor = HealthMonitor(
+                (),
+                interval_seconds=config.health_interval,
+                timeout_seconds=config.health_timeout,
+                api_key=config.engine_api_key,
+            )
+            contexts = config.engine_tls.client_contexts()
+            endpoints = Endpoints(config.engines, session, contexts, monitor, self.engines)
+            if config.policy == "kv_aware":
+                self._lookup = KeyLookup(
+                    config.coordinator_address,
+                    config.credentials,
+                    config.lookup_timeout,
+                    self._metrics,
+                    config.cluster_secret.encode(),
+                )
+                stack.push_async_callback(self._lookup.aclose)
+            pool = EnginePool(
+                self.engines, cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)
+            )
+            picker = EnginePicker(pool, endpoints.clients, self._lookup, self._metrics, config.session_header)
+            authenticator = Authenticator(config.auth_tokens)
+            service = ExternalProcessorService(
+                picker,
+                endpoints,
+                self._metrics,
+                salts=ClientSalts(
+                    config.cache_salt_policy,
+                    config.cluster_secret,
+                    config.user_header,
+                    authenticator,
+                    config.engine_api_key,
+                ),
+                limit=config.max_concurrent_requests,
+                timeout_seconds=config.request_timeout,
+                max_body_bytes=config.max_body_bytes,
+            )
+            server = await rpc.make_server(
+                [SERVICE],
+                authenticator=authenticator,
+                checks=self._checks,
+                max_message_bytes=config.max_body_bytes + MESSAGE_OVERHEAD_BYTES,
+            )
+            add_ExternalProcessorServicer_to_server(service, server)
+            await self._set_ready(False)
+            stack.push_async_callback(self._stop_background)
+            stack.push_async_callback(self._stop, server)
+            self.port = self._bind(server)
+            if config.metrics_port not in (None, OFF):
+                http = HttpServer(
+                    config.host,
+                    config.metrics_port,
+                    "metrics_port",
+                    self._app(authenticator),
+                    config.client_tls,
+                    name="lmkv-picker-http",
+                )
+                stack.push_async_callback(http.aclose)
+                self.metrics_port = http.port
+                await http.start()
+            await server.start()
+            self._background = asyncio.create_task(self._run_background(endpoints), name="lmkv-picker-background")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def wait(self) -> None:
+        """Waits while the picker serves. Raises the error that stopped its background tasks, if one did."""
+        if self._background is not None:
+            await asyncio.shield(self._background)
+
+    async def aclose(self) -> None:
+        """Stops serving; streams in flight get `stop_timeout`. Idempotent."""
+        await self._stack.aclose()
+
+    async def _run_background(self, endpoints: Endpoints) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(endpoints.run())
+            group.create_task(self._report_readiness())
+            if self._lookup is not None:
+                group.create_task(self._lookup.run())
+
+    async def _report_readiness(self) -> None:
+        """Reports ready once an engine is healthy. Later failures of engines are answered request by request."""
+        while self.unavailable_reason:  # noqa: ASYNC110 # only until an engine is healthy
+            await asyncio.sleep(READY_POLL_SECONDS)
+        await self._set_ready(True)
+
+    async def _set_ready(self, is_ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        for name in ("", LIVENESS):
+            await self._checks.set(name, status.Value("SERVING"))
+        for name in (READINESS, SERVICE):
+            await self._checks.set(name, status.Value("SERVING" if is_ready else "NOT_SERVING"))
+
+    async def _stop(self, server: grpc.aio.Server) -> None:
+        self._is_closed = True
+        await self._set_ready(False)
+        await server.stop(self._config.stop_timeout)
+
+    async def _stop_background(self) -> None:
+        background, self._background = self._background, None
+        if background is not None:
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        config = self._config
+        listen(config.host, config.port, "port").close()  # raises the reason, which gRPC only logs
+        try:
+            return rpc.add_port(server, address(config.host, config.port), config.client_tls)
+        except RuntimeError as error:
+            reason = f"port {config.port} on {config.host} cannot be bound ({error}); set port to a free one"
+            raise ConfigError(reason, key="port") from None
+
+    def _app(self, authenticator: Authenticator) -> ProxyApp:
+        async def alive(_: Request) -> Response:
+            return _json({"status": "ok"})
+
+        async def ready(_: Request) -> Response:
+            reason = self.unavailable_reason
+            return _json({"status": "not ready", "detail": reason}, 503) if reason else _json({"status": "ok"})
+
+        async def show_metrics(_: Request) -> Response:
+            return metrics_response(self.metrics)
+
+        routes = [
+            authenticated(Route("/metrics", show_metrics), authenticator),
+            Route("/healthz", alive),
+            Route("/readyz", ready),
+        ]
+        guard = HostGuard(bound=self._config.host, allowed=self._config.allowed_hosts)
+        return ProxyApp(Starlette(routes=routes), guard)
+
+
+def _json(content: dict[str, str], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

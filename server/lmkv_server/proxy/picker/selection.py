@@ -1,0 +1,110 @@
+"""Picks the engine of a request: by the prompt that its instance holds, by session, and by load."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.metrics import PickerMetrics
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.routing.failover import NoHealthyEngine
+from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch
+from lmkv_server.proxy.routing.lookup import tokenize
+from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.routing.prompt import NotJson, PromptRequest, read_prompt
+from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, forwarded_headers
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = msgspec.json.encode({})
+
+
+class EnginePicker:
+    """Picks engines of a pool. `lookup` is None for policies that do not look up prompts."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        clients: Mapping[Engine, UpstreamClient],
+        lookup: KeyLookup | None,
+        metrics: PickerMetrics,
+        session_header: str,
+    ) -> None:
+        self._pool = pool
+        self._clients = clients
+        self._lookup = lookup
+        self._metrics = metrics
+        self._session_header = session_header
+
+    async def pick(
+        self, path: str, headers: Mapping[str, str], body: bytes | None, subset: Collection[str] | None
+    ) -> Engine:
+        """The engine of a request. Without the body it is picked by session and load.
+
+        Raises `NoHealthyEngine` if none of the subset, or none at all, is healthy.
+        """
+        prompt = _prompt(path, body)
+        candidates = [
+            engine
+            for engine in self._pool.engines
+            if engine.is_healthy and (subset is None or address_of(engine) in subset)
+        ]
+        serving = [engine for engine in candidates if any(one.name == prompt.model_name for one in engine.models)]
+        allowed = frozenset(serving or candidates)
+        match = await self._match(prompt, headers) if len(allowed) > 1 else NO_MATCH
+        engine = self._pool.choose(
+            time.monotonic(),
+            session=headers.get(self._session_header, "") or prompt.user,
+            cached=match.cached,
+            excluded=[engine for engine in self._pool.engines if engine not in allowed],
+        )
+        if engine is None:
+            raise NoHealthyEngine
+        if self._lookup is not None:
+            self._lookup.record(match, engine.instance_id)
+        self._metrics.hit_tokens.inc(match.held.get(engine.instance_id, 0))
+        return engine
+
+    async def _match(self, prompt: PromptRequest, headers: Mapping[str, str]) -> PrefixMatch:
+        """What instances hold of the prompt; nothing if that is not known."""
+        tokens = prompt.tokens
+        if self._lookup is None or (tokens is None and not (prompt.has_text and self._lookup.is_ready)):
+            return NO_MATCH
+        if tokens is None:
+            engine = self._pool.least_loaded()
+            if engine is None:
+                return NO_MATCH
+            try:
+                tokens = await tokenize(
+                    self._clients[engine],
+                    prompt.path,
+                    prompt.body,
+                    forwarded_headers(_end_to_end(headers)),
+                    prompt.text_prompt,
+                )
+            except (EngineFailed, EngineRejected, TimeoutError, msgspec.DecodeError, ValueError) as error:
+                self._lookup.failed(error)
+                return NO_MATCH
+        return await self._lookup.look_up(tokens, prompt.model_name, prompt.cache_salt)
+
+
+def address_of(engine: Engine) -> str:
+    """`ip:port` of an engine."""
+    return engine.url.partition("://")[2]
+
+
+def _prompt(path: str, body: bytes | None) -> PromptRequest:
+    try:
+        return read_prompt(path, body if body and path in (COMPLETIONS, CHAT) else _NOTHING)
+    except NotJson as error:  # the engine answers with its error
+        logger.debug("routed without a lookup: the body is not JSON: %s", error)
+        return read_prompt(path, _NOTHING)
+
+
+def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
+    """Without the pseudo headers of HTTP/2."""
+    return {name: value for name, value in headers.items() if not name.startswith(":")}

@@ -1,0 +1,144 @@
+"""`envoy.service.ext_proc.v3.ExternalProcessor`: a stream for each HTTP request of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from lmkv.auth.token import HEADER
+from lmkv.ext_proc.external_processor_pb2 import (
+    ProcessingRequest,
+    ProcessingResponse,
+    ServiceUnavailable,
+    TooManyRequests,
+)
+from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
+from lmkv_server.proxy.admission import HELD_BODIES
+from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.metrics import PickerMetrics
+from lmkv_server.proxy.passthrough import UNCACHED
+from lmkv_server.proxy.picker.endpoints import Endpoints
+from lmkv_server.proxy.picker.exchange import Exchange
+from lmkv_server.proxy.picker.selection import EnginePicker, address_of
+from lmkv_server.proxy.routing.failover import NoHealthyEngine
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
+
+
+class ExternalProcessorService(ExternalProcessorServicer):
+    """Answers at most `limit` streams at a time, each for at most `timeout_seconds`."""
+
+    def __init__(
+        self,
+        picker: EnginePicker,
+        endpoints: Endpoints,
+        metrics: PickerMetrics,
+        *,
+        salts: ClientSalts,
+        limit: int,
+        timeout_seconds: float,
+        max_body_bytes: int,
+    ) -> None:
+        self._picker = picker
+        self._endpoints = endpoints
+        self._metrics = metrics
+        self._salts = salts
+        self._limit = limit
+        self._timeout_seconds = timeout_seconds
+        self._max_body_bytes = max_body_bytes
+
+    async def Process(
+        self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
+    ) -> AsyncIterator[ProcessingResponse]:
+        exchange, load, admitted = Exchange(self._max_body_bytes), ExitStack(), ExitStack()
+        held_bytes = 0
+        has_room = self._metrics.stream_count < self._limit
+        self._metrics.stream_count += 1
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                async for message in request_iterator:
+                    if not has_room:
+                        self._metrics.requests.labels("rejected").inc()
+                        yield exchange.refuse(TooManyRequests, "max_concurrent_requests are in flight")
+                        return
+                    for response in exchange.receive(message):
+                        yield response
+                    held_bytes = self._count_held(exchange, held_bytes)
+                    if self._metrics.held_bytes > HELD_BODIES * self._max_body_bytes:
+                        self._metrics.requests.labels("rejected").inc()
+                        yield exchange.refuse(
+                            TooManyRequests, "the bodies of the requests in flight take too much memory"
+                        )
+                        return
+                    if exchange.is_waiting:
+                        for response in await self._pick(exchange, load, admitted):
+                            yield response
+                        held_bytes = self._count_held(exchange, held_bytes)
+                    if exchange.served:
+                        self._count_at(exchange.served, load)
+                        exchange.served = ""
+                    if exchange.is_over:
+                        load.close()
+        except TimeoutError:
+            self._metrics.requests.labels("timeout").inc()
+        finally:
+            load.close()
+            admitted.close()
+            self._metrics.held_bytes -= held_bytes
+            self._metrics.stream_count -= 1
+
+    async def _pick(self, exchange: Exchange, load: ExitStack, admitted: ExitStack) -> list[ProcessingResponse]:
+        begin = time.perf_counter()
+        try:
+            client = admitted.enter_context(self._salts.client(exchange.headers))
+            salted = _salted(client, exchange)
+            body, headers = exchange.body if salted is None else salted, client.headers(exchange.headers)
+            engine = await self._picker.pick(exchange.path, headers, body, exchange.subset)
+        except NotAdmitted as error:
+            self._metrics.requests.labels("refused").inc()
+            return [exchange.refuse(error.status, str(error), error.headers)]
+        except NoHealthyEngine:
+            self._metrics.requests.labels("no_endpoint").inc()
+            return [exchange.refuse(ServiceUnavailable, "no engine is available to serve the request")]
+        self._metrics.pick_seconds.observe(time.perf_counter() - begin)
+        self._metrics.requests.labels("picked").inc()
+        load.enter_context(engine.count_request())
+        changed = {HEADER: headers.get(HEADER, "")} if headers.get(HEADER) != exchange.headers.get(HEADER) else {}
+        return list(exchange.pick(address_of(engine), body=salted, headers=changed))
+
+    def _count_held(self, exchange: Exchange, before_bytes: int) -> int:
+        """Counts what an exchange holds now instead of before. Returns it."""
+        self._metrics.held_bytes += exchange.held_bytes - before_bytes
+        return exchange.held_bytes
+
+    def _count_at(self, endpoint: str, load: ExitStack) -> None:
+        """Counts the request at the engine that serves it: the gateway may have tried another one."""
+        serving: Engine | None = next((one for one in self._endpoints.engines if address_of(one) == endpoint), None)
+        if serving is not None:
+            load.close()
+            load.enter_context(serving.count_request())
+
+
+def _salted(client: Client, exchange: Exchange) -> bytes | None:
+    """The request's body with the client's salt; None if it stays as it is. Raises `NotAdmitted`.
+
+    A request whose body is not known is refused: it could carry the salt of another client.
+    """
+    if client.salts is None or exchange.headers.get(":method") in _WITHOUT_BODY or exchange.path in UNCACHED:
+        return None
+    if exchange.body is None:
+        if exchange.is_too_large:
+            raise NotAdmitted(413, "the body is larger than the picker's max_body_size")
+        raise NotAdmitted(400, "the request has no body, or the gateway does not send bodies to the picker")
+    try:
+        body = msgspec.json.decode(exchange.body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise NotAdmitted(400, f"the body must be a JSON object: {error}") from None
+    return msgspec.json.encode(client.salted(exchange.path, body))

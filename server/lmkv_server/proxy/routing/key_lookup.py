@@ -1,0 +1,271 @@
+"""Looks prompts up by the keys of their chunks, which are computed here, over one stream to a coordinator.
+
+A lookup of 100,000 tokens then sends 6 KB instead of 400 KB, and costs the coordinator no hashing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from lmkv import rpc
+from lmkv.auth.credentials import Credentials
+from lmkv.errors import LmkvError, ModelNotFound, Unreachable
+from lmkv.rpc.failover import Failover
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse
+from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
+from lmkv_server.proxy.routing.namespaces import Namespaces
+from lmkv_server.proxy.routing.recent_picks import RecentPicks
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 2.0
+"""Time between two lists of the fleet's specs and adapters."""
+LIST_TIMEOUT_SECONDS = 5.0
+PAUSE_SECONDS = 1.0
+"""While lookups fail, one is tried per this time; other requests do not wait for it."""
+_LIST = "lmkv.v1.RegistryService/ListInstances"
+
+_Pending = asyncio.Future[LookupResult]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptKeys:
+    """The keys of a prompt's chunks in one namespace, 16 bytes each."""
+
+    keys: bytes
+    fingerprint: bytes
+    chunk_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixMatch:
+    """A prompt that was looked up."""
+
+    held: Mapping[str, int]
+    """The number of leading tokens that each instance holds, as the coordinator reports it."""
+    cached: Mapping[str, int]
+    """The same, with what instances will hold soon."""
+    chains: Sequence[PromptKeys]
+
+
+NO_MATCH = PrefixMatch(held={}, cached={}, chains=())
+
+
+class KeyLookup:
+    """Looks up prompts at a coordinator; at the next one if that is unreachable.
+
+    `run` must run: it keeps the list of specs and adapters. A request whose lookup fails is routed by load alone.
+    `secret` is the fleet's cluster secret.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials,
+        timeout_seconds: float,
+        counters: RoutingCounters,
+        secret: bytes = b"",
+    ) -> None:
+        self._channels = {address: rpc.open_channel(address, credentials) for address in addresses}
+        self._coordinators = Failover(addresses)
+        self._timeout_seconds = timeout_seconds
+        self._counters = counters
+        self._secret = secret
+        self._namespaces: Namespaces | None = None
+        self._list_error: LmkvError | None = None
+        self._call: _LookupCall | None = None
+        self._failures = LookupFailures(logger, counters)
+        self._recent = RecentPicks()
+        self._retry_time = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the fleet's specs are known."""
+        return self._namespaces is not None
+
+    def failed(self, error: Exception) -> None:
+        """Counts a lookup that could not be prepared."""
+        self._failures.add(error)
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        if self._call is not None:
+            await self._call.aclose()
+        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
+
+    async def run(self) -> None:
+        """Lists the fleet's specs and adapters periodically, until it is cancelled."""
+        while True:
+            address = self._coordinators.current
+            try:
+                self._namespaces = Namespaces(await self._list(address))
+            except LmkvError as error:
+                logger.debug("the instances cannot be listed: %s", error)
+                self._list_error = error  # such as a token without the permission
+                if isinstance(error, Unreachable):
+                    self._coordinators.report_failure(address)
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    async def look_up(self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str = "") -> PrefixMatch:
+        """What instances hold of a prompt, and will hold soon; after a failure only the latter. Never raises."""
+        try:
+            chains = self._chains(tokens, model_name, cache_salt)
+        except ModelNotFound as error:  # an adapter, at its first use
+            logger.debug("routed without a lookup: %s", error)
+            self._counters.lookups.labels("miss").inc()
+            return NO_MATCH
+        except LmkvError as error:
+            self._failures.add(error)
+            return NO_MATCH
+        held = await self._held_tokens(chains, tokens.size)
+        cached, now = dict(held), time.monotonic()
+        for chain in chains:
+            for instance_id, count in self._recent.matches(chain.keys, now).items():
+                token_count = min(count * chain.chunk_size, tokens.size)
+                cached[instance_id] = max(cached.get(instance_id, 0), token_count)
+        return PrefixMatch(held=held, cached=cached, chains=chains)
+
+    def record(self, match: PrefixMatch, instance_id: str) -> None:
+        """Records that a prompt was routed to an instance, which will hold it soon."""
+        for chain in match.chains if instance_id else ():
+            self._recent.add(chain.keys, instance_id, time.monotonic())
+
+    def _chains(self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str) -> list[PromptKeys]:
+        """The prompt's keys in each possible namespace. Raises `ModelNotFound`, or why no namespace is known."""
+        if self._namespaces is None:
+            raise self._list_error or Unreachable("no coordinator has listed its instances yet")
+        namespaces = self._namespaces.of(model_name)
+        if not namespaces:
+            raise ModelNotFound(f"no engine has registered {model_name!r}", model_name=model_name, known_models="")
+        return [
+            PromptKeys(
+                keys=one.keys(tokens, cache_salt, self._secret),
+                fingerprint=one.spec.fingerprint,
+                chunk_size=one.spec.chunk_size,
+            )
+            for one in namespaces
+        ]
+
+    async def _held_tokens(self, chains: Sequence[PromptKeys], token_count: int) -> Mapping[str, int]:
+        """The number of leading tokens that each instance holds, as the coordinator reports it; empty on a failure."""
+        if self._failures.is_failing and time.monotonic() < self._retry_time:
+            self._counters.lookups.labels("skipped").inc()
+            return {}
+        self._retry_time = time.monotonic() + PAUSE_SECONDS
+        held: dict[str, int] = {}
+        try:
+            requests = [LookupRequest(chunk_keys=one.keys, fingerprint=one.fingerprint) for one in chains]
+            for response in await self._look_up(requests):
+                for holder in response.holders:
+                    held[holder.instance_id] = max(held.get(holder.instance_id, 0), holder.matched_token_count)
+        except (LmkvError, TimeoutError) as error:
+            self._failures.add(error)
+            return {}
+        self._failures.clear()
+        self._counters.asked_tokens.inc(token_count)
+        self._counters.lookups.labels("hit" if held else "miss").inc()
+        return held
+
+    async def _look_up(self, requests: Sequence[LookupRequest]) -> list[LookupResponse]:
+        address = self._coordinators.current
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._open(address).look_up(requests)
+        except TimeoutError:
+            self._coordinators.report_failure(address)
+            raise
+        except Unreachable:
+            self._coordinators.report_failure(address)
+            raise
+
+    def _open(self, address: str) -> _LookupCall:
+        """The stream to a coordinator, which is opened if there is none."""
+        if self._call is None or self._call.has_ended or self._call.address != address:
+            if self._call is not None:
+                self._call.cancel()
+            self._call = _LookupCall(address, CacheServiceStub(self._channels[address]))
+        return self._call
+
+    async def _list(self, address: str) -> list[Instance]:
+        registry: Any = RegistryServiceStub(self._channels[address])
+        instances: list[Instance] = []
+        request = ListInstancesRequest()
+        while True:
+            response = cast(
+                ListInstancesResponse,
+                await rpc.call(registry.ListInstances, _LIST, address, request, LIST_TIMEOUT_SECONDS),
+            )
+            instances += response.instances
+            if not response.next_page_token:
+                return instances
+            request = ListInstancesRequest(page_token=response.next_page_token)
+
+
+class _LookupCall:
+    """One stream and its pending lookups. Results arrive in the order of the lookups."""
+
+    def __init__(self, address: str, cache: Any) -> None:
+        self.address = address
+        self.has_ended = False
+        self._cache = cache
+        self._messages: asyncio.Queue[LookupStreamRequest] = asyncio.Queue()  # bounded by the requests in flight
+        self._pending: deque[_Pending] = deque()
+        self._reader = asyncio.create_task(self._read(), name="lmkv-picker-lookups")
+
+    async def look_up(self, requests: Sequence[LookupRequest]) -> list[LookupResponse]:
+        """Raises the coordinator's error, or `Unreachable`."""
+        loop = asyncio.get_running_loop()
+        answers: list[_Pending] = [loop.create_future() for _ in requests]
+        self._pending.extend(answers)
+        self._messages.put_nowait(LookupStreamRequest(requests=requests))
+        responses = []
+        for result in await asyncio.gather(*answers):
+            if result.HasField("error"):
+                raise rpc.from_status(result.error)
+            responses.append(result.response)
+        return responses
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+        self._reader.cancel()
+
+    async def aclose(self) -> None:
+        """Ends the stream, and waits until it has ended."""
+        self.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _send(self) -> AsyncIterator[LookupStreamRequest]:
+        while True:
+            yield await self._messages.get()
+
+    async def _read(self) -> None:
+        end: LmkvError = Unreachable(f"the coordinator at {self.address} ended the stream", address=self.address)
+        call = self._cache.LookupStream(self._send())
+        try:
+            async for message in call:
+                for result in message.results:
+                    answer = self._pending.popleft()
+                    if not answer.done():  # its request may have timed out
+                        answer.set_result(result)
+        except grpc.RpcError as error:
+            end = rpc.from_rpc_error(error)
+        finally:
+            self.has_ended = True
+            call.cancel()
+            for answer in self._pending:
+                if not answer.done():
+                    answer.set_exception(end)
+                    answer.exception()  # it may be that nothing awaits it any more

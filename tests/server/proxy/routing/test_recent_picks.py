@@ -1,0 +1,40 @@
+"""Prompts that were routed count as held by their instance, for a time and up to a number."""
+
+from __future__ import annotations
+
+from lmkv.keys import KEY_BYTES
+from lmkv_server.proxy.routing.recent_picks import RecentPicks
+
+
+def keys(text: str) -> bytes:
+    """A key for each letter."""
+    return b"".join(letter.encode().rjust(KEY_BYTES, b"-") for letter in text)
+
+
+def test_the_longest_common_begin_counts_for_the_last_instance_that_has_it() -> None:
+    recent = RecentPicks(ttl_seconds=10)
+    recent.add(keys("abc"), "one", now=0)
+    recent.add(keys("axy"), "two", now=1)
+    assert recent.matches(keys("abcd"), now=2) == {"one": 3}
+    assert recent.matches(keys("axyz"), now=2) == {"two": 3}
+    assert recent.matches(keys("aq"), now=2) == {"two": 1}
+    assert recent.matches(keys("q"), now=2) == {}
+    assert recent.matches(b"", now=2) == {}
+
+
+def test_picks_expire_and_the_newest_counts() -> None:
+    recent = RecentPicks(ttl_seconds=10)
+    recent.add(keys("abc"), "one", now=0)
+    recent.add(keys("ab"), "two", now=5)
+    assert recent.matches(keys("abc"), now=10) == {"two": 2}
+    recent.add(keys("z"), "three", now=11)
+    assert recent.matches(keys("abc"), now=11) == {"two": 2}, "dropping an old pick keeps the keys of a newer one"
+    assert recent.matches(keys("abc"), now=15) == {}
+
+
+def test_the_oldest_are_dropped_beyond_the_limit() -> None:
+    recent = RecentPicks(max_keys=4)
+    recent.add(keys("abc"), "one", now=0)
+    recent.add(keys("xy"), "two", now=0)
+    assert recent.matches(keys("abc"), now=1) == {}
+    assert recent.matches(keys("xy"), now=1) == {"two": 2}
