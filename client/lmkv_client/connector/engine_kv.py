@@ -29,6 +29,7 @@ from lmkv_client.connector.vllm_api import (
     SlidingWindowSpec,
     VllmConfig,
     attention_isa,
+    hash_block_size,
     hit_alignment,
     init_logger,
 )
@@ -48,6 +49,8 @@ class EngineKv:
     spec: KvSpec
     groups: tuple[LayerGroup, ...]
     """In the order of vLLM's groups: a request has a list of block ids for each."""
+    hash_block_size: int = 0
+    """Tokens of each of a request's block hashes; 0: those of a block of the first group."""
 
 
 def engine_kv(
@@ -122,8 +125,9 @@ def engine_kv(
         span=first.span,
         layers=first.layers,
         more_parts=tuple(parts[1:]),
+        weight_version=config.weight_version,
     )
-    return EngineKv(spec=spec, groups=tuple(groups))
+    return EngineKv(spec=spec, groups=tuple(groups), hash_block_size=hash_block_size(kv_cache_config))
 
 
 def check_cache_kind(cache: KVCacheSpec, model_name: str) -> None:

@@ -19,6 +19,8 @@ class Attachment:
     """gRPC address of the node."""
     device_buffer_bytes: int = 0
     """Bytes of the device buffer that the node would use; 0: none."""
+    weight_version: str = ""
+    """Version of the weights with which the engine attached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,15 +60,27 @@ class StepPlan(KVConnectorMetadata):
     attachment: Attachment | None = None
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[ChunkCopy] = field(default_factory=list)
+    tails: dict[str, list[ChunkCopy]] = field(default_factory=dict)
+    """Stores of finished requests, whose pages vLLM keeps until each worker reports that it is done with them: also
+    without copies."""
 
 
 @dataclass(kw_only=True, slots=True)
-class WrittenExtent:
-    """What the ranks have written of one extent."""
+class StoreResult:
+    """What the ranks wrote of one extent, not necessarily in the same step."""
 
-    rank_count: int
-    checksum: int
+    rank_count: int = 0
+    """Ranks that are done."""
+    checksum: int = 0
     """Sum of the ranks' parts, modulo 2^64."""
+    failed: bool = False
+    """Whether some rank has not written its share."""
+
+    def add(self, other: StoreResult) -> None:
+        """Adds what other ranks wrote."""
+        self.rank_count += other.rank_count
+        self.checksum = (self.checksum + other.checksum) & 0xFFFF_FFFF_FFFF_FFFF
+        self.failed |= other.failed
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,13 +107,16 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Worker side to scheduler side, after a step in which something was copied."""
 
     engine_id: str
-    written: dict[int, WrittenExtent] = field(default_factory=dict)
+    stores: dict[int, StoreResult] = field(default_factory=dict)
     """By offset of the extent."""
-    skipped: set[int] = field(default_factory=set)
-    """Offsets of extents that some rank did not write."""
     store_seconds: float = 0.0
     loaded: dict[str, LoadResult] = field(default_factory=dict)
     """By request; only those that are done."""
+
+    @property
+    def skipped(self) -> set[int]:
+        """Offsets of extents that some rank has not written."""
+        return {offset for offset, store in self.stores.items() if store.failed}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both ranks' reports as one."""
@@ -108,10 +125,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.loaded.setdefault(request_id, LoadResult()).add(load)
         if other.engine_id != self.engine_id:  # a rank lags behind a re-attach: what it wrote is void
             return self
-        for offset, theirs in other.written.items():
-            ours = self.written.setdefault(offset, WrittenExtent(rank_count=0, checksum=0))
-            ours.rank_count += theirs.rank_count
-            ours.checksum = (ours.checksum + theirs.checksum) & 0xFFFF_FFFF_FFFF_FFFF
-        self.skipped |= other.skipped
+        for offset, store in other.stores.items():
+            self.stores.setdefault(offset, StoreResult()).add(store)
         self.store_seconds = max(self.store_seconds, other.store_seconds)
         return self

@@ -5,23 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lmkv.hints import HintAction
+from lmkv.misses.reason import MissReason
 from lmkv.tiers import HIT_TIERS, OWN
 from lmkv_client.connector.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
     "stored_tokens": "Tokens whose KV was stored in the node's pool.",
     "stored_bytes": "Bytes stored in the node's pool.",
-    "store_seconds": "Seconds that stores took inside the engine's steps.",
+    "store_seconds": "Seconds that stores took, in or beside the engine's steps.",
     "loaded_tokens": "Tokens whose KV was loaded instead of computed.",
     "loaded_bytes": "Bytes loaded from the node's pool into pages.",
     "load_seconds": "Seconds from the start of each load until its last byte was in its page.",
     "avoided_prefill_seconds": "Seconds that computing the loaded tokens would have taken, at the measured rate.",
+    "miss_tokens": "Tokens of prompts that were computed, by the reason why they were not loaded.",
     "tier_tokens": "Tokens among the loaded ones that were not in the node's pool, by the tier that held them.",
     "peer_bytes": "Bytes fetched from peers into the node's pool.",
     "peer_seconds": "Seconds that fetches from peers took.",
     "lookups": "Prompts looked up.",
     "lookup_seconds": "Seconds that prompts waited for their lookups.",
-    "refused_fetch_tokens": "Tokens that could be fetched and were computed, for that was quicker.",
+    "refused_fetch_tokens": "Tokens that could be loaded or fetched and were computed, for that was quicker.",
     "lookup_timeouts": "Lookups that the node did not answer in time.",
     "load_failures": "Loads that brought less than was found; the rest was computed.",
     "skipped_chunks": "Chunks not stored in all parts: no write credits, no node, failed stores, or null pages.",
@@ -31,11 +34,20 @@ COUNTERS = {
     "handed_seconds": "Seconds that these reads took.",
     "handoff_failures": "Handoffs that ended by an error; the decode computes what it has not.",
     "node_losses": "Times that the node was lost.",
+    "hints": "Actions of hints in requests, by action and outcome.",
 }
 """Counters by name; Prometheus knows them as `lmkv:NAME_total`."""
 
 TIER_TOKENS = "tier_tokens"
 """The counter that has the label `tier`; its counts are kept under `tier_tokens(tier)`."""
+MISS_TOKENS = "miss_tokens"
+"""The counter that has the label `reason`; its counts are kept under `miss_tokens(reason)`."""
+
+HINTS = "hints"
+"""The counter that has the labels `action` and `outcome`; its counts are kept under `hint_counter(action, outcome)`."""
+
+LABELS = {TIER_TOKENS: ("tier",), MISS_TOKENS: ("reason",), HINTS: ("action", "outcome")}
+"""Labels of counters besides vLLM's own. Their counts are kept under the name and the values, separated by colons."""
 
 SPEC_CONFLICTS = "spec_conflicts"
 """Gauge: instances of the same model that share nothing with this one."""
@@ -92,6 +104,16 @@ def tier_tokens(tier: str) -> str:
     return f"{TIER_TOKENS}:{tier}"
 
 
+def hint_counter(action: str, outcome: str) -> str:
+    """The name under which hints of one action and outcome are counted; actions of clients that are unknown are one."""
+    return f"{HINTS}:{action if action in set(HintAction) else 'unknown'}:{outcome}"
+
+
+def miss_tokens(reason: MissReason) -> str:
+    """The name under which tokens that were missed for one reason are counted."""
+    return f"{MISS_TOKENS}:{reason}"
+
+
 class PromMetrics(KVConnectorPromMetrics):
     """Exports the counts at the engine's `/metrics`."""
 
@@ -101,16 +123,17 @@ class PromMetrics(KVConnectorPromMetrics):
         make[SPEC_CONFLICTS] = (self._gauge_cls, "Instances of the same model that share nothing with this one.")
         self._labelvalues = labelvalues
         self._metrics: dict[str, dict[int, Any]] = {}
+        self._labelled: dict[str, Any] = {}
         for name, (kind, text) in make.items():
-            labels = [*self._labelnames, "tier"] if name == TIER_TOKENS else self._labelnames
+            labels = [*self._labelnames, *LABELS.get(name, ())]
             metric = kind(name=f"lmkv:{name}", documentation=text, labelnames=labels)
-            if name == TIER_TOKENS:
-                self._tier_tokens = metric
+            if name in LABELS:
+                self._labelled[name] = metric
             else:
                 self._metrics[name] = {index: metric.labels(*values) for index, values in labelvalues.items()}
-        for tier in HIT_TIERS:
-            if tier != OWN:
-                self._metric(tier_tokens(tier), next(iter(labelvalues)))
+        always = [tier_tokens(tier) for tier in HIT_TIERS if tier != OWN] + [miss_tokens(one) for one in MissReason]
+        for name in always:
+            self._metric(name, next(iter(labelvalues)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one interval."""
@@ -120,7 +143,8 @@ class PromMetrics(KVConnectorPromMetrics):
 
     def _metric(self, name: str, engine_idx: int) -> Any:
         if name not in self._metrics:
-            tier = name.removeprefix(f"{TIER_TOKENS}:")
-            children = {index: self._tier_tokens.labels(*values, tier) for index, values in self._labelvalues.items()}
-            self._metrics[name] = children
+            family, _, rest = name.partition(":")
+            own = rest.split(":", len(LABELS[family]) - 1)
+            metric = self._labelled[family]
+            self._metrics[name] = {index: metric.labels(*values, *own) for index, values in self._labelvalues.items()}
         return self._metrics[name][engine_idx]

@@ -19,11 +19,12 @@ in each of its processes, so it imports two names when it is called. An import c
 | `KVCacheBlocks` | `v1.core.kv_cache_manager` | the blocks that a load fills |
 | `KVConnectorOutput` | `v1.outputs` | the workers' reports |
 | `LoRARequest` | `lora.request` | adapters in keys |
-| `BlockStored`, `KVCacheEvent`, `MEDIUM_CPU` | `distributed.kv_events` | KV events |
+| `BlockStored`, `BlockRemoved`, `KVCacheEvent`, `MEDIUM_...` | `distributed.kv_events` | KV events |
 | `generate_block_hash_extra_keys`, `maybe_convert_block_hash`, `to_event_extra_keys` | `v1.core.kv_cache_utils` | \
 hashes in KV events |
 | `init_logger` | `logger` | logs |
 | `attention_isa` | `v1.attention.backends.cpu_attn._get_attn_isa` | the format of pages on CPUs |
+| `engine_core` | `v1.engine.core.EngineCore` | changes of weights, which have no hook |
 | `cpu_store_kv` | `_custom_ops.cpu_attn_reshape_and_cache` | a trial of that format |
 
 All are in each supported version, except:
@@ -31,7 +32,10 @@ All are in each supported version, except:
 | name | since | without it |
 |---|---|---|
 | `CacheHitSource` (`v1.metrics.cache_hit_source`) | 0.32 | None; vLLM does not ask for sources of hits |
+| `EngineCore.set_weight_version` | 0.32 | versions of weights are named in the configuration only |
 | `KVCacheConfig.cache_hit_alignment_tokens` | 0.32 | models with other groups than one of full attention are refused |
+| `Request.kv_hints` | 0.32 | None; hints are read from `kv_transfer_params` only |
+| `KVCacheConfig.hash_block_size` | 0.32 | blocks of one group are hashed whole |
 
 `tests/client/connector/vllm_contract.py` lists the attributes and signatures that lmkv relies on and names each that a
 version of vLLM does not have: `make verify-vllm`.
@@ -40,11 +44,11 @@ version of vLLM does not have: `make verify-vllm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant here
 from vllm.config import ModelConfig, VllmConfig
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -84,8 +88,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST_WITH_GROUPS",
     "MEDIUM_CPU",
+    "MEDIUM_STORAGE",
     "VLLM_VERSION",
     "AttentionSpec",
+    "BlockRemoved",
     "BlockStored",
     "CacheHitSource",
     "ChunkedLocalAttentionSpec",
@@ -114,13 +120,16 @@ __all__ = [
     "VllmConfig",
     "attention_isa",
     "cpu_store_kv",
+    "engine_core",
     "generate_block_hash_extra_keys",
     "get_pp_group",
     "get_pp_indices",
     "get_tensor_model_parallel_rank",
+    "hash_block_size",
     "hit_alignment",
     "init_logger",
     "maybe_convert_block_hash",
+    "processed_tokens",
     "to_event_extra_keys",
 ]
 
@@ -133,6 +142,25 @@ def hit_alignment(kv_cache_config: KVCacheConfig) -> int | None:
     if not hasattr(kv_cache_config, "cache_hit_alignment_tokens"):
         return None
     return kv_cache_config.cache_hit_alignment_tokens or 0
+
+
+def processed_tokens(request: Request) -> int:
+    """Tokens of a request whose KV the steps that have ended have computed or loaded."""
+    count: int = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, count)
+
+
+def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of each of `Request.block_hashes`."""
+    first: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    return getattr(kv_cache_config, "hash_block_size", None) or first
+
+
+def engine_core() -> Any:
+    """vLLM's class of the process that schedules."""
+    from vllm.v1.engine.core import EngineCore  # needed in that process only
+
+    return EngineCore
 
 
 def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:

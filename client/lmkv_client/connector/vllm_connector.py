@@ -41,6 +41,7 @@ from lmkv_client.connector.vllm_api import (
     get_tensor_model_parallel_rank,
     init_logger,
 )
+from lmkv_client.connector.weight_updates import watch
 from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.connector.worker.side import WorkerSide
 
@@ -81,7 +82,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 config.instance_id, engine_traces=bool(vllm_config.observability_config.otlp_traces_endpoint)
             )
             names = served_names(vllm_config.model_config)
-            self._link = NodeClient(config, spec, parallel.world_size, ServedNames(names))
+            has_events = bool(events and events.enable_kv_cache_events)
+            self._link = NodeClient(
+                config, spec, parallel.world_size, ServedNames(names), wants_tier_changes=has_events
+            )
             self._link.start()
             self._scheduler = SchedulerSide(
                 config,
@@ -91,8 +95,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
-                has_events=bool(events and events.enable_kv_cache_events),
+                has_events=has_events,
             )
+            watch(scheduler_sides)
         else:
             if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
                 for group in kv_cache_config.kv_cache_groups:
@@ -148,6 +153,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Registers the pages of all layers."""
         self.worker.register(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Begins a step, before pages can change: stores that read them end first."""
+        if isinstance(kv_connector_metadata, StepPlan):  # an older vLLM calls it with other arguments, not in each step
+            self.worker.begin_step()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts the step's loads. Those that the forward pass needs precede it."""
         self.worker.load(self._plan())
@@ -163,8 +173,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.store(self._plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous loads have ended. Stores never outlive their request's pages."""
-        return None, self.worker.take_finished() or None
+        """Finished requests whose last tokens are stored, so that their pages may be freed, and requests whose
+        asynchronous loads have ended."""
+        return self.worker.take_stored_requests() or None, self.worker.take_finished() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As `get_finished`, with the requests whose loads have failed: vLLM computes them. Only where chunks have
@@ -219,15 +230,16 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.handle_report(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Ends the request; its pages are not needed after it. Returns the node's instance id if requested."""
-        self.scheduler.finished(request)
-        return False, self.scheduler.identity(request)
+        """Ends the request; its pages stay while its last tokens are stored. Returns the node's instance id if
+        requested."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`, where the model may have several KV-cache groups."""
-        return self.request_finished(request, block_ids[0])
+        keeps_pages = self.scheduler.finished(request, block_ids)
+        return keeps_pages, self.scheduler.identity(request)
 
     def has_pending_push_work(self) -> bool:
         """Whether stores still run: vLLM continues its steps until they are done."""
@@ -238,7 +250,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """KV events of stored chunks, which vLLM publishes with its own if `--kv-events-config` is set."""
+        """KV events of the node's chunks, which vLLM publishes with its own if `--kv-events-config` is set."""
         return self.scheduler.take_events()
 
     # ---- both
@@ -265,3 +277,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> PromMetrics:
         """The exporter of the statistics at `/metrics`."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def scheduler_sides(core: Any) -> list[SchedulerSide]:
+    """The scheduler sides of lmkv's connectors in an `EngineCore`: its connector, or one inside a `MultiConnector`."""
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    connectors = (connector, *getattr(connector, "_connectors", ()))
+    return [one.scheduler for one in connectors if isinstance(one, LMKVConnector)]

@@ -14,11 +14,23 @@ from itertools import groupby
 import numpy as np
 from google.rpc import code_pb2
 
-from lmkv.keys import ChunkKey, part_key, split_keys
+from lmkv import rpc
+from lmkv.errors import ChunkNotFound, LmkvError
+from lmkv.keys import ChunkKey, KeyChain, part_key, split_keys
 from lmkv.parts import longest_hit
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.chunk_pb2 import (
+    HINT_OUTCOME_ACCEPTED,
+    HINT_OUTCOME_DEFERRED,
+    MISS_REASON_NEVER_STORED,
+    MISS_REASON_SLOWER,
+    TIER_HOST,
+    Extent,
+    HintResult,
+    PromptSpan,
+    RequestReport,
+)
 from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.node.client import Event, NodeLost
 from lmkv_client.connector.served_names import ServedNames
@@ -27,6 +39,8 @@ Content = dict[tuple[int, int], list[int]]
 """KV in one extent: the value of each row, by rank and KV-cache group."""
 Pool = dict[int, Content]
 """Content by offset."""
+PARTIAL = -1
+"""What a credit for a partial chunk is for, among numbers of parts."""
 SPOILT = -1
 """Value of a slot whose bytes mean nothing."""
 
@@ -60,6 +74,34 @@ class Ticket:
     held: list[Stored] = field(default_factory=list)
 
 
+def outcome_of(hint: pb.HintChunks) -> pb.HintedChunks:
+    """What a node answers that holds every chunk once the request has ended."""
+    outcome = HINT_OUTCOME_DEFERRED if hint.running else HINT_OUTCOME_ACCEPTED
+    return pb.HintedChunks(hint_id=hint.hint_id, result=HintResult(outcome=outcome, ttl=hint.ttl))
+
+
+class HeldChunks(dict[ChunkKey, Stored]):
+    """The chunks in the pool; reports what it gains and loses."""
+
+    def __init__(self, report: Callable[[pb.TierChange], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __setitem__(self, key: ChunkKey, chunk: Stored) -> None:
+        super().__setitem__(key, chunk)
+        self._report(pb.TierChange(tier=TIER_HOST, stored_keys=[key]))
+
+    def pop(self, key: ChunkKey) -> Stored:  # type: ignore[override]  # without a default
+        """Removes a chunk that is held."""
+        self._report(pb.TierChange(tier=TIER_HOST, removed_keys=[key]))
+        return super().pop(key)
+
+    def clear(self) -> None:
+        """Removes all chunks."""
+        self._report(pb.TierChange(tier=TIER_HOST, removed_keys=list(self)))
+        super().clear()
+
+
 class ScriptedNode:
     """One node and its pool. `prompt` says whether it answers at once or when a test calls `answer`."""
 
@@ -67,9 +109,15 @@ class ScriptedNode:
         self.inbox: deque[Event] = deque()
         self.served = ServedNames()
         self.spec = spec
+        self.hello_version: str | None = None
+        """Version of the weights in the next hello; None: that of the engine's spec."""
+        self.weight_versions: list[str] = []
+        """Those that the engine has sent."""
         self.credit_limit = credit_limit
         self.prompt = True
         self.generous = True
+        self.granted_tokens: dict[int, int] = {}
+        """Most tokens of each extent that was granted for a partial chunk."""
         """Whether credits are granted."""
         self.grudged_parts: set[int] = set()
         """Parts for which none are."""
@@ -82,7 +130,7 @@ class ScriptedNode:
         self.epoch = 0
         self.pools: dict[int, Pool] = {}
         """By epoch. A pool outlives its node, as a mapping does."""
-        self.chunks: dict[ChunkKey, Stored] = {}
+        self.chunks = HeldChunks(self._changed)
         """By key; parts behind the first one by their own keys."""
         self.peer_chunks: dict[ChunkKey, Stored] = {}
         self.on_disk = self.in_remote = 0
@@ -95,6 +143,9 @@ class ScriptedNode:
         self.fetches: list[Fetch] = []
         self.unanswered: deque[pb.AttachRequest] = deque()
         self.releases: list[pb.ReleaseChunks] = []
+        self.reports: list[RequestReport] = []
+        self.miss_reason = MISS_REASON_NEVER_STORED
+        """Of what is not held."""
         self.lookups: list[pb.LookupChunks] = []
         self.commits: list[ChunkKey] = []
         """Keys of what was committed: of chunks, or of parts of them."""
@@ -109,6 +160,9 @@ class ScriptedNode:
         """By name: what had been committed when it was ended."""
         self.dropped_handoffs: list[pb.DropHandoff] = []
         self.on_commit: Callable[[pb.CommitChunk, Stored], None] = lambda _commit, _chunk: None
+        self.hints: list[pb.HintChunks] = []
+        self.on_hint: Callable[[pb.HintChunks], pb.HintedChunks | None] = outcome_of
+        """Answers a hint; None: not at all."""
         self._next_offset = 0
 
     # ---- what the scheduler side sees
@@ -120,6 +174,16 @@ class ScriptedNode:
         self.unanswered.append(message)
         if self.prompt:
             self.answer()
+
+    def receive(self) -> None:
+        """See `NodeClient`: what has arrived is in the inbox already."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        """See `NodeClient`: what is to arrive is in the inbox already, or arrives when a test says so."""
+
+    def change_spec(self, spec: KvSpec) -> None:
+        """See `NodeClient`."""
+        self.spec = spec
 
     # ---- what a test does
 
@@ -136,11 +200,22 @@ class ScriptedNode:
         if restarted:
             self.epoch += 1
             self.pools[self.epoch] = {}
-            self.chunks.clear()
+            dict.clear(self.chunks)
             self.orphans.clear()
             self._next_offset = 0
-        self.inbox.append(Attachment(engine_id=f"engine-{self.attach_count}", pool_socket="", epoch=self.epoch))
+        attachment = Attachment(
+            engine_id=f"engine-{self.attach_count}",
+            pool_socket="",
+            epoch=self.epoch,
+            weight_version=self.hello_version if self.hello_version is not None else self.spec.weight_version,
+        )
+        self.inbox.append(attachment)
         self.inbox.append(pb.AttachResponse(welcome=self._welcome()))
+        self._changed(pb.TierChange(tier=TIER_HOST, stored_keys=list(self.chunks)))
+
+    def _changed(self, change: pb.TierChange) -> None:
+        if self.attached:
+            self.inbox.append(pb.AttachResponse(tier_changes=[change]))
 
     def _welcome(self) -> pb.Welcome:
         return pb.Welcome(instance_id="node", peer_address="node:1", epoch=self.epoch, credit_limit=self.credit_limit)
@@ -191,11 +266,11 @@ class ScriptedNode:
             self.fetches.pop(0)
         self.inbox.append(pb.AttachResponse(loaded=[loaded]))
 
-    def fail(self) -> None:
+    def fail(self, error: LmkvError | None = None) -> None:
         """Ends the oldest fetch without the rest of its chunks."""
         fetch = self.fetches.pop(0)
         loaded = pb.LoadedChunks(request_id=fetch.ticket, done=True)
-        loaded.status.code = code_pb2.UNAVAILABLE
+        loaded.status.CopyFrom(rpc.to_status(error or ChunkNotFound("no longer there")))
         self.inbox.append(pb.AttachResponse(loaded=[loaded]))
 
     def move_to_peer(self, part: int | None = None) -> None:
@@ -241,6 +316,14 @@ class ScriptedNode:
             self.evict()
             self.chunks.clear()
             self.inbox.append(pb.AttachResponse(reset_counts=[count]))
+        self._reserve_partial(list(message.partial_reserves))
+        self.reports += message.reports
+        if message.weight_version:
+            self.weight_versions.append(message.weight_version)
+        for hint in message.hints:
+            self.hints.append(hint)
+            if answer := self.on_hint(hint):
+                self.inbox.append(pb.AttachResponse(hinted=[answer]))
 
     def _lookup(self, lookup: pb.LookupChunks) -> None:
         assert lookup.request_id not in self.tickets, "a ticket is used twice"
@@ -251,7 +334,17 @@ class ScriptedNode:
         keys = split_keys(lookup.chunk_keys)
         own = self._prefix(keys, self.chunks)
         peer = self._prefix(keys[len(own) :], self.peer_chunks)
+        partial_key = self._partial_key(lookup, keys[: len(own) + len(peer)])
+        if partial_key:
+            keys = [*keys[: len(own) + len(peer)], partial_key]
+            place = self.chunks if partial_key in self.chunks and not peer else self.peer_chunks
+            (peer if place is self.peer_chunks else own).append(place[partial_key])
+        full_count = len(own) + len(peer) - bool(partial_key)
         refused, peer = (peer, []) if self.refuses_fetches else ([], peer)
+        missed = [
+            (MISS_REASON_SLOWER, len(refused)),
+            (self.miss_reason, len(split_keys(lookup.chunk_keys)) - full_count),
+        ]
         counts = {"disk": self.on_disk, "peers": len(peer) - self.on_disk - self.in_remote, "remote": self.in_remote}
         found = pb.FoundChunks(
             request_id=lookup.request_id,
@@ -259,11 +352,30 @@ class ScriptedNode:
             runs=[pb.Run(tier=tier, chunk_count=count) for tier, count in counts.items() if peer and count > 0],
             peer_instance_id="peer" if peer else "",
             refused_chunk_count=len(refused),
+            missed=[PromptSpan(reason=reason, chunk_count=count) for reason, count in missed if count > 0],
         )
+        if partial_key and not refused:
+            found.partial_key = partial_key
+            found.partial_token_count = (peer or own)[-1].token_count
         if own or peer:
             self._hold(lookup.request_id, keys, own)
         self.inbox.append(pb.AttachResponse(found=[found]))
         self._reserve([lookup.reserve_count - len(own) - len(peer)], [lookup.reserve_count])
+
+    def _partial_key(self, lookup: pb.LookupChunks, keys: list[ChunkKey]) -> ChunkKey | None:
+        """The longest partial chunk with the next tokens behind these chunks, in the pool or, where that is better or
+        behind others of it, at the peer."""
+        size = self.spec.chunk_size
+        tokens = np.frombuffer(lookup.tokens, "<u4")
+        rest = tokens[len(keys) * size :][:size]
+        chain = KeyChain(ChunkKey(lookup.root_key), size, dict(lookup.chunk_extras))
+        chain.keys = keys
+        behind_own = all(key in self.chunks for key in keys)
+        for count in range(min(size - 1, rest.size), 0, -1):
+            key = chain.behind(len(keys), rest[:count])
+            if (behind_own and key in self.chunks) or key in self.peer_chunks:
+                return key
+        return None
 
     def _look_up_parts(self, lookup: pb.LookupChunks) -> None:
         """Finds the longest hit whose items can be loaded, wherever they are."""
@@ -284,6 +396,7 @@ class ScriptedNode:
             own=[self._extent(chunk) for chunk in own],
             runs=runs,
             peer_instance_id="peer" if any(run.tier == "peers" for run in runs) else "",
+            missed=[PromptSpan(reason=self.miss_reason, chunk_count=len(chunk_keys) - hit)] if chunk_keys[hit:] else [],
         )
         if hit:
             self._hold(lookup.request_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])
@@ -336,8 +449,22 @@ class ScriptedNode:
                 )
             )
 
+    def _reserve_partial(self, sizes: list[int]) -> None:
+        """Grants write credits for partial chunks of one to three quarters."""
+        granted = []
+        for quarters in sizes if self.generous else ():
+            offset, token_count = self._new_offset(), self.spec.tokens_in(quarters)
+            self.credits_out[offset] = PARTIAL
+            self.granted_tokens[offset] = token_count
+            size_bytes = self.spec.part_bytes(0, token_count)
+            granted.append(Extent(offset=offset, size_bytes=size_bytes, token_count=token_count))
+        if sizes:
+            self.inbox.append(pb.AttachResponse(credits=granted, settled_partial_reserves=sizes))
+
     def _commit(self, commit: pb.CommitChunk) -> None:
-        assert self.credits_out.pop(commit.offset) == commit.part, "the credit is for another part"
+        assert max(0, self.credits_out.pop(commit.offset)) == commit.part, "the credit is for another part"
+        limit = self.granted_tokens.get(commit.offset, self.spec.chunk_size)
+        assert commit.token_count <= limit, "the credit is for fewer tokens"
         assert commit.size_bytes == self.spec.part_bytes(commit.part, commit.token_count)
         assert self.spec.has_plain_parts or commit.token_count == self.spec.chunk_size
         key = part_key(ChunkKey(commit.chunk_key), commit.part)

@@ -39,11 +39,12 @@ from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.engine_kv import EngineKv, engine_kv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import Attachment, StepPlan
-from lmkv_client.connector.scheduler.multimodal import multimodal_extras
+from lmkv_client.connector.multimodal import multimodal_extras
+from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.stats import ConnectorStats
 from lmkv_client.connector.vllm_connector import LMKVConnector
-from tests.client.connector.scripted_node import SPOILT, ScriptedNode, Stored
+from tests.client.connector.scripted_node import PARTIAL, SPOILT, ScriptedNode, Stored
 from tests.client.connector.simulated_models import (
     BLOCK,
     CHUNK,
@@ -102,6 +103,7 @@ class ScriptedConnector(LMKVConnector):
     kv: EngineKv
     rank_count: int
     step_tokens: int
+    step_loads: StepLoads
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -119,6 +121,7 @@ class ScriptedConnector(LMKVConnector):
             step_tokens=self.step_tokens,
             has_events=True,
             clock=self.clock,
+            step_loads=self.step_loads,
         )
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
@@ -152,14 +155,19 @@ class SimulatedEngine:
         attached: bool = True,
         model: SimulatedModel = PLAIN,
         window: int = 0,
+        step_load_tokens: tuple[int, int] = (0, 0),
         **config: Any,
     ) -> None:
-        """`window`: tokens that all layers attend to, unknown to the connector; 0: as the model says."""
+        """`window`: tokens that all layers attend to, unknown to the connector; 0: as the model says.
+
+        `step_load_tokens`: most tokens of loads that are part of a step, of a request that is alone and of several.
+        """
         self.caches: tuple[KVCacheSpec, ...] = (sliding(window),) if window else model.caches
         caches = kv_cache_config(replace(model, caches=self.caches), vllm_config, block_count)
-        fixed = {"model_id": "simulated", "kv_format": model.kv_format}
+        fixed: dict[str, Any] = {"model_id": "simulated", "kv_format": model.kv_format, "refuse_slow_fetches": False}
         settings = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | fixed | config))
-        self.kv = ENGINE_KV if model is PLAIN else engine_kv(vllm_config, caches, settings)
+        plain = replace(ENGINE_KV, spec=replace(SPEC, weight_version=settings.weight_version))
+        self.kv = plain if model is PLAIN else engine_kv(vllm_config, caches, settings)
         self.node = ScriptedNode(self.kv.spec, credit_limit=credit_limit)
         self.node.on_commit = self._check_commit
         self.clock = Clock()
@@ -169,6 +177,9 @@ class SimulatedEngine:
         ScriptedConnector.kv = self.kv
         ScriptedConnector.rank_count = rank_count
         ScriptedConnector.step_tokens = step_tokens
+        ScriptedConnector.step_loads = StepLoads(
+            *(tokens * self.kv.spec.chunk_bytes // self.kv.spec.chunk_size for tokens in step_load_tokens)
+        )
         vllm_config.scheduler_config.max_num_batched_tokens = step_tokens
         self.scheduler = make_scheduler(vllm_config, caches)
         connector = self.scheduler.connector
@@ -183,6 +194,12 @@ class SimulatedEngine:
         self.scheduled_tokens: dict[str, int] = {}
         """Tokens computed for each request, not loaded."""
         self.steps = 0
+        self.weights = ""
+        """What the KV of all tokens depends on."""
+        self.mixed_requests: set[str] = set()
+        """Requests that may compute with KV of other weights: they were running when the weights changed."""
+        self._weights_by_spec: dict[bytes, str] = {}
+        """Earlier weights, by fingerprint."""
         self.during_step: Callable[[], None] = lambda: None
         """Called after the workers have finished a step, before the scheduler gets their output."""
         self._aggregator = KVOutputAggregator(rank_count)
@@ -281,6 +298,13 @@ class SimulatedEngine:
         self.check_answer(request_id)
         return self.scheduled_tokens[request_id]
 
+    def change_weights(self, weights: str) -> None:
+        """The weights are others now; calls the connector, as vLLM's calls do. Requests that run may mix them."""
+        self._weights_by_spec[self.side._spec.fingerprint] = self.weights
+        self.weights = weights
+        self.mixed_requests |= {request.request_id for request in self.scheduler.running}
+        self.side.weights_changed()
+
     def settle(self) -> None:
         """Steps until nothing is under way any more, and the node has answered everything."""
         self.node.prompt = True
@@ -295,7 +319,7 @@ class SimulatedEngine:
         """The same as without any cache."""
         request = self.requests[request_id]
         prompt = seen(request)[: request.num_prompt_tokens]
-        expected = answer_of(prompt, request.max_tokens, request.cache_salt or "")
+        expected = answer_of(prompt, request.max_tokens, self._salt(request))
         assert self.said[request_id] == expected, f"{request_id} got a wrong answer"
 
     def check_nothing_is_left(self) -> None:
@@ -307,9 +331,12 @@ class SimulatedEngine:
         side = self.side
         assert (len(side._states), len(side._lookups), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
         assert not side._handoffs._finished
-        in_hand = [side._stores.credits[part] for part in range(len(self.kv.spec.parts))]
-        assert all((part.requested_count, part.writing_count) == (0, 0) for part in in_hand)
-        offsets = {offset: part for part, ours in enumerate(in_hand) for offset in ours._offsets}
+        assert len(side._hints) == 0
+        in_hand = dict(enumerate(side._stores.credits._parts))
+        partial = side._stores.credits._partial.values()
+        assert all((ours.requested_count, ours.writing_count) == (0, 0) for ours in (*in_hand.values(), *partial))
+        offsets = {offset: part for part, ours in in_hand.items() for offset in ours._offsets}
+        offsets |= {offset: PARTIAL for ours in partial for offset in ours._offsets}
         if self.node.attached:
             assert not self.node.tickets, "the node still holds chunks for a request"
             assert not self.node.fetches
@@ -363,14 +390,14 @@ class SimulatedEngine:
             request = self.requests[request_id]
             if worker.rank == 0:
                 self.scheduled_tokens[request_id] += count
-            values = list(kv_values(seen(request), request.cache_salt or ""))
+            values = list(kv_values(seen(request), self._salt(request)))
             span = range(computed[request_id], computed[request_id] + count)
             block_ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             wrong = [
                 group for group in groups if not self._reads(worker, group, request_id, block_ids[group], values, span)
             ]
             failed = worker._failed_blocks & set(block_ids[0])
-            assert failed or not wrong, (
+            assert failed or not wrong or request_id in self.mixed_requests, (
                 f"{request_id} reads pages of groups {wrong} that hold other bytes than its prompt's"
             )
             for group in groups:
@@ -450,23 +477,32 @@ class SimulatedEngine:
             assert len(older) < len(values), "a chunk supersedes itself or a later one"
             assert older == values[: len(older)], "a chunk supersedes one of another prompt"
 
+    def _salt(self, request: Request) -> str:
+        return (request.cache_salt or "") + self.weights
+
     def _values_of(self, key: ChunkKey) -> list[int]:
+        specs = {self.side._spec.fingerprint: self.weights} | self._weights_by_spec
+        for fingerprint, weights in specs.items():
+            if values := self._values_under(key, fingerprint, weights):
+                return values
+        raise AssertionError("a key of no request")
+
+    def _values_under(self, key: ChunkKey, fingerprint: bytes, weights: str) -> list[int]:
+        """The KV of a chunk and those before it, if it has this key under a spec with these weights; else nothing."""
         for request in self.requests.values():
             salt = request.cache_salt or ""
             tokens = as_tokens(list(request.all_token_ids))
             extras = multimodal_extras(request.mm_features, CHUNK)
-            chain = KeyChain(root_key(self.kv.spec.fingerprint, cache_salt=salt), CHUNK, extras)
+            chain = KeyChain(root_key(fingerprint, cache_salt=salt), CHUNK, extras)
             chain.extend(tokens)
             if key in chain.keys:
                 count = (chain.keys.index(key) + 1) * CHUNK
-                return list(kv_values(seen(request), salt))[:count]
-            prompt = as_tokens(request.prompt_token_ids or [])
-            for handed in (prompt, prompt[:-1]):  # a decode's prompt has more tokens than the prefill's
-                chain = KeyChain(root_key(self.kv.spec.fingerprint, cache_salt=salt), CHUNK)
-                chain.extend(handed)
-                if chain.partial(handed) == key:
-                    return list(kv_values(handed.tolist(), salt))
-        raise AssertionError("a key of no request")
+                return list(kv_values(seen(request), salt + weights))[:count]
+            for count in range(1, len(tokens) + 1):
+                index, rest = divmod(count, CHUNK)
+                if rest and chain.behind(index, tokens[index * CHUNK : count]) == key:
+                    return list(kv_values(seen(request), salt + weights))[:count]
+        return []
 
 
 def make_scheduler(vllm_config: VllmConfig, caches: KVCacheConfig) -> Scheduler:

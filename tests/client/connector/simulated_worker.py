@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from lmkv_client.connector.messages import LoadPlan, LoadResult, StepPlan, WorkerReport, WrittenExtent
+from lmkv_client.connector.messages import LoadPlan, LoadResult, StepPlan, StoreResult, WorkerReport
 from lmkv_kernels import ChunkCopy
 from tests.client.connector.scripted_node import SPOILT, Pool, ScriptedNode
 from tests.client.connector.simulated_models import BLOCK
@@ -81,12 +81,16 @@ class SimulatedWorker:
         """Steps that an asynchronous load takes after all of it is known."""
         self.fails_loads = False
         self.skips_stores = False
+        self.reports_late = False
+        """Whether stores end beside the next step, and are reported after it."""
+        self._running_stores: dict[int, StoreResult] = {}
         self._loads: dict[str, Copying] = {}
         self._engine_id = ""
         self._pool: Pool = {}
         self._poisoned = False
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+        self._stored_requests: set[str] = set()
         self._report: WorkerReport | None = None
 
     @property
@@ -125,6 +129,7 @@ class SimulatedWorker:
                 self.copy(copying)
             self._engine_id = plan.attachment.engine_id
             self._pool = self.node.pools[plan.attachment.epoch]
+            self._running_stores = {}
         self._poisoned = False
         for load in plan.loads:
             copying = self._loads.setdefault(load.request_id, Copying(steps_left=self.steps_per_load))
@@ -163,16 +168,18 @@ class SimulatedWorker:
 
     def store(self, plan: StepPlan) -> None:
         """Copies pages into the pool, before they can change."""
-        for copy in plan.stores:
+        tails = [copy for copies in plan.tails.values() for copy in copies]
+        self._stored_requests.update(plan.tails)
+        for copy in [*plan.stores, *tails]:
             report = self._reporting()
             if self._poisoned or self.skips_stores:
-                report.skipped.add(copy.offset)
+                report.stores[copy.offset] = StoreResult(rank_count=1, failed=True)
                 continue
             assert copy.first_token == 0
             assert copy.token_count == copy.extent_tokens
             content = [page[slot] for page, slot in self.slots(copy)]
             self._pool[copy.offset][self.rank, copy.group] = content
-            written = report.written.setdefault(copy.offset, WrittenExtent(rank_count=1, checksum=0))
+            written = report.stores.setdefault(copy.offset, StoreResult(rank_count=1, checksum=0))
             written.checksum = (written.checksum + sum(content)) % 2**64
 
     def result(self) -> KVConnectorOutput:
@@ -187,15 +194,25 @@ class SimulatedWorker:
             del self._loads[request_id]
             self._done(request_id, copying)
             finished.add(request_id)
+        stored, self._stored_requests = self._stored_requests, set()
         failed, self._failed_blocks = self._failed_blocks, set()
         failed_requests, self._failed_requests = self._failed_requests, set()
+        self._end_stores()
         report, self._report = self._report, None
         return KVConnectorOutput(
+            finished_sending=stored or None,
             finished_recving=finished or None,
             invalid_block_ids=failed,
             failed_recving=failed_requests,
             kv_connector_worker_meta=report,
         )
+
+    def _end_stores(self) -> None:
+        ended, self._running_stores = self._running_stores, {}
+        if self.reports_late and self._report:
+            self._running_stores, self._report.stores = self._report.stores, {}
+        if ended:
+            self._reporting().stores.update(ended)
 
     def _reporting(self) -> WorkerReport:
         if self._report is None:

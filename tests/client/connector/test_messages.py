@@ -10,33 +10,34 @@ from lmkv_client.connector.messages import (
     LoadPlan,
     LoadResult,
     StepPlan,
+    StoreResult,
     WorkerReport,
-    WrittenExtent,
 )
 from lmkv_kernels import ChunkCopy
 
 
 def test_parts_of_the_ranks_are_added_modulo_two_to_the_64() -> None:
-    first = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=2**64 - 1)}, store_seconds=0.5)
-    other = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=3)}, store_seconds=0.25)
+    first = WorkerReport(engine_id="e", stores={0: StoreResult(rank_count=1, checksum=2**64 - 1)}, store_seconds=0.5)
+    other = WorkerReport(engine_id="e", stores={0: StoreResult(rank_count=1, checksum=3)}, store_seconds=0.25)
     both = first.aggregate(other)
-    assert both.written == {0: WrittenExtent(rank_count=2, checksum=2)}
+    assert both.stores == {0: StoreResult(rank_count=2, checksum=2)}
     assert both.store_seconds == 0.5
 
 
-def test_an_extent_that_one_rank_skipped_is_skipped_and_counts_one_rank_only() -> None:
-    first = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=1)})
-    other = WorkerReport(engine_id="e", skipped={0, 4})
+def test_an_extent_that_one_rank_skipped_is_skipped() -> None:
+    first = WorkerReport(engine_id="e", stores={0: StoreResult(rank_count=1, checksum=1)})
+    failed = StoreResult(rank_count=1, failed=True)
+    other = WorkerReport(engine_id="e", stores={0: failed, 4: failed})
     both = first.aggregate(other)
     assert both.skipped == {0, 4}
-    assert both.written[0].rank_count == 1
+    assert (both.stores[0].rank_count, both.stores[4].rank_count) == (2, 1)
 
 
 def test_an_extent_that_only_the_other_rank_wrote_is_kept() -> None:
     both = WorkerReport(engine_id="e").aggregate(
-        WorkerReport(engine_id="e", written={8: WrittenExtent(rank_count=1, checksum=5)})
+        WorkerReport(engine_id="e", stores={8: StoreResult(rank_count=1, checksum=5)})
     )
-    assert both.written == {8: WrittenExtent(rank_count=1, checksum=5)}
+    assert both.stores == {8: StoreResult(rank_count=1, checksum=5)}
 
 
 def test_loads_are_added_over_the_ranks_and_one_failure_fails_all() -> None:
@@ -51,16 +52,15 @@ def test_loads_are_added_over_the_ranks_and_one_failure_fails_all() -> None:
 
 
 def test_what_a_rank_wrote_for_another_attachment_is_void_but_its_loads_have_ended() -> None:
-    first = WorkerReport(engine_id="new", written={0: WrittenExtent(rank_count=1, checksum=1)})
+    first = WorkerReport(engine_id="new", stores={0: StoreResult(rank_count=1, checksum=1)})
     other = WorkerReport(
         engine_id="old",
-        written={0: WrittenExtent(rank_count=1, checksum=1)},
-        skipped={4},
+        stores={0: StoreResult(rank_count=1, checksum=1), 4: StoreResult(rank_count=1, failed=True)},
         loaded={"r": LoadResult(rank_count=1)},
     )
     both = first.aggregate(other)
     assert both.engine_id == "new"
-    assert both.written[0].rank_count == 1
+    assert both.stores[0].rank_count == 1
     assert not both.skipped
     assert both.loaded == {"r": LoadResult(rank_count=1)}
 
@@ -81,6 +81,6 @@ def test_plans_and_reports_survive_the_way_between_processes() -> None:
         ],
         stores=[copy],
     )
-    report = WorkerReport(engine_id="e", written={0: WrittenExtent(rank_count=1, checksum=2**64 - 1)}, skipped={4})
+    report = WorkerReport(engine_id="e", stores={0: StoreResult(rank_count=1, checksum=2**64 - 1)})
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert pickle.loads(pickle.dumps(report)) == report

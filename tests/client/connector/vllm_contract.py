@@ -27,12 +27,16 @@ SINCE = {
     "vllm.v1.metrics.cache_hit_source": (0, 32),
     f"{BASE}.get_external_cache_hit_sources": (0, 32),
     f"{SPECS}.KVCacheConfig.cache_hit_alignment_tokens": (0, 32),
+    "vllm.v1.engine.core.EngineCore.set_weight_version": (0, 32),
+    "vllm.v1.kv_hints.KvHintsEnvelope": (0, 32),
+    "vllm.v1.kv_hints.KvHintAction": (0, 32),
+    "vllm.v1.request.Request.kv_hints": (0, 32),
 }
 """The first version that has a name, where that is not the oldest supported one; lmkv works without it before."""
 
 ATTRIBUTES = {
     BASE: "_kv_transfer_config requires_kv_delivery",
-    f"{CONNECTOR}.v1.base.KVConnectorTransferResults": "failed_recving finished_recving",
+    f"{CONNECTOR}.v1.base.KVConnectorTransferResults": "failed_recving finished_recving finished_sending",
     f"{CONNECTOR}.v1.KVConnectorRole": "SCHEDULER",
     f"{CONNECTOR}.v1.metrics.KVConnectorStats": "data",
     f"{CONNECTOR}.v1.metrics.KVConnectorPromMetrics": "_counter_cls _gauge_cls _labelnames",
@@ -53,10 +57,11 @@ ATTRIBUTES = {
     "vllm.distributed.parallel_state.GroupCoordinator": "rank_in_group",
     "vllm.distributed.kv_events.BlockStored": "block_hashes block_size extra_keys group_idx lora_id lora_name medium "
     "parent_block_hash token_ids",
+    "vllm.distributed.kv_events.BlockRemoved": "block_hashes group_idx medium",
     "vllm.lora.request.LoRARequest": "adapter_id lora_name lora_path name",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "length offset",
-    f"{SPECS}.KVCacheConfig": "cache_hit_alignment_tokens kv_cache_groups",
+    f"{SPECS}.KVCacheConfig": "cache_hit_alignment_tokens hash_block_size kv_cache_groups",
     f"{SPECS}.KVCacheGroupSpec": "kv_cache_spec layer_names",
     f"{SPECS}.KVCacheSpec": "block_size",
     f"{SPECS}.AttentionSpec": "dtype head_size num_kv_heads",
@@ -70,9 +75,14 @@ ATTRIBUTES = {
     f"{OUTPUT}.KVConnectorBlockState": "boundary_state_offloads",
     "vllm.v1.outputs.KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.metrics.cache_hit_source.CacheHitSource": "DISK EXTERNAL_UNSPECIFIED HOST P2P",
-    "vllm.v1.request.Request": "all_token_ids block_hashes cache_salt kv_transfer_params lora_request mm_features "
-    "num_preemptions num_tokens prompt_embeds prompt_token_ids request_id resumable skip_reading_prefix_cache status "
-    "trace_headers",
+    "vllm.v1.core.sched.scheduler.Scheduler": "connector",
+    "vllm.v1.engine.core.EngineCore": "scheduler",
+    f"{CONNECTOR}.v1.multi_connector.MultiConnector": "_connectors",
+    "vllm.v1.request.Request": "all_token_ids block_hashes cache_salt kv_hints kv_transfer_params lora_request "
+    "mm_features num_computed_tokens num_in_flight_tokens num_preemptions num_tokens prompt_embeds prompt_token_ids "
+    "request_id resumable skip_reading_prefix_cache status trace_headers",
+    "vllm.v1.kv_hints.KvHintsEnvelope": "actions message_id protocol_version",
+    "vllm.v1.kv_hints.KvHintAction": "action_id action_type action_version payload",
     "vllm.v1.request.RequestStatus": "FINISHED_ABORTED FINISHED_ERROR FINISHED_IGNORED",
 }
 """What lmkv reads of vLLM's objects, by their class."""
@@ -88,6 +98,7 @@ HOOKS = {
     f"{BASE}.get_kv_connector_stats": "",
     f"{BASE}.get_num_new_matched_tokens": "request num_computed_tokens",
     f"{BASE}.get_transfer_results": "finished_req_ids",
+    f"{BASE}.handle_preemptions": "kv_connector_metadata",
     f"{BASE}.has_pending_push_work": "",
     f"{BASE}.on_new_request": "request",
     f"{BASE}.register_kv_caches": "kv_caches",
@@ -131,6 +142,10 @@ CALLS = {
     "vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys": "request start_token_idx end_token_idx start_mm_idx",
     "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": "hash_bytes",
     "vllm.v1.core.kv_cache_utils.to_event_extra_keys": "extra_keys",
+    "vllm.v1.engine.core.EngineCore.collective_rpc": "method",
+    "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "",
+    "vllm.v1.engine.core.EngineCore.set_weight_version": "weight_version",
+    "vllm.v1.engine.core.EngineCore.sleep": "level",
     f"{OUTPUT}.KVConnectorBlockState.get_block_ids": "req_id",
 }
 """Functions that lmkv calls, with the parameters that it gives in this order; vLLM may have optional ones after it."""

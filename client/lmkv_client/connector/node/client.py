@@ -1,27 +1,22 @@
-"""The engine's connection to its node: one thread with one event loop; the scheduler side only appends and pops."""
+"""The engine's connection to its node: the scheduler's thread sends and receives, another one attaches."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import uuid
 from collections import deque
 from contextlib import suppress
-from itertools import zip_longest
-from typing import Any
+from pathlib import Path
 
-import grpc
-
-from lmkv import rpc
-from lmkv.attach_order import can_merge
 from lmkv.config import ConnectorConfig, as_written
+from lmkv.config.node import attach_socket_beside
 from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1 import engine_service_pb2_grpc
 from lmkv_client.connector.messages import Attachment
+from lmkv_client.connector.node.connection import AttachConnection
 from lmkv_client.connector.node.launcher import NodeLauncher
 from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.vllm_api import init_logger
@@ -32,8 +27,6 @@ logger = init_logger("vllm.lmkv")
 CONNECT_TIMEOUT_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 1.0
-MAX_UNSENT = 4096
-"""Most messages that wait for a node that does not read; with more of them the node counts as lost."""
 
 
 class NodeLost:
@@ -46,31 +39,41 @@ Event = Attachment | NodeLost | pb.AttachResponse
 class NodeClient:
     """Keeps the engine attached to its node: finds or starts it, and does so again whenever it is lost.
 
-    `inbox` is filled by the client's thread and emptied by the scheduler side: both are atomic on a deque.
+    `receive` and `wait` put what has arrived into `inbox`, which the scheduler side empties. While they are not called,
+    the client's own thread receives.
     """
 
     def __init__(
-        self, config: ConnectorConfig, spec: KvSpec, worker_count: int, served: ServedNames | None = None
+        self,
+        config: ConnectorConfig,
+        spec: KvSpec,
+        worker_count: int,
+        served: ServedNames | None = None,
+        *,
+        wants_tier_changes: bool = False,
     ) -> None:
-        """`served` are the names that the node registers for this engine, as they are at each attachment."""
+        """`served` are the names that the node registers for this engine, as they are at each attachment.
+
+        `wants_tier_changes`: the node reports which chunks of the spec it holds.
+        """
         self.served = served or ServedNames()
         self.inbox: deque[Event] = deque()
+        self._changed = threading.Event()
+        """Set when the engine was attached, or the node lost, since the last wait."""
         self._config = config
         self._spec = spec
         self._worker_count = worker_count
-        self._launcher = NodeLauncher(config)
+        self._wants_tier_changes = wants_tier_changes
+        self._closing = threading.Event()
+        self._launcher = NodeLauncher(config, self._closing)
         self._engine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._attach_count = 0
-        self._outboxes: dict[str, deque[pb.AttachRequest]] = {}
-        """Messages to send, by the engine id of the attachment; only the current attachment has an entry."""
-        self._filled = asyncio.Event()
-        self._wake_pending = False
-        self._loop = asyncio.new_event_loop()
+        self._opened: AttachConnection | None = None
+        """The connection, also before the node has answered."""
+        self._attached: tuple[str, AttachConnection] | None = None
+        """The engine id of the attachment, and its connection."""
         self._attached_once = threading.Event()
         self._config_error: LmkvError | None = None
-        self._closing = False
-        self._attached = False
-        self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="lmkv-node-client", daemon=True)
 
     def start(self) -> None:
@@ -89,59 +92,51 @@ class NodeClient:
             raise self._config_error
 
     def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
-        """Queues a message; messages are sent in order, and merged. Called on the scheduler's thread; never blocks.
+        """Sends a message; messages are sent in order, and merged while they wait. Never blocks.
 
         Drops the message if the attachment has ended: its offsets and lookup ids are not valid for the next one.
         """
-        outbox = self._outboxes.get(attachment.engine_id)
-        if outbox is None:
-            return
-        outbox.append(message)
-        if len(outbox) > MAX_UNSENT:
-            self._fail_overflow()
-        elif not self._wake_pending:
-            self._wake_pending = True
-            with suppress(RuntimeError):  # closed
-                self._loop.call_soon_threadsafe(self._wake)
+        engine_id, connection = self._attached or ("", None)
+        if connection and engine_id == attachment.engine_id:
+            connection.send(message)
+
+    def receive(self) -> None:
+        """Puts what has arrived into the inbox; never blocks."""
+        if attached := self._attached:
+            attached[1].receive()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Waits until something is in the inbox. May return before: call it again."""
+        if attached := self._attached:
+            connection = attached[1]
+            with connection.lock:  # else the thread may take from the socket what is waited for
+                if self.inbox:
+                    return
+                if connection.error is None:
+                    connection.wait(timeout_seconds)
+                    return
+        if self._changed.wait(timeout_seconds):
+            self._changed.clear()
+
+    def change_spec(self, spec: KvSpec) -> None:
+        """The engine's spec from now on, for attachments that begin later."""
+        self._spec = spec
 
     def close(self) -> None:
         """Closes the connection. A node that this client started stays for `node_linger`: the engine may restart."""
-        self._closing = True
+        self._closing.set()
+        if connection := self._opened:
+            connection.end(Unreachable("the engine ends"))
         if self._thread.is_alive():
-            with suppress(RuntimeError):  # the thread ends by itself after a mistake, and closes its loop
-                self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(CONNECT_TIMEOUT_SECONDS)
-
-    def _fail_overflow(self) -> None:
-        """Treats a node that does not read as lost, and drops the messages that wait for it."""
-        self._outboxes = {}
-        if call := self._call:
-            with suppress(RuntimeError):  # closed
-                self._loop.call_soon_threadsafe(call.cancel)
-
-    def _wake(self) -> None:
-        self._wake_pending = False
-        self._filled.set()
-
-    def _stop(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
 
     def _run(self) -> None:
         with suppress(OSError):
             os.sched_setaffinity(0, PROCESSORS)  # this thread only: vLLM has pinned the one that started it
-        asyncio.set_event_loop(self._loop)
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._keep_attached())
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-    async def _keep_attached(self) -> None:
         backoff = FIRST_BACKOFF_SECONDS
-        while not self._closing:
+        while not self._closing.is_set():
             try:
-                address = await self._launcher.address()
-                await self._attach(address)
+                self._attach(self._launcher.address())
             except ConfigError as error:
                 if not self._attached_once.is_set():
                     self._config_error = error
@@ -149,73 +144,63 @@ class NodeClient:
                     return
                 logger.error("cannot attach to a node: %s", error)
             except LmkvError as error:
-                logger.debug("node not reachable: %s", error)
+                if self._attached and not self._closing.is_set():
+                    logger.info("the connection to the node has ended: %s", error)
+                else:
+                    logger.debug("node not reachable: %s", error)
             except Exception:  # the engine must be attached again, whatever the error is
                 logger.exception("the connection to the node failed unexpectedly")
-            if self._attached:
-                self._attached = False
-                self._outboxes = {}
+            if self._attached and not self._closing.is_set():
+                self._attached = None
                 self.inbox.append(NodeLost())
+                self._changed.set()
                 backoff = FIRST_BACKOFF_SECONDS
-            await asyncio.sleep(backoff)
+            self._closing.wait(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
-    async def _attach(self, address: str) -> None:
-        """Attaches and relays messages until the stream ends. Raises the node's error, or `Unreachable`."""
+    def _attach(self, address: str) -> None:
+        """Attaches, and returns by the error with which the stream ends."""
         self._attach_count += 1
         engine_id = f"{self._engine}-{self._attach_count}"
+        spec = self._spec
         hello = pb.Hello(
             engine_id=engine_id,
-            spec=self._spec.to_proto(),
+            spec=spec.to_proto(),
             worker_count=self._worker_count,
             expected_config=self._launcher.expected_config,
             served_models=self.served.messages,
+            wants_tier_changes=self._wants_tier_changes,
         )
-        async with rpc.open_channel(address) as channel:
-            call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Attach()  # type: ignore[call-arg]
-            self._call = call
-            sender = None
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-                    await call.write(pb.AttachRequest(hello=hello))
-                    answer = await call.read()
-                if not isinstance(answer, pb.AttachResponse):
-                    raise await self._end_error(call)
-                self._welcome(address, engine_id, answer)
-                sender = asyncio.create_task(self._send_all(call, self._outboxes[engine_id]))
-                while isinstance(message := await call.read(), pb.AttachResponse):
-                    self.inbox.append(message)
-                    for handed in message.handed:
-                        log_handoff(handed)
-                raise await self._end_error(call)
-            except TimeoutError:
-                raise Unreachable(f"node at {address} does not answer") from None
-            except asyncio.CancelledError:  # gRPC raises this too when we have cancelled the call
-                if self._closing:
-                    raise
-                raise Unreachable(f"node at {address} does not read") from None
-            except grpc.RpcError as error:
-                raise self._translate(rpc.from_rpc_error(error)) from None
-            finally:
-                self._call = None
-                call.cancel()
-                if sender:
-                    sender.cancel()
-                    await asyncio.gather(sender, return_exceptions=True)  # its error is the one that is raised here
+        path = attach_socket_beside(Path(address.removeprefix("unix:")))
+        self._opened = connection = AttachConnection(path, self._deliver, CONNECT_TIMEOUT_SECONDS)
+        try:
+            if self._closing.is_set():  # before it was known to `close`
+                return
+            answers = connection.welcome(hello, CONNECT_TIMEOUT_SECONDS)
+            with connection.lock:
+                self._attached = engine_id, connection
+                self._welcome(address, engine_id, spec.weight_version, answers)
+            connection.keep()
+        except LmkvError as error:
+            raise self._translate(error) from None
+        finally:
+            self._opened = None
+            connection.close()
 
-    def _welcome(self, address: str, engine_id: str, answer: pb.AttachResponse) -> None:
-        welcome = answer.welcome
-        self._outboxes = {engine_id: deque()}
-        self._attached = True
+    def _welcome(self, address: str, engine_id: str, weight_version: str, answers: list[pb.AttachResponse]) -> None:
+        welcome = answers[0].welcome
         attachment = Attachment(
             engine_id=engine_id,
             pool_socket=welcome.pool_socket,
             epoch=welcome.epoch,
             node_address=address,
             device_buffer_bytes=welcome.device_buffer_bytes,
+            weight_version=weight_version,
         )
         self.inbox.append(attachment)
-        self.inbox.append(answer)
+        for answer in answers:
+            self._deliver(answer)
+        self._changed.set()
         logger.info(
             "attached to node %s (pid %d), pool %s",
             welcome.instance_id,
@@ -224,16 +209,10 @@ class NodeClient:
         )
         self._attached_once.set()
 
-    async def _end_error(self, call: Any) -> LmkvError:
-        """Why the node ended the stream."""
-        code = await call.code()
-        if code is grpc.StatusCode.OK:
-            return Unreachable("the node ended the stream")
-        try:
-            await call.read()
-        except grpc.RpcError as error:
-            return self._translate(rpc.from_rpc_error(error))
-        return Unreachable(f"{code.name}: {await call.details()}")
+    def _deliver(self, message: pb.AttachResponse) -> None:
+        self.inbox.append(message)
+        for handed in message.handed:
+            log_handoff(handed)
 
     def _translate(self, error: LmkvError) -> LmkvError:
         """The error to raise: a conflict with a running node is a `ConfigError`, unless that node ends now."""
@@ -242,30 +221,6 @@ class NodeClient:
         if error.code == "INVALID_ARGUMENT":
             return ConfigError(str(error))
         return error
-
-    async def _send_all(self, call: Any, outbox: deque[pb.AttachRequest]) -> None:
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            while outbox:
-                await call.write(next_message(outbox))
-
-
-def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
-    """Removes messages from the outbox and merges them, as many as one message can carry with the same effect."""
-    message = outbox.popleft()
-    size = message.ByteSize()
-    while outbox and size + (more := outbox[0]).ByteSize() < rpc.MAX_MESSAGE_BYTES // 2:
-        if not can_merge(message, more):
-            break
-        size += more.ByteSize()
-        reserve_count = message.reserve_count + more.reserve_count
-        pairs = zip_longest(message.part_reserve_counts, more.part_reserve_counts, fillvalue=0)
-        part_counts = [one + other for one, other in pairs]
-        message.MergeFrom(outbox.popleft())
-        message.reserve_count = reserve_count
-        message.part_reserve_counts[:] = part_counts
-    return message
 
 
 def log_handoff(handed: pb.HandedChunks) -> None:

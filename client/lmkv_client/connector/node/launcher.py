@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,8 +30,10 @@ NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_
 class NodeLauncher:
     """Finds or starts the engine's node: a process of its own that outlives the engine by `node_linger`."""
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(self, config: ConnectorConfig, closing: threading.Event) -> None:
+        """`closing` ends a wait for the node."""
         self._config = config
+        self._closing = closing
         self._node: NodeProcess | None = None
 
     @property
@@ -41,18 +44,18 @@ class NodeLauncher:
         environment = configuration.to_comparison(self._config.node_config())
         return {key: value for key, value in environment.items() if key not in NOT_EXPECTED}
 
-    async def address(self) -> str:
+    def address(self) -> str:
         """gRPC address of a node that listens, started if need be.
 
         Raises `ConfigError` if it cannot start as configured, `Unreachable` if it does not listen in time.
         """
         if self._config.node_address:
             return f"unix:{self._config.node_address.removeprefix('unix:')}"
-        socket = self._config.engine_socket
+        path = self._config.engine_socket
         self._config.make_instance_dir()  # another user's is refused before anything listens to this engine there
-        if not await listens(socket):
-            await self._start(socket)
-        return f"unix:{socket}"
+        if not listens(path):
+            self._start(path)
+        return f"unix:{path}"
 
     def replaces(self, conflict: ConfigConflict) -> bool:
         """Whether the node of another configuration ends in favor of the one that this launcher will start.
@@ -64,15 +67,15 @@ class NodeLauncher:
         logger.info("replacing the idle node of an earlier configuration (%s)", conflict)
         return True
 
-    async def _start(self, socket: Path) -> None:
+    def _start(self, path: Path) -> None:
         log = self._config.make_instance_dir() / "node.log"
         mark = log.stat().st_size if log.exists() else 0
         if self._node is None or not self._node.running:
             self._node = self._spawn(log)
         deadline = time.monotonic() + self._config.node_start_timeout
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._closing.is_set():
             running = self._node.running
-            if await listens(socket):
+            if listens(path):
                 return
             if not running:
                 reason = last_error(log, mark)
@@ -81,10 +84,10 @@ class NodeLauncher:
                 if ALREADY_RUN not in reason:
                     raise ConfigError(configuration.as_written(reason, self._config.written))
                 # Another engine is starting the same node, or one that is to end has not ended yet.
-                await asyncio.sleep(RESTART_SECONDS)
+                self._closing.wait(RESTART_SECONDS)
                 mark = log.stat().st_size
                 self._node = self._spawn(log)
-            await asyncio.sleep(READY_POLL_SECONDS)
+            self._closing.wait(READY_POLL_SECONDS)
         raise Unreachable(f"the node is not ready after {self._config.node_start_timeout:.0f} s; see {log}")
 
     def _spawn(self, log: Path) -> NodeProcess:
@@ -102,13 +105,16 @@ def child_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ENGINES_OWN}
 
 
-async def listens(socket: Path) -> bool:
+def listens(path: Path) -> bool:
     """Whether a process accepts connections there. The socket file alone may be a dead node's."""
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(socket)), 0.5)
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # a full backlog means that a process listens
+            return True
+        except OSError:
+            return False
     return True
 
 

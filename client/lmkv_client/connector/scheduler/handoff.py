@@ -44,6 +44,12 @@ def is_addressed(params: Mapping[str, Any] | None) -> bool:
     return isinstance(params, Mapping) and isinstance(params.get(PARAMS), Mapping)
 
 
+def wants_explanation(params: Mapping[str, Any] | None) -> bool:
+    """Whether the answer is to say where the prompt came from, and why the rest was computed."""
+    fields = params.get(PARAMS) if isinstance(params, Mapping) else None
+    return isinstance(fields, Mapping) and fields.get("explain") is True
+
+
 def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> HandoffParams | None:
     """The handoff that the request names; None if it names none.
 

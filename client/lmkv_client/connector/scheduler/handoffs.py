@@ -132,10 +132,10 @@ class RequestHandoffs:
         if handed.status.code and not handed.chunk_count and state.request_id in self._begun:
             self._refusals[state.request_id] = handed.status.message  # its request has not finished yet
 
-    def node_lost(self) -> None:
-        """Fails all handoffs: the node is lost."""
+    def fail(self, why: str) -> None:
+        """Fails all handoffs."""
         self._counters.add("handoff_failures", len(self._states))
-        self._refusals |= dict.fromkeys(self._begun, "the node of this engine is lost")
+        self._refusals |= dict.fromkeys(self._begun, why)
         self._begun.clear()
         self._states.clear()
         self._finished.clear()

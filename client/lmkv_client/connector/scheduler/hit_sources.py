@@ -27,6 +27,16 @@ class HitSources:
         """Chunks that must be brought into the pool before they can be loaded."""
         return sum(run.chunk_count for run in self.runs)
 
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of the hit."""
+        return self.hit_chunk_count or self.own + self.absent_count
+
+    def tier_at(self, position: int, chunk_size: int) -> str:
+        """The tier of one token; empty if it was not found."""
+        found = self.tokens(position, position + 1, chunk_size)
+        return next((tier for tier, count in found.items() if count), "")
+
     def tokens(self, start: int, end: int, chunk_size: int) -> dict[str, int]:
         """Number of the prompt's tokens `[start, end)` in the own pool and in each tier, by name."""
         if self.hit_chunk_count:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
+from lmkv.errors import Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey, join_keys
+from lmkv.misses.memory import LossMemory
+from lmkv.misses.messages import reason_name, reason_to_proto
+from lmkv.misses.reason import MissReason
+from lmkv.rpc import from_status
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.telemetry import SpanKind
-from lmkv.tiers import Run
+from lmkv.tiers import PEERS, Run
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, PromptSpan
 from lmkv_client.connector.scheduler.hit_sources import HitSources
-from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
-from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
+from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
+from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
 
 HOLD_SECONDS = 10.0
@@ -24,6 +30,9 @@ LONE_GRACE_SECONDS = 0.005
 """The same where the request is the only one: the step has nothing else to do."""
 MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // KEY_BYTES
 """Most chunks of a prompt in one lookup, so that it fits into a message; the others are computed."""
+OTHER_BYTES = 64 << 10
+"""Room in the message of a lookup for everything but keys and tokens."""
+TOKEN_BYTES = 4
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
 """After `TIMEOUTS_UNTIL_SUSPECT` lookups in a row without an answer, no lookups are sent for this time."""
@@ -39,12 +48,15 @@ class RequestLookups:
         counters: ConnectorCounters,
         clock: Callable[[], float],
         prefill: PrefillRate,
+        skipped: LossMemory,
     ) -> None:
+        """`skipped` has the chunks that this engine has computed and not stored."""
         self._config = config
         self._send = send
         self._counters = counters
         self._clock = clock
         self._prefill = prefill
+        self._skipped = skipped
         self._states: dict[str, RequestState] = {}
         """By lookup id, as long as an answer may arrive."""
         self._lookup_number = 0
@@ -59,8 +71,10 @@ class RequestLookups:
         now = self._clock()
         asked = state.asked_keys
         if not asked or now < self._suspect_until:
+            state.account.unanswered(MissReason.NODE_SUSPECT if asked else MissReason.UNCACHEABLE)
             state.end_lookup()
             return
+        state.account.unanswered(MissReason.LOOKUP_TIMEOUT)
         self._lookup_number += 1
         state.lookup_id = str(self._lookup_number)
         state.lookup_state = LookupState.ASKED
@@ -83,7 +97,19 @@ class RequestLookups:
             prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,
             handoff_id=state.handoff_id,
         )
+        if self._config.save_partial_chunks and not state.has_parts:
+            room = MAX_MESSAGE_BYTES - OTHER_BYTES - len(lookup.chunk_keys)
+            lookup.tokens = state.tokens[: room // TOKEN_BYTES].tobytes()
+            lookup.root_key = state.chain.root
+            lookup.chunk_extras.update(state.extras)
         self._send(pb.AttachRequest(lookups=[lookup]))
+
+    def postpone(self, state: RequestState) -> None:
+        """Has the request wait for a lookup that `start` sends later."""
+        state.account.unanswered(MissReason.LOOKUP_TIMEOUT)
+        state.lookup_id = ""
+        state.lookup_state = LookupState.ASKED
+        state.looked_up_at = self._clock()
 
     def handle_found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
@@ -92,13 +118,29 @@ class RequestLookups:
         state = self._states.pop(found.request_id, None)
         if state is None or state.lookup_state is not LookupState.ASKED or state.lookup_id != found.request_id:
             if state and not state.has_parts:  # too late: it was computed; chunks that are held need not be stored
-                state.mark_held(len(found.own))
+                state.mark_held(len(found.own) - (bool(found.partial_key) and not found.runs))
             self.release_lookup(found.request_id)
             return
         state.waited_seconds = self._clock() - state.looked_up_at
         self._counters.add("lookup_seconds", state.waited_seconds)
         self._counters.add("refused_fetch_tokens", found.refused_chunk_count * state.chunk_size)
-        state.set_found(found.own, _sources(found), found.peer_instance_id, self._clock())
+        sources = _sources(found)
+        partial = _partial(found, sources)
+        if found.missed:
+            self._refine(state, partial.index if partial else sources.chunk_count, found.missed)
+            state.lookup_span.set(miss_reasons=[reason_name(span.reason) for span in found.missed])
+        state.set_found(found.own, sources, found.peer_instance_id, self._clock(), partial)
+        state.account.answered(state.found_tokens(state.found_chunks()), found.missed)
+
+    def _refine(self, state: RequestState, index: int, missed: Iterable[PromptSpan]) -> None:
+        """Adds what only this engine knows of chunks that were never stored; `missed` begins with chunk `index`."""
+        for span in missed:
+            if span.reason == MISS_REASON_NEVER_STORED and index < len(state.keys):
+                if self._skipped.get(state.keys[index]):
+                    span.reason = MISS_REASON_SKIPPED
+                elif index == 0 and state.account.seen_elsewhere:
+                    span.reason = reason_to_proto(state.account.seen_elsewhere)
+            index += span.chunk_count
 
     def is_pending(self, state: RequestState) -> bool:
         """Whether the request is to wait for its answer or for chunks that are fetched. Ends waits that time out."""
@@ -120,10 +162,11 @@ class RequestLookups:
             self._fetched(state)
         return False
 
-    def is_fresh(self, state: RequestState, *, is_alone: bool) -> bool:
-        """Whether the request was looked up so recently that its answer is worth waiting for in this step."""
-        grace = LONE_GRACE_SECONDS if is_alone else GRACE_SECONDS
-        return state.lookup_state is LookupState.ASKED and self._clock() < state.looked_up_at + grace
+    def grace_seconds(self, state: RequestState, *, is_alone: bool) -> float:
+        """How long this step may still wait for the answer: another step may be much later. 0 or less: not at all."""
+        if state.lookup_state is not LookupState.ASKED or not state.lookup_id:
+            return 0.0
+        return state.looked_up_at + (LONE_GRACE_SECONDS if is_alone else GRACE_SECONDS) - self._clock()
 
     def is_stale(self, state: RequestState) -> bool:
         """Whether the node has held chunks for this request for too long."""
@@ -145,6 +188,8 @@ class RequestLookups:
             state.own.extend(loaded.extents)
             state.peer_id = loaded.peer_instance_id or state.peer_id
         if loaded.done:
+            tier = state.sources.tier_at(state.tokens_in(len(state.own)), state.chunk_size)
+            state.account.unused = failure_reason(loaded, tier)
             self._fetched(state)
 
     def request_load(self, state: RequestState, first_chunk: int, chunk_count: int, traceparent: str) -> None:
@@ -182,6 +227,7 @@ class RequestLookups:
     def node_lost(self) -> None:
         """Ends all lookups: the node is lost and answers none."""
         for state in self._states.values():
+            state.account.node_lost()
             state.end_lookup()
         self._states.clear()
 
@@ -193,6 +239,20 @@ class RequestLookups:
         state.waited_seconds += now - state.found_at
         state.found_at = now
         state.lookup_state = LookupState.FOUND
+
+
+def failure_reason(loaded: pb.LoadedChunks, tier: str) -> MissReason:
+    """Why chunks of a load that has ended did not arrive; `tier` was to bring the first of them."""
+    is_unreachable = tier == PEERS and isinstance(from_status(loaded.status), Unreachable)
+    return MissReason.PEER_UNREACHABLE if is_unreachable else MissReason.LOAD_FAILED
+
+
+def _partial(found: pb.FoundChunks, sources: HitSources) -> PartialChunk | None:
+    """The partial chunk at the end of the hit that is not the prompt's own."""
+    if not found.partial_key:
+        return None
+    index = sources.own + sources.absent_count - 1
+    return PartialChunk(key=ChunkKey(found.partial_key), index=index, token_count=found.partial_token_count)
 
 
 def _sources(found: pb.FoundChunks) -> HitSources:

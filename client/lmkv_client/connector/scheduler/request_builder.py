@@ -11,8 +11,9 @@ from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.identity import lora_identity
+from lmkv_client.connector.misses import Beginnings
+from lmkv_client.connector.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.handoff import HandoffParams
-from lmkv_client.connector.scheduler.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.vllm_api import Request, init_logger
@@ -27,9 +28,11 @@ class RequestBuilder:
         self, config: ConnectorConfig, spec: KvSpec, served: ServedNames, send: Callable[[pb.AttachRequest], None]
     ) -> None:
         self._config = config
-        self._spec = spec
+        self.spec = spec
+        """Of requests that begin now."""
         self._served = served
         self._send = send
+        self._beginnings = Beginnings()
 
     def build(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """The state of a new request; None if it cannot be cached."""
@@ -43,26 +46,32 @@ class RequestBuilder:
 
     def _build(self, request: Request, handoff: HandoffParams | None) -> RequestState:
         root = root_key(
-            self._spec.fingerprint,
+            self.spec.fingerprint,
             cache_salt=request.cache_salt or "",
             lora=self._lora_identity(request),
             secret=self._config.cluster_secret.encode(),
         )
-        chain = KeyChain(root, self._spec.chunk_size, multimodal_extras(request.mm_features, self._spec.chunk_size))
+        extras = multimodal_extras(request.mm_features, self.spec.chunk_size)
+        chain = KeyChain(root, self.spec.chunk_size, extras)
         config, tokens = self._config, as_tokens(request.prompt_token_ids)
         handed_count = handoff.prompt_token_count or 0 if handoff else 0
-        return RequestState(
+        state = RequestState(
             request.request_id,
             tokens[:handed_count] if handed_count else tokens,
             request.all_token_ids,
             chain,
-            partial=config.save_partial_chunks and self._spec.has_plain_parts,
+            partial=config.save_partial_chunks and self.spec.has_plain_parts,
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
             handoff_id=handoff.request_id if handoff and handed_count else "",
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
             may_store=config.local_cpu or (handoff is not None and handoff.prompt_token_count != 0),
-            has_parts=not self._spec.has_plain_parts,
+            has_parts=not self.spec.has_plain_parts,
+            extras=extras,
+            weight_version=self.spec.weight_version,
         )
+        first = tokens[: self.spec.chunk_size]
+        state.account.seen_elsewhere = self._beginnings.note(request.cache_salt or "", first, extras.get(0, b""), root)
+        return state
 
     def _lora_identity(self, request: Request) -> str:
         """The part of chunk keys for the request's LoRA adapter; empty without one."""

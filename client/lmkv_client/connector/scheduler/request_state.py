@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.misses import PromptAccount
 from lmkv_client.connector.scheduler.hit_sources import HitSources
+
+NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class LookupState(Enum):
@@ -28,15 +32,29 @@ class LookupState(Enum):
     """The node holds nothing for the request, and no answer is expected."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialChunk:
+    """A stored chunk that is not full: tokens behind the full chunks before it."""
+
+    key: ChunkKey
+    index: int
+    """The number of full chunks before it."""
+    token_count: int
+
+
 class RequestState:
     """Keys, search and store progress of one request."""
 
     __slots__ = (
         "absent_count",
+        "account",
         "all_tokens",
         "chain",
+        "chosen_tokens",
         "computed_count",
+        "extras",
         "found_at",
+        "found_partial",
         "handoff_id",
         "has_parts",
         "hit_chunk_count",
@@ -44,6 +62,7 @@ class RequestState:
         "lacked_credit",
         "load_failed",
         "load_timeout",
+        "loads_in_step",
         "looked_up_at",
         "lookup_id",
         "lookup_span",
@@ -52,6 +71,7 @@ class RequestState:
         "own",
         "partial_is_stored",
         "partial_key",
+        "partials",
         "passed_count",
         "peer_id",
         "preemption_count",
@@ -62,8 +82,10 @@ class RequestState:
         "store_failures",
         "stored_count",
         "token_count",
+        "tokens",
         "traceparent",
         "waited_seconds",
+        "weight_version",
     )
 
     def __init__(
@@ -79,8 +101,10 @@ class RequestState:
         load_timeout: float = 1.0,
         may_store: bool = True,
         has_parts: bool = False,
+        extras: Mapping[int, bytes] = NO_EXTRAS,
+        weight_version: str = "",
     ) -> None:
-        """`tokens` are the prompt's; of a handoff only those that it covers.
+        """`tokens` are the prompt's; of a handoff only those that it covers. `extras` are those of `chain`.
 
         `has_parts`: a hit has items, so that it is all or nothing, and never the whole request.
         """
@@ -88,8 +112,12 @@ class RequestState:
         self.all_tokens = all_tokens
         """Prompt and output, a view that grows with the request."""
         self.request_id = request_id
+        self.tokens = tokens
+        """The prompt's."""
         self.token_count = tokens.size
         """Tokens of the prompt."""
+        self.account = PromptAccount(self.token_count, chain.chunk_size)
+        """Where its prompt comes from."""
         self.chain = chain
         self.partial_key: ChunkKey | None = chain.partial(tokens) if partial else None
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
@@ -105,6 +133,10 @@ class RequestState:
         self.may_store = may_store
         """Whether its chunks are to be stored."""
         self.has_parts = has_parts
+        self.extras = extras
+        """Inputs of the chunks' keys other than tokens, by index of the chunk."""
+        self.weight_version = weight_version
+        """Version of the weights in its keys."""
         self.lookup_state = LookupState.OVER
         self.lookup_id = ""
         """Id of the lookup at the node; empty if there is none."""
@@ -123,6 +155,8 @@ class RequestState:
         self.peer_id = ""
         self.computed_count = 0
         """Tokens that vLLM had itself when it last asked."""
+        self.loads_in_step = False
+        """Whether its load is part of the step that computes the rest of the prompt."""
         self.preemption_count = 0
         """Number of the request's preemptions when it was last looked up."""
         self.stored_count = 0
@@ -132,7 +166,13 @@ class RequestState:
         self.state_chunks: dict[int, int] = {}
         """The last chunk whose state is stored, by part."""
         self.partial_is_stored = self.partial_key is None
-        """Whether the partial chunk, if there is one, needs no storing any more."""
+        """Whether the prompt's partial chunk, if there is one, needs no storing any more."""
+        self.found_partial: PartialChunk | None = None
+        """The partial chunk at the end of the last hit, unless it is the prompt's own."""
+        self.partials: dict[int, ChunkKey] = {}
+        """The key of the longest partial chunk that is stored of the request's tokens, by the index of the chunk."""
+        self.chosen_tokens: tuple[int, int, int] | None = None
+        """What was chosen of the last hit: tokens that vLLM had, those of the hit, and those of them to load."""
         self.skipped_chunks: set[int] = set()
         """Indices of chunks of which a part was not stored and never will be."""
         self.store_failures = 0
@@ -168,6 +208,12 @@ class RequestState:
         """The keys of what a prefill hands off. With parts it ends before the prompt does: there vLLM keeps states."""
         return self.keys[: (self.token_count - 1) // self.chunk_size] if self.has_parts else self.keys
 
+    @property
+    def hit_keys(self) -> list[ChunkKey]:
+        """The keys of the chunks of the hit, and of those behind it unless it ends with a partial chunk."""
+        found = self.found_partial
+        return [*self.keys[: found.index], found.key] if found else self.keys
+
     def found_chunks(self, *, pool_only: bool = False) -> int:
         """Chunks of the hit that the lookup found, or only of what is in the node's pool."""
         if self.has_parts:
@@ -181,33 +227,53 @@ class RequestState:
         self.passed_count = max(self.passed_count, min(chunk_count, self.full_count))
 
     def mark_held(self, chunk_count: int) -> None:
-        """Marks the prompt's first `chunk_count` chunks as held by the node: they need not be stored."""
+        """Marks the first `chunk_count` chunks of the hit as held by the node: they need not be stored."""
+        found = self.found_partial
+        if found and chunk_count > found.index:
+            chunk_count = found.index
+            self.partials[found.index] = found.key
         self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
-        self.partial_is_stored |= chunk_count == len(self.keys)
+        if self.partial_key and chunk_count == len(self.keys):
+            self.mark_partial(self.partial_key)
+
+    def mark_partial(self, key: ChunkKey) -> None:
+        """Marks the prompt's partial chunk as stored under its key."""
+        self.partial_is_stored = True
+        self.partials[self.full_count] = key
 
     def tokens_in(self, chunk_count: int) -> int:
         """Tokens in the prompt's first `chunk_count` chunks."""
         return min(chunk_count * self.chunk_size, self.token_count)
 
-    def hit_tokens(self, chunk_count: int, request_tokens: int, block_size: int, *, sync: bool) -> int:
-        """Tokens to offer to vLLM when `chunk_count` chunks can be loaded.
+    def found_tokens(self, chunk_count: int) -> int:
+        """Tokens in the first `chunk_count` chunks of the hit."""
+        found = self.found_partial
+        if found and chunk_count > found.index:
+            return found.index * self.chunk_size + found.token_count
+        return self.tokens_in(chunk_count)
 
-        Whole blocks, unless the whole request or its whole handoff is covered, which only an asynchronous load can use:
-        in a step that needs the pages vLLM must compute at least one token.
+    def hit_tokens(self, chunk_count: int, request_tokens: int, *, sync: bool) -> int:
+        """Tokens to offer to vLLM when `chunk_count` chunks of the hit can be loaded.
+
+        In a step that needs the pages vLLM must compute at least one token: a synchronous load leaves one. It takes a
+        hit that ends inside a block.
         """
-        hit = self.tokens_in(chunk_count)
+        hit = self.found_tokens(chunk_count)
         if self.has_parts:
             return hit if hit < request_tokens else 0
-        if hit >= request_tokens and not sync:
-            return request_tokens
-        if self.handoff_id and hit == self.token_count and not sync:
-            return hit
-        if hit % self.chunk_size:  # a partial chunk counts only when it ends the request
-            hit -= hit % self.chunk_size
-        return min(hit, request_tokens - 1) // block_size * block_size
+        return min(hit, request_tokens - 1 if sync else request_tokens)
 
-    def set_found(self, own: Sequence[Extent], sources: HitSources, peer_id: str, now: float) -> None:
+    def set_found(
+        self,
+        own: Sequence[Extent],
+        sources: HitSources,
+        peer_id: str,
+        now: float,
+        partial: PartialChunk | None = None,
+    ) -> None:
         """Records the answer of the node; a lookup that found nothing is over."""
+        self.found_partial = partial
+        self.chosen_tokens = None
         self.own = list(own)
         self.hit_chunk_count = sources.hit_chunk_count
         self.sources = sources
@@ -226,9 +292,16 @@ class RequestState:
             self.chain.extend(as_tokens(self.all_tokens[: chunk_count * self.chunk_size]))
         return min(chunk_count, len(self.chain.keys))
 
+    def key_behind(self, index: int, token_count: int) -> ChunkKey:
+        """Key of the chunk of `token_count` tokens, prompt or output, behind the first `index` full chunks."""
+        start = index * self.chunk_size
+        return self.chain.behind(index, as_tokens(self.all_tokens[start : start + token_count]))
+
     def end_lookup_span(self, sources: HitSources) -> None:
         """Ends the span of the lookup with what was found."""
-        tokens = sources.tokens(0, self.token_count, self.chunk_size)
+        found = self.found_partial
+        end = self.found_tokens(found.index + 1) if found else self.token_count
+        tokens = sources.tokens(0, end, self.chunk_size)
         self.lookup_span.set(**{f"{tier}_tokens": count for tier, count in tokens.items()})
         self.lookup_span.set(peer_instance_id=self.peer_id)
         self.lookup_span.end()

@@ -8,43 +8,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lmkv.config import ConnectorConfig
+from lmkv.keys import ChunkKey
+from lmkv.misses.memory import LossMemory
+from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
+from lmkv_client.connector.misses import PromptAccount, PromptAccounts, spans_in_answer
 from lmkv_client.connector.node.client import NodeClient, NodeLost
-from lmkv_client.connector.scheduler.block_copies import BlockMap
+from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
-from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed
+from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
-from lmkv_client.connector.scheduler.loads import Loads
+from lmkv_client.connector.scheduler.hints.envelope import HINTS, envelope_of
+from lmkv_client.connector.scheduler.hints.request_hints import RequestHints
+from lmkv_client.connector.scheduler.loads.loads import Loads
+from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
-from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
 from lmkv_client.connector.scheduler.request_builder import RequestBuilder
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
+from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.scheduler.stores import Stores
-from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorCounters, ConnectorStats
+from lmkv_client.connector.scheduler.weight_versions import WeightVersions
+from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorCounters, ConnectorStats, miss_tokens
 from lmkv_client.connector.vllm_api import (
-    BlockStored,
     CacheHitSource,
     KVCacheBlocks,
+    KVCacheEvent,
     KVConnectorOutput,
     Request,
     RequestStatus,
     SchedulerOutput,
     init_logger,
+    processed_tokens,
 )
+from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
 
 NO_ANSWER = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED)
 """Ends of requests that no decode continues."""
 
-GRACE_POLL_SECONDS = 0.00005
 RESET_TIMEOUT_SECONDS = 1.0
 RESET_POLL_SECONDS = 0.002
+MAX_SKIPPED = 4096
+"""Chunks that were computed and not stored of which the engine remembers that."""
 
 
 class SchedulerSide:
@@ -62,26 +74,34 @@ class SchedulerSide:
         may_store: bool = True,
         has_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        step_loads: StepLoads | None = None,
     ) -> None:
+        """`step_loads` says which loads are part of a step; None: as many as cost others little."""
         self._config = config
         self._may_load = may_load
         self._may_store = may_store
-        spec = kv.spec
+        self._spec = spec = kv.spec
         blocks = BlockMap(spec=spec, groups=kv.groups)
         self._node_client = node_client
-        self._block_size = block_size = kv.groups[0].block_size
         self._sync = spec.has_plain_parts and not config.enable_async_loading
-        """Whether loads are part of a step. Loads of parts are not: vLLM handles their failures by request."""
+        """Whether all loads are part of a step. Loads of parts are not: vLLM handles their failures by request."""
+        self._step_loads = step_loads or StepLoads()
+        self._workers_copy = False
+        """Whether all workers have copied between pages and the pool of this attachment: before, it may not be mapped,
+        for which only loads beside the steps wait."""
         self._clock = clock
         self._attachment: Attachment | None = None
         self._states: dict[str, RequestState] = {}
         self._counters = ConnectorCounters()
         self._prefill = PrefillRate(spec.chunk_size)
-        self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill)
+        skipped = LossMemory(MAX_SKIPPED)
+        self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill, skipped)
         self._loads = Loads(config, self._lookups, self._counters, clock, blocks=blocks, rank_count=rank_count)
         self._builder = RequestBuilder(config, spec, node_client.served, self._send)
         self._has_events = has_events
-        self._events = BlockEvents(block_size=block_size, chunk_size=spec.chunk_size)
+        self._events = BlockEvents(
+            spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size or kv.groups[0].block_size
+        )
         self._stores = Stores(
             blocks,
             self._send,
@@ -90,8 +110,21 @@ class SchedulerSide:
             rank_count=rank_count,
             step_tokens=step_tokens,
             with_decode=config.save_decode_cache,
+            with_partial=config.save_partial_chunks,
+            skipped=skipped,
         )
+        self._accounts = PromptAccounts(self._count_missed)
+        self._last_account: tuple[str, PromptAccount] | None = None
+        """That of the request that has ended last, for `identity`."""
+        self._tails: dict[str, list[ChunkCopy]] = {}
+        """Stores of finished requests that the workers have not been given yet."""
+        self._postponed: RequestState | None = None
+        """A request whose lookup waits for these."""
         self._handoffs = RequestHandoffs(config, self._send, self._counters, self._stores.is_writing)
+        self._hints = RequestHints(
+            spec, self._send, self._counters, clock, self._stores.is_writing, is_enabled=config.accept_hints
+        )
+        self._weights = WeightVersions(spec.weight_version)
         self._resets_done = 0
         self._welcome = pb.Welcome()
         """The latest welcome of a node."""
@@ -101,8 +134,11 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Handles a new request: computes its keys and looks it up."""
         self.drain_events()
+        self._follow_weights()
         handoff = self._handoffs.read(request, self._welcome.instance_id if self._attachment else "")
         state = self._track(request, handoff)
+        if (envelope := envelope_of(request)) is not None:
+            self._hints.begin(request.request_id, envelope, state, is_attached=self._attachment is not None)
         if handoff and handoff.is_prefill:
             self._handoffs.begin(handoff, request.request_id, state)
         elif handoff and not (state and state.handoff_id and state.lookup_id):
@@ -112,46 +148,88 @@ class SchedulerSide:
         """Makes the request's state and looks it up; None if it cannot be cached."""
         state = self._builder.build(request, handoff)
         if state is None:
+            account = PromptAccount(request.num_tokens, self._spec.chunk_size)
+            account.take(0, {})
+            self._accounts.close(request.request_id, account)
             return None
         self._states[request.request_id] = state
         if self._has_events:
-            self._events.follow(request)
+            self._events.follow(request, state.chain.keys[: state.full_count])
         if not request.skip_reading_prefix_cache:
             self._look_up(state)
         return state
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those computed, and whether asynchronously; None while that is not known."""
+        self._follow_weights()
         state = self._states.get(request.request_id)
+        if state and state.weight_version != self._weights.current:
+            state = self._begin_again(request, state)
         if state is None or state.load_failed:
+            return 0, False
+        state.computed_count = computed_count
+        if self._weights.pages_are_stale and (computed_count or state.has_parts):  # a hit of parts may end in a block
+            state.may_store = False
+            state.account.unanswered(MissReason.UNCACHEABLE)
+            self._lookups.release(state)
             return 0, False
         self.drain_events()
         if self._lookups.is_stale(state) or request.num_preemptions > state.preemption_count:
             state.preemption_count = request.num_preemptions
             self._lookups.release(state)
             self._look_up(state)
-        while self._lookups.is_fresh(state, is_alone=len(self._states) == 1):
-            time.sleep(GRACE_POLL_SECONDS)
+        while (seconds := self._lookups.grace_seconds(state, is_alone=len(self._states) == 1)) > 0:
+            self._node_client.wait(seconds)
             self.drain_events()
         if self._lookups.is_pending(state):
             return None, False
-        if state.lookup_state is not LookupState.FOUND or not self._may_load:
+        if state.lookup_state is not LookupState.FOUND:
             return 0, False
-        sync = self._sync
-        state.computed_count = computed_count
+        if not self._may_load:
+            state.account.unused = MissReason.UNCACHEABLE
+            return 0, False
+        sync = state.loads_in_step = self._sync or self._fits_step(state, computed_count)
         here = max(computed_count, self._hit(state, request, state.found_chunks(pool_only=True), sync=sync))
         hit = self._hit(state, request, state.found_chunks(), sync=sync)
+        if self._config.refuse_slow_fetches and not state.handoff_id and not state.has_parts:
+            hit = self._worthwhile(state, computed_count, here, max(here, hit))
+            here = min(here, hit)
         if hit - here < max(1, self._config.min_fetch_tokens):
+            if hit > here:
+                state.account.unused = MissReason.BELOW_MINIMUM
             hit = here
         elif sync:
             self._lookups.fetch(state)
             return None, False
         if hit - computed_count < max(1, self._config.min_retrieve_tokens):
+            if hit > computed_count:
+                state.account.unused = MissReason.BELOW_MINIMUM
             return 0, False
         return hit - computed_count, not sync
 
+    def _fits_step(self, state: RequestState, computed_count: int) -> bool:
+        """Whether the load of the whole hit is to be part of the step, though other loads are not."""
+        if state.has_parts or state.absent_count or state.handoff_id or not self._workers_copy:
+            return False
+        return self._step_loads.have_room(self._load_bytes(state, computed_count), is_alone=len(self._states) == 1)
+
+    def _load_bytes(self, state: RequestState, computed_count: int) -> int:
+        token_count = max(0, state.found_tokens(len(state.own)) - computed_count)
+        return token_count * self._spec.chunk_bytes // self._spec.chunk_size
+
+    def _worthwhile(self, state: RequestState, computed_count: int, here: int, hit: int) -> int:
+        """The end of what is faster to load than to compute; `here` is the end of what is in the own pool."""
+        if state.chosen_tokens is None or state.chosen_tokens[:2] != (computed_count, hit):
+            rate = self._prefill.tokens_per_second
+            count = self._loads.costs.choose(here - computed_count, hit - here, rate)
+            self._counters.add("refused_fetch_tokens", hit - computed_count - count)
+            state.chosen_tokens = computed_count, hit, count
+        if state.chosen_tokens[2] < hit - computed_count:
+            state.account.unused = MissReason.SLOWER
+        return computed_count + state.chosen_tokens[2]
+
     def _hit(self, state: RequestState, request: Request, chunk_count: int, *, sync: bool) -> int:
-        return state.hit_tokens(chunk_count, request.num_tokens, self._block_size, sync=sync)
+        return state.hit_tokens(chunk_count, request.num_tokens, sync=sync)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
         """Begins the load of `extra_count` tokens: vLLM has given the request pages."""
@@ -159,8 +237,11 @@ class SchedulerSide:
         if state is None:
             return
         if extra_count > 0:
+            if state.loads_in_step:
+                self._step_loads.take(self._load_bytes(state, state.computed_count))
             self._loads.begin(state, extra_count, blocks.get_block_ids())
         elif self._loads.get(request.request_id) is None:
+            state.account.take(state.computed_count, {})
             self._lookups.release(state)
 
     def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
@@ -170,12 +251,18 @@ class SchedulerSide:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of this step for the workers."""
         self.drain_events()
+        self._follow_weights()
+        if output.num_scheduled_tokens or self._loads:
+            self._weights.computed()
         self._prefill.planned(output.total_num_scheduled_tokens, self._clock())
+        self._step_loads.end_step()
+        self._send_reports()
         plan = StepPlan(attachment=self._attachment)
         if self._loads:
             plan.loads = self._loads.plan()
         if output.num_scheduled_tokens and self._attachment and self._may_store:
             plan.stores = self._stores.plan(output, self._states)
+        plan.tails, self._tails = self._tails, {}
         return plan
 
     def handle_report(self, output: KVConnectorOutput) -> None:
@@ -186,43 +273,83 @@ class SchedulerSide:
         if not isinstance(report, WorkerReport):
             return
         if self._attachment and report.engine_id == self._attachment.engine_id:
-            self._stores.handle_report(report)
+            self._workers_copy |= self._stores.handle_report(report)
+        if self._postponed and not self._tails:
+            self._look_up_postponed(self._postponed)
         self._handoffs.settle()
+        self._hints.settle()
         for request_id, loaded in report.loaded.items():
-            self._loads.handle_result(request_id, loaded, self._states.get(request_id))
+            state, is_alone = self._states.get(request_id), len(self._states) == 1
+            self._workers_copy |= self._loads.handle_result(request_id, loaded, state, is_alone=is_alone)
 
-    def finished(self, request: Request) -> None:
-        """Ends everything of a finished or aborted request."""
+    def finished(self, request: Request, block_ids: BlockIds) -> bool:
+        """Ends everything of a finished or aborted request.
+
+        Whether its pages, `block_ids`, must stay until the workers report that they have stored its last tokens.
+        """
         self.drain_events()
-        self._events.forget(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is None:
-            return
+            return False
+        self._accounts.close(request.request_id, state.account)
+        self._last_account = request.request_id, state.account
         if not self._loads.finished(state):
             self._lookups.release(state)
+            if request.status not in NO_ANSWER and self._attachment and self._may_store:
+                self._plan_tail(request, state, block_ids)
+        self._events.forget(request.request_id)
         self._stores.finished(state)
+        self._stores.request_partial(max(1, len(self._states)))
+        self._hints.finished(state)
         self._handoffs.finished(state, is_aborted=request.status in NO_ANSWER)
         if not self._states:
             self._stores.idle()
+            self._send_reports()
+        return request.request_id in self._tails
+
+    def _plan_tail(self, request: Request, state: RequestState, block_ids: BlockIds) -> None:
+        computed_count = min(processed_tokens(request), request.num_tokens)
+        if tail := self._stores.plan_tail(state, computed_count, block_ids):
+            self._tails[request.request_id] = tail
 
     def identity(self, request: Request) -> dict[str, Any] | None:
-        """The instance id of this engine's node, and why a handoff was refused, for requests with lmkv's parameters."""
+        """For requests with lmkv's parameters or hints: the instance id of this engine's node, why a handoff was
+        refused, and the outcome of each hint.
+
+        With `explain` among the parameters: where the prompt of the request, the last one that has ended, came from.
+        """
         refusal = self._handoffs.refusal(request.request_id)
         self._handoffs.forget(request.request_id)
-        if not is_addressed(request.kv_transfer_params):
+        outcomes = self._hints.take_report(request.request_id)
+        if not outcomes and not is_addressed(request.kv_transfer_params):
             return None
         attached = self._welcome if self._attachment else pb.Welcome()
         refused = {"handoff_refused": refusal} if refusal else {}
-        return {PARAMS: {"instance_id": attached.instance_id, **refused}}
+        hinted = {HINTS: outcomes} if outcomes else {}
+        return {PARAMS: {"instance_id": attached.instance_id, **refused, **hinted, **self._explanation(request)}}
+
+    def _explanation(self, request: Request) -> dict[str, Any]:
+        request_id, account = self._last_account or ("", None)
+        if account is None or request_id != request.request_id or not wants_explanation(request.kv_transfer_params):
+            return {}
+        return {"prompt": spans_in_answer(account.spans() if account.is_taken else ())}
 
     @property
     def is_storing(self) -> bool:
         """Whether workers still write chunks."""
         return len(self._stores) > 0
 
+    @property
+    def has_tails(self) -> bool:
+        """Whether finished requests have pages that the next step stores."""
+        return bool(self._tails)
+
     def reset(self) -> bool:
-        """Drops every chunk of this engine's spec on its node. Waits up to a second; whether the node has confirmed."""
+        """Drops every chunk of this engine's spec on its node. Unless the version of the weights is named, chunks that
+        are stored elsewhere are not used either. Waits up to a second; whether the node has confirmed.
+        """
         self.drain_events()
+        self._weights.reset()
         if self._attachment is None:
             return False
         done = self._resets_done
@@ -233,8 +360,60 @@ class SchedulerSide:
             self.drain_events()
         return self._resets_done > done
 
-    def take_events(self) -> list[BlockStored]:
-        """KV events of stored chunks since the last call."""
+    # ---- weights that change
+
+    def weights_changed(self) -> None:
+        """The weights change now: in steps that are planned from now on they are others."""
+        self._weights.changed()
+
+    def name_weights(self, version: str) -> None:
+        """The weights have this version; engines with the same one share KV."""
+        self.drain_events()
+        if self._weights.name(version):
+            self._begin_version()
+
+    def pages_cleared(self) -> None:
+        """vLLM's prefix cache is empty."""
+        self._weights.pages_cleared()
+
+    def _follow_weights(self) -> None:
+        """Begins a version of its own if the weights have changed and have no name."""
+        if self._weights.take_change():
+            self._begin_version()
+
+    def _begin_version(self) -> None:
+        """Ends everything of the version before. Requests that run compute with KV of both: they store nothing more."""
+        version = self._weights.current
+        for state in self._states.values():
+            if self._loads.get(state.request_id) is None:
+                self._lookups.release(state)
+            state.may_store = False
+        self._loads.discard()
+        self._stores.discard()
+        self._handoffs.fail("the weights of this engine have changed")
+        self._spec = replace(self._spec, weight_version=version)
+        self._builder.spec = self._spec
+        self._node_client.change_spec(self._spec)
+        self._send(pb.AttachRequest(weight_version=version))
+        if self._spec.is_private:
+            logger.warning(
+                "the weights have changed, or may have: no other engine shares KV with this one until their version is "
+                "named (weight_version, POST /update_weight_version)"
+            )
+        else:
+            logger.info("the weights have version %s", version)
+
+    def _begin_again(self, request: Request, state: RequestState) -> RequestState | None:
+        """The state of a request that has no KV yet, under the weights of now."""
+        self._stores.finished(state)
+        del self._states[request.request_id]
+        if again := self._track(request, None):
+            again.preemption_count = request.num_preemptions
+        return again
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events of what the node has gained and lost since the last call."""
+        self.drain_events()
         return self._events.take()
 
     def take_stats(self) -> ConnectorStats | None:
@@ -245,11 +424,14 @@ class SchedulerSide:
 
     def drain_events(self) -> None:
         """Handles everything that the node has sent."""
+        self._node_client.receive()
         inbox = self._node_client.inbox
         while inbox:
             event = inbox.popleft()
             if isinstance(event, Attachment):
                 self._attachment = event
+                if event.weight_version != self._spec.weight_version:  # the hello was sent before it changed
+                    self._send(pb.AttachRequest(weight_version=self._spec.weight_version))
                 if self._node_client.served.has_adapters:  # adapters may have been loaded since the hello was sent
                     self._send(pb.AttachRequest(served_models=self._node_client.served.messages))
             elif isinstance(event, NodeLost):
@@ -260,10 +442,15 @@ class SchedulerSide:
     def _handle_answer(self, message: pb.AttachResponse) -> None:
         if message.HasField("welcome"):
             self._stores.reset_credits(message.welcome.credit_limit)
+            self._stores.request_partial(1)
             self._welcome = message.welcome
         settled = (message.settled_reserve_count, *message.settled_part_reserve_counts)
-        granted = [(extent.part, extent.offset) for extent in message.credits]
-        self._stores.credits.settle(settled, granted)
+        full = [(extent.part, extent.offset) for extent in message.credits if not extent.token_count]
+        partial = [
+            (self._spec.quarters(extent.token_count), extent.offset) for extent in message.credits if extent.token_count
+        ]
+        self._stores.credits.settle(settled, full)
+        self._stores.credits.settle_partial(message.settled_partial_reserves, partial)
         for found in message.found:
             self._lookups.handle_found(found)
         for loaded in message.loaded:
@@ -273,8 +460,12 @@ class SchedulerSide:
                 self._lookups.handle_loaded(loaded)
         for handed in message.handed:
             self._handoffs.handle_ended(handed)
+        for hinted in message.hinted:
+            self._hints.handle_answer(hinted)
         for rejected in message.rejected_commits:
             logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
+            self._events.refused(ChunkKey(rejected.chunk_key))
+        self._events.apply(message.tier_changes)
         self._resets_done += len(message.reset_counts)
         if message.HasField("conflicts"):
             self._counters.set(SPEC_CONFLICTS, len(message.conflicts.conflicts))
@@ -293,20 +484,43 @@ class SchedulerSide:
         self._counters.add("node_losses")
         logger.warning("the node is lost; computing everything until one is available")
         self._attachment = None
+        self._workers_copy = False
         self._lookups.node_lost()
         self._stores.node_lost()
-        self._handoffs.node_lost()
+        self._tails = {request_id: [] for request_id in self._tails}  # workers still release the pages
+        self._handoffs.fail("the node of this engine is lost")
+        self._hints.node_lost()
         self._loads.node_lost()
+        self._events.node_lost()
         for state in self._states.values():
+            state.account.node_lost()
             state.end_lookup()
 
     # ---- helpers of the hooks
 
+    def _look_up_postponed(self, state: RequestState) -> None:
+        self._postponed = None
+        if state.lookup_state is LookupState.ASKED and self._states.get(state.request_id) is state:
+            self._look_up(state)
+
     def _look_up(self, state: RequestState) -> None:
+        """Looks a request up; the only one of an engine after the next step, if that stores tails: it may continue
+        what they end."""
         if self._attachment is None:
+            state.account.unanswered(MissReason.NODE_LOST)
             state.end_lookup()
+        elif self._tails and len(self._states) == 1:
+            self._postponed = state
+            self._lookups.postpone(state)
         else:
             self._lookups.start(state, lambda: self._stores.reserve_counts(self._states.values()))
+
+    def _count_missed(self, reason: MissReason, token_count: int) -> None:
+        self._counters.add(miss_tokens(reason), token_count)
+
+    def _send_reports(self) -> None:
+        if reports := self._accounts.take_reports():
+            self._send(pb.AttachRequest(reports=reports))
 
     def _send(self, message: pb.AttachRequest) -> None:
         """Sends to the attached node, if there is one; messages for a lost node are not valid for the next."""

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmkv import telemetry
 from lmkv.keys import ChunkKey
+from lmkv.misses.memory import LossMemory
+from lmkv.misses.reason import MissReason
+from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
-from lmkv_client.connector.messages import WorkerReport
+from lmkv_client.connector.messages import StoreResult, WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
-from lmkv_client.connector.scheduler.events import BlockEvents
+from lmkv_client.connector.scheduler.events import BlockEvents, ChunkBlocks
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.scheduler.write_credits import PartCredits
+from lmkv_client.connector.scheduler.write_credits import PartCredits, WriteCredits
 from lmkv_client.connector.stats import ConnectorCounters
-from lmkv_client.connector.vllm_api import BlockStored, SchedulerOutput, init_logger
+from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
 """Failed steps after which a request stores no more."""
-PARTIAL = -1
-"""Stands for the index of a prompt's partial chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +38,19 @@ class PendingStore:
     key: ChunkKey
     """Of the chunk."""
     parent: bytes
-    """Key of the chunk before it; empty for the first."""
+    """Key of the chunk before it. Of the first: empty, or the root of the key chain if it is a partial chunk."""
     superseded: bytes
-    """Key of an earlier chunk whose part is needed less once this one is stored; empty if there is none."""
+    """Key of an earlier chunk whose part is needed less once this one is stored, or of a partial chunk with which this
+    one begins; empty if there is none."""
     index: int
     token_count: int
-    event: BlockStored | None
-    """The KV event for vLLM's subscribers, published when the chunk is committed."""
+    """Fewer than a chunk's: it is a partial chunk."""
+    blocks: ChunkBlocks
+    """Its blocks, for KV events when it is committed; empty if it has none."""
+    source: WriteCredits
+    """The credits from which its extent was taken."""
+    result: StoreResult = field(default_factory=StoreResult)
+    """What the ranks have reported so far: copies of several megabytes end in a later step, not at the same time."""
 
 
 class Stores:
@@ -63,7 +71,13 @@ class Stores:
         rank_count: int,
         step_tokens: int,
         with_decode: bool,
+        with_partial: bool,
+        skipped: LossMemory,
     ) -> None:
+        """`with_decode`: whether generated tokens are stored, `with_partial`: whether partial chunks are.
+
+        `skipped` is to have the chunks that were computed and not stored.
+        """
         spec = blocks.spec
         self.credits = PartCredits(len(spec.parts))
         self._blocks = blocks
@@ -71,9 +85,11 @@ class Stores:
         self._send = send
         self._counters = counters
         self._events = events
+        self._skipped = skipped
         self._rank_count = rank_count
         self._step_chunks = -(-step_tokens // spec.chunk_size)
         self._with_decode = with_decode
+        self._with_tails = with_partial and spec.has_plain_parts
         self._kept_parts = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_ALL]
         self._states = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_END]
         self._freed_parts = [
@@ -83,6 +99,8 @@ class Stores:
         """Whether a chunk found no credit since credits were last requested."""
         self._writes: dict[int, PendingStore] = {}
         """By offset of the extent."""
+        self._discarded: set[int] = set()
+        """Offsets of writes that are not committed."""
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -120,6 +138,12 @@ class Stores:
                 self._send(pb.AttachRequest(reserve_count=wanted[0], part_reserve_counts=wanted[1:]))
         return copies
 
+    def request_partial(self, running_count: int) -> None:
+        """Requests credits for the partial chunks of requests that run, or that come next: not during a step, which
+        the node would delay."""
+        if self._with_tails and (sizes := self.credits.request_partial(running_count)):
+            self._send(pb.AttachRequest(partial_reserves=sizes))
+
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
         size = self._spec.chunk_size
         prompt_done = done_count >= state.token_count
@@ -139,7 +163,28 @@ class Stores:
             state.stored_count = index + 1
         if partial:
             tokens = state.token_count % size
-            state.partial_is_stored = self._write(state, 0, PARTIAL, tokens, block_ids, copies)
+            state.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
+
+    def plan_tail(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> list[ChunkCopy]:
+        """The copies of what a finished request has computed and not stored: its last tokens, and chunks that found no
+        credit before. Its pages must stay until the copies are made.
+        """
+        copies: list[ChunkCopy] = []
+        if not self._with_tails or not state.may_store or state.store_failures >= MAX_FAILURES:
+            return copies
+        size = self._spec.chunk_size
+        done_count = computed_count if self._with_decode else min(computed_count, state.token_count)
+        full = state.keys_up_to(done_count // size)
+        for index in range(state.stored_count, full):
+            if not self._write(state, 0, index, size, block_ids, copies):
+                return copies
+            state.stored_count = index + 1
+        rest = done_count - full * size
+        is_prompt = done_count == state.token_count
+        if rest and not (is_prompt and state.partial_is_stored):
+            is_written = self._write(state, 0, full, rest, block_ids, copies)
+            state.partial_is_stored |= is_prompt and is_written
+        return copies
 
     def _plan_freed(self, state: RequestState, full: int, block_ids: BlockIds, copies: list[ChunkCopy]) -> None:
         """The parts whose pages vLLM may free in the next step. Chunks that vLLM has freed already are passed over."""
@@ -166,12 +211,14 @@ class Stores:
             for (part, index), blocks in offered.items():
                 if len(blocks) < sum(group.part == part for group in groups) or state.keys_up_to(index + 1) <= index:
                     continue
-                offset = self._take_credit(state, part)
+                source = self.credits[part]
+                offset = self._take_credit(state, source)
                 if offset is None:
                     state.skipped_chunks.add(index)
                 else:
                     copies += self._blocks.state_copies(part, list(blocks.items()), offset=offset)
-                    self._note(state, part, index, size, offset, superseded=state.state_chunks.get(part, -1))
+                    last = state.state_chunks.get(part, -1)
+                    self._note(state, part, index, size, offset, source, superseded=last)
                     state.state_chunks[part] = index
 
     def _write(
@@ -184,46 +231,59 @@ class Stores:
         copies: list[ChunkCopy],
     ) -> bool:
         """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
-        chunk = state.full_count if index == PARTIAL else index
-        offset = self._take_credit(state, part)
+        is_full = token_count == self._spec.chunk_size
+        source = self.credits[part] if is_full else self.credits.for_partial(self._spec.quarters(token_count))
+        offset = self._take_credit(state, source)
         if offset is None:
             if part in self._freed_parts:
-                lost = self._blocks.stored(part, chunk, block_ids, offset=0, token_count=token_count)
+                lost = self._blocks.stored(part, index, block_ids, offset=0, token_count=token_count)
                 state.skipped_chunks |= set() if has_null_page(lost) else {index}
             return False
-        own = self._blocks.stored(part, chunk, block_ids, offset=offset, token_count=token_count)
+        own = self._blocks.stored(part, index, block_ids, offset=offset, token_count=token_count)
         if has_null_page(own):
-            self.credits[part].return_unwritten(offset)
+            source.return_unwritten(offset)
             if part in self._kept_parts:
                 self._refuse_null_page(state)
             return False
         copies += own
-        older = self._spec.parts[part].needed(chunk + 1, self._spec.chunk_size).start - 1
-        self._note(state, part, index, token_count, offset, superseded=older)
+        older = self._spec.parts[part].needed(index + 1, self._spec.chunk_size).start - 1
+        self._note(state, part, index, token_count, offset, source, superseded=older)
         return True
 
-    def _take_credit(self, state: RequestState, part: int) -> int | None:
-        offset = self.credits[part].take()
+    def _take_credit(self, state: RequestState, source: WriteCredits) -> int | None:
+        offset = source.take()
         if offset is None:
             state.lacked_credit = self._lacks_credits = True
         return offset
 
     def _note(
-        self, state: RequestState, part: int, index: int, token_count: int, offset: int, *, superseded: int
+        self,
+        state: RequestState,
+        part: int,
+        index: int,
+        token_count: int,
+        offset: int,
+        source: WriteCredits,
+        *,
+        superseded: int,
     ) -> None:
-        """Notes a write; `superseded` is the chunk that it supersedes, negative if there is none."""
-        chunk = state.full_count if index == PARTIAL else index
+        """Notes a write; `superseded` is the full chunk that it supersedes, negative if there is none."""
         keys = state.chain.keys
-        has_event = part == 0 and index != PARTIAL
+        is_full = token_count == self._spec.chunk_size
+        key = keys[index] if is_full else state.key_behind(index, token_count)
+        shorter = state.partials.pop(index, b"")
+        if not is_full:
+            state.partials[index] = key
         self._writes[offset] = PendingStore(
             state=state,
             part=part,
-            key=state.keys[-1] if index == PARTIAL else keys[index],
-            parent=keys[chunk - 1] if chunk else b"",
-            superseded=keys[superseded] if superseded >= 0 else b"",
+            key=key,
+            parent=keys[index - 1] if index else b"" if is_full else state.chain.root,
+            superseded=keys[superseded] if superseded >= 0 else b"" if shorter == key else shorter,
             index=index,
             token_count=token_count,
-            event=self._events.of_chunk(state.request_id, index) if has_event else None,
+            blocks=self._events.of_chunk(state.request_id, part, index) if is_full else (),
+            source=source,
         )
 
     def _refuse_null_page(self, state: RequestState) -> None:
@@ -235,38 +295,47 @@ class Stores:
             state.request_id,
         )
 
-    def handle_report(self, report: WorkerReport) -> None:
-        """Commits the chunks that all ranks have written; the others may be tried again."""
+    def handle_report(self, report: WorkerReport) -> bool:
+        """Commits the chunks that all ranks have written now; those that some rank has not may be tried again.
+
+        Whether there was one to commit.
+        """
         commits = []
+        skipped = []
         stored: dict[RequestState, int] = {}
-        for offset, written in report.written.items():
-            if offset in report.skipped or written.rank_count != self._rank_count:
-                report.skipped.add(offset)
-            elif write := self._writes.pop(offset, None):
-                self.credits[write.part].commit()
-                commits.append(
-                    pb.CommitChunk(
-                        chunk_key=write.key,
-                        offset=offset,
-                        size_bytes=self._spec.part_bytes(write.part, write.token_count),
-                        checksum=written.checksum,
-                        token_count=write.token_count,
-                        parent_key=write.parent,
-                        part=write.part,
-                        superseded_key=write.superseded,
-                    )
+        for offset, store in report.stores.items():
+            if (write := self._writes.get(offset)) is None:
+                continue
+            write.result.add(store)
+            if write.result.rank_count < self._rank_count:
+                continue
+            del self._writes[offset]
+            if write.result.failed or offset in self._discarded:
+                self._discarded.discard(offset)
+                write.source.return_unwritten(offset)
+                skipped.append(write)
+                continue
+            write.source.commit()
+            commits.append(
+                pb.CommitChunk(
+                    chunk_key=write.key,
+                    offset=offset,
+                    size_bytes=self._spec.part_bytes(write.part, write.token_count),
+                    checksum=write.result.checksum,
+                    token_count=write.token_count,
+                    parent_key=write.parent,
+                    part=write.part,
+                    superseded_key=write.superseded,
                 )
-                tokens = 0 if write.part else write.token_count  # part 0 stands for the chunk
-                stored[write.state] = stored.get(write.state, 0) + tokens
-                if write.event:
-                    self._events.add(write.event)
-        skipped = {offset: write for offset in report.skipped if (write := self._writes.pop(offset, None))}
-        for offset, write in skipped.items():
-            self.credits[write.part].return_unwritten(offset)
-        self._undo(skipped.values())
+            )
+            tokens = 0 if write.part else write.token_count  # part 0 stands for the chunk
+            stored[write.state] = stored.get(write.state, 0) + tokens
+            self._events.committed(write.key, write.part, write.blocks)
+        self._undo(skipped)
         if commits:
             self._send(pb.AttachRequest(commits=commits))
             self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
+        return bool(commits)
 
     def finished(self, state: RequestState) -> None:
         """Counts chunks of a finished request that were not stored."""
@@ -275,23 +344,32 @@ class Stores:
             skipped |= set(range(state.stored_count, state.full_count)) if state.may_store else set()
             self._counters.add("skipped_chunks", int(state.may_store and not state.partial_is_stored))
         self._counters.add("skipped_chunks", len(skipped))
+        for index in skipped:
+            if index < len(state.chain.keys):
+                self._skipped.add(state.chain.keys[index], OWN, MissReason.SKIPPED, time.time())
 
     def idle(self) -> None:
         """Returns the credits that an engine without requests does not need."""
         if take_surplus := self.credits.take_surplus():
             self._send(pb.AttachRequest(returned_credits=take_surplus))
 
+    def discard(self) -> None:
+        """What the workers still write is not committed: it is of no use any more."""
+        self._discarded = set(self._writes)
+
     def node_lost(self) -> None:
         """Drops all credits: the node is lost. What the workers still write is not committed."""
         self._undo(self._writes.values())
         self._writes.clear()
+        self._discarded.clear()
         self.reset_credits()
 
     def _undo(self, writes: Collection[PendingStore]) -> None:
         """Marks chunks as not stored, so that they are tried again."""
         for write in writes:
-            if write.index == PARTIAL:
-                write.state.partial_is_stored = False
+            if write.token_count < self._spec.chunk_size:
+                write.state.partials.pop(write.index, None)
+                write.state.partial_is_stored &= write.key != write.state.partial_key
             elif write.part in self._kept_parts:
                 write.state.stored_count = min(write.state.stored_count, write.index)
             else:

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 KEPT_WHEN_IDLE = 4
 """Credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
+PARTIAL_SIZES = (1, 2, 3)
+"""Quarters of a full chunk that credits for partial chunks are for."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WriteCredits:
-    """Credits for one part of chunks. `limit` bounds those available, requested and being written together."""
+    """Credits of one kind. `limit` bounds those available, requested and being written together."""
 
     limit: int = 0
+    kept_count: int = KEPT_WHEN_IDLE
+    """Credits that an idle engine keeps."""
     requested_count: int = 0
     writing_count: int = 0
     _offsets: list[int] = field(default_factory=list)
@@ -51,17 +55,20 @@ class WriteCredits:
 
     def take_surplus(self) -> list[int]:
         """Removes and returns the credits that an idle engine returns to its node."""
-        extra = self._offsets[KEPT_WHEN_IDLE:]
-        del self._offsets[KEPT_WHEN_IDLE:]
+        extra = self._offsets[self.kept_count :]
+        del self._offsets[self.kept_count :]
         return extra
 
 
 class PartCredits:
-    """The write credits of one engine, for each part of its chunks."""
+    """The write credits of one engine: for each part of its chunks, and for each size of partial chunks."""
 
     def __init__(self, part_count: int, limit: int = 0) -> None:
-        """`limit` holds for each part."""
+        """`limit` holds for each part, and a quarter of it for each size of partial chunks."""
         self._parts = [WriteCredits(limit=limit) for _ in range(part_count)]
+        self._partial = {
+            quarters: WriteCredits(limit=max(1, limit // 4) if limit else 0, kept_count=1) for quarters in PARTIAL_SIZES
+        }
 
     def __getitem__(self, part: int) -> WriteCredits:
         return self._parts[part]
@@ -69,6 +76,25 @@ class PartCredits:
     def request(self, wanted_counts: Sequence[int]) -> list[int]:
         """The numbers to request so that as many as wanted become available, by part."""
         return [part.request(wanted) for part, wanted in zip(self._parts, wanted_counts, strict=True)]
+
+    def for_partial(self, quarters: int) -> WriteCredits:
+        """The credits that a partial chunk of as many quarters takes from: of the smallest size that has one."""
+        sizes = (self._partial[size] for size in PARTIAL_SIZES if size >= quarters)
+        return next(filter(len, sizes), self._parts[0])
+
+    def request_partial(self, running_count: int) -> list[int]:
+        """The sizes, in quarters, of partial chunks for which to request credits: some for requests that run."""
+        wanted = -(-running_count // len(PARTIAL_SIZES))
+        return [size for size, kind in self._partial.items() for _ in range(kind.request(wanted))]
+
+    def settle_partial(self, sizes: Iterable[int], granted: Iterable[tuple[int, int]]) -> None:
+        """Records the node's answer to requests for partial chunks; `granted` has the quarters and offset of each."""
+        for size in sizes:
+            if size in self._partial:
+                self._partial[size].settle(1, ())
+        for size, offset in granted:
+            if size in self._partial:
+                self._partial[size].settle(0, (offset,))
 
     def settle(self, counts: Sequence[int], granted: Iterable[tuple[int, int]]) -> None:
         """Records the node's answer to requested credits, by part; `granted` has the part and offset of each."""
@@ -80,4 +106,5 @@ class PartCredits:
 
     def take_surplus(self) -> list[int]:
         """Removes and returns the credits that an idle engine returns to its node."""
-        return [offset for part in self._parts for offset in part.take_surplus()]
+        kinds = (*self._parts, *self._partial.values())
+        return [offset for kind in kinds for offset in kind.take_surplus()]

@@ -121,11 +121,14 @@ class DevicePageCopier:
             for copying in self._reading:
                 copying.block_stream_until_read(stream)
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
+    def gather(self, copies: Sequence[ChunkCopy], *, beside: bool = True) -> CopyHandle:
         """Begins to copy pages, as the forward that was put on the model's stream last will leave them.
+
+        It always runs beside what follows: `begin_step` waits on the device.
 
         Raises `ValueError` if a copy does not fit, `CudaError` if it cannot be made now.
         """
+        del beside
         copiers, stream = self._copiers(), self._model_stream()
 
         def begin(group: int, own: Sequence[ChunkCopy]) -> PendingCopy:

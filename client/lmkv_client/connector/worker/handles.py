@@ -42,6 +42,29 @@ class ThreadTask:
             future.result()
 
 
+class GatherTask:
+    """A gather on a thread of this process, whose result are the checksums."""
+
+    def __init__(self, gathering: Future[list[int]]) -> None:
+        self._gathering = gathering
+
+    def done(self) -> bool:
+        """Implements `CopyHandle`."""
+        if not self._gathering.done():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Implements `CopyHandle`."""
+        self._gathering.result()
+
+    @property
+    def checksums(self) -> list[int]:
+        """Implements `CopyHandle`."""
+        return self._gathering.result()
+
+
 class JoinedCopies:
     """Copies of several groups that run side by side, as one."""
 

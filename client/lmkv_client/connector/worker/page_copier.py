@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lmkv.pool.pool import Pool
 from lmkv_client.connector.worker.groups import begin_each, grouped_bytes
-from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
+from lmkv_client.connector.worker.handles import CopyHandle, GatherTask, ThreadTask
 from lmkv_client.plugin import PROCESSORS
 from lmkv_kernels import ChunkCopy, Pages, gather, scatter
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 4 << 20
 """Copies of at most this size run inline: they take less time than starting another thread."""
+INLINE_GATHER_BYTES = 1 << 20
+"""The same of gathers, which sum the words, too, and which the first token of an answer would wait for."""
 PART_BLOCKS = 64
 """Most blocks of one task of the copy thread."""
 
@@ -36,10 +38,12 @@ class PageCopier(Protocol):
     def begin_step(self) -> None:
         """Called before a step's loads and its forward pass, both of which change pages."""
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
+    def gather(self, copies: Sequence[ChunkCopy], *, beside: bool = True) -> CopyHandle:
         """Begins to copy pages into the pool, as the last forward leaves them.
 
-        Raises `ValueError` if a copy does not fit, `RuntimeError` if it cannot be made now.
+        `beside`: whether the caller continues meanwhile; if so it calls `begin_step` before pages change.
+
+        Raises `ValueError` if a copy does not fit, `RuntimeError` if it cannot be made now; the handle may, too.
         """
 
     def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
@@ -53,7 +57,10 @@ class PageCopier(Protocol):
 
 
 class HostPageCopier:
-    """Copies for pages in host memory. Copies that the forward pass does not wait for run on a thread."""
+    """Copies for pages in host memory, on threads but for small ones.
+
+    vLLM has pinned the worker's main thread to processors of its own; these threads may use all.
+    """
 
     def __init__(self, pages: Sequence[Pages], threads: int) -> None:
         """`pages` are those of each KV-cache group."""
@@ -61,6 +68,9 @@ class HostPageCopier:
         self._threads = threads
         self._pool: Pool | None = None
         self._loader = ThreadPoolExecutor(1, "lmkv-load", initializer=use_processors)
+        self._storer = ThreadPoolExecutor(1, "lmkv-store", initializer=use_processors)
+        self._gathers: list[CopyHandle] = []
+        """Those that may still read pages."""
 
     def open(self, pool: Pool) -> None:
         """Implements `PageCopier`."""
@@ -68,29 +78,45 @@ class HostPageCopier:
 
     def close_pool(self, then: Callable[[], object]) -> None:
         """Implements `PageCopier`."""
-        self._loader.submit(int).result()  # comes after all the others; each takes milliseconds
+        for thread in (self._loader, self._storer):
+            thread.submit(int).result()  # comes after all the others; each takes milliseconds
         self._pool = None
         then()
 
     def begin_step(self) -> None:
-        """Does nothing: gathers are done when they return."""
+        """Waits for gathers: the pages that they read may change in this step."""
+        gathers, self._gathers = self._gathers, []
+        for gathering in gathers:
+            with suppress(ValueError, RuntimeError):  # who asks whether it is done learns of it
+                gathering.wait()
 
-    def gather(self, copies: Sequence[ChunkCopy]) -> CopyHandle:
-        """Copies before it returns: the pages may change as soon as the step has ended."""
-        if len(self._pages) == 1:
-            return self._gather(0, copies)
-        return begin_each(copies, len(self._pages), self._gather)
+    def gather(self, copies: Sequence[ChunkCopy], *, beside: bool = True) -> CopyHandle:
+        """Implements `PageCopier`."""
+        inline = not beside or grouped_bytes(self._pages, copies) <= INLINE_GATHER_BYTES
+        memory = self._opened().buffer
+
+        def begin(group: int, own: Sequence[ChunkCopy]) -> CopyHandle:
+            copy = partial(gather, self._pages[group], memory, own, threads=self._threads)
+            if inline:
+                return ThreadTask(checksums=copy())
+            self._gathers.append(GatherTask(self._storer.submit(copy)))
+            return self._gathers[-1]
+
+        return begin(0, copies) if len(self._pages) == 1 else begin_each(copies, len(self._pages), begin)
 
     def scatter(self, copies: Sequence[ChunkCopy], *, sync: bool, buffer: DeviceBufferPart | None = None) -> CopyHandle:
         """Copies before it returns if `sync`, or if that is faster than starting another thread."""
         pages, memory = ([buffer.pages], buffer.bytes) if buffer else (self._pages, self._opened().buffer)
         copies = buffer.shrunk(copies) if buffer else copies
-        inline = sync or grouped_bytes(pages, copies) <= INLINE_BYTES
+        inline = grouped_bytes(pages, copies) <= INLINE_BYTES
 
         def begin(group: int, own: Sequence[ChunkCopy]) -> CopyHandle:
             copy = partial(scatter, pages[group], memory, threads=self._threads)
             if inline:
                 copy(own)
+                return ThreadTask()
+            if sync:
+                self._loader.submit(copy, own).result()
                 return ThreadTask()
             return ThreadTask([self._loader.submit(copy, part) for part in split(own)])
 
@@ -99,9 +125,7 @@ class HostPageCopier:
     def close(self) -> None:
         """Implements `PageCopier`."""
         self._loader.shutdown(cancel_futures=True)
-
-    def _gather(self, group: int, copies: Sequence[ChunkCopy]) -> CopyHandle:
-        return ThreadTask(checksums=gather(self._pages[group], self._opened().buffer, copies, threads=self._threads))
+        self._storer.shutdown(cancel_futures=True)
 
     def _opened(self) -> Pool:
         if self._pool is None:

@@ -73,3 +73,5 @@ class RunningStore:
     copies: Sequence[ChunkCopy]
     copying: CopyHandle
     started_at: float
+    finished_ids: Sequence[str] = ()
+    """Finished requests whose pages are read."""

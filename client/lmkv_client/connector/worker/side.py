@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ from lmkv_client.connector.messages import (
     LoadPlan,
     LoadResult,
     StepPlan,
+    StoreResult,
     WorkerReport,
-    WrittenExtent,
 )
 from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.format import make_pages
@@ -82,10 +83,13 @@ class WorkerSide:
         self._running: dict[str, RunningLoad] = {}
         self._storing: list[RunningStore] = []
         self._finished: set[str] = set()
+        self._stored_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report: WorkerReport | None = None
         self._step_is_poisoned = False
+        self._begins_steps = False
+        """Whether `begin_step` is called before pages change, so that stores may run on after their step."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the pages by layer name. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
@@ -96,8 +100,14 @@ class WorkerSide:
             self._lends_buffer = False
         self._copies = make_copies(self._pages, self._threads)
 
+    def begin_step(self) -> None:
+        """Called in each step before pages change. Under a vLLM that does not, stores end in their own step."""
+        self._begins_steps = True
+        if self._copies:
+            self._copies.begin_step()
+
     def load(self, plan: StepPlan) -> None:
-        """Starts the step's loads, before the forward pass."""
+        """Starts the step's loads: before the forward pass if it needs one of them, else perhaps after it."""
         self._follow(plan.attachment)
         if self._copies:
             self._copies.begin_step()
@@ -121,28 +131,36 @@ class WorkerSide:
                 self._step_is_poisoned |= running.failed or running.lost or bool(running.failed_blocks)
 
     def store(self, plan: StepPlan) -> None:
-        """Copies completed chunks into the pool, before their pages can change."""
-        if not plan.stores:
-            return
+        """Copies completed chunks into the pool, before their pages can change, and the tails of finished requests."""
+        running = self._store([*plan.stores, *(copy for copies in plan.tails.values() for copy in copies)])
+        if running is None:
+            self._stored_requests.update(plan.tails)
+        else:
+            self._storing.append(replace(running, finished_ids=list(plan.tails)))
+
+    def _store(self, stores: Sequence[ChunkCopy]) -> RunningStore | None:
+        """Begins to copy into the pool; None if nothing is copied."""
+        if not stores:
+            return None
         if self._pool is None or self._copies is None or self._step_is_poisoned:
             # After a failed synchronous load this step's forward has read pages that were never filled.
-            self._skip(plan.stores)
-            return
-        stores = plan.stores
+            self._skip(stores)
+            return None
         if not all(self._writes):
-            others = [copy.offset for copy in stores if not self._writes[copy.group]]
-            self._reporting().written.update({at: WrittenExtent(rank_count=1, checksum=0) for at in others})
+            own = {copy.offset for copy in stores if self._writes[copy.group]}
+            others = {copy.offset for copy in stores} - own
+            self._reporting().stores.update({offset: StoreResult(rank_count=1) for offset in others})
             stores = [copy for copy in stores if self._writes[copy.group]]
             if not stores:
-                return
+                return None
         started = time.perf_counter()
         try:
-            copying = self._copies.gather(stores)
+            copying = self._copies.gather(stores, beside=self._begins_steps)
         except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
             self._skip(stores)
-            return
-        self._storing.append(RunningStore(copies=stores, copying=copying, started_at=started))
+            return None
+        return RunningStore(copies=stores, copying=copying, started_at=started)
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, successful or not."""
@@ -154,6 +172,12 @@ class WorkerSide:
                     self._finished.add(request_id)
         finished, self._finished = self._finished, set()
         return finished
+
+    def take_stored_requests(self) -> set[str]:
+        """Finished requests whose tails are stored, or never will be: their pages are not read any more."""
+        self._end_stores()
+        stored, self._stored_requests = self._stored_requests, set()
+        return stored
 
     def take_failed_blocks(self) -> set[int]:
         """Pages that failed loads did not fill. Where chunks have parts, loads fail as a whole: none."""
@@ -167,7 +191,7 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """The report of copies since the last call; None if there are none."""
-        self._storing = [storing for storing in self._storing if not self._stored(storing)]
+        self._end_stores()
         report, self._report = self._report, None
         return report
 
@@ -211,6 +235,9 @@ class WorkerSide:
         running.size_bytes += grouped_bytes(self._pages, load.buffered)
         return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
 
+    def _end_stores(self) -> None:
+        self._storing = [storing for storing in self._storing if not self._stored(storing)]
+
     def _stored(self, storing: RunningStore) -> bool:
         """Adds a store to the report if it has ended; whether it has."""
         try:
@@ -219,18 +246,22 @@ class WorkerSide:
         except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
             self._skip(storing.copies)
-            return True
+        else:
+            self._add_written(storing)
+        self._stored_requests.update(storing.finished_ids)
+        return True
+
+    def _add_written(self, storing: RunningStore) -> None:
         report = self._reporting()
         report.store_seconds = time.perf_counter() - storing.started_at
         sums: dict[int, int] = {}
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
             sums[copy.offset] = sums.get(copy.offset, 0) + part  # an extent has the layers of several groups
         for offset, total in sums.items():
-            report.written[offset] = WrittenExtent(rank_count=1, checksum=total & 0xFFFF_FFFF_FFFF_FFFF)
-        return True
+            report.stores[offset] = StoreResult(rank_count=1, checksum=total & 0xFFFF_FFFF_FFFF_FFFF)
 
     def _skip(self, copies: Sequence[ChunkCopy]) -> None:
-        self._reporting().skipped.update(copy.offset for copy in copies)
+        self._reporting().stores.update({copy.offset: StoreResult(rank_count=1, failed=True) for copy in copies})
 
     def _finish(self, request_id: str, running: RunningLoad) -> None:
         """Adds a load that has ended to the report."""
@@ -264,6 +295,8 @@ class WorkerSide:
                 self._begin_postponed()  # they fail: their pool will not be mapped
             self._detach_pool()
             self._attachment = attachment
+            for storing in self._storing:
+                self._stored_requests.update(storing.finished_ids)
             self._storing.clear()
             self._report = None  # of the old attachment: void
             self._mapping = PoolMapping(attachment, self._rank)

@@ -25,10 +25,11 @@ from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import ServedModel
+from lmkv.v1.chunk_pb2 import RequestReport, ServedModel
 from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.node import client as link_module
-from lmkv_client.connector.node.client import NodeClient, NodeLost, next_message
+from lmkv_client.connector.node import connection
+from lmkv_client.connector.node.client import NodeClient, NodeLost
+from lmkv_client.connector.node.connection import next_message
 from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
 
 SPEC = KvSpec(
@@ -261,7 +262,7 @@ def test_closing_is_quick_whatever_the_line_is_doing(make_link: MakeLink, runtim
 def test_a_node_that_does_not_read_is_given_up(
     make_link: MakeLink, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MAX_UNSENT", 20)
+    monkeypatch.setattr(connection, "MAX_UNSENT", 20)
     link = make_link()
     line = attachment(link)
     pid = node_pid(connector_config(runtime_dir))
@@ -291,7 +292,7 @@ def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
     done: list[tuple[str, object]] = []
     for name in ATTACH_ORDER:
         value = getattr(message, name)
-        if name in ("reserve_count", "reset"):
+        if name in ("reserve_count", "reset", "weight_version"):
             done += [(name, value)] * bool(value)
         elif name == "part_reserve_counts":
             done += [(name, tuple(value))] * bool(value)
@@ -301,7 +302,7 @@ def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
 
 
 def summed(done: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Neighbouring credits asked for are one sum, for each part, and neighbouring resets one reset."""
+    """Neighbouring credits asked for are one sum, for each part; of resets and versions the last counts."""
     result: list[tuple[str, object]] = []
     for name, value in done:
         if result and result[-1][0] == name == "reserve_count":
@@ -309,7 +310,9 @@ def summed(done: list[tuple[str, object]]) -> list[tuple[str, object]]:
         elif result and result[-1][0] == name == "part_reserve_counts":
             pairs = zip(result[-1][1], value, strict=True)  # type: ignore[call-overload]
             result[-1] = (name, tuple(one + other for one, other in pairs))
-        elif not (result and result[-1][0] == name == "reset"):
+        elif result and result[-1][0] == name and name in ("reset", "weight_version"):
+            result[-1] = (name, value)
+        else:
             result.append((name, value))
     return result
 
@@ -332,6 +335,10 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
         "dropped_handoffs": [pb.DropHandoff(request_id=str(number))],
         "reset": True,
         "part_reserve_counts": [number, 2 * number],
+        "weight_version": str(number),
+        "hints": [pb.HintChunks(hint_id=str(number))],
+        "reports": [RequestReport(request_id=str(number))],
+        "partial_reserves": [number % 3 + 1],
     }
     return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]
 
@@ -378,5 +385,37 @@ def test_a_conflict_over_a_default_names_the_key(make_link: MakeLink, runtime_di
     settings = {"instance_id": "n", "runtime_dir": str(runtime_dir), "enable_p2p": "false", "chunk_size": 32}
     settings |= {"max_local_cpu_size": "16MB"}
     config = load(ConnectorConfig, env={}, flags=settings, flags_place="kv_connector_extra_config")
-    with pytest.raises(ConfigError, match=r"^eviction_policy: the engine expects 'lru'"):
+    with pytest.raises(ConfigError, match=r"^eviction_policy: the engine expects 'learned'"):
         make_link(config)
+
+
+def test_a_client_that_is_closed_after_a_mistake_ends_quietly(make_link: MakeLink, runtime_dir: Path) -> None:
+    make_link(eviction_policy="arc")
+    settings = {"instance_id": "n", "runtime_dir": str(runtime_dir), "enable_p2p": "false", "chunk_size": 32}
+    client = NodeClient(load(ConnectorConfig, env={}, flags=settings, flags_place="kv_connector_extra_config"), SPEC, 1)
+    with pytest.raises(ConfigError):
+        client.start()
+    client.close()
+    assert not client._thread.is_alive()
+
+
+def test_a_wait_delivers_on_the_thread_that_waits(make_link: MakeLink) -> None:
+    link = make_link()
+    line = attachment(link)
+    for number in range(50):
+        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=bytes(16))]))
+        while not link.inbox:
+            link.wait(10.0)
+        assert [found.request_id for found in answer(link).found] == [str(number)]
+
+
+def test_a_wait_ends_when_the_node_is_killed(make_link: MakeLink, runtime_dir: Path) -> None:
+    link = make_link()
+    attachment(link)
+    kill(node_pid(connector_config(runtime_dir)))
+    while not link.inbox:
+        link.wait(10.0)
+    assert isinstance(next_event(link), NodeLost)
+    while not link.inbox:
+        link.wait(10.0)
+    attachment(link)

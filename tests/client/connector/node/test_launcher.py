@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def make_launcher(runtime_dir: Path) -> Iterator[MakeLauncher]:
     made: list[NodeLauncher] = []
 
     def make(config: ConnectorConfig | None = None, **settings: object) -> NodeLauncher:
-        made.append(NodeLauncher(config or connector_config(runtime_dir, **settings)))
+        made.append(NodeLauncher(config or connector_config(runtime_dir, **settings), threading.Event()))
         return made[-1]
 
     yield make
@@ -36,94 +37,95 @@ def make_launcher(runtime_dir: Path) -> Iterator[MakeLauncher]:
             kill(launcher._node.pid)
 
 
-async def test_a_shared_node_is_neither_started_nor_expected_to_be_like_anything(make_launcher: MakeLauncher) -> None:
+def test_a_shared_node_is_neither_started_nor_expected_to_be_like_anything(make_launcher: MakeLauncher) -> None:
     launcher = make_launcher(node_address="/run/lmkv/engine.sock")
-    assert await launcher.address() == "unix:/run/lmkv/engine.sock"
+    assert launcher.address() == "unix:/run/lmkv/engine.sock"
     assert launcher.expected_config == {}
     assert launcher._node is None
 
 
-async def test_an_own_node_is_started_once(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+def test_an_own_node_is_started_once(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
     launcher = make_launcher()
     config = connector_config(runtime_dir)
-    address = await launcher.address()
+    address = launcher.address()
     assert address == f"unix:{config.engine_socket}"
     pid = node_pid(config)
-    assert await launcher.address() == address
-    assert await make_launcher().address() == address
+    assert launcher.address() == address
+    assert make_launcher().address() == address
     assert node_pid(config) == pid
     assert os.getsid(pid) != os.getsid(0), "what ends the engine's terminal must not end the cache"
     assert parent(pid) != os.getpid(), "what ends the engine's descendants must not end the cache"
 
 
-async def test_two_engines_that_start_at_once_share_one_node(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+def test_two_engines_that_start_at_once_share_one_node(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
     first, second = make_launcher(), make_launcher()
-    addresses = await asyncio.gather(first.address(), second.address())
+    with ThreadPoolExecutor(2) as threads:
+        addresses = list(threads.map(NodeLauncher.address, (first, second)))
     assert len(set(addresses)) == 1
-    assert await listens(connector_config(runtime_dir).engine_socket)
+    assert listens(connector_config(runtime_dir).engine_socket)
 
 
-async def test_a_node_that_was_killed_is_started_again(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+def test_a_node_that_was_killed_is_started_again(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
     launcher, config = make_launcher(), connector_config(runtime_dir)
-    await launcher.address()
+    launcher.address()
     pid = node_pid(config)
     kill(pid)
-    while await listens(config.engine_socket):  # noqa: ASYNC110  # its last threads are still letting go
-        await asyncio.sleep(0.01)
-    await launcher.address()
+    waiting.wait_until(lambda: not listens(config.engine_socket))  # its last threads are still letting go
+    launcher.address()
     assert node_pid(config) != pid
 
 
-async def test_what_is_wrong_with_the_configuration_is_said_in_the_nodes_own_words(
+def test_what_is_wrong_with_the_configuration_is_said_in_the_nodes_own_words(
     make_launcher: MakeLauncher,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         launcher = make_launcher(enable_p2p=True, p2p_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=r"^p2p_port: cannot listen on"):
-            await launcher.address()
+            launcher.address()
 
 
 @pytest.mark.parametrize("key", ["p2p_port", "metrics_port"])
-async def test_a_port_that_a_lingering_node_holds_is_refused_with_that_nodes_instance_id(
+def test_a_port_that_a_lingering_node_holds_is_refused_with_that_nodes_instance_id(
     make_launcher: MakeLauncher, runtime_dir: Path, free_port: Callable[[], int], key: str
 ) -> None:
     settings = {"enable_p2p": True, "p2p_port": free_port(), "metrics_port": free_port(), "node_linger": 60.0}
-    await make_launcher(**settings, instance_id="lmvk-1").address()
+    make_launcher(**settings, instance_id="lmvk-1").address()
     pid = node_pid(connector_config(runtime_dir, instance_id="lmvk-1"))
     corrected = settings | {"instance_id": "lmkv-1", ("metrics_port" if key == "p2p_port" else "p2p_port"): 0}
     with pytest.raises(ConfigError, match=rf"^{key}: cannot listen on .* of instance 'lmvk-1' \(process {pid}\)"):
-        await make_launcher(**corrected).address()
+        make_launcher(**corrected).address()
 
 
-async def test_a_node_that_takes_too_long_is_waited_for_next_time(make_launcher: MakeLauncher) -> None:
+def test_a_node_that_takes_too_long_is_waited_for_next_time(make_launcher: MakeLauncher) -> None:
     launcher = make_launcher(node_start_timeout=0.05)
     with pytest.raises(Unreachable, match="not ready after"):
-        await launcher.address()
+        launcher.address()
     node = launcher._node
     launcher._config = connector_config(Path(launcher._config.runtime_dir))
-    await launcher.address()
+    launcher.address()
     assert launcher._node is node, "it was on its way"
 
 
-async def test_a_node_that_cannot_run_says_where_its_log_is(
+def test_a_node_that_cannot_run_says_where_its_log_is(
     make_launcher: MakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(Unreachable, match=r"ended without an error message; see .*node\.log"):
-        await make_launcher().address()
+        make_launcher().address()
 
 
-async def test_a_node_that_is_about_to_end_is_waited_for(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
+def test_a_node_that_is_about_to_end_is_waited_for(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
     launcher, config = make_launcher(), connector_config(runtime_dir)
-    await launcher.address()
+    launcher.address()
     pid = node_pid(config)
     config.engine_socket.unlink()  # as in the moment between its last words and its end
     next_one = make_launcher()
-    starting = asyncio.create_task(next_one.address())
-    log = config.instance_dir / "node.log"
-    await waiting.until(lambda: ALREADY_RUN in log.read_text())
-    os.kill(pid, signal.SIGTERM)
-    await starting
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(next_one.address)
+        log = config.instance_dir / "node.log"
+        waiting.wait_until(lambda: ALREADY_RUN in log.read_text())
+        os.kill(pid, signal.SIGTERM)
+        starting.result()
     assert node_pid(config) != pid
 
 
@@ -166,19 +168,17 @@ def test_the_last_error_since_the_start_counts_despite_other_writers(tmp_path: P
     assert last_error(log, mark) == "p2p_port: taken"
 
 
-async def test_a_socket_of_a_dead_node_does_not_listen(runtime_dir: Path) -> None:
+def test_a_socket_of_a_dead_node_does_not_listen(runtime_dir: Path) -> None:
     path = runtime_dir / "dead.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     assert path.exists()
-    assert not await listens(path)
-    assert not await listens(runtime_dir / "none.sock")
+    assert not listens(path)
+    assert not listens(runtime_dir / "none.sock")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
-async def test_a_node_in_a_folder_of_another_user_is_not_connected_to(
-    make_launcher: MakeLauncher, runtime_dir: Path
-) -> None:
+def test_a_node_in_a_folder_of_another_user_is_not_connected_to(make_launcher: MakeLauncher, runtime_dir: Path) -> None:
     launcher = make_launcher()
     path = launcher._config.engine_socket
     path.parent.mkdir()
@@ -186,6 +186,13 @@ async def test_a_node_in_a_folder_of_another_user_is_not_connected_to(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        assert await listens(path)
+        assert listens(path)
         with pytest.raises(ConfigError, match="belongs to user 12345"):
-            await launcher.address()
+            launcher.address()
+
+
+def test_a_wait_for_the_node_ends_when_the_engine_does(make_launcher: MakeLauncher) -> None:
+    launcher = make_launcher()
+    launcher._closing.set()
+    with pytest.raises(Unreachable):
+        launcher.address()

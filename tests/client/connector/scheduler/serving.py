@@ -30,7 +30,8 @@ def filled(engine: SimulatedEngine, prompt: list[int] = PROMPT) -> SimulatedEngi
 
 
 def forget_pages(engine: SimulatedEngine) -> None:
-    assert engine.scheduler.reset_prefix_cache()
+    """vLLM forgets all pages, once finished requests have none that are still stored."""
+    until(engine, engine.scheduler.reset_prefix_cache)
 
 
 def until(engine: SimulatedEngine, condition: Callable[[], bool]) -> None:

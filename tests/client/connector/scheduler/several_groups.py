@@ -19,6 +19,7 @@ PAGES = 200
 """More than any test needs."""
 
 every_model = pytest.mark.parametrize("name", MODELS)
+"""For what depends on where windows, local chunks and states begin and end; `test_side_at_random` has all, too."""
 one_of_each_kind = pytest.mark.parametrize(
     "name",
     [

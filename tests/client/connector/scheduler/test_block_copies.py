@@ -13,8 +13,8 @@ from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, Extent
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.scheduler.block_copies import NULL_BLOCK_ID, BlockMap, blocks_of, has_null_page
-from lmkv_client.connector.scheduler.load_items import ChunkItems, PartItems, load_items
-from lmkv_client.connector.scheduler.load_state import LoadState
+from lmkv_client.connector.scheduler.loads.items import ChunkItems, PartItems, load_items
+from lmkv_client.connector.scheduler.loads.state import LoadState
 from lmkv_kernels import ChunkCopy
 
 CHUNK = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
+from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import tier_tokens
 from lmkv_client.connector.vllm_api import CacheHitSource
 from tests.client.connector.scheduler.serving import (
@@ -17,6 +17,7 @@ from tests.client.connector.scheduler.serving import (
     until,
     with_peer,
 )
+from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import CHUNK
 
 # ---- chunks that peers have
@@ -71,7 +72,7 @@ def test_what_is_too_little_to_fetch_is_computed_behind_what_is_here(
 
 
 def test_the_node_learns_the_prefill_rate_once_it_is_known(make_engine: MakeEngine) -> None:
-    engine = filled(make_engine())
+    engine = filled(make_engine(refuse_slow_fetches=True))
     engine.serve("a", PROMPT)
     first, second = engine.node.lookups
     assert first.prefill_tokens_per_second == 0
@@ -82,7 +83,7 @@ def test_the_node_learns_the_prefill_rate_once_it_is_known(make_engine: MakeEngi
 def test_a_release_reports_how_long_the_load_took_and_computing_would_have_taken(
     make_engine: MakeEngine, asynchronous: bool
 ) -> None:
-    engine = with_peer(make_engine(enable_async_loading=asynchronous))
+    engine = with_peer(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True))
     engine.serve("measured", [7] * len(PROMPT))
     engine.node.fetches_at_once = False
     engine.add("a", PROMPT)
@@ -107,9 +108,62 @@ def test_an_engine_that_has_computed_nothing_reports_no_savings(make_engine: Mak
 
 
 def test_a_node_that_rejects_nothing_gets_no_order(make_engine: MakeEngine) -> None:
-    engine = filled(make_engine(refuse_slow_fetches=False))
+    engine = filled(make_engine())
     engine.serve("a", PROMPT)
     assert [lookup.prefill_tokens_per_second for lookup in engine.node.lookups] == [0, 0]
+
+
+SLOW = 1000.0
+"""Seconds of a load that computing beats."""
+
+
+def slowed(engine: SimulatedEngine, *, fetches_only: bool = False) -> SimulatedEngine:
+    """The engine, after it has seen loads that were slow."""
+    costs = engine.side._loads.costs
+    for times in (costs.fetched,) if fetches_only else (costs.own, costs.fetched):
+        times.add(CHUNK, SLOW)
+        times.add(3 * CHUNK, SLOW)
+    return engine
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_computed_faster_than_loaded_is_computed_until_loads_are_tried_again(
+    make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    engine = slowed(filled(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True)))
+    assert engine.serve("a", PROMPT) == COLD
+    assert (engine.count("refused_fetch_tokens"), engine.count("loaded_tokens")) == (3 * CHUNK, 0)
+    assert len(engine.node.commits) == 3, "what is held is not stored again"
+    for number in range(300):
+        forget_pages(engine)
+        if engine.serve(str(number), PROMPT) == HIT:
+            break
+    assert engine.count("loaded_tokens") == 3 * CHUNK
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_computed_faster_than_fetched_is_computed_behind_what_is_here(
+    make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    engine = make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True)
+    engine = slowed(with_peer(engine, own_chunks=1), fetches_only=True)
+    assert engine.serve("a", PROMPT) == 2 * CHUNK + HIT
+    assert (engine.count("loaded_tokens"), engine.count("peer_bytes")) == (CHUNK, 0)
+    engine.check_nothing_is_left()
+
+
+def test_loads_beside_other_requests_are_not_measured(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine())
+    engine.add("other", [7] * 20, output=50)
+    engine.serve("a", PROMPT)
+    own = engine.side._loads.costs.own
+    assert own.seconds(CHUNK) == 0
+    engine.run()
+    forget_pages(engine)
+    engine.serve("b", PROMPT)
+    assert own.seconds(CHUNK) > 0
+    engine.check_nothing_is_left()
 
 
 def test_what_the_node_does_not_offer_is_computed_and_stored_and_counted(make_engine: MakeEngine) -> None:

@@ -16,7 +16,7 @@ from lmkv.keys import KEY_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of, is_addressed
 from tests.client.connector.simulated_engine import SimulatedEngine
-from tests.client.connector.simulated_models import BLOCK, CHUNK
+from tests.client.connector.simulated_models import CHUNK
 from tests.client.connector.simulated_worker import answer_of
 
 MakeEngine = Callable[..., SimulatedEngine]
@@ -197,13 +197,13 @@ def test_a_decode_does_not_wait_for_ever(make_engine: MakeEngine) -> None:
     decode.check_nothing_is_left()
 
 
-def test_a_synchronous_decode_loads_whole_pages(make_engine: MakeEngine) -> None:
+def test_a_synchronous_decode_loads_the_whole_handoff(make_engine: MakeEngine) -> None:
     prefill = prefilled(make_engine)
     decode = decoding(make_engine, prefill, enable_async_loading=False)
     decode.add("a", PROMPT + prefill.said["a"], output=3, transfer=DECODE)
     decode.run("a")
     assert prefill.said["a"] + decode.said["a"] == answer_of(PROMPT, 4)
-    assert decode.count("loaded_tokens") == 3 * CHUNK // BLOCK * BLOCK
+    assert decode.count("loaded_tokens") == len(PROMPT)
     decode.check_nothing_is_left()
 
 

@@ -12,8 +12,8 @@ from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
 from lmkv_client.connector.scheduler.block_copies import BlockMap
-from lmkv_client.connector.scheduler.load_items import ChunkItems
-from lmkv_client.connector.scheduler.load_state import LoadState
+from lmkv_client.connector.scheduler.loads.items import ChunkItems
+from lmkv_client.connector.scheduler.loads.state import LoadState
 
 EXTENT_BYTES = 1 << 20
 SPEC = KvSpec(

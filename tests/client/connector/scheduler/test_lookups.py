@@ -6,11 +6,12 @@ import time
 
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, split_keys
+from lmkv.misses.memory import LossMemory
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.lookups import MAX_ASKED_KEYS, RequestLookups
-from lmkv_client.connector.scheduler.prefill_rate import PrefillRate
 from lmkv_client.connector.scheduler.request_state import RequestState
+from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
 
 CHUNK = 2
@@ -20,7 +21,9 @@ def test_a_lookup_fits_into_a_message_however_long_the_prompt() -> None:
     tokens = [number % 1000 for number in range(CHUNK * (MAX_ASKED_KEYS + 5))]
     prompt = RequestState("r", as_tokens(tokens), tokens, KeyChain(ChunkKey(bytes(16)), CHUNK), partial=False)
     sent: list[pb.AttachRequest] = []
-    searches = RequestLookups(ConnectorConfig(), sent.append, ConnectorCounters(), time.monotonic, PrefillRate(CHUNK))
+    searches = RequestLookups(
+        ConnectorConfig(), sent.append, ConnectorCounters(), time.monotonic, PrefillRate(CHUNK), LossMemory(4)
+    )
     searches.start(prompt, lambda: [0])
     (message,) = sent
     assert message.ByteSize() < MAX_MESSAGE_BYTES

@@ -75,6 +75,7 @@ def test_a_miss_is_a_lookup_that_found_nothing_and_no_error(make_engine: MakeEng
         "asked_tokens": len(PROMPT),
         "own_tokens": 0,
         "peer_instance_id": "",
+        "miss_reasons": ("never_stored",),
     }
     assert lookup.status.is_unset
     assert said(store) == {"stored_tokens": HELD}

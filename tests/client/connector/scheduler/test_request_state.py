@@ -8,11 +8,10 @@ from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
 from lmkv.tiers import Run
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.scheduler.hit_sources import HitSources
-from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
+from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
 
 ROOT = ChunkKey(bytes(16))
 CHUNK = 64
-BLOCK = 32
 
 
 def prompt_of(token_count: int, *, partial: bool = False) -> RequestState:
@@ -22,6 +21,11 @@ def prompt_of(token_count: int, *, partial: bool = False) -> RequestState:
 def growing(all_tokens: list[int], *, partial: bool = False) -> RequestState:
     """A prompt whose request continues with `all_tokens`."""
     return RequestState("r", as_tokens(all_tokens), all_tokens, KeyChain(ROOT, CHUNK), partial=partial)
+
+
+def found(index: int, token_count: int) -> PartialChunk:
+    """A partial chunk of other prompts."""
+    return PartialChunk(key=ChunkKey(b"p" * 16), index=index, token_count=token_count)
 
 
 def extents(count: int) -> list[Extent]:
@@ -34,10 +38,10 @@ HITS = [
     (200, 1, 200, False, 64),
     (200, 3, 200, False, 192),  # full chunks only: the rest is computed
     (192, 3, 192, False, 192),  # all of the request: vLLM computes its last token again
-    (192, 3, 192, True, 160),  # a synchronous load leaves at least one token, and whole blocks
+    (192, 3, 192, True, 191),  # a synchronous load leaves at least one token
     (193, 3, 193, True, 192),
     (193, 3, 193, False, 192),
-    (64, 1, 64, True, 32),
+    (64, 1, 64, True, 63),
     (64, 1, 64, False, 64),
     (32, 0, 32, True, 0),
     (192, 2, 192, True, 128),
@@ -47,44 +51,63 @@ HITS = [
 ]
 PARTIAL_HITS = [
     (200, 4, 200, False, 200),  # the partial chunk ends the request
-    (200, 4, 201, False, 192),  # it no longer does: one token of output
-    (200, 4, 200, True, 192),  # a synchronous load may not take all
+    (200, 4, 201, False, 200),  # it no longer does: one token of output
+    (200, 4, 200, True, 199),  # a synchronous load may not take all
+    (200, 4, 201, True, 200),
     (200, 3, 200, False, 192),
     (12, 1, 12, False, 12),
-    (12, 1, 12, True, 0),
-    (12, 1, 13, False, 0),
-    (63, 1, 63, True, 0),
+    (12, 1, 12, True, 11),
+    (12, 1, 13, False, 12),
+    (63, 1, 63, True, 62),
+]
+FOUND_HITS = [
+    # prompt, full chunks before, tokens of the partial chunk, chunks, sync, hit
+    (200, 3, 5, 4, False, 197),
+    (200, 3, 5, 4, True, 197),
+    (200, 3, 5, 3, False, 192),  # the partial chunk is not to be had
+    (500, 1, 10, 2, False, 74),  # in the middle of the prompt
+    (65, 0, 63, 1, True, 63),
+    (64, 0, 63, 1, True, 63),
+    (63, 0, 62, 1, False, 62),
 ]
 
 
 @pytest.mark.parametrize(("token_count", "chunk_count", "request_tokens", "sync", "hit"), HITS)
 @pytest.mark.parametrize("partial", [False, True])
-def test_full_chunks_are_offered_in_whole_blocks(
+def test_full_chunks_are_offered_to_their_last_token(
     token_count: int, chunk_count: int, request_tokens: int, sync: bool, hit: int, partial: bool
 ) -> None:
     prompt = prompt_of(token_count, partial=partial)
-    assert prompt.hit_tokens(chunk_count, request_tokens, BLOCK, sync=sync) == hit
+    assert prompt.hit_tokens(chunk_count, request_tokens, sync=sync) == hit
 
 
 @pytest.mark.parametrize(("token_count", "chunk_count", "request_tokens", "sync", "hit"), PARTIAL_HITS)
-def test_a_partial_chunk_is_offered_only_where_it_ends_the_request(
+def test_the_prompts_own_partial_chunk_is_offered_to_its_last_token(
     token_count: int, chunk_count: int, request_tokens: int, sync: bool, hit: int
 ) -> None:
     prompt = prompt_of(token_count, partial=True)
-    assert prompt.hit_tokens(chunk_count, request_tokens, BLOCK, sync=sync) == hit
+    assert prompt.hit_tokens(chunk_count, request_tokens, sync=sync) == hit
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize(("token_count", "index", "rest", "chunk_count", "sync", "hit"), FOUND_HITS)
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_partial_chunk_of_another_prompt_is_offered_to_its_last_token(
+    token_count: int, index: int, rest: int, chunk_count: int, sync: bool, hit: int, partial: bool
+) -> None:
+    prompt = prompt_of(token_count, partial=partial)
+    prompt.set_found(extents(index + 1), HitSources(own=index + 1), "", 5.0, found(index, rest))
+    assert prompt.hit_tokens(chunk_count, token_count, sync=sync) == hit
+
+
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("partial", [False, True])
-def test_an_offer_is_always_one_that_vllm_takes(block_size: int, sync: bool, partial: bool) -> None:
+def test_an_offer_is_always_one_that_vllm_takes(sync: bool, partial: bool) -> None:
     for token_count in range(1, 260):
         prompt = prompt_of(token_count, partial=partial)
         for chunk_count in range(len(prompt.keys) + 1):
             for request_tokens in (token_count, token_count + 1, token_count + 40):
-                hit = prompt.hit_tokens(chunk_count, request_tokens, block_size, sync=sync)
+                hit = prompt.hit_tokens(chunk_count, request_tokens, sync=sync)
                 assert 0 <= hit <= prompt.tokens_in(chunk_count) <= token_count
-                assert hit % block_size == 0 or (hit == request_tokens and not sync)
                 assert hit < request_tokens or not sync
 
 
@@ -119,6 +142,34 @@ def test_what_the_node_holds_needs_no_storing() -> None:
     assert prompt.stored_count == 2
     prompt.mark_held(4)
     assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, True, 0)
+
+
+def test_a_found_partial_chunk_stores_nothing_of_the_prompt_but_the_chunks_before_it() -> None:
+    prompt = prompt_of(200, partial=True)
+    chunk = found(3, 5)
+    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, chunk)
+    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, False, 1)
+    assert prompt.hit_keys == [*prompt.keys[:3], chunk.key]
+    assert prompt.partials == {3: chunk.key}
+    prompt.mark_held(4)
+    assert not prompt.partial_is_stored, "four chunks of the hit, not of the prompt"
+
+
+def test_the_next_answer_replaces_a_found_partial_chunk() -> None:
+    prompt = prompt_of(200, partial=True)
+    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, found(3, 5))
+    prompt.set_found(extents(4), HitSources(own=4), "", 6.0)
+    assert (prompt.hit_tokens(4, 200, sync=False), prompt.hit_keys) == (200, prompt.keys)
+    assert (prompt.partial_is_stored, prompt.partials) == (True, {3: prompt.partial_key})
+
+
+def test_the_key_of_decoded_tokens_is_that_of_a_prompt_with_them() -> None:
+    tokens = list(range(100))
+    prompt = growing(tokens)
+    tokens += range(100, 150)
+    assert prompt.keys_up_to(2) == 2
+    assert prompt.key_behind(2, 22) == chunk_keys(as_tokens(range(150)), ROOT, CHUNK, partial=True)[-1]
+    assert prompt.key_behind(0, 10) == chunk_keys(as_tokens(range(10)), ROOT, CHUNK, partial=True)[-1]
 
 
 def test_decoded_chunks_do_not_count_as_unstored() -> None:

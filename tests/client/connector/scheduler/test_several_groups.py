@@ -91,7 +91,7 @@ def test_a_prompt_that_shares_a_beginning_loads_it(make_engine: MakeEngine, name
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("own_tokens", [BLOCK + 1, CHUNK + 1, 2 * CHUNK + BLOCK + 1, 4 * CHUNK + 1, len(PROMPT)])
 def test_what_vllm_has_itself_and_what_the_node_has_make_one_hit(
     make_engine: MakeEngine, name: str, own_tokens: int
@@ -103,7 +103,7 @@ def test_what_vllm_has_itself_and_what_the_node_has_make_one_hit(
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("own_tokens", [3 * CHUNK + 1, 5 * CHUNK + 1])
 def test_if_vllm_has_lost_pages_of_one_group_the_request_gets_right_pages(
     make_engine: MakeEngine, name: str, own_tokens: int
@@ -153,7 +153,7 @@ def test_several_requests_load_and_store_beside_each_other(make_engine: MakeEngi
 # ---- stores
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("step_tokens", [CHUNK, 96, 150])
 def test_prefill_in_many_steps_stores_what_hits_need(make_engine: MakeEngine, name: str, step_tokens: int) -> None:
     engine = filled(engine_of(make_engine, name, step_tokens=step_tokens))
@@ -164,7 +164,7 @@ def test_prefill_in_many_steps_stores_what_hits_need(make_engine: MakeEngine, na
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_chunks_that_decoding_fills_are_found_by_the_next_turn(make_engine: MakeEngine, name: str) -> None:
     engine = engine_of(make_engine, name)
     engine.serve("a", PROMPT, output=2 * CHUNK + 20)
@@ -203,7 +203,7 @@ def test_a_part_supersedes_that_of_the_chunk_that_the_next_hit_no_longer_needs(
     assert engine.node.superseded == expected
 
 
-@every_model
+@one_of_each_kind
 def test_without_credits_for_a_part_it_is_not_stored_and_is_counted(make_engine: MakeEngine, name: str) -> None:
     for part in range(len(engine_of(make_engine, name).kv.spec.parts)):
         engine = engine_of(make_engine, name)
@@ -233,7 +233,7 @@ def test_full_attention_that_found_no_credit_is_stored_in_a_later_step(make_engi
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_null_pages_of_a_local_hit_are_not_stored(make_engine: MakeEngine, name: str) -> None:
     """vLLM has the end of a prompt itself, the node has dropped all of it: null pages stand for the rest."""
     engine = engine_of(make_engine, name)
@@ -266,7 +266,7 @@ def test_a_store_that_the_workers_skipped_harms_nothing(make_engine: MakeEngine,
 # ---- items that the node must bring
 
 
-@every_model
+@one_of_each_kind
 def test_items_at_a_peer_are_brought_and_loaded(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name))
     engine.node.move_to_peer()
@@ -275,7 +275,7 @@ def test_items_at_a_peer_are_brought_and_loaded(make_engine: MakeEngine, name: s
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_one_part_at_a_peer_and_the_others_in_the_pool_are_one_hit(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name))
     for part in parts_of(engine):
@@ -285,7 +285,7 @@ def test_one_part_at_a_peer_and_the_others_in_the_pool_are_one_hit(make_engine: 
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_items_in_the_pool_behind_a_gap_are_loaded(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name))
     items = engine.kv.spec.item_keys(engine.kv.spec.items(CHUNKS), chain_of(engine))
@@ -318,7 +318,7 @@ def test_one_chunk_after_another_arrives_over_many_steps(make_engine: MakeEngine
     engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_after_the_eviction_of_a_part_what_is_complete_is_loaded(make_engine: MakeEngine, name: str) -> None:
     for part in range(len(engine_of(make_engine, name).kv.spec.parts)):
         engine = filled(engine_of(make_engine, name))
@@ -328,7 +328,7 @@ def test_after_the_eviction_of_a_part_what_is_complete_is_loaded(make_engine: Ma
         engine.check_nothing_is_left()
 
 
-@every_model
+@one_of_each_kind
 def test_after_the_eviction_of_one_item_what_is_complete_is_loaded(make_engine: MakeEngine, name: str) -> None:
     engine = filled(engine_of(make_engine, name))
     for number, item in enumerate(engine.kv.spec.items(CHUNKS)):
@@ -350,7 +350,7 @@ def longest_hit_of(engine: SimulatedEngine, keys: list[ChunkKey] | None = None) 
 # ---- handoffs
 
 
-@every_model
+@one_of_each_kind
 @pytest.mark.parametrize("length", [3 * CHUNK, 3 * CHUNK + 1, len(PROMPT)])
 def test_a_decode_loads_what_a_prefill_has_stored_of_each_part(make_engine: MakeEngine, name: str, length: int) -> None:
     prompt, chunk_count = PROMPT[:length], hit_of(length) // CHUNK

@@ -42,13 +42,13 @@ def test_a_synchronous_load_is_done_in_the_step_that_needs_it(make_engine: MakeE
     engine.check_nothing_is_left()
 
 
-@pytest.mark.parametrize(("asynchronous", "computed"), [(True, 1), (False, BLOCK)])
-def test_of_a_prompt_that_is_all_chunks_vllm_computes_the_end(
-    make_engine: MakeEngine, asynchronous: bool, computed: int
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_of_a_prompt_that_is_all_chunks_vllm_computes_the_last_token(
+    make_engine: MakeEngine, asynchronous: bool
 ) -> None:
     prompt = PROMPT[: 3 * CHUNK]
     engine = filled(make_engine(enable_async_loading=asynchronous), prompt)
-    assert engine.serve("a", prompt) == computed + DECODED
+    assert engine.serve("a", prompt) == 1 + DECODED
     engine.check_nothing_is_left()
 
 
@@ -145,21 +145,18 @@ def test_a_prompt_shorter_than_a_chunk_is_not_looked_up(make_engine: MakeEngine)
 # ---- partial chunks and decoded chunks
 
 
-@pytest.mark.parametrize(("asynchronous", "computed"), [(True, 1), (False, REST)])
-def test_with_partial_chunks_the_same_prompt_is_loaded_to_its_end(
-    make_engine: MakeEngine, asynchronous: bool, computed: int
-) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_with_partial_chunks_the_same_prompt_is_loaded_to_its_end(make_engine: MakeEngine, asynchronous: bool) -> None:
     engine = filled(make_engine(save_partial_chunks=True, enable_async_loading=asynchronous))
-    assert len(engine.node.chunks) == 4
-    assert engine.serve("a", PROMPT) == computed + DECODED
-    assert len(engine.node.commits) == 4
+    assert [chunk.token_count for chunk in engine.node.chunks.values()] == [CHUNK, CHUNK, CHUNK, REST, REST + DECODED]
+    assert engine.serve("a", PROMPT) == 1 + DECODED
     engine.check_nothing_is_left()
+    assert len(engine.node.chunks) == 5
 
 
 def test_the_seeds_twelve_tokens_are_stored_and_loaded_with_partial_chunks(make_engine: MakeEngine) -> None:
     engine = filled(make_engine(save_partial_chunks=True), PROMPT[:12])
-    (chunk,) = engine.node.chunks.values()
-    assert chunk.token_count == 12
+    assert [chunk.token_count for chunk in engine.node.chunks.values()] == [12, 12 + DECODED]
     assert engine.serve("a", PROMPT[:12]) == 1 + DECODED
     engine.check_nothing_is_left()
 
@@ -181,15 +178,17 @@ def test_as_many_tokens_as_are_worth_it_are_loaded(make_engine: MakeEngine, leas
     engine.check_nothing_is_left()
 
 
-def test_a_partial_chunk_does_not_match_a_longer_prompt(make_engine: MakeEngine) -> None:
-    engine = filled(make_engine(save_partial_chunks=True))
-    assert engine.serve("a", [*PROMPT, 1]) == REST + 1 + DECODED
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_partial_chunk_serves_a_longer_prompt(make_engine: MakeEngine, asynchronous: bool) -> None:
+    engine = filled(make_engine(save_partial_chunks=True, enable_async_loading=asynchronous))
+    assert engine.serve("a", [*PROMPT, 1]) == 1 + DECODED
     engine.check_nothing_is_left()
 
 
 def test_a_partial_chunk_is_stored_when_chunked_prefill_reaches_the_end(make_engine: MakeEngine) -> None:
     engine = filled(make_engine(save_partial_chunks=True, step_tokens=96))
-    assert sorted(chunk.token_count for chunk in engine.node.chunks.values()) == [REST, CHUNK, CHUNK, CHUNK]
+    counts = [chunk.token_count for chunk in engine.node.chunks.values()]
+    assert counts == [CHUNK, CHUNK, CHUNK, REST, REST + DECODED]
     assert engine.serve("a", PROMPT) == 1 + DECODED
     engine.check_nothing_is_left()
 

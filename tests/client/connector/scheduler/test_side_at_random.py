@@ -36,6 +36,7 @@ class RandomLife(RuleBasedStateMachine):
         block_count=st.sampled_from([20, 40]),
         step_tokens=st.sampled_from([96, 1024]),
         credit_limit=st.sampled_from([1, 4, 64]),
+        step_load_tokens=st.sampled_from([(0, 0), (4 * CHUNK, CHUNK), (1000, 1000)]),
     )
     def start(
         self,
@@ -45,6 +46,7 @@ class RandomLife(RuleBasedStateMachine):
         block_count: int,
         step_tokens: int,
         credit_limit: int,
+        step_load_tokens: tuple[int, int],
     ) -> None:
         self.engine = SimulatedEngine(
             self.vllm_config,
@@ -53,6 +55,7 @@ class RandomLife(RuleBasedStateMachine):
             block_count=block_count * len(self.model.caches),
             step_tokens=step_tokens,
             credit_limit=credit_limit,
+            step_load_tokens=step_load_tokens,
             enable_async_loading=asynchronous,
             save_partial_chunks=partial,
         )
@@ -70,6 +73,19 @@ class RandomLife(RuleBasedStateMachine):
         request_id = f"r{len(self.engine.requests)}"
         self.live.append(request_id)
         self.engine.add(request_id, [*TRUNK[:shared], *range(own, own + own + 1)], output=output, salt=salt)
+
+    @rule(data=st.data(), cut=st.sampled_from([0, 0, 0, 1, 7]), own=st.integers(1, 40), output=st.integers(1, 40))
+    def continues(self, data: st.DataObject, cut: int, own: int, output: int) -> None:
+        """The next turn of a chat, or another branch of it a few tokens before its end."""
+        over = sorted(one for one, request in self.engine.requests.items() if request.is_finished())
+        if not over:
+            return
+        request = self.engine.requests[data.draw(st.sampled_from(over))]
+        said = list(request.all_token_ids)[: request.num_tokens - cut]
+        request_id = f"r{len(self.engine.requests)}"
+        self.live.append(request_id)
+        prompt = [*said, *range(own)][: 10 * CHUNK]
+        self.engine.add(request_id, prompt, output=output, salt=request.cache_salt or "")
 
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
@@ -141,12 +157,19 @@ class RandomLife(RuleBasedStateMachine):
         self.engine.clock.now += seconds
 
     @rule(
-        rank=st.integers(0, 1), fails_loads=st.booleans(), skips_stores=st.booleans(), steps_per_load=st.integers(0, 3)
+        rank=st.integers(0, 1),
+        fails_loads=st.booleans(),
+        skips_stores=st.booleans(),
+        reports_late=st.booleans(),
+        steps_per_load=st.integers(0, 3),
     )
-    def worker_changes(self, rank: int, fails_loads: bool, skips_stores: bool, steps_per_load: int) -> None:
+    def worker_changes(
+        self, rank: int, fails_loads: bool, skips_stores: bool, reports_late: bool, steps_per_load: int
+    ) -> None:
         worker = self.engine.workers[rank % len(self.engine.workers)]
         worker.fails_loads = fails_loads
         worker.skips_stores = skips_stores
+        worker.reports_late = reports_late
         worker.steps_per_load = steps_per_load
 
     @rule()
@@ -182,7 +205,7 @@ def halve(extent: Extent) -> None:
 
 @pytest.mark.timeout(120)
 def test_whatever_happens_answers_are_right_and_nothing_is_left(scripted_config: VllmConfig) -> None:
-    run(scripted_config, PLAIN, 60)
+    run(scripted_config, PLAIN, 40)
 
 
 @pytest.mark.timeout(120)
@@ -190,7 +213,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(scripted_config:
 def test_whatever_happens_with_several_groups_answers_are_right_and_nothing_is_left(
     scripted_config: VllmConfig, name: str
 ) -> None:
-    run(scripted_config, MODELS[name], 20)
+    run(scripted_config, MODELS[name], 12)
 
 
 def run(vllm_config: VllmConfig, model: SimulatedModel, examples: int) -> None:

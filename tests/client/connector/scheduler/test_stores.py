@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lmkv_client.connector.scheduler.stores import MAX_FAILURES
 from tests.client.connector.scheduler.serving import COLD, PROMPT, MakeEngine, forget_pages, until
 from tests.client.connector.simulated_models import CHUNK
@@ -123,6 +125,31 @@ def test_stores_that_keep_failing_are_given_up(make_engine: MakeEngine) -> None:
     engine.run("a")
     assert not engine.node.commits
     assert engine.count("skipped_chunks") == 3
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_ranks_may_report_a_store_after_different_steps(make_engine: MakeEngine, late_rank: int) -> None:
+    engine = make_engine(rank_count=2)
+    engine.workers[late_rank].reports_late = True
+    engine.add("a", PROMPT, output=10)
+    engine.step()
+    assert not engine.node.commits
+    engine.step()
+    assert len(engine.node.commits) == 3
+    engine.run("a")
+    engine.check_nothing_is_left()
+
+
+def test_a_store_that_one_rank_skipped_is_pending_until_the_other_has_ended(make_engine: MakeEngine) -> None:
+    engine = make_engine(rank_count=2)
+    engine.workers[0].skips_stores = engine.workers[1].reports_late = True
+    engine.add("a", PROMPT, output=10)
+    engine.step()
+    assert engine.scheduler.connector.has_pending_push_work(), "the other rank still writes"
+    engine.workers[0].skips_stores = engine.workers[1].reports_late = False
+    engine.run("a")
+    assert len(engine.node.commits) == 3
     engine.check_nothing_is_left()
 
 

@@ -139,7 +139,7 @@ class Fleet:
             return found[0] is not None
 
         until(is_found)
-        assert found == (CHUNKS * SPEC.chunk_size, True)
+        assert found[0] == CHUNKS * SPEC.chunk_size
         blocks: Any = SimpleNamespace(get_block_ids=lambda: (list(range(20)),))
         self.engine.allocated(request, blocks, CHUNKS * SPEC.chunk_size)
         until(lambda: any(load.final for load in self.engine.plan(NOTHING_SCHEDULED).loads))
@@ -147,7 +147,7 @@ class Fleet:
         loaded = LoadResult(rank_count=1, size_bytes=CHUNKS * SPEC.chunk_bytes, seconds=0.001)
         report = WorkerReport(engine_id=self.engine._attachment.engine_id, loaded={request_id: loaded})
         self.engine.handle_report(KVConnectorOutput(kv_connector_worker_meta=report))
-        self.engine.finished(request)
+        self.engine.finished(request, ([],))
 
 
 NOTHING_SCHEDULED: SchedulerOutput = SchedulerOutput.make_empty()

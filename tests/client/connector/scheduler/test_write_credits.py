@@ -123,3 +123,22 @@ def test_each_part_keeps_a_few_credits_when_its_engine_is_idle() -> None:
     parts.settle([10, 2], [*((0, offset) for offset in range(10)), (1, 20), (1, 21)])
     assert sorted(parts.take_surplus()) == list(range(KEPT_WHEN_IDLE, 10))
     assert [len(parts[part]) for part in range(2)] == [KEPT_WHEN_IDLE, 2]
+
+
+def test_a_partial_chunk_takes_the_smallest_credit_that_it_fits_into() -> None:
+    parts = PartCredits(1, limit=40)
+    assert parts.request_partial(4) == [1, 1, 2, 2, 3, 3]
+    parts.settle_partial([1, 1, 2, 2, 3, 3], [(1, 10), (3, 30), (7, 70)])
+    assert parts.request([1]) == [1]
+    parts.settle([1], [(0, 40)])
+    taken = [parts.for_partial(quarters).take() for quarters in (1, 1, 2, 3)]
+    assert taken == [10, 30, 40, None], "what no small credit fits takes one for a full chunk"
+
+
+def test_credits_for_partial_chunks_are_bounded_and_few_stay_with_an_idle_engine() -> None:
+    assert PartCredits(1).request_partial(5) == []
+    parts = PartCredits(1, limit=8)
+    assert parts.request_partial(100) == [1, 1, 2, 2, 3, 3], "a quarter of the limit for each size"
+    parts.settle_partial([1, 1, 2, 2, 3, 3], [(1, 1), (1, 2), (2, 3), (2, 4), (3, 5)])
+    assert parts.request_partial(100) == [3], "what the node has not granted is requested again"
+    assert sorted(parts.take_surplus()) == [2, 4]

@@ -181,9 +181,10 @@ def plan_of(
     *,
     loads: list[LoadPlan] | None = None,
     stores: list[ChunkCopy] | None = None,
+    tails: dict[str, list[ChunkCopy]] | None = None,
 ) -> StepPlan:
     attachment = served.attachment() if isinstance(served, ServedPool) else served
-    return StepPlan(attachment=attachment, loads=loads or [], stores=stores or [])
+    return StepPlan(attachment=attachment, loads=loads or [], stores=stores or [], tails=tails or {})
 
 
 def step(worker: WorkerSide, plan: StepPlan) -> None:
@@ -201,7 +202,7 @@ def is_stored(worker: WorkerSide, served: ServedPool, chunks: dict[int, list[int
     stores = [chunk_copy(number, pages, blocks=len(pages)) for number, pages in chunks.items()]
     step(worker, plan_of(served, stores=stores))
     report = worker.take_report()
-    return report is not None and set(report.written) == {copy.offset for copy in stores} and not report.skipped
+    return report is not None and set(report.stores) == {copy.offset for copy in stores} and not report.skipped
 
 
 def stored(worker: WorkerSide, served: ServedPool, chunks: dict[int, list[int]]) -> None:

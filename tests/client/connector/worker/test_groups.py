@@ -169,7 +169,7 @@ def test_what_all_groups_have_stored_is_loaded_into_other_pages_of_another_engin
     report = report_of(worker)
     assert not report.skipped
     assert torch.equal(source.memory, before)
-    assert {offset: (one.rank_count, one.checksum) for offset, one in report.written.items()} == {
+    assert {offset: (one.rank_count, one.checksum) for offset, one in report.stores.items()} == {
         offset: (1, checksum(served.pool.buffer, offset, SPEC.part_bytes(part))) for part, offset in enumerate(OFFSETS)
     }
     inside = sum(pool[offset : offset + SPEC.part_bytes(part)].any() for part, offset in enumerate(OFFSETS))
@@ -238,7 +238,7 @@ def test_the_checksums_of_ranks_and_groups_add_up(serve: Serve, make: Make) -> N
         reports.append(report_of(worker))
     both = reports[0].aggregate(reports[1])
     for part, offset in enumerate(offsets):
-        written = both.written[offset]
+        written = both.stores[offset]
         assert (written.rank_count, written.checksum) == (
             2,
             checksum(served.pool.buffer, offset, spec.part_bytes(part)),
@@ -258,7 +258,7 @@ def test_of_ranks_with_the_same_head_one_stores_it_and_each_its_own_state(serve:
         engine = Engine(3, heads)
         worker = make(engine, rank=rank, ranks=2, heads=heads)
         step(worker, plan_of(served, stores=copies_of(offsets, STORED)))
-        written = report_of(worker).written
+        written = report_of(worker).stores
         assert [bool(written[offset].checksum) for offset in offsets] == [rank == 0, rank == 0, True]
         assert {one.rank_count for one in written.values()} == {1}
         for offset in offsets:
@@ -293,10 +293,11 @@ def test_a_store_that_fails_is_skipped_with_all_of_its_step(serve: Serve, make: 
     bad = replace(bad, **change)
     step(worker, plan_of(served, stores=[*good, bad]))
     report = report_of(worker)
-    assert not report.written
-    assert report.skipped == {copy.offset for copy in (*good, bad)}
+    assert report.skipped == set(report.stores) == {copy.offset for copy in (*good, bad)}
     step(worker, plan_of(served, stores=good))
-    assert set(report_of(worker).written) == {copy.offset for copy in good}
+    report = report_of(worker)
+    assert set(report.stores) == {copy.offset for copy in good}
+    assert not report.skipped
 
 
 def lost(copies: list[ChunkCopy]) -> LoadPlan:
@@ -399,8 +400,8 @@ def test_engines_of_other_pipeline_and_tensor_parallel_sizes_share_chunks(serve:
         step(worker, plan_of(served, stores=[chunk_copy(0, [3, 17])]))
         report = report.aggregate(report_of(worker)) if report else report_of(worker)
     assert report
-    assert report.written[0].rank_count == 2 * tensor_ranks
-    assert report.written[0].checksum == checksum(served.pool.buffer, 0, CHUNK_BYTES)
+    assert report.stores[0].rank_count == 2 * tensor_ranks
+    assert report.stores[0].checksum == checksum(served.pool.buffer, 0, CHUNK_BYTES)
 
     whole = WorkerSide(PLAIN_SPEC, head_shares(PLAIN_SPEC, 0, 1), groups=[GROUP], rank=0, threads=1)
     whole.register(target)

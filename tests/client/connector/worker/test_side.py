@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from lmkv_client.connector.identity import head_shares
-from lmkv_client.connector.messages import ExtentChecksum
+from lmkv_client.connector.messages import ExtentChecksum, StoreResult
+from lmkv_client.connector.worker import page_copier
+from lmkv_client.connector.worker.handles import GatherTask
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
 from lmkv_client.connector.worker.side import WorkerSide
-from lmkv_kernels import ChunkCopy, checksum
+from lmkv_kernels import ChunkCopy, checksum, gather
 from tests.client.connector.worker.parts import (
     BLOCK,
     BLOCKS,
@@ -40,7 +44,7 @@ from tests.client.connector.worker.parts import (
     steps_wait_for_the_pool,
     stored,
 )
-from tests.waiting import wait_until
+from tests.waiting import WAIT_SECONDS, wait_until
 
 __all__ = ["make_worker", "serve", "steps_wait_for_the_pool"]  # fixtures
 
@@ -80,6 +84,77 @@ def test_a_load_too_large_for_one_go_arrives_whole(serve: Serve, make_worker: Ma
     assert pages_equal(source, order, target, mirrored)
 
 
+def test_a_store_runs_beside_what_follows_and_ends_before_pages_change(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_copier, "INLINE_GATHER_BYTES", 0)
+    waited_for = threading.Event()
+    wait = GatherTask.wait
+
+    def wait_for_it(task: GatherTask) -> None:
+        waited_for.set()
+        wait(task)
+
+    def gather_late(*args: Any, **options: Any) -> list[int]:
+        assert waited_for.wait(WAIT_SECONDS)
+        return gather(*args, **options)
+
+    monkeypatch.setattr(GatherTask, "wait", wait_for_it)
+    monkeypatch.setattr(page_copier, "gather", gather_late)
+    served, source, target = serve(), caches(1), caches(None)
+    worker = make_worker(source)
+    worker.begin_step()
+    step(worker, plan_of(served, stores=[chunk_copy(0, [3, 17])], tails={"r": [chunk_copy(1, [5, 4])]}))
+    assert worker.take_report() is None
+    assert worker.take_stored_requests() == set()
+    worker.begin_step()
+    before = {name: cache.clone() for name, cache in source.items()}
+    for cache in source.values():
+        cache.zero_()
+    assert worker.take_stored_requests() == {"r"}
+    report = worker.take_report()
+    assert report
+    assert {at: one.checksum for at, one in report.stores.items()} == {
+        at: checksum(served.pool.buffer, at, CHUNK_BYTES) for at in (0, CHUNK_BYTES)
+    }
+    step(worker := make_worker(target), plan_of(served, loads=[load_of([chunk_copy(0, [1, 2])], sync=True)]))
+    assert pages_equal(before, [3, 17], target, [1, 2])
+
+
+def test_where_no_one_says_that_a_step_begins_a_store_ends_in_its_own(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_copier, "INLINE_GATHER_BYTES", 0)
+    worker = make_worker(caches(1))
+    step(worker, plan_of(serve(), stores=[chunk_copy(0, [3, 17])]))
+    report = worker.take_report()
+    assert report
+    assert list(report.stores) == [0]
+
+
+def test_a_store_that_fails_beside_what_follows_is_skipped(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_copier, "INLINE_GATHER_BYTES", 0)
+    worker = make_worker(caches(1))
+    worker.begin_step()
+    step(worker, plan_of(serve(), stores=[chunk_copy(0, [3, BLOCKS])]))
+    worker.begin_step()
+    report = worker.take_report()
+    assert report
+    assert report.stores == {0: StoreResult(rank_count=1, failed=True)}
+
+
+def test_a_large_load_of_a_step_is_done_when_the_forward_starts(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_copier, "INLINE_BYTES", 0)
+    served, source, target = serve(), caches(1), caches(None)
+    stored(make_worker(source), served, {0: [3, 17]})
+    step(make_worker(target), plan_of(served, loads=[load_of([chunk_copy(0, [9, 1])], sync=True)]))
+    assert pages_equal(source, [3, 17], target, [9, 1])
+
+
 def test_the_tail_of_a_chunk_is_loaded_alone(serve: Serve, make_worker: MakeWorker) -> None:
     served, source, target = serve(), caches(1), caches(None)
     stored(make_worker(source), served, {0: [3, 17]})
@@ -108,8 +183,8 @@ def test_ranks_write_their_heads_and_their_checksums_add_up(serve: Serve, make_w
     assert first
     assert second
     both = first.aggregate(second)
-    assert both.written[0].rank_count == 2
-    assert both.written[0].checksum == checksum(served.pool.buffer, 0, CHUNK_BYTES)
+    assert both.stores[0].rank_count == 2
+    assert both.stores[0].checksum == checksum(served.pool.buffer, 0, CHUNK_BYTES)
 
     target = caches(None)
     step(make_worker(target), plan_of(served, loads=[load_of([chunk_copy(0, [1, 2])], sync=True)]))
@@ -175,8 +250,37 @@ def test_a_store_that_does_not_fit_is_skipped(serve: Serve, make_worker: MakeWor
     step(worker, plan_of(serve(), stores=[chunk_copy(100, [1, 2])]))
     report = worker.take_report()
     assert report
-    assert report.skipped == {100 * CHUNK_BYTES}
-    assert not report.written
+    assert report.stores == {100 * CHUNK_BYTES: StoreResult(rank_count=1, failed=True)}
+
+
+def test_tails_are_stored_with_the_chunks_of_the_step_and_their_requests_reported_once(
+    serve: Serve, make_worker: MakeWorker
+) -> None:
+    served, source, target = serve(), caches(1), caches(None)
+    worker = make_worker(source)
+    tails = {"a": [chunk_copy(1, [5], blocks=1)], "b": [chunk_copy(2, [6, 7])], "c": []}
+    step(worker, plan_of(served, stores=[chunk_copy(0, [3, 4])], tails=tails))
+    assert worker.take_stored_requests() == {"a", "b", "c"}
+    assert worker.take_stored_requests() == set()
+    report = worker.take_report()
+    assert report
+    assert set(report.stores) == {0, CHUNK_BYTES, 2 * CHUNK_BYTES}
+    assert not report.skipped
+    other = make_worker(target)
+    copies = [chunk_copy(1, [1], blocks=1), chunk_copy(2, [8, 9])]
+    step(other, plan_of(served, loads=[load_of(copies, sync=True)]))
+    assert pages_equal(source, [5, 6, 7], target, [1, 8, 9])
+
+
+def test_requests_whose_tails_cannot_be_stored_are_reported_too(serve: Serve, make_worker: MakeWorker) -> None:
+    worker = make_worker(caches(1))
+    step(worker, plan_of(None, tails={"no pool": [chunk_copy(0, [3, 4])]}))
+    assert worker.take_stored_requests() == {"no pool"}
+    step(worker, plan_of(serve(), tails={"does not fit": [chunk_copy(99, [3, 4])]}))
+    assert worker.take_stored_requests() == {"does not fit"}
+    report = worker.take_report()
+    assert report
+    assert report.stores == {99 * CHUNK_BYTES: StoreResult(rank_count=1, failed=True)}
 
 
 def test_after_a_failed_synchronous_load_the_step_stores_nothing_and_the_next_does(
@@ -200,7 +304,8 @@ def test_a_failed_asynchronous_load_does_not_keep_others_from_being_stored(
     step(worker, plan_of(serve(), loads=[load_of([], failed_blocks=[3])], stores=[chunk_copy(1, [5, 6])]))
     report = worker.take_report()
     assert report
-    assert set(report.written) == {CHUNK_BYTES}
+    assert set(report.stores) == {CHUNK_BYTES}
+    assert not report.skipped
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -272,9 +377,9 @@ def test_of_the_ranks_that_have_one_head_one_stores_it(serve: Serve, make_worker
         step(worker, plan_of(served, stores=[chunk_copy(0, [3, 5])]))
         report = worker.take_report()
         assert report
-        assert report.written[0].rank_count == 1
-        assert bool(report.written[0].checksum) == (rank % 2 == 0)
-        sums += report.written[0].checksum
+        assert report.stores[0].rank_count == 1
+        assert bool(report.stores[0].checksum) == (rank % 2 == 0)
+        sums += report.stores[0].checksum
     assert sums % 2**64 == checksum(served.pool.buffer, 0, CHUNK_BYTES)
     target = caches(None)
     worker = make_worker({name: tensor[:, 1:2] for name, tensor in target.items()}, rank=3, ranks=2 * HEADS)
@@ -282,6 +387,13 @@ def test_of_the_ranks_that_have_one_head_one_stores_it(serve: Serve, make_worker
     finished(worker)
     for name, tensor in target.items():
         assert torch.equal(tensor[7:9, 1], source[name][[3, 5], 1])
+
+
+def test_a_rank_that_writes_nothing_reports_the_requests_of_tails(serve: Serve, make_worker: MakeWorker) -> None:
+    served = serve()
+    worker = make_worker(caches(1, heads=1), rank=1, ranks=2 * HEADS)
+    step(worker, plan_of(served, tails={"a": [chunk_copy(0, [3, 4])]}))
+    assert worker.take_stored_requests() == {"a"}
 
 
 def test_closing_notifies_the_node(serve: Serve, make_worker: MakeWorker) -> None:

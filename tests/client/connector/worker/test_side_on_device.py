@@ -92,7 +92,7 @@ def test_a_store_is_reported_when_the_device_is_done_with_it(on: OnDevice, serve
     assert np.array_equal(on.case.memory, on.later)
     pool = np.frombuffer(served.pool.buffer, np.uint8)
     size = on.case.pages.extent_bytes(8)
-    assert {offset: written.checksum for offset, written in report.written.items()} == {
+    assert {offset: written.checksum for offset, written in report.stores.items()} == {
         copy.offset: checksum(pool, copy.offset, size) for copy in on.case.copies
     }
     on.case.memory[:] = before
@@ -129,7 +129,7 @@ def test_before_the_pool_is_registered_nothing_is_stored_and_loads_are_computed(
     served = serve(size_bytes=on.case.pool.size)
     attachment = on.attach(served)
     on.worker.store(StepPlan(attachment=attachment, stores=on.case.copies))
-    assert len(on.report().written) == len(on.case.copies), "a failed load of an earlier step poisons only that step"
+    assert len(on.report().stores) == len(on.case.copies), "a failed load of an earlier step poisons only that step"
 
 
 def test_another_pool_is_taken_while_the_device_still_stores_into_the_old_one(on: OnDevice, serve: Serve) -> None:
@@ -138,5 +138,5 @@ def test_another_pool_is_taken_while_the_device_still_stores_into_the_old_one(on
     attachment = on.attach(new)
     assert on.worker.take_report() is None, "what went into the old one is void"
     on.worker.store(StepPlan(attachment=attachment, stores=on.case.copies))
-    assert len(on.report().written) == len(on.case.copies)
+    assert len(on.report().stores) == len(on.case.copies)
     assert bytes(old.pool.buffer) == bytes(new.pool.buffer)

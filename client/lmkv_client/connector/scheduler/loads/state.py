@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmkv.misses.reason import MissReason
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult
+from lmkv_client.connector.misses import PromptAccount
 from lmkv_client.connector.scheduler.hit_sources import HitSources
-from lmkv_client.connector.scheduler.load_items import LoadItems
+from lmkv_client.connector.scheduler.loads.items import LoadItems
 from lmkv_kernels import ChunkCopy
 
 POOL = 0
@@ -38,7 +40,9 @@ class LoadState:
         sources: HitSources = NO_SOURCES,
         verify: bool = False,
         span: Span = NO_SPAN,
+        account: PromptAccount | None = None,
     ) -> None:
+        """`account` is corrected if the load brings less than asked for; None if it is fixed already."""
         self.request_id = request_id
         self.lookup_id = lookup_id
         self.start = start
@@ -50,6 +54,9 @@ class LoadState:
         """Time that the request had waited for its lookup when the load began."""
         self.span = span
         """The span of the load; `Loads` ends it."""
+        self.account = account
+        self.failure = MissReason.LOAD_FAILED
+        """Why items that did not arrive did not."""
         self.peer_id = ""
         self.arrived_tokens = 0
         self.items = items
@@ -80,6 +87,11 @@ class LoadState:
         """Where the load's first `token_count` tokens were at the lookup, by tier. Chunks arrive in prompt order."""
         return self._sources.tokens(self.start, self.start + token_count, self._chunk_size)
 
+    @property
+    def tier_behind(self) -> str:
+        """The tier that had the token behind those that have arrived; empty if there is none."""
+        return self._sources.tier_at(self.start + self.arrived_tokens, self._chunk_size)
+
     def close(self) -> None:
         """Ends the wait: what has not arrived counts as lost."""
         self._closed = True
@@ -88,6 +100,14 @@ class LoadState:
         """Ends the wait, and discards extents that are not yet in a plan: they are not valid in the next pool."""
         self._missing |= self._ready.keys()
         self.arrived_tokens -= sum(self.items.token_count(index, extent) for index, (_, extent) in self._ready.items())
+        self._ready.clear()
+        self.failure = MissReason.NODE_LOST
+        self.close()
+
+    def discard(self) -> None:
+        """Ends the wait; nothing that was or will be copied is of use."""
+        self._missing.update(self.items.wanted)
+        self.arrived_tokens = 0
         self._ready.clear()
         self.close()
 

@@ -14,10 +14,11 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import LoadPlan, LoadResult
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.hit_sources import describe
-from lmkv_client.connector.scheduler.load_items import load_items
-from lmkv_client.connector.scheduler.load_state import LoadState
-from lmkv_client.connector.scheduler.lookups import RequestLookups
+from lmkv_client.connector.scheduler.loads.items import load_items
+from lmkv_client.connector.scheduler.loads.state import LoadState
+from lmkv_client.connector.scheduler.lookups import RequestLookups, failure_reason
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
+from lmkv_client.connector.scheduler.speeds import LoadCosts
 from lmkv_client.connector.stats import ConnectorCounters, tier_tokens
 from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
 
@@ -47,6 +48,7 @@ class Loads:
         self._clock = clock
         self._blocks = blocks
         self._rank_count = rank_count
+        self.costs = LoadCosts()
         self._load_states: dict[str, LoadState] = {}
 
     def __len__(self) -> int:
@@ -60,6 +62,7 @@ class Loads:
         """Begins to load `token_count` tokens, behind those that vLLM has computed, into the pages of the request."""
         now = self._clock()
         end = state.computed_count + token_count
+        planned = state.sources.tokens(state.computed_count, end, state.chunk_size)
         load_state = LoadState(
             request_id=state.request_id,
             lookup_id=state.lookup_id,
@@ -67,13 +70,14 @@ class Loads:
             end=end,
             items=load_items(self._blocks, block_ids, state.computed_count, end),
             chunk_size=state.chunk_size,
-            sync=not state.has_parts and not self._config.enable_async_loading,
+            sync=state.loads_in_step,
             started_at=now,
             deadline=now + state.load_timeout,
             waited_seconds=state.waited_seconds,
             sources=state.sources,
             verify=self._config.verify_loads,
             span=telemetry.follow("lmkv.load", state.traceparent, kind=SpanKind.CLIENT, asked_tokens=token_count),
+            account=state.account if state.account.take(state.computed_count, planned) else None,
         )
         self._load_states[state.request_id] = load_state
         load_state.peer_id = state.peer_id
@@ -93,6 +97,7 @@ class Loads:
         load_state.add_extents(loaded.first_chunk, loaded.extents)
         load_state.peer_id = loaded.peer_instance_id or load_state.peer_id
         if loaded.done:
+            load_state.failure = failure_reason(loaded, load_state.tier_behind)
             load_state.close()
         return True
 
@@ -117,15 +122,18 @@ class Loads:
                 load_state.close()
         return [load for load_state in self._load_states.values() if (load := load_state.take())]
 
-    def handle_result(self, request_id: str, loaded: LoadResult, state: RequestState | None) -> None:
-        """Handles the results of workers; the extents are released when all of them are done."""
+    def handle_result(self, request_id: str, loaded: LoadResult, state: RequestState | None, *, is_alone: bool) -> bool:
+        """Handles the results of workers; the extents are released when all of them are done. Whether all have loaded.
+
+        `is_alone`: whether the engine has no other request, whose steps the load would have waited for.
+        """
         load_state = self._load_states.get(request_id)
         if load_state is None:
-            return
+            return False
         load_state.copied.add(loaded)
         loaded = load_state.copied
         if loaded.rank_count < self._rank_count:
-            return
+            return False
         del self._load_states[request_id]
         complete = load_state.complete and not loaded.failed
         if state:
@@ -135,13 +143,27 @@ class Loads:
             if complete:
                 state.mark_loaded(load_state.items.chunk_count)
             state.end_lookup()
+        if complete and is_alone:
+            self._measure(load_state, loaded)
         self._end(load_state, loaded, complete=complete)
+        return complete
+
+    def _measure(self, load_state: LoadState, loaded: LoadResult) -> None:
+        """Records the time of a load. That of a synchronous one is the workers': its step computes tokens, too."""
+        tokens = load_state.tokens_by_tier(load_state.end - load_state.start)
+        if tokens.get(HANDOFF):
+            return
+        times = self.costs.own if load_state.end - load_state.start == tokens[OWN] else self.costs.fetched
+        seconds = self._clock() - load_state.started_at
+        if load_state.sync:
+            seconds = loaded.seconds + (load_state.waited_seconds if times is self.costs.fetched else 0)
+        times.add(load_state.end - load_state.start, seconds)
 
     def _keys(self, load_state: LoadState, state: RequestState) -> list[ChunkKey]:
         """The keys of what a load was to bring."""
         wanted, spec = load_state.items.wanted, self._blocks.spec
         if spec.has_plain_parts:
-            return state.keys[wanted.start : wanted.stop]
+            return state.hit_keys[wanted.start : wanted.stop]
         return spec.item_keys(spec.items(load_state.items.chunk_count)[wanted.start :], state.keys)
 
     def finished(self, state: RequestState) -> bool:
@@ -156,6 +178,11 @@ class Loads:
         """Ends the wait for chunks: the node is lost. Copies that the workers were given are still made."""
         for load_state in self._load_states.values():
             load_state.node_lost()
+
+    def discard(self) -> None:
+        """Fails all loads: what they bring is of no use any more."""
+        for load_state in self._load_states.values():
+            load_state.discard()
 
     def _end(self, load_state: LoadState, loaded: LoadResult, *, complete: bool) -> None:
         """Releases the extents, and counts the load."""
@@ -172,6 +199,8 @@ class Loads:
         self._counters.add("loaded_bytes", loaded.size_bytes)
         self._counters.add("load_seconds", seconds)
         brought = load_state.tokens_by_tier(tokens)
+        if load_state.account and not complete:
+            load_state.account.correct(dict(brought), load_state.failure)
         del brought[OWN]
         for tier, count in brought.items():
             self._counters.add(tier_tokens(tier), count)

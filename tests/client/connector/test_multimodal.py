@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lmkv_client.connector.scheduler.multimodal import multimodal_extras
+from lmkv_client.connector.multimodal import multimodal_extras
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK
 

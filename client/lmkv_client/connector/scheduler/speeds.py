@@ -1,0 +1,110 @@
+"""Measured speeds: how fast the engine computes prompts, how long loads take, and which is faster. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+KEPT = 0.8
+"""What of the earlier loads, or steps, stays with each new one."""
+DOUBT = 0.9
+"""What stays of the expected time with each load that is refused: it is measured again some time."""
+MAX_STEPS = 8
+"""Most planned steps that have not ended; vLLM plans one or two ahead."""
+
+
+class PrefillRate:
+    """Tokens per second, averaged over steps of at least `least_tokens`: small ones only wait for weights.
+
+    A step lasts from its plan, or the end of the one before it, to its end. Times are on any one clock, in seconds.
+    """
+
+    def __init__(self, least_tokens: int) -> None:
+        self._least_tokens = least_tokens
+        self._planned: deque[tuple[float, int]] = deque(maxlen=MAX_STEPS)
+        self._ended_at = float("-inf")
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    @property
+    def tokens_per_second(self) -> int:
+        """The average; 0 if nothing has been measured."""
+        return round(self._tokens / self._seconds) if self._seconds else 0
+
+    def planned(self, token_count: int, now: float) -> None:
+        """Records the plan of a step."""
+        if token_count:
+            self._planned.append((now, token_count))
+
+    def ended(self, now: float) -> None:
+        """Records the end of the oldest planned step. Steps without tokens are never planned."""
+        if not self._planned:
+            return
+        planned_at, token_count = self._planned.popleft()
+        seconds = now - max(planned_at, self._ended_at)
+        self._ended_at = now
+        if token_count >= self._least_tokens and seconds > 0:
+            self._tokens = KEPT * self._tokens + token_count
+            self._seconds = KEPT * self._seconds + seconds
+
+
+class LoadTimes:
+    """The time of a load: a part that every load takes, and one for each token, fitted to the measured loads.
+
+    Loads of one size say nothing about the first part: it is taken for zero, so that smaller ones are tried.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._squared_tokens = 0.0
+        self._products = 0.0
+
+    def add(self, token_count: int, seconds: float) -> None:
+        """Records a load that has ended."""
+        self._count = KEPT * self._count + 1
+        self._tokens = KEPT * self._tokens + token_count
+        self._seconds = KEPT * self._seconds + seconds
+        self._squared_tokens = KEPT * self._squared_tokens + token_count**2
+        self._products = KEPT * self._products + token_count * seconds
+
+    def refused(self) -> None:
+        """Records that a load was not made because of its expected time."""
+        self._seconds *= DOUBT
+        self._products *= DOUBT
+
+    def seconds(self, token_count: int) -> float:
+        """The expected time of a load; 0 if none has been measured, or nothing is loaded."""
+        if not self._tokens or not token_count:
+            return 0.0
+        mean = self._seconds / self._tokens
+        spread = self._count * self._squared_tokens - self._tokens**2
+        slope = mean
+        if spread > 1e-6 * self._tokens**2:
+            slope = (self._count * self._products - self._tokens * self._seconds) / spread
+            slope = min(max(slope, 0.0), mean)
+        fixed = (self._seconds - slope * self._tokens) / self._count
+        return fixed + slope * token_count
+
+
+class LoadCosts:
+    """Chooses what to load of a hit: its first tokens are in the own pool, the others must be fetched first."""
+
+    def __init__(self) -> None:
+        self.own = LoadTimes()
+        self.fetched = LoadTimes()
+
+    def choose(self, own_count: int, fetched_count: int, tokens_per_second: int) -> int:
+        """Tokens to load: all, those in the own pool, or none, whichever is expected to be over first with the rest
+        computed. All, while the rate of computing is not known."""
+        total = own_count + fetched_count
+        if not tokens_per_second:
+            return total
+        own_seconds = self.own.seconds(own_count)
+        if fetched_count and self.fetched.seconds(total) > own_seconds + fetched_count / tokens_per_second:
+            self.fetched.refused()
+            total = own_count
+        if total == own_count and own_seconds > own_count / tokens_per_second:
+            self.own.refused()
+            return 0
+        return total

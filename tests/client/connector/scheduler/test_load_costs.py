@@ -1,0 +1,86 @@
+"""How long loads take, measured by their size, and what is loaded because of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmkv_client.connector.scheduler.speeds import LoadCosts, LoadTimes
+
+RATE = 1000
+"""Tokens that are computed per second."""
+
+
+def times_of(*loads: tuple[int, float]) -> LoadTimes:
+    times = LoadTimes()
+    for token_count, seconds in loads:
+        times.add(token_count, seconds)
+    return times
+
+
+def test_nothing_is_expected_before_a_load_was_measured() -> None:
+    assert LoadTimes().seconds(100) == 0
+
+
+def test_no_tokens_take_no_time() -> None:
+    assert times_of((100, 1.0)).seconds(0) == 0
+
+
+def test_loads_of_one_size_are_taken_for_proportional() -> None:
+    times = times_of(*[(1000, 2.0)] * 5)
+    assert times.seconds(500) == pytest.approx(1.0)
+    assert times.seconds(2000) == pytest.approx(4.0)
+
+
+def test_the_part_that_every_load_takes_is_found_from_loads_of_two_sizes() -> None:
+    times = times_of(*[(size, 0.5 + 0.001 * size) for size in (100, 1000, 400, 100)])
+    for size in (1, 100, 10_000):
+        assert times.seconds(size) == pytest.approx(0.5 + 0.001 * size)
+
+
+def test_a_larger_load_that_was_faster_does_not_make_times_negative() -> None:
+    times = times_of((100, 1.0), (1000, 0.1))
+    assert 0 < times.seconds(1) == times.seconds(100_000) < 1
+
+
+def test_the_expectation_follows_what_comes() -> None:
+    times = times_of(*[(100, 9.0)] * 5, *[(100, 1.0)] * 50)
+    assert times.seconds(100) == pytest.approx(1.0, rel=0.01)
+
+
+def test_each_refusal_lowers_the_expectation_until_a_load_is_tried() -> None:
+    costs = LoadCosts()
+    for token_count in (100, 1000):
+        costs.own.add(token_count, 2.0)
+    chosen = [costs.choose(100, 0, RATE) for _ in range(60)]
+    assert chosen[0] == 0
+    assert chosen[-1] == 100
+    assert chosen == sorted(chosen)
+
+
+@pytest.mark.parametrize(
+    ("own", "fetched", "own_fixed", "fetched_fixed", "chosen"),
+    [
+        (500, 0, 0.4, 0.0, 500),
+        (500, 0, 0.6, 0.0, 0),
+        (500, 500, 0.1, 0.5, 1000),
+        (500, 500, 0.1, 0.7, 500),  # 0.1 s for the own ones, 0.5 s to compute the others
+        (500, 500, 0.6, 0.7, 1000),
+        (500, 100, 0.6, 0.8, 0),
+        (0, 500, 0.0, 0.6, 0),
+        (0, 500, 0.6, 0.4, 500),
+    ],
+)
+def test_what_is_expected_to_be_over_first_is_chosen(
+    own: int, fetched: int, own_fixed: float, fetched_fixed: float, chosen: int
+) -> None:
+    costs = LoadCosts()
+    for times, seconds in ((costs.own, own_fixed), (costs.fetched, fetched_fixed)):
+        for token_count in (10, 10_000):
+            times.add(token_count, seconds)
+    assert costs.choose(own, fetched, RATE) == chosen
+
+
+def test_everything_is_loaded_while_the_rate_of_computing_is_unknown() -> None:
+    costs = LoadCosts()
+    costs.own.add(100, 100.0)
+    assert costs.choose(100, 50, 0) == 150
