@@ -22,11 +22,18 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
+from lmkv.errors import BadSelection
+from lmkv.hints import HintAction
 from lmkv.rpc.endpoints import PLAINTEXT
+from lmkv.rpc.hint_messages import ACTIONS
 from lmkv.tiers import parse_position
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     DrainRequest,
+    ExplainRequest,
+    ExplainResponse,
+    HintRequest,
+    HintResponse,
     ListPinsRequest,
     LookupRequest,
     LookupResponse,
@@ -41,6 +48,9 @@ from lmkv_client.connection import RETRY_TIMEOUT_SECONDS, CoordinatorConnection,
 from lmkv_client.lookup_stream import LookupStream
 from lmkv_client.operation import ClearOperation, DrainOperation, MoveOperation, Operation
 from lmkv_client.watch import LayoutUpdate, watch
+
+MAX_DURATION_SECONDS = 315_576_000_000
+"""Longest `Duration`; instances grant far less."""
 
 
 class Coordinator:
@@ -87,6 +97,18 @@ class Coordinator:
         Raises `BadTokens`, `BadChunkKey`, `ModelAmbiguous`, `ModelNotFound`.
         """
         return await self._connections.call(lambda to: to.cache.Lookup, make_request(LookupRequest, tokens, chunks))
+
+    async def explain(
+        self, tokens: Sequence[int] = (), *, instance_id: str = "", request_id: str = "", **chunks: Unpack[Chunks]
+    ) -> ExplainResponse:
+        """For each instance, or one: where the parts of a prompt are, and why others are not there.
+
+        With a `request_id` and no chunks: what engines have reported of recent requests whose ids contain it.
+
+        Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`.
+        """
+        request = make_request(ExplainRequest, tokens, chunks, instance_id=instance_id, request_id=request_id)
+        return await self._connections.call(lambda to: to.cache.Explain, request)
 
     def lookup_stream(self) -> LookupStream:
         """A stream for many lookups, which cost less than unary calls. An async context manager."""
@@ -164,6 +186,44 @@ class Coordinator:
         """All active pins, ordered by id."""
         return await self._connections.pages(lambda to: to.cache.ListPins, ListPinsRequest, "pins")
 
+    async def hint(
+        self,
+        action: HintAction | str,
+        tokens: Sequence[int] = (),
+        *,
+        instance: str,
+        ttl_seconds: float | None = None,
+        priority: int = 0,
+        request_id: str = "",
+        **chunks: Unpack[Chunks],
+    ) -> HintResponse:
+        """Asks an instance to share, prefetch, pin, retain, demote or evict chunks; the response has the outcome.
+
+        What the instance cannot do is an outcome and not an error. Raises what `lookup` raises, `InstanceNotFound`,
+        `KvSpecMismatch`, `BadSelection`, `Full`.
+        """
+        try:
+            number = ACTIONS[HintAction(action)]
+        except ValueError:
+            raise BadSelection(
+                f"action {action!r} is unknown; known are {', '.join(HintAction)}", field="action"
+            ) from None
+        ttl = None
+        if ttl_seconds is not None:
+            ttl = Duration()
+            ttl.FromNanoseconds(round(min(ttl_seconds, MAX_DURATION_SECONDS) * 1e9))
+        request = make_request(
+            HintRequest,
+            tokens,
+            chunks,
+            instance_id=instance,
+            action=number,
+            ttl=ttl,
+            priority=priority,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        return await self._connections.call(lambda to: to.cache.Hint, request)
+
     async def clear(
         self,
         tokens: Sequence[int] = (),
@@ -171,14 +231,16 @@ class Coordinator:
         instance_id: str = "",
         tier: Tier.ValueType = TIER_UNSPECIFIED,
         everything: bool = False,
+        weight_version: str = "",
+        kept_weight_version: str = "",
         dry_run: bool = False,
         request_id: str = "",
         **chunks: Unpack[Chunks],
     ) -> ClearOperation:
         """Starts an operation: instances drop the named chunks, those of a model, or all. Pinned chunks stay.
 
-        `dry_run` only reports what would be dropped. Raises what `lookup` raises, `InstanceNotFound`,
-        `BadSelection`, `Full`.
+        Of a model only those of one version of its weights, or of all but one, if that is named. `dry_run` only
+        reports what would be dropped. Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`, `Full`.
         """
         request = make_request(
             ClearRequest,
@@ -187,6 +249,8 @@ class Coordinator:
             instance_id=instance_id,
             tier=tier,
             all=everything,
+            weight_version=weight_version,
+            kept_weight_version=kept_weight_version,
             dry_run=dry_run,
             request_id=request_id or str(uuid.uuid4()),
         )

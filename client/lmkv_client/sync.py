@@ -58,19 +58,18 @@ class _LoopThread:
 
         Raises `RuntimeError` if the thread is closed, before or during the call.
         """
-        future: Future[T] | None = None
+        result: Future[T] = Future()  # made before the work starts: an interrupt at any point finds it
         try:
             with self._lock:
                 if self.closed:
                     work.close()
                     raise RuntimeError("this coordinator was closed; create another one")
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            return future.result()
+                self._loop.call_soon_threadsafe(_start, work, result)
+            return result.result()
         except CancelledError:
             raise RuntimeError("this coordinator was closed during the call") from None
         except BaseException:
-            if future:
-                future.cancel()
+            result.cancel()
             raise
 
     def close(self) -> None:
@@ -83,6 +82,32 @@ class _LoopThread:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             raise LmkvError(f"the client's event loop did not stop within {CLOSE_SECONDS:.0f} s")
+
+
+def _start(work: Coroutine[Any, Any, T], result: Future[T]) -> None:
+    """Runs `work` as a task of this thread's loop and passes its outcome to `result`.
+
+    A cancelled `result` cancels the task, also before it started.
+    """
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+
+    def pass_on(done: asyncio.Task[T]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if done.cancelled():
+            result.cancel()
+        elif result.set_running_or_notify_cancel():
+            if error:
+                result.set_exception(error)
+            else:
+                result.set_result(done.result())
+
+    def cancel(future: Future[T]) -> None:
+        if future.cancelled() and not task.done():
+            loop.call_soon_threadsafe(task.cancel)
+
+    task.add_done_callback(pass_on)
+    result.add_done_callback(cancel)
 
 
 def _run_loop(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
@@ -235,10 +260,12 @@ class Coordinator(_SyncWrapper[aio.Coordinator]):
         return LookupStream(self._thread, self._inner.lookup_stream())
 
     lookup = _blocking(aio.Coordinator.lookup)
+    explain = _blocking(aio.Coordinator.explain)
     move = _wrapping(aio.Coordinator.move, Operation[MoveProgress, MoveResult])
     copy = _wrapping(aio.Coordinator.copy, Operation[MoveProgress, MoveResult])
     pin = _blocking(aio.Coordinator.pin)
     unpin = _blocking(aio.Coordinator.unpin)
+    hint = _blocking(aio.Coordinator.hint)
     pins = _blocking(aio.Coordinator.pins)
     clear = _wrapping(aio.Coordinator.clear, Operation[ClearProgress, ClearResult])
     drain = _wrapping(aio.Coordinator.drain, Operation[DrainProgress, DrainResult])

@@ -100,6 +100,37 @@ async def test_chunks_are_looked_up_copied_pinned_moved_and_cleared_by_the_comma
     assert [line.split()[0].partition("-")[0] for line in operations] == ["clear", "move", "copy"]
 
 
+@pytest.mark.usefixtures("stored")
+async def test_the_command_line_explains_where_a_prompt_is_and_why_it_is_gone(
+    run_command: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = ",".join(map(str, [*TOKENS, 1, 2, 3]))
+
+    async def explained() -> dict[str, list[tuple[str, str, int]]]:
+        assert await run_command("explain", "--tokens", tokens, "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        return {
+            one["instance_id"]: [
+                (span["tier"], span["reason"].removeprefix("MISS_REASON_"), span["token_count"])
+                for span in one["explanation"]["spans"]
+            ]
+            for one in answer["explanations"]
+        }
+
+    before = await explained()
+    assert before["node-1"] == [("own", "UNSPECIFIED", len(TOKENS)), ("", "NEVER_STORED", 3)]
+    assert before["node-2"] == [("peers", "UNSPECIFIED", len(TOKENS)), ("", "NEVER_STORED", 3)]
+    assert await run_command("clear", "--instance", "node-1", "--tokens", tokens) == 0
+    capsys.readouterr()
+    after = await explained()
+    assert after["node-1"] == [("own", "DROPPED", len(TOKENS) + 3)]
+    assert after["node-2"] == [("", "NEVER_STORED", len(TOKENS) + 3)]
+    assert await run_command("explain", "--tokens", tokens, "--instance", "node-1") == 0
+    shown = capsys.readouterr().out
+    assert "dropped (own)" in shown
+    assert " ago " in shown
+
+
 async def test_the_command_line_finds_grpc_behind_the_http_port(
     tmp_path: Path, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:

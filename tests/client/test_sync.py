@@ -7,6 +7,7 @@ import inspect
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -139,6 +140,32 @@ def test_an_interrupted_wait_cancels_the_call() -> None:
         with pytest.raises(KeyboardInterrupt):
             coordinator._thread.run(wait_for_ever())
         interrupter.join(10)
+        assert ended.wait(10)
+
+
+def test_an_interrupt_while_the_call_is_submitted_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop has the work, and the caller does not know it yet."""
+    with sync.Coordinator("127.0.0.1:1") as coordinator:
+        loop = coordinator._thread._loop
+        submit = loop.call_soon_threadsafe
+        begun, ended = threading.Event(), threading.Event()
+
+        async def wait_for_ever() -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        def submit_and_interrupt(*args: Any) -> None:
+            monkeypatch.undo()
+            submit(*args)
+            assert begun.wait(10)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", submit_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator._thread.run(wait_for_ever())
         assert ended.wait(10)
 
 

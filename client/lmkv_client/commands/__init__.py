@@ -24,8 +24,8 @@ from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.units import format_bytes, parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv.v1.registry_service_pb2 import TierUsage
-from lmkv_client.commands.http_port import find_grpc
 from lmkv_client.coordinator import Coordinator
+from lmkv_client.http_port import find_grpc
 
 Response = TypeVar("Response")
 
@@ -44,15 +44,23 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON with the field names of the API")
 
 
-def call(args: argparse.Namespace, request: Callable[[Coordinator], Awaitable[Response]]) -> Response:
-    """The coordinator's response. Raises its errors, and `Unreachable` with the fix if it does not respond."""
+def call(
+    args: argparse.Namespace,
+    request: Callable[[Coordinator], Awaitable[Response]],
+    *,
+    instance_flag: str = "INSTANCE",
+) -> Response:
+    """The coordinator's response. Raises its errors, and `Unreachable` with the fix if it does not respond.
+
+    `instance_flag` is the flag that names an instance, for errors.
+    """
     config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
     for notice in config.notices:
         print(f"lmkv: notice: {notice}", file=sys.stderr)
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
     try:
-        return _call_at(addresses, config.credentials, request)
+        return _call_at(addresses, config.credentials, request, instance_flag)
     except Unreachable as error:
         if error.metadata.get("address") not in addresses:  # the coordinator could not reach an instance
             raise
@@ -65,11 +73,14 @@ def call(args: argparse.Namespace, request: Callable[[Coordinator], Awaitable[Re
             ) from error
     notice = f"{', '.join(addresses)} is an HTTP port; using the coordinator's gRPC port, {', '.join(behind)}"
     print(f"lmkv: notice: {notice}", file=sys.stderr)
-    return _call_at(behind, config.credentials, request)
+    return _call_at(behind, config.credentials, request, instance_flag)
 
 
 def _call_at(
-    addresses: Sequence[str], credentials: Credentials, request: Callable[[Coordinator], Awaitable[Response]]
+    addresses: Sequence[str],
+    credentials: Credentials,
+    request: Callable[[Coordinator], Awaitable[Response]],
+    instance_flag: str,
 ) -> Response:
     async def connect_and_call() -> Response:
         async with Coordinator(*addresses, credentials=credentials) as coordinator:
@@ -80,7 +91,7 @@ def _call_at(
     except Unreachable:
         raise
     except LmkvError as error:
-        raise in_flags(error) from None
+        raise in_flags(error, instance_flag) from None
 
 
 FLAGS = {
@@ -88,17 +99,17 @@ FLAGS = {
     "new_position": "--to",
     "position": "--at",
     "destination_instance_ids": "--to",
-    "instance_id": "INSTANCE",
 }
 """Flags by request field, replaced at the start of an error message."""
 ANYWHERE = {"model_name": "--model", "lora_name": "--lora", "cache_salt": "--cache-salt", "chunk_keys": "--keys"}
 """Flags by request field, replaced anywhere in an error message."""
 
 
-def in_flags(error: LmkvError) -> LmkvError:
+def in_flags(error: LmkvError, instance_flag: str) -> LmkvError:
     """The error with the names of flags in place of request fields."""
     field, colon, rest = str(error).partition(":")
-    text = f"{FLAGS[field]}{colon}{rest}" if field in FLAGS else str(error)
+    flags = {**FLAGS, "instance_id": instance_flag}
+    text = f"{flags[field]}{colon}{rest}" if field in flags else str(error)
     text = re.sub(rf"\b({'|'.join(ANYWHERE)})\b", lambda found: ANYWHERE[found[0]], text)
     return error if text == str(error) else type(error)(text, **error.metadata)
 

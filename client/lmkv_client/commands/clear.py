@@ -26,6 +26,8 @@ from lmkv_client.commands.following import (
 EXAMPLES = f"""\
   lmkv clear --tokens 128000,849,21435,279              one prompt, wherever it is
   lmkv clear --model llama --dry-run                    how much of a model there is
+  lmkv clear --model llama --weight-version 41          what old weights have computed
+  lmkv clear --model llama --keep-weight-version 42     what all other weights have computed
   lmkv clear --all --instance lmkv-1 --tier disk        one tier of one instance
   lmkv clear --all --yes                                everything, without asking
 
@@ -42,6 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tier", metavar="TIER", type=read_tier, default=TIER_UNSPECIFIED, help="only this tier (default: all)"
     )
     add_chunk_arguments(parser, required=False)
+    versions = parser.add_mutually_exclusive_group()
+    versions.add_argument(
+        "--weight-version", metavar="VERSION", default="", help="with --model: only this version of the weights"
+    )
+    versions.add_argument(
+        "--keep-weight-version",
+        metavar="VERSION",
+        default="",
+        help="with --model: all versions of the weights but this one",
+    )
     parser.add_argument("--all", action="store_true", help="all chunks, of any model")
     parser.add_argument("--dry-run", action="store_true", help="only report what would be dropped")
     parser.add_argument(
@@ -60,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if not (names_chunks(args) or args.model or args.all):
         raise ConfigError("nothing is selected: name a prompt with --tokens, a model with --model, or --all")
+    if (args.weight_version or args.keep_weight_version) and (names_chunks(args) or not args.model):
+        raise ConfigError("a version of the weights is of a model: add --model, and name no prompt")
     tokens, chunks = read_chunks(args)
     is_broad = args.all or not names_chunks(args)
     asks_first = is_broad and not (args.yes or args.dry_run)
@@ -76,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
             instance_id=args.instance,
             tier=args.tier,
             everything=args.all,
+            weight_version=args.weight_version,
+            kept_weight_version=args.keep_weight_version,
             **chunks,
         )
         if asks_first:

@@ -14,7 +14,9 @@ from lmkv.config import (
     ConnectorConfig,
     CoordinatorConfig,
     NodeConfig,
+    PickerConfig,
     ProxyConfig,
+    WebhookConfig,
     keys,
     lmcache,
     load,
@@ -27,6 +29,8 @@ PROCESSES: Mapping[str, type[Config]] = {
     "node": NodeConfig,
     "coordinator": CoordinatorConfig,
     "proxy": ProxyConfig,
+    "picker": PickerConfig,
+    "webhook": WebhookConfig,
     "client": ClientConfig,
 }
 

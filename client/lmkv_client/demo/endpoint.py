@@ -1,9 +1,10 @@
-"""A client of an OpenAI API on this host, of an engine or the proxy: for the demo, the tests and the benchmarks."""
+"""A client of an OpenAI API, of an engine or the proxy: for the demo, the tests and the benchmarks."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,10 +18,24 @@ REQUEST_TIMEOUT_SECONDS = 300.0
 class Endpoint:
     """A synchronous client of one server. Thread-safe: each request has its own connection."""
 
-    def __init__(self, name: str, port: int, model_name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        model_name: str,
+        host: str = "127.0.0.1",
+        *,
+        tls: ssl.SSLContext | None = None,
+        token: str = "",
+    ) -> None:
+        """`tls` is for HTTPS; None: plain HTTP. `token` is shown with each request."""
         self.name = name
+        self.host = host
         self.port = port
         self.model_name = model_name
+        self._tls = tls
+        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        """Sent with each request."""
 
     def complete(
         self,
@@ -132,11 +147,11 @@ class Endpoint:
     def _events(self, body: dict[str, Any], timeout_seconds: float) -> Iterator[tuple[dict[str, Any], float]]:
         """Events of a streamed completion, with seconds since the request was sent."""
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
+        connection = self._connection(timeout_seconds)
         begin = time.perf_counter()
         finished = False
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", json.dumps(body), self.headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise self._refused("/v1/completions", response.status, response.read())
@@ -150,29 +165,32 @@ class Endpoint:
                         raise self._refused("/v1/completions", 200, line)
                     yield event, seconds
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.name} did not respond: {error!r}", address=f"127.0.0.1:{self.port}") from error
+            raise Unreachable(f"{self.name} did not respond: {error!r}", address=f"{self.host}:{self.port}") from error
         finally:
             connection.close()
         if not finished:
-            raise Unreachable(f"{self.name} ended its response early", address=f"127.0.0.1:{self.port}")
+            raise Unreachable(f"{self.name} ended its response early", address=f"{self.host}:{self.port}")
 
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None, timeout_seconds: float = 30.0
     ) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_seconds)
+        connection = self._connection(timeout_seconds)
         try:
-            connection.request(
-                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
-            )
+            connection.request(method, path, None if body is None else json.dumps(body), self.headers)
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.name} did not respond: {error!r}", address=f"127.0.0.1:{self.port}") from error
+            raise Unreachable(f"{self.name} did not respond: {error!r}", address=f"{self.host}:{self.port}") from error
         finally:
             connection.close()
         if response.status != 200:
             raise self._refused(path, response.status, answer)
         return answer
+
+    def _connection(self, timeout_seconds: float) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_seconds)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_seconds, context=self._tls)
 
     def _refused(self, path: str, status: int, answer: bytes) -> LmkvError:
         return LmkvError(

@@ -106,6 +106,8 @@ async def test_nothing_at_all_is_exit_code_1(fleet: Fleet, run_command: RunComma
         (["move", "--from", "a", "--to", "a", "--tokens", "1"], "the same"),
         (["move", "--from", "a", "--to", "b/disk", "--tokens", "1"], "TIER_DISK"),
         (["pin", "--at", "nowhere", "--tokens", "1"], "error: --at: instance 'nowhere'"),
+        (["hint", "evict", "--at", "nowhere", "--tokens", "1"], "--at: instance 'nowhere'"),
+        (["hint", "retain", "--at", "a", "--priority", "101", "--tokens", "1"], "priority 101"),
         (["clear", "--instance", "nowhere", "--all", "--yes"], "nowhere"),
         (["ops", "show", "move-nowhere"], "there is no operation 'move-nowhere'"),
         (["watch", "--model", "qwen"], "no instance serves 'qwen'; served are: llama"),
@@ -134,11 +136,14 @@ async def test_refusals_are_one_line(
         (["pin", "--at", "a", "--tokens", "1", "--ttl", "soon"], "must be a time above 0, such as 30 (seconds) or 10m"),
         (["clear"], "nothing is selected: name a prompt with --tokens, a model with --model, or --all"),
         (["clear", "--instance", "a"], "nothing is selected"),
+        (["clear", "--all", "--weight-version", "1"], "a version of the weights is of a model"),
         (["clear", "--all", "--tier", "attic"], "'attic' is no tier"),
         (["ops", "wait"], "`lmkv ops wait` needs the ID of an operation; `lmkv ops` lists them"),
         (["ops", "list", "move-1"], "`lmkv ops list` takes no ID; `lmkv ops show move-1` shows one"),
         (["ops", "stop", "move-1"], "invalid choice: 'stop'"),
         (["unpin"], "the following arguments are required: PIN"),
+        (["hint", "dance", "--at", "a", "--tokens", "1"], "invalid choice: 'dance'"),
+        (["hint", "pin", "--at", "a", "--tokens", "1", "--ttl", "-1"], "must be a time above 0"),
     ],
 )
 async def test_bad_usage_is_one_line(argv: list[str], message: str, run_command: RunCommand, capsys: Capture) -> None:
@@ -184,6 +189,17 @@ async def test_pins_are_set_listed_and_ended(fleet: Fleet, run_command: RunComma
     assert json.loads(capsys.readouterr().out)["pin"]["chunk_count"] == 3
     assert await run_command("pins", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["pins"]) == 1
+
+
+async def test_hints_say_how_they_ended(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
+    assert await run_command("hint", "retain", "--at", "a", "--ttl", "10m", "--tokens", TOKENS) == 0
+    assert capsys.readouterr().out == "retain on a: accepted, 3 chunks for 10 m 0 s\n"
+    assert await run_command("hint", "pin", "--at", "a", "--tokens", TOKENS, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["result"]["outcome"] == "HINT_OUTCOME_ACCEPTED"
+    assert answer["pin_id"].startswith("a/")
+    assert await run_command("hint", "evict", "--at", "b", "--tokens", TOKENS) == 1
+    assert capsys.readouterr().out == "evict on b: missing, 0 chunks\n"
 
 
 async def test_pinned_chunks_outlive_a_clear(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:

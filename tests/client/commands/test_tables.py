@@ -17,10 +17,26 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 import lmkv_client.commands
-from lmkv.v1.cache_service_pb2 import DrainProgress, Holder, LookupResponse, MoveProgress, TierRun
-from lmkv.v1.chunk_pb2 import TIER_HOST, KvSpec, PinnedChunks, Position
+from lmkv.v1.cache_service_pb2 import (
+    DrainProgress,
+    ExplainResponse,
+    Holder,
+    InstanceExplanation,
+    LookupResponse,
+    MoveProgress,
+    TierRun,
+)
+from lmkv.v1.chunk_pb2 import (
+    TIER_HOST,
+    KvSpec,
+    PinnedChunks,
+    Position,
+    PromptExplanation,
+    PromptSpan,
+    RequestReport,
+)
 from lmkv.v1.registry_service_pb2 import Instance, InstanceStats, TierUsage
-from lmkv_client.commands import instances, lookup, ops, pin, top
+from lmkv_client.commands import explain, instances, lookup, ops, pin, top
 from lmkv_client.commands.tables import Number, align, shorten
 from lmkv_client.operation import OperationState
 
@@ -91,7 +107,17 @@ PINS = [
     PinnedChunks(pin_id=f"p{count}", chunk_count=count, token_count=16 * count, expire_time=moment(count))
     for count in (7, 12_345)
 ]
+SPANS = [PromptSpan(tier="own", token_count=512), PromptSpan(tier="disk", token_count=12_345)]
+EXPLANATIONS = ExplainResponse(
+    explanations=[
+        InstanceExplanation(
+            instance_id="lmkv-1", explanation=PromptExplanation(spans=SPANS, requests=[RequestReport(spans=SPANS)])
+        )
+    ]
+)
 TABLES: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
+    (explain.PROMPT_COLUMNS, list(explain.prompt_rows(EXPLANATIONS, NOW))),
+    (explain.REQUEST_COLUMNS, list(explain.request_rows(EXPLANATIONS, NOW))),
     (instances.COLUMNS, [instances.row(one) for one in (*frame().instances, Instance(instance_id="one"))]),
     (lookup.COLUMNS, lookup.rows(HOLDERS)),
     (ops.COLUMNS, frame().operation_rows()),

@@ -17,7 +17,7 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv_client.demo.command import command
-from lmkv_client.demo.process import pids_with_environment
+from lmkv_client.demo.process import ServerProcess, launch, pids_with_environment
 
 ENGINE = "vllm.entrypoints.openai.api_server"
 
@@ -51,6 +51,7 @@ def test_a_coordinator_that_cannot_start_is_one_line_with_the_path_of_the_logs(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(ServerProcess, "launch", staticmethod(launch))  # a forked process reads no `sitecustomize`
     assert run("--model-size", "tiny", "--keep-logs", str(tmp_path / "logs")) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("lmkv demo: coordinator exited before it was ready: PortError: taken; the logs are in ")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from lmkv.config import NodeConfig
-from lmkv.remote_url import parse_remote_url
+from lmkv.config.remote_url import parse_remote_url
 from lmkv_client.commands.doctor.finding import Finding, fail, ok
 
 CONNECT_SECONDS = 3.0

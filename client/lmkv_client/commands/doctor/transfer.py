@@ -19,6 +19,7 @@ from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.pool.pool import Pool
 from lmkv.transfer import ChannelEnd, names_of, open_channel
+from lmkv.transfer.links import find_links, missing_link
 from lmkv.units import format_duration
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 
@@ -32,10 +33,13 @@ def check_transfer(config: NodeConfig) -> Iterator[Finding]:
     if not config.enable_p2p:
         yield ok("transfer", "not needed: enable_p2p is false")
         return
-    names = names_of(config.transfer_channel)
+    links = find_links()
+    names = names_of(config.transfer_channel, links)
     for name in names:
         finding = _check(name, config.nixl_backends)
         others = [other for other in names if other != name]
+        if finding.level == "ok" and others and (missing := missing_link(name, links)):
+            finding = ok("transfer", f"{finding.text}; the last resort, because this host has no {missing}")
         if finding.level == "fail" and others:
             finding = warn("transfer", f"{finding.text}; without it chunks are transferred by {' or '.join(others)}")
         yield finding

@@ -14,10 +14,11 @@ import trustme
 
 from lmkv import cli
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.transfer.links import RDMA
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor import fleet as fleet_checks
-from lmkv_client.commands.doctor import host
+from lmkv_client.commands.doctor import host, transfer
 from lmkv_client.commands.doctor.certificates import check_tls
 from lmkv_client.commands.doctor.finding import Finding
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
@@ -152,15 +153,20 @@ def test_this_host_makes_the_golden_keys(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- Transfer ----------------------------------------------------------------------------------------------------
 
 
-def test_every_channel_that_may_be_chosen_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_rdma", [True, False])
+def test_every_channel_that_may_be_chosen_starts(has_rdma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(transfer, "find_links", lambda: {RDMA} if has_rdma else set())
     findings = list(check_transfer(NodeConfig()))
     assert [finding.level for finding in findings] == ["ok"] * 3, findings
-    starts = ("shm started in ", "nixl with UCX, UCX_TLS=tcp started in ", "tcp started in ")
-    assert all(finding.text.startswith(start) for finding, start in zip(findings, starts, strict=True))
+    nixl = findings.pop(1 if has_rdma else 2).text
+    assert nixl.startswith("nixl with UCX, UCX_TLS=tcp started in ")
+    assert nixl.endswith("; the last resort, because this host has no RDMA device") is not has_rdma
+    assert [finding.text.rpartition(" in ")[0] for finding in findings] == ["shm started", "tcp started"]
 
 
-def test_what_does_not_start_is_no_failure_where_others_do() -> None:
+def test_what_does_not_start_is_no_failure_where_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "find_links", lambda: {RDMA})
     _, nixl, _ = check_transfer(NodeConfig(nixl_backends=("NONE",)))
     assert nixl.level == "warn"
     assert nixl.text.endswith("; without it chunks are transferred by shm or tcp")

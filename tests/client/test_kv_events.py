@@ -1,0 +1,410 @@
+"""The layout map as vLLM's KV events: an index built from events alone equals the map, whatever a consumer missed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own, at import
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+from lmkv.keys import ChunkKey, join_keys
+from lmkv.v1.cache_service_pb2 import LayoutChange
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
+from lmkv_client import Coordinator as Client
+from lmkv_client import kv_event_publisher
+from lmkv_client.kv_event_publisher import END, EventPublisher, read_replay
+from lmkv_client.kv_events import BATCH_EVENTS, HEARTBEAT_SECONDS, MEDIA, LayoutEvents, Model, PublishedBatch
+from lmkv_client.watch import LayoutUpdate
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.node import Node
+from tests.client.conftest import RunCommand
+from tests.server.node.cases import chunk_key, small_spec
+from tests.server.node.engine_client import EngineClient
+from tests.server.node.node_parts import node_config
+from tests.waiting import eventually, until
+
+SPEC = small_spec()
+FINGERPRINT = SPEC.fingerprint
+CAPACITY = 30
+Index = set[tuple[str, str | None, bytes]]
+"""What is held: topic, medium and key."""
+
+batch_decoder = msgspec.msgpack.Decoder(KVEventBatch)
+
+
+class Consumer:
+    """An index built from batches, as a router keeps one. Batches are decoded by vLLM's own classes."""
+
+    def __init__(self) -> None:
+        self.index: Index = set()
+        self.last: dict[str, int] = {}
+        """The number of the last batch by topic."""
+        self.cleared_count = 0
+
+    def apply(self, batch: PublishedBatch) -> None:
+        """Applies a batch that is the next one, or that a replay has."""
+        topic = batch.topic
+        if batch.sequence <= self.last.get(topic, -1):
+            return
+        self.last[topic] = batch.sequence
+        decoded = batch_decoder.decode(batch.payload)
+        assert decoded.data_parallel_rank == 0
+        for event in decoded.events:
+            match event:
+                case AllBlocksCleared():
+                    self.index = {one for one in self.index if one[0] != topic}
+                    self.cleared_count += 1
+                case BlockStored(block_hashes=hashes, medium=medium):
+                    assert (event.token_ids, event.parent_block_hash) == ([], None)
+                    self.index |= {(topic, medium, hash_) for hash_ in hashes if isinstance(hash_, bytes)}
+                case BlockRemoved(block_hashes=hashes, medium=medium):
+                    self.index -= {(topic, medium, hash_) for hash_ in hashes if isinstance(hash_, bytes)}
+
+    def lacks(self, batch: PublishedBatch) -> bool:
+        """Whether batches before this one were missed."""
+        return batch.sequence > self.last.get(batch.topic, -1) + 1
+
+
+class Subscriber(Consumer):
+    """A consumer at the sockets of a publisher, of whose batches it misses some."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str, misses: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self._endpoints = endpoint, replay_endpoint
+        self._misses = misses
+        self.missed_count = self.replay_count = 0
+
+    async def __aenter__(self) -> Subscriber:
+        self._context = zmq.asyncio.Context()
+        self._socket, self._replay = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        self._socket.connect(self._endpoints[0])
+        self._socket.subscribe(b"kv@")
+        self._replay.connect(self._endpoints[1])
+        self._task = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._context.destroy(linger=0)
+
+    def check(self) -> None:
+        """Raises the error of a batch."""
+        if self._task.done():
+            self._task.result()
+
+    async def _follow(self) -> None:
+        await self._catch_up(0)  # whatever was published before
+        while True:
+            topic, sequence, payload = await self._socket.recv_multipart()
+            batch = PublishedBatch(topic.decode(), int.from_bytes(sequence, "big"), payload)
+            if self._misses():
+                self.missed_count += 1
+                continue
+            if self.lacks(batch):
+                self.replay_count += 1
+                await self._catch_up(self.last.get(batch.topic, -1) + 1, topic)
+            self.apply(batch)
+
+    async def _catch_up(self, start: int, *of_topic: bytes) -> None:
+        await self._replay.send_multipart([b"", start.to_bytes(8, "big"), *of_topic])
+        while True:
+            _, topic, sequence, payload = await self._replay.recv_multipart()
+            if sequence == END:
+                return
+            self.apply(PublishedBatch(topic.decode(), int.from_bytes(sequence, "big"), payload))
+
+
+# ---- the batches
+
+
+def layout_events(buffer_batches: int = 10_000, **options: object) -> LayoutEvents:
+    """Events of one known model."""
+    events = LayoutEvents(topic="kv@{instance}@{model}", first_sequence=1000, buffer_batches=buffer_batches, **options)  # type: ignore[arg-type]
+    events.models[FINGERPRINT] = Model("small", SPEC.chunk_size)
+    return events
+
+
+def change(
+    instance_id: str, admitted: list[ChunkKey], evicted: list[ChunkKey] | None = None, tier: Tier.ValueType = TIER_HOST
+) -> LayoutChange:
+    """A change as the coordinator sends it."""
+    return LayoutChange(
+        instance_id=instance_id,
+        tier=tier,
+        fingerprint=FINGERPRINT,
+        admitted_keys=join_keys(admitted),
+        evicted_keys=join_keys(evicted or []),
+    )
+
+
+def update(*changes: LayoutChange, reset: bool = False, snapshot: bool = False) -> LayoutUpdate:
+    """An update of a watch."""
+    return LayoutUpdate(revision=1, reset=reset, snapshot=snapshot, changes=changes)
+
+
+def test_consumers_that_miss_batches_have_the_same_index_after_a_replay() -> None:
+    """The model is a set of what each instance holds; snapshots come in between, as after a coordinator's restart."""
+    draw = random.Random(7)
+    for buffer_batches in (1, 3, 10_000):
+        events, steady, lossy = layout_events(buffer_batches), Consumer(), Consumer()
+        held: dict[str, dict[Tier.ValueType, set[ChunkKey]]] = {}
+        published: list[PublishedBatch] = []
+        batches = list(events.apply(update(reset=True), 0.0))
+        for now in range(400):
+            name, tier = draw.choice("abc"), draw.choice((TIER_HOST, TIER_DISK))
+            keys = held.setdefault(name, {}).setdefault(tier, set())
+            act = draw.random()
+            if act < 0.05:
+                del held[name]
+                batches = list(events.apply(update(LayoutChange(instance_id=name, instance_gone=True)), now))
+            elif act < 0.1:
+                keys ^= {chunk_key(draw.randrange(50))}  # missed: only the snapshot has it
+                parts = [change(*(one, list(some)), tier=at) for one, all_ in held.items() for at, some in all_.items()]
+                batches = []
+                for first in range(0, len(parts), 2):
+                    batches += events.apply(update(*parts[first : first + 2], reset=not first, snapshot=True), now)
+                assert not batches, "an incomplete snapshot is published"
+                batches = list(events.apply(update(), now))
+            else:
+                some = {chunk_key(draw.randrange(50)) for _ in range(5)}
+                gone = set(list(keys)[: draw.randrange(4)]) - some
+                keys |= some
+                keys -= gone
+                batches = list(events.apply(update(change(name, list(some), list(gone), tier)), now))
+            published += batches
+            for batch in batches:
+                steady.apply(batch)
+                if draw.random() < 0.3:
+                    continue
+                if lossy.lacks(batch):
+                    for one in events.replay(lossy.last.get(batch.topic, -1) + 1, now, batch.topic):
+                        lossy.apply(one)
+                lossy.apply(batch)
+            expected = {
+                (f"kv@{one}@small", MEDIA[at], key)
+                for one, all_ in held.items()
+                for at, some in all_.items()
+                for key in some
+            }
+            assert steady.index == expected
+        for topic, stream in events.streams.items():
+            for one in stream.replay(lossy.last[topic] + 1, 0.0):
+                lossy.apply(one)
+        assert lossy.index == steady.index
+        for topic in events.streams:
+            numbers = [batch.sequence for batch in published if batch.topic == topic]
+            assert numbers == list(range(1000, 1000 + len(numbers)))
+
+
+def test_what_is_held_already_is_not_published_again() -> None:
+    events = layout_events()
+    list(events.apply(update(reset=True), 0.0))
+    assert len(list(events.apply(update(change("a", [chunk_key(1)])), 0.0))) == 1
+    assert not list(events.apply(update(change("a", [chunk_key(1)], [chunk_key(2)])), 0.0))
+
+
+def test_an_idle_topic_has_empty_batches_so_that_consumers_notice_the_last_one() -> None:
+    events, consumer = layout_events(), Consumer()
+    (first,) = events.apply(update(change("a", [chunk_key(1)]), reset=True), 0.0)
+    assert not list(events.apply(update(), HEARTBEAT_SECONDS / 2))
+    (second,) = events.apply(update(), HEARTBEAT_SECONDS)
+    assert consumer.lacks(first)
+    consumer.apply(first)
+    assert not consumer.lacks(second)
+    consumer.apply(second)
+    assert consumer.index == {("kv@a@small", "CPU", chunk_key(1))}
+
+
+def test_large_snapshots_are_split_into_batches_and_replays_never_pass_the_last_number() -> None:
+    count = 3 * BATCH_EVENTS
+    for buffer_batches in (2, 100):
+        events, consumer = layout_events(buffer_batches), Consumer()
+        batches = list(events.apply(update(change("a", [chunk_key(one) for one in range(count)]), reset=True), 0.0))
+        assert len(batches) == 4
+        replayed = list(events.replay(0, 0.0))
+        assert replayed[-1].sequence == batches[-1].sequence
+        for batch in replayed:
+            consumer.apply(batch)
+        assert len(consumer.index) == count
+        assert not list(events.replay(batches[-1].sequence + 1, 0.0)), "nothing is missed"
+
+
+def test_one_instance_can_be_selected_and_hashes_can_be_numbers() -> None:
+    events = layout_events(instance_id="a", integers=True)
+    changes = [change(name, [chunk_key(7)]) for name in "ab"]
+    (batch,) = events.apply(update(*changes, LayoutChange(instance_id="b", instance_gone=True), reset=True), 0.0)
+    assert batch.topic == "kv@a@small"
+    _, stored = batch_decoder.decode(batch.payload).events
+    assert (stored.block_hashes, stored.block_size) == ([7], SPEC.chunk_size)
+
+
+def test_malformed_replay_requests_are_refused() -> None:
+    assert read_replay([b"peer", b"", (5).to_bytes(8, "big")]) == (b"peer", 5, None)
+    assert read_replay([b"peer", b"", (5).to_bytes(8, "big"), b"kv"]) == (b"peer", 5, "kv")
+    for request in ([b"peer"], [b"peer", b"", b"5"], [b"peer", b"x", bytes(8)], [b"peer", b"", bytes(8), b"a", b"b"]):
+        with pytest.raises(ValueError, match="frames"):
+            read_replay(request)
+
+
+# ---- the command
+
+
+async def test_without_pyzmq_or_a_usable_endpoint_the_command_says_what_to_do(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short_folder: Path
+) -> None:
+    endpoint = f"ipc://{short_folder}/none/kv"
+    assert await run_command("events", "--endpoint", endpoint) == 2
+    assert f"{endpoint}: No such file or directory" in capsys.readouterr().err
+    monkeypatch.setattr(kv_event_publisher, "MISSING", True)
+    assert await run_command("events") == 2
+    assert "pip install 'lmkv[events]'" in capsys.readouterr().err
+
+
+# ---- real coordinators and nodes
+
+
+class Fleet:
+    """A coordinator and nodes with small pools, which restart; an engine at each stores chunks."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+        self._folder = folder
+        self._names = names
+        self._nodes: dict[str, AsyncExitStack] = {}
+        self.engines: dict[str, EngineClient] = {}
+        self.address = ""
+
+    async def __aenter__(self) -> Fleet:
+        self._coordinator = await Coordinator(port=0).__aenter__()
+        self.address = self._coordinator.address
+        for name in self._names:
+            await self._start(name)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for stack in self._nodes.values():
+            await stack.aclose()
+        await self._coordinator.__aexit__(None, None, None)
+
+    async def _start(self, name: str) -> None:
+        stack = self._nodes[name] = AsyncExitStack()
+        disk = self._folder / f"{name}-disk"
+        node = await stack.enter_async_context(
+            Node(
+                node_config(
+                    self._folder,
+                    name,
+                    coordinator_address=(self.address,),
+                    enable_p2p=False,
+                    max_local_cpu_size=f"{CAPACITY * SPEC.chunk_bytes}B",
+                    **({"local_disk": str(disk), "max_local_disk_size": "1MiB"} if name == self._names[0] else {}),
+                )
+            )
+        )
+        self.engines[name] = await stack.enter_async_context(EngineClient(node, "engine", SPEC))
+
+    async def restart(self, name: str) -> None:
+        """The node ends, and starts with an empty pool."""
+        await self._nodes.pop(name).aclose()
+        await self._start(name)
+
+    async def restart_coordinator(self) -> None:
+        """The coordinator ends, and starts at the same address with an empty map."""
+        port = self._coordinator.port
+        await self._coordinator.__aexit__(None, None, None)
+        self._coordinator = await Coordinator(port=port).__aenter__()
+
+    async def map(self) -> Index:
+        """What the coordinator's map has, as it sends it to a new watcher."""
+        held: Index = set()
+        async with Client(self.address) as client:
+            async for one in client.watch():
+                for part in one.changes:
+                    keys = [part.admitted_keys[at : at + 16] for at in range(0, len(part.admitted_keys), 16)]
+                    held |= {(f"kv@{part.instance_id}@small", MEDIA[part.tier], key) for key in keys}
+                if not one.snapshot:
+                    return held
+        raise AssertionError("the watch ended")
+
+
+@pytest.fixture
+async def fleet(short_folder: Path) -> AsyncIterator[Fleet]:
+    async with Fleet(short_folder, ("one", "two")) as fleet:
+        yield fleet
+
+
+async def test_an_index_built_from_events_equals_the_map_after_evictions_and_restarts(
+    fleet: Fleet, short_folder: Path
+) -> None:
+    draw = random.Random(3)
+    ends = f"ipc://{short_folder}/kv", f"ipc://{short_folder}/kv-replay"
+    events = LayoutEvents(topic="kv@{instance}@{model}", first_sequence=1000, buffer_batches=5)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client(fleet.address))
+        publisher = await stack.enter_async_context(EventPublisher(events, *ends))
+        steady = await stack.enter_async_context(Subscriber(*ends))
+        lossy = await stack.enter_async_context(Subscriber(*ends, misses=lambda: draw.random() < 0.4))
+        following = asyncio.create_task(publisher.follow(client, client.watch(retry_seconds=60.0)))
+        stack.callback(following.cancel)
+        late: Subscriber | None = None
+        for step in range(60):
+            name = draw.choice(("one", "two"))
+            await fleet.engines[name].store([chunk_key(draw.randrange(200)) for _ in range(3)])
+            if step in (20, 40):
+                await fleet.restart(name)
+            if step == 30:
+                await fleet.restart_coordinator()
+            if step == 50:
+                late = await stack.enter_async_context(Subscriber(*ends))
+        assert late
+        for name in ("one", "two"):  # every store is in the map once a later one is
+            await fleet.engines[name].store([chunk_key(1000)])
+            await eventually(partial(has, fleet, (f"kv@{name}@small", "CPU", chunk_key(1000))), True)
+        for consumer in (steady, lossy, late):
+            await eventually(partial(drift, fleet, consumer), Index())
+        assert lossy.missed_count
+        assert lossy.replay_count
+        assert {medium for _, medium, _ in steady.index} == {"CPU", "STORAGE"}
+        assert len([one for one in steady.index if one[1] == "CPU"]) <= 2 * CAPACITY
+        assert not following.done()
+
+
+async def drift(fleet: Fleet, consumer: Subscriber) -> Index:
+    """What is only in the index or only in the map."""
+    consumer.check()
+    return consumer.index ^ await fleet.map()
+
+
+async def has(fleet: Fleet, one: tuple[str, str | None, bytes]) -> bool:
+    """Whether the map has a chunk."""
+    return one in await fleet.map()
+
+
+async def test_the_command_publishes_what_a_coordinator_has(fleet: Fleet, short_folder: Path) -> None:
+    ends = f"ipc://{short_folder}/kv", f"ipc://{short_folder}/kv-replay"
+    await fleet.engines["one"].store([chunk_key(1)])
+    argv = ["events", "--coordinator", fleet.address, "--endpoint", ends[0], "--replay-endpoint", ends[1]]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "lmkv", *argv, "--model", "small", "--hashes", "bytes", stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stderr
+        assert b"publishing at" in await process.stderr.readline()
+        async with Subscriber(*ends) as consumer:
+            await until(lambda: ("kv@one@small", "CPU", chunk_key(1)) in consumer.index, "the chunk is published")
+    finally:
+        process.terminate()
+        await process.wait()
