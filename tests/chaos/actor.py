@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from lmkv.errors import LmkvError
+from tests.chaos.tap import ACTOR
 
 TROUBLE = (LmkvError, grpc.RpcError, TimeoutError, OSError, AssertionError, asyncio.InvalidStateError)
 """Errors that an engine may get from a killed or frozen node; `EngineClient` asserts that its stream continues."""
@@ -36,7 +37,7 @@ class Actor(ABC):
 
 async def act(actors: Iterable[Actor], story: Coroutine[Any, Any, None]) -> None:
     """Runs all actors until the story is over. Raises what it raises, or the first fault that an actor finds."""
-    tasks = [asyncio.create_task(actor.run(), name=actor.name) for actor in actors]
+    tasks = [asyncio.create_task(_run(actor), name=actor.name) for actor in actors]
     tasks.append(asyncio.create_task(story))
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -46,3 +47,8 @@ async def act(actors: Iterable[Actor], story: Coroutine[Any, Any, None]) -> None
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+async def _run(actor: Actor) -> None:
+    ACTOR.set(actor.name)
+    await actor.run()

@@ -47,5 +47,8 @@ class Engine:
         if not np.array_equal(self._words(extent), words_of(key)):
             raise WrongBytes(f"{key.hex()} at {extent.offset} of {self.client.engine_id}")
 
+    def close(self) -> None:
+        """The line has ended."""
+
     def _words(self, extent: Extent) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         return np.frombuffer(self._pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)

@@ -17,6 +17,7 @@ from tests.chaos.disks import Disks
 from tests.chaos.link import Link
 from tests.chaos.relay import CoordinatorRelay, PeerRelay
 from tests.chaos.store import Store
+from tests.chaos.tap import Tap
 from tests.chaos.victim import Coordinator, Node, Place, Victim
 
 CHANNELS = {"node-1": "auto", "node-2": "auto", "node-3": "tcp", "node-4": "nixl"}
@@ -29,9 +30,10 @@ STORE = "store"
 class Fleet:
     """A context manager that starts everything, and leaves nothing. `folder`'s path must be short, for sockets."""
 
-    def __init__(self, folder: Path, logs: Path, *, shares_map: bool) -> None:
+    def __init__(self, folder: Path, logs: Path, *, shares_map: bool, tap: Tap | None = None) -> None:
         self.shares_map = shares_map
         """Whether there is a store where the coordinators share a layout map."""
+        self._tap = tap or Tap()
         self._folder = folder
         self._logs = logs
         self._stack = AsyncExitStack()
@@ -85,17 +87,19 @@ class Fleet:
             await asyncio.to_thread(store.wait_ready)
         for name in COORDINATORS:
             clock = Clock(library, self._folder / f"{name}.clock")
-            coordinator = Coordinator(name, self._logs, clock, await self._sharing(name))
+            coordinator = Coordinator(name, self._logs, clock, await self._sharing(name), self._tap)
             self.coordinators.append(coordinator)
             self._start(coordinator)
-            relay = CoordinatorRelay(coordinator.port, lambda node, peer: self._peer_addresses[node, peer])
+            to_coordinator = self._tap.relay_channel(f"127.0.0.1:{coordinator.port}", name)
+            relay = CoordinatorRelay(to_coordinator, lambda node, peer: self._peer_addresses[node, peer])
             self.relays[name] = await self._stack.enter_async_context(relay)
         for coordinator in self.coordinators:
             await asyncio.to_thread(coordinator.server.wait_ready)
         for name, channel in CHANNELS.items():
             self.nodes.append(await self._node(name, channel, Clock(library, self._folder / f"{name}.clock")))
         for node in self.nodes:
-            relay_of_peer = PeerRelay(node.port, partial(self._bytes_address, node.name))
+            to_node = self._tap.relay_channel(f"127.0.0.1:{node.port}", node.name)
+            relay_of_peer = PeerRelay(to_node, partial(self._bytes_address, node.name))
             port = (await self._stack.enter_async_context(relay_of_peer)).port
             for peer in self.nodes:
                 if peer is not node:
@@ -124,7 +128,7 @@ class Fleet:
             logs=self._logs,
             coordinator_addresses=",".join(doors),
         )
-        return Node(place, self.disks, clock)
+        return Node(place, self.disks, clock, self._tap)
 
     async def _link(self, name: str, other: str) -> Link:
         link = await self._stack.enter_async_context(Link(f"{name}>{other}"))

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import grpc
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from lmkv import rpc
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -37,7 +36,7 @@ class Line:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self._channel = rpc.open_channel(coordinator.address)
+        self._channel = coordinator.open_channel()
         self.cache: Any = CacheServiceStub(self._channel)
         self.operations: Any = operations_pb2_grpc.OperationsStub(self._channel)
 

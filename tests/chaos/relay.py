@@ -35,12 +35,13 @@ AddressOf = Callable[[str, str], str]
 
 
 class Relay(grpc.GenericRpcHandler, ABC):  # type: ignore[type-arg]  # not generic at run time
-    """Passes all calls on to who listens at a port of this host. A context manager that serves at a port of its own."""
+    """Passes all calls on to a server, and closes the channel to it. A context manager that serves at a port."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        """`channel` leads to the server."""
         self.port = 0
         """Where it serves, once it is entered."""
-        self._channel: Any = rpc.open_channel(f"127.0.0.1:{port}")
+        self._channel: Any = channel
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
 
     async def __aenter__(self) -> Self:
@@ -74,9 +75,9 @@ class Relay(grpc.GenericRpcHandler, ABC):  # type: ignore[type-arg]  # not gener
 class PeerRelay(Relay):
     """In front of one node: announces its links to peers, so that transfers pass them, too."""
 
-    def __init__(self, port: int, bytes_address: Callable[[str], str]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, bytes_address: Callable[[str], str]) -> None:
         """`bytes_address` is where a peer, by its name, reaches the node's port for bytes over TCP."""
-        super().__init__(port)
+        super().__init__(channel)
         self._bytes_address = bytes_address
 
     def _answer(self, method: str, request: bytes, answer: bytes) -> bytes:
@@ -96,8 +97,8 @@ class PeerRelay(Relay):
 class CoordinatorRelay(Relay):
     """In front of one coordinator: announces links to nodes, and injects faults into reports."""
 
-    def __init__(self, port: int, address_of: AddressOf) -> None:
-        super().__init__(port)
+    def __init__(self, channel: grpc.aio.Channel, address_of: AddressOf) -> None:
+        super().__init__(channel)
         self.map_ids: dict[str, str] = {}
         """The layout map that the coordinator shares, as last announced to each node; empty for its own."""
         self._address_of = address_of

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,6 +22,7 @@ from lmkv_client.demo.process import ServerProcess, free_port, session_pids
 from tests.chaos.clock import Clock
 from tests.chaos.disks import Disks
 from tests.chaos.engine import SPEC, Engine
+from tests.chaos.tap import Tap
 from tests.server.node.engine_client import EngineClient
 
 POOL_SIZE = "48MiB"
@@ -120,8 +122,9 @@ class Victim:
 class Coordinator(Victim):
     """One `lmkv coordinator`."""
 
-    def __init__(self, name: str, folder: Path, clock: Clock, settings: Mapping[str, str]) -> None:
+    def __init__(self, name: str, folder: Path, clock: Clock, settings: Mapping[str, str], tap: Tap) -> None:
         (folder / name).mkdir()
+        self._tap = tap
         self.server = cluster.CoordinatorProcess(folder / name)
         self.server.environment |= {f"LMKV_{key}": value for key, value in settings.items()}
         self.server.name = name
@@ -132,10 +135,9 @@ class Coordinator(Victim):
         """Where it serves, over all its lives."""
         return self.server.port
 
-    @property
-    def address(self) -> str:
-        """The same, for who is not to go by a link."""
-        return self.server.address
+    def open_channel(self) -> grpc.aio.Channel:
+        """A channel of a client, which calls it without a link."""
+        return self._tap.client_channel(self.server.address, self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +154,8 @@ class Place:
 class Node(Victim):
     """One `lmkv node`."""
 
-    def __init__(self, place: Place, disks: Disks, clock: Clock) -> None:
+    def __init__(self, place: Place, disks: Disks, clock: Clock, tap: Tap) -> None:
+        self._tap = tap
         self.has_disk = place.name in disks.names
         self.port = free_port()
         """For peers' words."""
@@ -172,6 +175,7 @@ class Node(Victim):
             "TRANSFER_PORT": str(self.bytes_port),
             "TRANSFER_CHANNEL": place.channel,
             "GRANT_TTL": "4",
+            "PD_ABANDON_TIMEOUT": "5",
             "NODE_LINGER": "3600",
         }
         if self.has_disk:
@@ -181,15 +185,25 @@ class Node(Victim):
         super().__init__(ServerProcess(place.name, disks.command(place.name), log, environment), clock)
 
     @asynccontextmanager
-    async def engine(self) -> AsyncIterator[Engine]:
+    async def engine(self, *, wants_tier_changes: bool = False) -> AsyncIterator[Engine]:
         """An engine that attaches, maps the pool, and leaves. Raises whatever goes wrong on the line."""
         self._engine_count += 1
-        client = EngineClient(self._socket, f"{self.name}-{self._engine_count}", SPEC, answer_seconds=PATIENCE_SECONDS)
+        client = EngineClient(
+            self._socket,
+            f"{self.name}-{self._engine_count}",
+            SPEC,
+            answer_seconds=PATIENCE_SECONDS,
+            wants_tier_changes=wants_tier_changes,
+        )
         try:
             await client.__aenter__()
             socket, epoch = client.welcomed.pool_socket, client.welcomed.epoch
             with await mapped(socket, client.engine_id, epoch) as attached:
-                yield Engine(client, attached.pool)
+                engine = self._tap.engine(client, attached.pool, self.name)
+                try:
+                    yield engine
+                finally:
+                    engine.close()
         except TimeoutError as error:
             self.overdue(error)
             raise

@@ -20,13 +20,19 @@ from tests.chaos.engine import WrongBytes
 from tests.chaos.fleet import Fleet
 from tests.chaos.victim import PATIENCE_SECONDS, Coordinator, Node
 
+UCX_ABORT = "ucp_request.inl"
+"""In the last log line of a node that UCX has aborted: a known limit of NIXL over TCP (docs/contribute/transfer.md)."""
+
 
 class Died(Exception):
     """A process ended that no fault had killed."""
 
 
 class MetricsWatcher(Actor):
-    """Raises `WrongBytes` if a node found damage in its own pool, and `Died` if a process ended without a fault."""
+    """Raises `WrongBytes` if a node found damage in its own pool, and `Died` if a process ended without a fault.
+
+    Starts and counts nodes that UCX has aborted.
+    """
 
     def __init__(self, fleet: Fleet, seed: int, counts: Counter[str]) -> None:
         super().__init__("watcher", seed, counts)
@@ -37,8 +43,14 @@ class MetricsWatcher(Actor):
         while True:
             await asyncio.sleep(0.1)
             for victim in self._fleet.victims.values():
-                if victim.is_wanted and not victim.process.alive:
-                    raise Died(f"{victim.name} ended by itself: " + victim.process.log()[-2000:])
+                if not victim.is_wanted or victim.process.alive:
+                    continue
+                log = victim.process.log()
+                if UCX_ABORT not in log.rstrip().rpartition("\n")[2]:
+                    raise Died(f"{victim.name} ended by itself: {log[-2000:]}")
+                self.counts["nodes aborted by UCX"] += 1
+                victim.kill()
+                victim.start()
             for node in self._fleet.nodes:
                 if not node.frozen and node.process.alive:
                     with suppress(httpx.HTTPError):
@@ -69,7 +81,7 @@ class LayoutWatcher(Actor):
         """See `Actor`."""
         while True:
             try:
-                async with rpc.open_channel(self._coordinator.address) as channel:
+                async with self._coordinator.open_channel() as channel:
                     stub: Any = CacheServiceStub(channel)
                     await self._follow(stub.Watch(WatchRequest(start_revision=self._revision)))
             except TimeoutError as error:  # bookmarks come more often

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
-from lmkv_client.demo.process import ServerProcess
+from lmkv_client.demo.process import RunningProcess, ServerProcess
 from tests.engines.faults import FaultyPair
 from tests.engines.llm import Nursery
 from tests.engines.pd import Trio
@@ -37,9 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_servers(nursery: Nursery) -> Iterator[None]:
-    """Servers are forked from a process that has vLLM imported: each would spend ten seconds of a core on it."""
+    """Servers are forked from a process that has vLLM imported: each would spend half a minute of a core on it."""
+    others = ServerProcess.launch
+
+    def launch(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> RunningProcess:
+        return nursery.launch(command, log, environment) or others(command, log, environment)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerProcess, "launch", nursery.launch)
+        patch.setattr(ServerProcess, "launch", launch)
         yield
 
 

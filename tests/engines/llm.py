@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,12 +30,11 @@ from lmkv_client.demo.engine import LMKV_TRANSFER_CONFIG
 from lmkv_client.demo.process import (
     POLL_SECONDS,
     RunningProcess,
-    ServerProcess,
     end_processes,
-    launch,
     pids_with_environment,
     session_pids,
 )
+from tests.support.fork_server import ForkedProcess, ForkServer, Request, fork
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -86,6 +83,8 @@ class LlmAnswer:
     logprobs: tuple[float, ...]
     """Of the tokens of the first completion, if they were asked for."""
     prompt_logprobs: tuple[float | None, ...]
+    transfer_params: Mapping[str, Any]
+    """What the connector says of the request."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -120,6 +119,14 @@ class Answers:
     def peer_tokens(self) -> int:
         """Those among them that came from a peer."""
         return int(self.grown['lmkv:tier_tokens_total{tier="peers"}'])
+
+    @property
+    def missed_tokens(self) -> dict[str, int]:
+        """Those that were computed, by the reason; without reasons of which there are none."""
+        name = "lmkv:miss_tokens_total{reason="
+        return {
+            key[len(name) + 1 : -2]: int(count) for key, count in self.grown.items() if key.startswith(name) and count
+        }
 
     @property
     def stored_tokens(self) -> int:
@@ -165,24 +172,32 @@ class LlmProcess:
         } | options
         if transfer_config is not None:
             options["kv_transfer_config"] = dict(transfer_config)
-        self._description = {"options": options, "environment": dict(environment), "log": str(log_file)}
+        self._options = options
+        self._environment = dict(environment)
         self._connection: socket.socket | None = None
         self._lines: Any = None
-        self._pid = 0
+        self._process: ForkedProcess | None = None
 
     @property
     def runs(self) -> bool:
         """Whether it was started and not ended."""
         return self._connection is not None
 
+    @property
+    def pid(self) -> int:
+        """Process id; also the id of its session."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
     def start(self) -> None:
         """Starts it without waiting; also again after it ended."""
         assert self._connection is None, f"{self.name} runs already"
-        self._connection = self._nursery.connect()
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._nursery.start_engine(self._environment, self.log_file, theirs)
         self._connection.settimeout(ANSWER_TIMEOUT_SECONDS)
         self._lines = self._connection.makefile("rw")
-        self._say(self._description)
-        self._pid = self._hear()
+        self._say(self._options)
 
     def wait_ready(self) -> None:
         """Waits until it answers. Raises `LmkvError` with what vLLM raised if it does not come up."""
@@ -200,7 +215,7 @@ class LlmProcess:
         """Ends the engine as its owner would; kills what is left of it after some time. Idempotent."""
         self.request_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-        while self.runs and session_pids(self._pid) and time.monotonic() < deadline:
+        while self.runs and session_pids(self.pid) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         self.kill()
 
@@ -209,7 +224,7 @@ class LlmProcess:
         if self._connection is None:
             return
         deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-        while pids := session_pids(self._pid):
+        while pids := session_pids(self.pid):
             assert time.monotonic() < deadline, f"{self.name}: processes {pids} survive SIGKILL"
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -240,6 +255,7 @@ class LlmProcess:
                 cached_tokens=answer["cached_tokens"],
                 logprobs=tuple(answer["logprobs"]),
                 prompt_logprobs=tuple(answer["prompt_logprobs"]),
+                transfer_params=answer["transfer_params"],
             )
             for answer in said["answers"]
         )
@@ -257,6 +273,13 @@ class LlmProcess:
     def forget(self, *, external: bool = False) -> None:
         """Empties vLLM's own prefix cache, and lmkv's through the connector if `external`."""
         assert self._do("forget", external=external)
+
+    def load_weights(self, folder: Path, version: str = "", *, seen: bool = True) -> None:
+        """Has the running engine replace its weights by those of another model's folder, and name their version.
+
+        `seen`: through a call that lmkv can see.
+        """
+        self._do("load_weights", folder=str(folder), version=version, seen=seen)
 
     def sleep(self, level: int) -> None:
         """Sends the engine to sleep, and wakes it up again."""
@@ -299,99 +322,43 @@ class LlmProcess:
         return json.loads(line)
 
 
-class ForkedProcess:
-    """A process that the nursery forked, as `subprocess.Popen` is one of this process; its status is not known."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        try:
-            self._descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._descriptor = -1
-
-    def poll(self) -> int | None:
-        """None as long as it runs, then 0."""
-        return 0 if self._has_ended(0) else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end. Raises `subprocess.TimeoutExpired`."""
-        if not self._has_ended(timeout):
-            raise subprocess.TimeoutExpired("forked server", timeout or 0)
-        return 0
-
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
-
-    def _has_ended(self, timeout: float | None) -> bool:
-        if self._descriptor < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        if not poll.poll(None if timeout is None else timeout * 1000):
-            return False
-        os.close(self._descriptor)
-        self._descriptor = -1
-        return True
-
-
 class Nursery:
     """The process that has vLLM imported, and forks engines. A context manager."""
 
-    def __init__(self, folder: Path, logs: Path) -> None:
-        """`folder` gets a socket."""
-        self._path = folder / "nursery.sock"
-        command = [sys.executable, str(Path(__file__).with_name("llm_worker.py")), str(self._path)]
-        self._process = ServerProcess("nursery", command, logs / "nursery.log", ENVIRONMENT)
-        self._connection: socket.socket | None = None
+    def __init__(self, logs: Path) -> None:
+        self.server = ForkServer("tests.engines.llm_worker", logs / "nursery.log", ENVIRONMENT)
 
-    def connect(self) -> socket.socket:
-        """A connection to an engine to be. Waits until the nursery is ready; raises `LmkvError` if it never is."""
-        self._process.wait_until(self._connects, "ready", READY_TIMEOUT_SECONDS)
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        return connection
+    def start_engine(self, environment: Mapping[str, str], log_file: Path, commands: socket.socket) -> ForkedProcess:
+        """Starts an `LLM` that takes its commands from a socket, in the environment of the nursery and this one."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("LMKV_")}
+        request = Request(environment=inherited | ENVIRONMENT | dict(environment), folder=str(Path.cwd()))
+        with log_file.open("ab") as log, Path(os.devnull).open("rb") as nothing:
+            files = [nothing.fileno(), log.fileno(), log.fileno(), commands.fileno()]
+            return fork(self.server.connect(), request, files)
 
-    def launch(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> RunningProcess:
-        """Starts `command` as `lmkv_client.demo.process.launch` does; vLLM's servers are forked, if they can be.
+    def launch(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> RunningProcess | None:
+        """Starts `command` as `lmkv_client.demo.process.launch` does, if it is a server of vLLM that can be forked.
 
-        Where modules are imported from, and which core runs which thread, is settled while vLLM is imported: servers
-        that choose it are not forked.
+        Which core runs which thread is settled while vLLM is imported: servers that choose it are not forked.
         """
-        early = {"PYTHONPATH": os.environ.get("PYTHONPATH")} | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        early = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         forkable = all(environment.get(name) == value for name, value in early.items())
         if list(command[:3]) != [sys.executable, "-m", SERVER] or not forkable:
-            return launch(command, log, environment)
-        description = {"serve": list(command[3:]), "log": log.name, "environment": dict(environment)}
-        with self.connect() as connection, connection.makefile("rw") as lines:
-            lines.write(json.dumps(description) + "\n")
-            lines.flush()
-            return ForkedProcess(int(lines.readline()))
+            return None
+        return self.server.launch(SERVER, command[3:], log, environment)
 
     def __enter__(self) -> Self:
-        self._process.start()
+        self.server.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stop()
-
-    def _connects(self) -> bool:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(str(self._path))
-        except OSError:
-            connection.close()
-            return False
-        self._connection = connection
-        return True
+        self.server.__exit__()
 
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """One for all tests of a run; it is ready when the first engine starts."""
-    logs = tmp_path_factory.mktemp("nursery")
-    with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder, Nursery(Path(folder), logs) as nursery:
+    with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
         yield nursery
 
 

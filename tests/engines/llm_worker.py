@@ -1,26 +1,20 @@
-"""Imports vLLM once, then forks an engine for each connection. Run by `llm.Nursery`.
+"""Imports vLLM once, then forks engines. Run by `llm.Nursery`.
 
-Importing takes most of an engine's start. The first line of JSON on a connection says what the new process becomes:
+Importing takes most of an engine's start. A process becomes
 
-- an `LLM`: schedules and computes in its one process, executes the lines that follow, and ends with its connection;
-- vLLM's API server, as `python -m vllm.entrypoints.openai.api_server` is. Its own children are forked as well, which is
-  vLLM's default on GPUs; on CPUs it would spawn them, and import everything again.
+- an `LLM`, if it gets a socket: schedules and computes in its one process, executes the lines of JSON that come there,
+  and ends with them;
+- or a program of vLLM, such as `python -m vllm.entrypoints.openai.api_server`. Its own children are forked as well,
+  which is vLLM's default on GPUs; on CPUs it would spawn them, and import everything again.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import multiprocessing
-import os
-import runpy
-import signal
 import socket
 import sys
-import tempfile
 import time
-import traceback
-import warnings
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -33,12 +27,10 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 
 import lmkv_client.connector.vllm_connector  # noqa: F401
+from tests.support.fork_server import Request, run_module, serve
 
 FREE_TIMEOUT_SECONDS = 30.0
 """How long pages may stay in use after the last request."""
-
-
-SERVER = "vllm.entrypoints.openai.api_server"
 
 RANK_POLL_SECONDS = 0.0005
 # Ranks wait for each step in a loop that yields, which takes all of two cores from nodes and whatever else runs.
@@ -52,7 +44,8 @@ class Worker:
         self._llm = LLM(**options, enforce_eager=True, disable_log_stats=False)
         self._engine = self._llm.llm_engine
         if options.get("pipeline_parallel_size", 1) > 1:
-            self._llm.collective_rpc("warm_up", args=(options["max_num_batched_tokens"],))
+            executor = self._engine.engine_core.engine_core.model_executor  # the LLM's own call could change weights
+            executor.collective_rpc("warm_up", args=(options["max_num_batched_tokens"],))
         self._begun_count = 0
 
     def ask(self, prompts: list[list[int]], salt: str, sampling: dict[str, Any], lora: list[str]) -> Any:
@@ -61,12 +54,28 @@ class Worker:
         adapter = LoRARequest(lora[0], int(lora[1]), lora[2]) if lora else None
         before = self.metrics()
         outputs = self._llm.generate(inputs, SamplingParams(**sampling), use_tqdm=False, lora_request=adapter)
+        self._settle()
         grown = {name: value - before.get(name, 0.0) for name, value in self.metrics().items()}
         return {"answers": [answer(output) for output in outputs], "grown": grown}
+
+    def _settle(self) -> None:
+        """Steps until finished requests have no pages: the step after their last one stores their tails."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        deadline = time.monotonic() + FREE_TIMEOUT_SECONDS
+        while scheduler.has_requests() and time.monotonic() < deadline:
+            self._engine.step()
 
     def forget(self, external: bool) -> bool:
         """Empties vLLM's prefix cache, and with `external` lmkv's; whether that was done."""
         return bool(self._llm.reset_prefix_cache(reset_connector=external))
+
+    def load_weights(self, folder: str, version: str, seen: bool) -> None:
+        """Replaces the weights through vLLM's `reload_weights`, unless `seen` past all that lmkv can see; names their
+        version unless it is empty."""
+        caller = self._llm if seen else self._engine.engine_core.engine_core.model_executor
+        caller.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        if version:
+            self._llm.update_weight_version(version)
 
     def sleep(self, level: int) -> bool:
         """Puts the engine to sleep and wakes it up; whether it is awake again."""
@@ -75,14 +84,14 @@ class Worker:
         return not self._engine.is_sleeping()
 
     def metrics(self) -> dict[str, float]:
-        """Current values by sample name, summed over their labels; of each tier too, where there is such a label."""
+        """Current values by sample name, summed over their labels; also by tier and by reason, where they have one."""
         from prometheus_client import REGISTRY
 
         values: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:
-                tier = sample.labels.get("tier")
-                for name in (sample.name, f'{sample.name}{{tier="{tier}"}}') if tier else (sample.name,):
+                labelled = [label for label in ("tier", "reason") if label in sample.labels]
+                for name in (sample.name, *(f'{sample.name}{{{one}="{sample.labels[one]}"}}' for one in labelled)):
                     values[name] = values.get(name, 0.0) + sample.value
         return values
 
@@ -134,51 +143,21 @@ def answer(output: Any) -> dict[str, Any]:
         "cached_tokens": output.num_cached_tokens,
         "logprobs": [entry[token].logprob for token, entry in zip(first.token_ids, first.logprobs or (), strict=False)],
         "prompt_logprobs": prompt_logprobs,
+        "transfer_params": output.kv_transfer_params or {},
     }
 
 
-def run_server(arguments: list[str], environment: dict[str, str]) -> None:
-    """Becomes vLLM's API server, in exactly this environment."""
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None  # of the environment
-    for module in (coordinator, utils, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # it is imported already
-    sys.argv = [SERVER, *arguments]
-    try:
-        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-
-
-def run_engine(connection: socket.socket) -> None:
-    """Becomes the engine that the first line describes; sends its process id, and an `LLM` then whether it is ready."""
-    with connection, connection.makefile("rw") as lines:
+def run_engine(commands: socket.socket) -> None:
+    """Becomes the engine that the first line describes; sends whether it is ready, and executes the lines after it."""
+    with commands, commands.makefile("rw") as lines:
 
         def say(what: Any) -> None:
             lines.write(json.dumps(what) + "\n")
             lines.flush()
 
-        description = json.loads(lines.readline())
-        os.setsid()
-        log = os.open(description["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        say(os.getpid())
-        if "serve" in description:
-            connection.close()
-            run_server(description["serve"], description["environment"])
-            return
-        os.environ.update(description["environment"])
+        options = json.loads(lines.readline())
         try:
-            worker = Worker(description["options"])
+            worker = Worker(options)
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
             raise
@@ -190,24 +169,15 @@ def run_engine(connection: socket.socket) -> None:
         worker.close()
 
 
-def main(path: str) -> None:
-    """Listens at `path` as soon as vLLM is imported."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended engines leave no zombies
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                listener.close()
-                try:
-                    run_engine(connection)
-                except BaseException:
-                    traceback.print_exc()
-                os._exit(0)  # all that Python would tidy up is the nursery's
-            connection.close()
+def run(request: Request, files: list[int]) -> None:
+    """An engine if there is a socket for its commands, else a program of vLLM."""
+    if files:
+        run_engine(socket.socket(fileno=files[0]))
+        return
+    for module in (coordinator, utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    run_module(request)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(sys.argv[1], run)

@@ -60,10 +60,11 @@ class Trio:
         decode_connector: Mapping[str, str] = {},  # never changed
         secret: str = "",
         settings: Mapping[str, str] = {},  # never changed
+        dtype: str = "float32",
     ) -> None:
         """`decode_connector` extends the decode engine's `kv_transfer_config`; `secret` is the fleet's.
 
-        `settings` are environment variables of all engines.
+        `settings` are environment variables of all engines, `dtype` that of their weights.
         """
         self.secret = secret
         own = {"LMKV_CLUSTER_SECRET": secret} if secret else {}
@@ -74,6 +75,7 @@ class Trio:
                 name,
                 settings={"LMKV_METRICS_PORT": str(self._ports[name]), "PYTHONPATH": str(ROOT)},
                 transfer_config={"kv_connector": "LMKVConnector", "kv_role": role, **more},
+                dtype=dtype,
                 extra_arguments=("--max-num-batched-tokens", str(STEP_TOKENS), "--shutdown-timeout", "0"),
             )
             for name, role, more in (("prefill", "kv_producer", {}), ("decode", "kv_consumer", decode_connector))
@@ -118,6 +120,20 @@ class Trio:
         completion = self.decode.complete(prompt, max_tokens, extra=salt)
         assert completion.cached_tokens == 0
         return completion.token_ids
+
+    def expected_with_hit(self, prompt: list[int], hit_tokens: int) -> tuple[int, ...]:
+        """What one engine says if it splits the prompt as a handoff of `hit_tokens` does.
+
+        It computes the first token, as a prefill does, then continues behind a hit of this length in vLLM's own prefix
+        cache, as a decode does behind the handoff.
+        """
+        first = self.expected(prompt, 1)
+        salt = {"cache_salt": f"split oracle {self._random.random()}"}
+        if hit_tokens:
+            self.decode.complete(prompt[: hit_tokens + 1], 1, extra=salt)
+        rest = self.decode.complete([*prompt, *first], OUTPUT_TOKENS - 1, extra=salt)
+        assert rest.cached_tokens == hit_tokens
+        return first + rest.token_ids
 
     def ask(self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS, **options: Any) -> Future[Completion]:
         """Sends a prompt to the proxy, without waiting for the answer."""

@@ -21,8 +21,9 @@ from tests.engines.parts import NodeParts
 from tests.support.models import ARCHITECTURES, Architecture, make_architecture
 from tests.waiting import wait_until
 
-REPRESENTATIVE = ("gemma3", "lfm2", "llama4", "mistral")
-"""One for each rule of a part; plain attention is in every other test."""
+REPRESENTATIVE = ("gemma3", "lfm2")
+"""Windows beside full attention, and states. Plain attention is in every other test; local chunks, and layers that all
+slide, are in the tests of the scheduler side."""
 
 TOLERANCE = 1e-4
 """Of log probabilities in float32: splitting a prompt changes the order in which numbers are added."""
@@ -192,8 +193,9 @@ def test_lengths_around_the_edges_of_windows_chunks_and_blocks(served: Served) -
     served.first.forget()
     for prompt in prompts:
         answer = ask(served.first, prompt)
-        # A whole prompt may be loaded if vLLM can compute its last token again.
-        assert answer.cached_tokens in (served.hit_tokens(len(prompt)), len(prompt) // chunk_size * chunk_size)
+        # A whole prompt may be loaded: vLLM computes its last token again, in a step of its own or in that of the load.
+        whole = len(prompt) // chunk_size * chunk_size
+        assert answer.cached_tokens in (served.hit_tokens(len(prompt)), whole, min(whole, len(prompt) - 1))
         served.check(answer, prompt, cached_tokens=answer.cached_tokens)
 
 

@@ -95,7 +95,7 @@ def test_a_prompt_of_whole_chunks_keeps_a_token_to_compute(engine: LlmProcess, s
     assert engine.ask(prompt).stored_tokens == 1024
     answers = engine.ask_again(prompt)
     assert answers.token_ids == expected
-    assert answers.loaded_tokens == (1024 if engine.name == "engine-1" else 896)
+    assert answers.loaded_tokens == 1023
 
 
 def test_a_prompt_shorter_than_a_chunk_is_none_of_our_business(engine: LlmProcess, seed: int) -> None:

@@ -1,12 +1,14 @@
-"""Prompts whose last chunk is not full: kept with `save_partial_chunks`, and found by their tokens.
+"""Prompts and answers whose last chunk is not full: kept with `save_partial_chunks`, and found by their tokens.
 
-`keeper` and `follower` have it on, `discarder` has it off. All know the vocabulary of Llama 3, and have blocks as large
-as chunks.
+`keeper`, `follower` and `archivist` have it on, the last one with a disk; `discarder` has it off. All know the
+vocabulary of Llama 3, and have blocks as large as chunks.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,12 +17,17 @@ from typing import Any
 
 import pytest
 
+from lmkv.v1.chunk_pb2 import TIER_DISK
+from tests.engines.faults import eventually
 from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
 TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 """What Llama's tokenizer makes of "Explain the significance of KV cache in language models."."""
+ANSWER_TOKENS = 16
+KEPT_ANSWER_TOKENS = ANSWER_TOKENS - 1
+"""The last token of an answer has no KV."""
 REPORT_TIMEOUT_SECONDS = 20.0
 
 
@@ -30,6 +37,8 @@ def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.Te
     with LlmFleet(nursery, llama_vocab_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
         fleet.add("keeper", {"save_partial_chunks": "true"}, block_size=256)
         fleet.add("follower", {"save_partial_chunks": "true"}, block_size=256)
+        disk = {"local_disk": str(fleet.runtime_dir / "disk"), "max_local_disk_size": "1GB"}
+        fleet.add("archivist", {"save_partial_chunks": "true"} | disk, block_size=256)
         fleet.add("discarder", block_size=256)
         fleet.start()
         yield fleet
@@ -61,18 +70,17 @@ def holders(fleet: LlmFleet, tokens: Sequence[int]) -> list[tuple[str, str, int]
 
 
 def test_a_lookup_of_a_short_prompt_names_complete_holders(fleet: LlmFleet, keeper: LlmProcess) -> None:
-    assert keeper.ask(TOKENS).stored_tokens == 12
+    assert keeper.ask(TOKENS).stored_tokens == 12 + 12 + KEPT_ANSWER_TOKENS, "the prompt, and with the answer"
     fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
     assert holders(fleet, TOKENS) == [("keeper", "LocalCPUBackend", 12)]
     assert lookup(fleet, TOKENS).splitlines()[1].split() == ["keeper", "LocalCPUBackend", "12", "1"]
-    assert holders(fleet, [*TOKENS, 7]) == [], "a partial chunk is all of its prompt or nothing"
 
 
 def test_the_same_short_prompt_is_loaded(keeper: LlmProcess) -> None:
     (expected,) = keeper.compute(TOKENS)
     keeper.ask(TOKENS)
     again = keeper.ask_again(TOKENS)
-    assert (again.token_ids, again.loaded_tokens) == ([expected], 12)
+    assert (again.token_ids, again.loaded_tokens) == ([expected], 12 - 1), "the engine computes the last one"
 
 
 def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_no_instance(fleet: LlmFleet) -> None:
@@ -89,21 +97,73 @@ def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_no_instance(fle
 def test_a_long_prompt_is_loaded_to_its_last_token(keeper: LlmProcess) -> None:
     prompt = make_prompt(2, 1000)
     expected = keeper.compute(prompt)
-    assert keeper.ask(prompt).stored_tokens == 1000
+    assert keeper.ask(prompt).stored_tokens == 1000 + 1000 % 256 + KEPT_ANSWER_TOKENS
     again = keeper.ask_again(prompt)
-    assert (again.token_ids, again.loaded_tokens) == (expected, 1000)
+    assert (again.token_ids, again.loaded_tokens) == (expected, 1000 - 1)
 
 
-def test_a_partial_chunk_serves_no_longer_prompt(keeper: LlmProcess) -> None:
+def test_a_partial_chunk_serves_a_longer_prompt(keeper: LlmProcess) -> None:
     prompt = make_prompt(3, 1000)
     keeper.ask(prompt)
     longer = make_prompt(4, 1100, prefix=prompt)
     first = keeper.ask_again(longer)
-    assert first.loaded_tokens == 768
+    assert first.loaded_tokens == 1000
     expected = keeper.compute(longer)
     assert first.token_ids == expected
     again = keeper.ask_again(longer)
-    assert (again.token_ids, again.loaded_tokens) == (expected, 1100)
+    assert (again.token_ids, again.loaded_tokens) == (expected, 1100 - 1)
+
+
+def test_every_turn_of_a_chat_is_loaded_to_the_last_token_that_was_stored(keeper: LlmProcess) -> None:
+    chat = make_prompt(20, 300)
+    kept = 0
+    for turn, answer_tokens in enumerate((30, 200, 1, 16)):
+        expected = keeper.compute(chat, max_tokens=answer_tokens)
+        answers = keeper.ask_again(chat, max_tokens=answer_tokens)
+        assert (answers.token_ids, answers.loaded_tokens) == (expected, kept), f"turn {turn}"
+        kept = len(chat) + answer_tokens - 1
+        chat = make_prompt(21 + turn, kept + 1 + 45, prefix=[*chat, *answers.token_ids[0]])
+
+
+def test_a_branch_of_a_chat_is_loaded_to_where_it_branches_at_a_stored_end(keeper: LlmProcess) -> None:
+    prompt = make_prompt(30, 270)
+    keeper.ask(prompt, max_tokens=40)
+    branch = make_prompt(31, 320, prefix=prompt)
+    answers = keeper.ask_again(branch)
+    assert (answers.token_ids, answers.loaded_tokens) == (keeper.compute(branch), 270)
+
+
+def test_the_next_turn_at_another_engine_is_fetched_to_the_last_token_that_was_stored(
+    fleet: LlmFleet, keeper: LlmProcess
+) -> None:
+    prompt = make_prompt(40, 300)
+    said = [*prompt, *keeper.ask(prompt, max_tokens=30).token_ids[0]]
+    kept = len(said) - 1
+    fleet.coordinator.wait_for_holder(said[:kept], "keeper", kept, REPORT_TIMEOUT_SECONDS)
+    turn = make_prompt(41, 400, prefix=said)
+    expected = keeper.compute(turn)
+    answers = fleet.engines["follower"].ask(turn)
+    assert (answers.token_ids, answers.peer_tokens) == (expected, kept)
+
+
+def test_after_a_restart_the_next_turn_is_loaded_from_disk_to_the_last_token_that_was_stored(fleet: LlmFleet) -> None:
+    engine = fleet.engines["archivist"]
+    prompt = make_prompt(50, 512)
+    said = [*prompt, *engine.ask(prompt, max_tokens=40).token_ids[0]]
+    turn = make_prompt(51, 600, prefix=said)
+    expected = engine.compute(turn)
+
+    def on_disk() -> int:
+        tiers = fleet.coordinator.instances()["archivist"].tiers
+        return sum(usage.chunk_count for usage in tiers if usage.tier == TIER_DISK)
+
+    eventually(lambda: on_disk() >= 3 + 3, "both prompts are on disk, with the end of the first")
+    os.kill(fleet.node_pid("archivist"), signal.SIGKILL)
+    engine.kill()
+    fleet.start()
+    answers = engine.ask(turn)
+    assert (answers.token_ids, answers.loaded_tokens) == (expected, len(said) - 1)
+    assert answers.grown['lmkv:tier_tokens_total{tier="disk"}'] == len(said) - 1
 
 
 def test_prompts_with_a_common_prefix_are_distinguished(keeper: LlmProcess) -> None:
@@ -113,7 +173,7 @@ def test_prompts_with_a_common_prefix_are_distinguished(keeper: LlmProcess) -> N
     assert keeper.ask(*prompts).token_ids == expected
     again = keeper.ask_again(*prompts)
     assert again.token_ids == expected
-    assert keeper.ask_again(prompts[0]).loaded_tokens == 513
+    assert keeper.ask_again(prompts[0]).loaded_tokens == 513 - 1
 
 
 def test_a_partial_chunk_comes_from_a_peer_to_whom_keeps_them_too(fleet: LlmFleet, keeper: LlmProcess) -> None:

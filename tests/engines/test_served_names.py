@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from lmkv.auth.cache_salts import TENANT, CacheSalts
 from lmkv_client.demo.cluster import Cluster
 from tests.engines.conftest import SETTINGS
 from tests.engines.faults import eventually
 from tests.engines.llm import make_prompt
 from tests.engines.test_isolation import make_adapter
 from tests.support.proxy import ProxyProcess
+from tests.support.tokens import entry, write
 
 STORED = 768
 """Tokens in the whole chunks of a prompt of 1,000."""
@@ -27,13 +30,14 @@ STORED = 768
 class RoutingProxy(ProxyProcess):
     """A proxy before engines that do everything, which it chooses by what they hold."""
 
-    def __init__(self, folder: Path, cluster: Cluster) -> None:
+    def __init__(self, folder: Path, cluster: Cluster, *arguments: str, **environment: str) -> None:
         assert cluster.coordinator is not None
         engines = list(cluster.engines.values())
-        super().__init__(folder, [], engines)
+        super().__init__(folder, [], engines, environment=os.environ | environment if environment else None)
         self.command = [sys.executable, "-m", "lmkv", "proxy", "--port", str(self.port), "--mode", "route"]
         self.command += [f"--engine=http://127.0.0.1:{engine.port}" for engine in engines]
         self.command += ["--policy", "kv_aware", "--coordinator", cluster.coordinator.address, "--lookup-timeout", "10"]
+        self.command += arguments
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +165,32 @@ def test_the_proxy_routes_by_adapter_alias_and_salt_to_the_engine_that_holds_the
             body = {"model": model, "prompt": prompt, "max_tokens": 4} | more
             proxy._request("POST", "/v1/completions", body, timeout_seconds=120)
             assert cluster.engines[holder].metrics()["vllm:request_success_total"] > before, (model, more)
+
+
+def test_a_proxy_that_salts_by_tenant_shares_prompts_within_a_tenant_only(
+    cluster: Cluster, tiny_model: Path, prompt: list[int], tmp_path: Path
+) -> None:
+    tokens = write(tmp_path / "tokens.yaml", entry("client", "team-a"), entry("client", "team-b"))
+    salting = ("--auth-tokens", tokens, "--cache-salt-policy", TENANT)
+
+    def cached_tokens(tenant: str, **extra: str) -> int:
+        proxy.headers["Authorization"] = f"Bearer client-of-{tenant}-token"
+        return proxy.complete(prompt, 4, extra=extra).cached_tokens
+
+    def wait_stored(tenant: str) -> None:
+        salt = CacheSalts(TENANT, "hush").derive(tenant)
+        find = ("--model", tiny_model.name, "--cache-salt", salt)
+        eventually(lambda: list(held(cluster, prompt, *find).values()) == [STORED], f"the chunks of {tenant}")
+        for engine in cluster.engines.values():
+            engine.reset_prefix_cache()  # what is cached now is loaded by lmkv
+
+    with RoutingProxy(tmp_path, cluster, *salting, LMKV_CLUSTER_SECRET="hush") as proxy:
+        assert cached_tokens("team-a") == 0
+        wait_stored("team-a")
+        assert cached_tokens("team-b") == 0, "another tenant's prompt is a new one"
+        wait_stored("team-b")
+        guess = CacheSalts(TENANT, "hush").derive("team-a")
+        assert cached_tokens("team-b", cache_salt=guess) == 0, "also if it knows the other's salt"
+        assert cached_tokens("team-a") == STORED
+        assert cached_tokens("team-b") == STORED
+        assert cached_tokens("team-a", cache_salt="a part of its own") == 0

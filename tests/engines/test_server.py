@@ -70,6 +70,29 @@ def test_a_reset_over_http_makes_lmkv_forget_if_it_says_so(cluster: Cluster) -> 
     assert engine.complete(PROMPT, 1).cached_tokens == 768
 
 
+def test_hints_over_http_are_carried_out_and_reported(cluster: Cluster) -> None:
+    engine = cluster.engines["with-lmkv"]
+    prompt = make_prompt(7, 1000)
+
+    def send(action: str, **payload: object) -> list[dict[str, object]]:
+        one = {"action_id": "a", "action_type": f"kv.{action}", "action_version": "1.0", "payload": payload}
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [one]}
+        answer = engine.answer(prompt, 1, kv_transfer_params={"lmkv": {"kv_hints": hints}})
+        outcomes: list[dict[str, object]] = answer["kv_transfer_params"]["lmkv"]["kv_hints"]
+        return outcomes
+
+    assert send("retain", ttl=60) == [{"action_id": "a", "action": "retain", "outcome": "deferred", "ttl": 60.0}]
+    assert engine.metrics(action="retain", outcome="deferred")["lmkv:hints_total"] == 1
+    engine.reset_prefix_cache()
+    assert engine.complete(prompt, 1).cached_tokens == 768
+    (evicted,) = send("evict")
+    assert evicted["outcome"] == "deferred"
+    engine.reset_prefix_cache()
+    assert engine.complete(prompt, 1).cached_tokens == 0
+    (refused,) = send("dance")
+    assert (refused["outcome"], refused["reason"]) == ("rejected", "unknown_action")
+
+
 def test_a_closed_connection_ends_its_request_and_leaves_no_page_in_use(cluster: Cluster) -> None:
     engine = cluster.engines["with-lmkv"]
     tokens = engine.stream(PROMPT, 3000)

@@ -1,4 +1,7 @@
-"""What an engine prints when it starts: each notice once, and a refused configuration last."""
+"""What an engine prints when it starts: each notice once, and a refused configuration last.
+
+One engine starts as users start it; the others are forked.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,8 @@ SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture
-def cluster(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """No engine yet, and no coordinator. Engines start as users start them."""
-    monkeypatch.setattr(ServerProcess, "launch", staticmethod(launch))
+def cluster(tiny_model: Path, tmp_path: Path) -> Iterator[Cluster]:
+    """No engine yet, and no coordinator."""
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
         Cluster(Path(folder), tiny_model, logs=tmp_path, settings=SETTINGS, coordinator=False) as cluster,
@@ -31,10 +33,15 @@ def cluster(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         yield cluster
 
 
-@pytest.mark.parametrize("environment", [{}, SEVERAL_PROCESSES])
-def test_a_refused_configuration_is_the_last_line_of_an_engine(cluster: Cluster, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(("environment", "is_forked"), [({}, True), (SEVERAL_PROCESSES, False)])
+def test_a_refused_configuration_is_the_last_line_of_an_engine(
+    cluster: Cluster, environment: dict[str, str], is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_forked:
+        monkeypatch.setattr(ServerProcess, "launch", staticmethod(launch))
     config = {**LMKV_TRANSFER_CONFIG, "kv_connector_extra_config": {"chunk_sise": 256}}
     engine = cluster.add_engine("engine-1", transfer_config=config, environment=environment, kv_cache_bytes=64 << 20)
+    engine.ready_timeout_seconds = READY_TIMEOUT_SECONDS
     with pytest.raises(LmkvError):
         cluster.start_engines()
     last = engine.log().rstrip("\n").splitlines()[-1]
@@ -52,7 +59,7 @@ def test_notices_appear_once_in_an_engine_of_several_ranks(cluster: Cluster) -> 
             "kv_connector_extra_config": {"remote_serde": "naive"},
         },
         extra_arguments=("--tensor-parallel-size", "2"),
-        environment=SEVERAL_PROCESSES | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        environment=SEVERAL_PROCESSES,
     )
     engine.ready_timeout_seconds = READY_TIMEOUT_SECONDS
     cluster.start_engines()

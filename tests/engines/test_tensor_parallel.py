@@ -27,6 +27,8 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         fleet.start()
         fleet.add("guest", {"node_address": str(fleet.runtime_dir / "halves" / "engine.sock")})
         fleet.start()
+        for engine in fleet.engines.values():  # ranks map the pool in their first step, which waits only for a while
+            engine.ask(make_prompt(0, 16))
         yield fleet
 
 

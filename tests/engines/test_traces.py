@@ -93,6 +93,9 @@ def test_a_request_is_one_trace_from_the_client_to_the_peer_that_gives_the_bytes
     assert lookup.attributes["lmkv.peers_tokens"] == HELD_TOKENS
     assert load.attributes["lmkv.loaded_tokens"] == HELD_TOKENS
     assert load.attributes["lmkv.peer_instance_id"] == "engine-1"
+    for service in ("engine-1", "lmkv-node"):
+        missed = receiver.span(service, "lmkv.lookup", trace_id=STORING)
+        assert missed.attributes["lmkv.miss_reasons"] == ("never_stored",)
     store = receiver.span("engine-1", "lmkv.store", trace_id=STORING)
     assert store.parent_id == CLIENT
     assert store.attributes["lmkv.stored_tokens"] == HELD_TOKENS

@@ -1,11 +1,13 @@
 """Every command of README and of the CPU quick start works as it is typed, from a folder of the reader's own.
 
-A folder `MODEL` in the current directory makes the pages' word a model. `tests/promises/get_started.py` lists what no
-test runs, and why.
+A folder `MODEL` in the current directory makes the pages' word a model. The README's first commands run vLLM's own
+script; for the others the nursery forks the same program. `tests/promises/get_started.py` lists what no test runs, and
+why.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.llm import READY_TIMEOUT_SECONDS, Nursery
 from tests.engines.typed import Shell
 from tests.promises.commands import command_lines
 from tests.promises.get_started import PAGES, ROOT, blocks_to_run
@@ -52,19 +55,21 @@ def test_the_readmes_engine_starts_and_vllms_benchmark_runs_against_it(with_mode
     assert counted(shown, "lmkv:stored_tokens_total") > 0
 
 
-def test_the_readmes_fleet_lists_its_engine(with_model: Path) -> None:
+def test_the_readmes_fleet_lists_its_engine(with_model: Path, nursery: Nursery) -> None:
     _, fleet, _ = blocks_to_run(README)
-    assert "engine-1" in Shell(with_model).run([fleet])
+    assert "engine-1" in Shell(with_model, nursery).run([fleet])
 
 
-def test_the_readmes_prefill_and_decode_engines_answer_through_the_proxy(with_model: Path) -> None:
+def test_the_readmes_prefill_and_decode_engines_answer_through_the_proxy(with_model: Path, nursery: Nursery) -> None:
     _, _, disaggregated = blocks_to_run(README)
-    shown = Shell(with_model).run([disaggregated])
+    shown = Shell(with_model, nursery).run([disaggregated])
     assert '"completion_tokens":8' in shown.replace(" ", "")
 
 
-def test_the_quick_start_on_a_cpu_leads_from_an_empty_folder_to_a_hit_and_a_move(folder: Path) -> None:
-    shown = Shell(folder).run(list(blocks_to_run(CPU)))
+def test_the_quick_start_on_a_cpu_leads_from_an_empty_folder_to_a_hit_and_a_move(
+    folder: Path, nursery: Nursery
+) -> None:
+    shown = Shell(folder, nursery).run(list(blocks_to_run(CPU)))
     first, second = re.findall(r'"text": (".*")', shown)
     assert first == second
     assert counted(shown, "lmkv:loaded_tokens_total") > 1000
@@ -80,25 +85,15 @@ def counted(shown: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}{{.*}} (\S+)$", shown, re.MULTILINE))
 
 
-def test_every_vllm_command_of_the_pages_takes_its_flags() -> None:
+def test_every_vllm_command_of_the_pages_takes_its_flags(tmp_path: Path, nursery: Nursery) -> None:
     """Each has as many arguments as vLLM's own parser takes; the model need not exist for that."""
-    program = (
-        "import sys\n"
-        "from vllm.entrypoints.cli.serve import ServeSubcommand\n"
-        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "parser = FlexibleArgumentParser()\n"
-        "ServeSubcommand().subparser_init(parser.add_subparsers())\n"
-        "for line in open(0).read().splitlines():\n"
-        "    parser.parse_args(line.split('\\t'))\n"
-    )
     typed = [words for page in PAGES for words in [*command_lines(page, "vllm"), *in_containers(page)]]
     served = [words[1:] for words in typed if words[:2] == ["vllm", "serve"]]
     assert len(served) >= 7
-    lines = "\n".join("\t".join(words) for words in served)
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=lines, capture_output=True, text=True, timeout=290, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    lines = tuple("\t".join(words) for words in served)
+    with (tmp_path / "log").open("wb") as log:
+        done = nursery.server.launch("tests.engines.parse_serve", lines, log, os.environ)
+    assert done.wait(READY_TIMEOUT_SECONDS) == 0, (tmp_path / "log").read_text()[-4000:]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Runs the `bash` blocks of a page as they stand, one after the other in one shell, from a folder of the test's own.
 
 Only this is changed: ports are free ones, hosts are this one, and what runs until it is stopped (servers) runs in the
-background; the next line waits until it is ready. The environment keeps engines small and nodes in the folder.
+background; the next line waits until it is ready. The environment keeps engines small and nodes in the folder. With a
+nursery, `vllm` is not vLLM's own script but `forked_vllm.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmkv_client.demo.process import end_processes, free_port, pids_with_environment
-from tests.engines.llm import CALM, ENVIRONMENT
+from tests.engines.llm import CALM, ENVIRONMENT, Nursery
 
 SERVER = re.compile(r"^(?:[A-Z_0-9]+=\S+ )*(vllm serve|lmkv coordinator|lmkv proxy) ")
 PORTS = ("7100", "7200", "8000", "8001", "8002", "9100")
@@ -24,6 +25,7 @@ HOSTS = {"head:": "localhost:", "10.0.0.11": "127.0.0.1"}
 SETTINGS = CALM | {"max_local_cpu_size": "64MiB", "node_linger": "5"}
 HEALTH = {"vllm serve": "health", "lmkv coordinator": "readyz", "lmkv proxy": "health"}
 TIMEOUT_SECONDS = 500
+FORKED_VLLM = Path(__file__).with_name("forked_vllm.py")
 
 READY = """
 set -eo pipefail
@@ -43,8 +45,17 @@ joined() {  # the instance is known to the coordinator
 class Shell:
     """One shell in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nursery: Nursery | None = None) -> None:
+        """With a nursery, it forks what `vllm` is."""
         self._folder = folder
+        self._programs = [str(Path(sys.executable).parent)]
+        if nursery:
+            programs = folder / "programs"
+            programs.mkdir()
+            launcher = f'exec {sys.executable} {FORKED_VLLM} {nursery.server.path} "$@"'
+            (programs / "vllm").write_text(f"#!/bin/sh\n{launcher}\n")
+            (programs / "vllm").chmod(0o755)
+            self._programs.insert(0, str(programs))
         self._ports = {port: str(free_port()) for port in PORTS}
         grpc = free_pair()
         self._ports |= {GRPC_PORT: str(grpc), HTTP_PORT: str(grpc + 1)}
@@ -64,7 +75,7 @@ class Shell:
         environment |= {
             "LMKV_RUNTIME_DIR": str(self._folder),
             "NO_PROXY": "*",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([*self._programs, os.environ["PATH"]]),
             "TMPDIR": str(self._folder),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_USE_AOT_COMPILE": "0",  # without --enforce-eager vLLM would compile the model for a minute

@@ -39,9 +39,16 @@ class NodeProcesses:
         """The socket on which a node serves engines."""
         return self._runtime_dir / name / "engine.sock"
 
+    def pid(self, name: str) -> int:
+        """Process id of a node."""
+        return self._of(name).pid
+
     def kill(self, name: str) -> None:
         """Kills a node with SIGKILL."""
-        next(process for process in self._processes if process.name == name).kill()
+        self._of(name).kill()
+
+    def _of(self, name: str) -> ServerProcess:
+        return next(process for process in self._processes if process.name == name)
 
     def __enter__(self) -> Self:
         try:

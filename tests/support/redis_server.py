@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import valkey
 
-from lmkv.remote_url import parse_remote_url
+from lmkv.config.remote_url import parse_remote_url
 from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_server.node.tiers.remote.store import RemoteStore
 from lmkv_server.node.tiers.remote.valkey import ValkeyStore
