@@ -5,24 +5,31 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.node import fetches
+from benchmarks.node import fetches, host_fetches
 from benchmarks.node.bare_ends import LIMITS
 from benchmarks.support import engines
 from benchmarks.support.command import Benchmark, BenchmarkRun
+
+HOSTS = "hosts"
+"""The part that compares `auto` with the channels between hosts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     engines.add_dtype_argument(parser)
-    parser.add_argument("--only", action="append", choices=LIMITS, help="measure this channel alone; may be repeated")
+    parts = (*LIMITS, HOSTS)
+    parser.add_argument("--only", action="append", choices=parts, help="measure this part alone; may be repeated")
 
 
 def measure(run: BenchmarkRun) -> None:
-    """One channel after the other, each with processes of its own at both ends."""
+    """One channel after the other, each with processes of its own at both ends; then all of them between two hosts."""
     dtype = engines.choose_dtype(run)
-    for channel in run.args.only or LIMITS:
-        run.say(f"fetches by {channel}")
-        fetches.measure(run, dtype, [channel], closely=True)
+    for part in run.args.only or (*LIMITS, HOSTS):
+        run.say(f"fetches between hosts, {host_fetches.STARTS} starts" if part == HOSTS else f"fetches by {part}")
+        if part == HOSTS:
+            host_fetches.measure(run, dtype)
+        else:
+            fetches.measure(run, dtype, [part], closely=True)
 
 
 BENCHMARK = Benchmark(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.coordinator import departures, fleets, layouts, lookups
+from benchmarks.coordinator import departures, fairness, fleets, layouts, lookups
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.systems import controllers
 from benchmarks.systems.pairs import lmcache_problem
 
-PARTS = ("map", "lookups", "rebuild", "death")
+PARTS = ("map", "lookups", "fairness", "rebuild", "death")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,9 @@ def measure(run: BenchmarkRun) -> None:
     if "lookups" in parts:
         run.say("lookups at a coordinator that knows a million chunks")
         uvloop.run(lookups.measure(run))
+    if "fairness" in parts:
+        run.say("a tenant beyond its quota")
+        uvloop.run(fairness.measure(run))
     if "rebuild" in parts:
         run.say("a coordinator that starts again")
         uvloop.run(fleets.measure_rebuild(run))

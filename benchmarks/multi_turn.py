@@ -111,11 +111,16 @@ def measure(run: BenchmarkRun) -> None:
         "answer_tokens": ANSWER_TOKENS,
         "chats_in_cache": CHATS_IN_CACHE,
     }
-    engines.check_memory(4 * (engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes) + 3 * plan.pool_bytes)
+    systems = chats.systems(run, plan, args.lmcache_python, fine=True)
+    if run.quick and args.lmcache_python:  # five engines do not start and talk in three minutes
+        run.note("LMCache was not measured: --quick leaves it out")
+        systems = {name: system for name, system in systems.items() if not name.startswith("lmcache")}
+    count = len(systems)
+    engines.check_memory(count * (engines.ENGINE_BYTES + CHATS_IN_CACHE * chat_bytes) + (count - 1) * plan.pool_bytes)
     with ExitStack() as stack:
-        talking = start(run, stack, chats.systems(run, plan, args.lmcache_python))
+        talking = start(run, stack, systems)
         spoken = talk(run, talking, workload)
-        run.add(*rows_of(spoken))
+        run.add(*rows_of(spoken, MESSAGE_TOKENS))
     same, count = identical(spoken["lmkv"], spoken[ALONE])
     engines.check_identical(run, "lmkv and the engine alone", same, count)
 
@@ -124,9 +129,6 @@ def start(
     run: BenchmarkRun, stack: ExitStack, systems: Mapping[str, Callable[[], AbstractContextManager[EngineProcess]]]
 ) -> dict[str, EngineProcess]:
     """The engines of all systems that come up, started at once; the engine alone and lmkv's must."""
-    if run.quick and "lmcache" in systems:  # four engines do not start and talk in three minutes
-        run.note("LMCache was not measured: --quick leaves it out")
-        systems = {name: system for name, system in systems.items() if name != "lmcache"}
     run.say(f"starting {len(systems)} engines, {run.report.settings['dtype']}; half a minute or more")
     starting = {name: stack.enter_context(system()) for name, system in systems.items()}
     ready = {}
@@ -170,15 +172,17 @@ def talk(run: BenchmarkRun, systems: Mapping[str, EngineProcess], workload: Work
     return turns
 
 
-def rows_of(spoken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
-    """What the systems took for each turn, beside the engine alone, and how much they had kept."""
+def rows_of(spoken: Mapping[str, Sequence[Turn]], message_tokens: int) -> Iterator[Row]:
+    """What the systems took for each turn, beside the engine alone, and how much they had kept of what was sent and
+    answered before: all of a later turn but its message."""
     without = spoken[ALONE]
     for name, turns in spoken.items():
         for number, (turn, other) in enumerate(zip(turns, without, strict=True), 1):
             row = Row(name=f"{name}_turn_{number}_ms", value=turn.ttft_ms, unit="ms")
             yield row if turn is other else compare(row.name, row.value, "ms", "the engine alone", other.ttft_ms)
         later = turns[1:]
-        kept = sum(turn.cached_tokens for turn in later) / sum(turn.prompt_tokens for turn in later)
+        known = sum(turn.prompt_tokens - message_tokens * len(turn.completions) for turn in later)
+        kept = sum(turn.cached_tokens for turn in later) / known
         yield Row(name=f"{name}_kept", value=100 * kept, unit="% of tokens")
         if turns is not without:
             same, count = identical(turns, without)

@@ -26,9 +26,9 @@ from botocore.config import Config
 from botocore.session import get_session
 
 from benchmarks.support.redis import RedisProcess
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
-from lmkv.remote_url import parse_remote_url
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.units import GIB
 from lmkv_kernels import checksum

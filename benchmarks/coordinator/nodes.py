@@ -85,7 +85,7 @@ class ScaledNode:
         """Stores a chunk, and reports it."""
         gained = ChunkKey(self._random.randbytes(16))
         self._held.append(gained)
-        fleet.admitted(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size)
+        fleet.admitted(HeldChunk(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size))
         return gained
 
     def describe(self) -> Instance:

@@ -80,7 +80,7 @@ class Acts:
         self._worker.store(self._store)
         report = self._worker.take_report()
         assert report
-        assert len(report.written) == len(self._store.stores)
+        assert len(report.stores) == len(self._store.stores)
 
     def load(self) -> None:
         """Pool to pages."""

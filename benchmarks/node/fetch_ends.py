@@ -45,12 +45,24 @@ def keys_of(count: int) -> list[ChunkKey]:
 class ReadingNode:
     """What a node has for its peers: pool, tier, channel, fetcher, and `PeerService` on a free port."""
 
-    def __init__(self, instance_id: str, spec: KvSpec, chunk_count: int, transfer_channel: str) -> None:
+    def __init__(
+        self,
+        instance_id: str,
+        spec: KvSpec,
+        chunk_count: int,
+        transfer_channel: str,
+        *,
+        host: str = "127.0.0.1",
+        shares_memory: bool = True,
+    ) -> None:
+        """`shares_memory` is false for a node whose pool no other one can map, as from another host."""
         self.spec = spec
         self.epoch = time.time_ns()
         self.instance_id = instance_id
         self._chunk_count = chunk_count
         self._transfer_channel = transfer_channel
+        self._host = host
+        self._shares_memory = shares_memory
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -76,9 +88,12 @@ class ReadingNode:
             instance_id=self.instance_id,
             runtime_dir=folder,
             transfer_channel=self._transfer_channel,
+            p2p_host=self._host,
             grant_ttl=READ_SECONDS,
         )
         config.make_instance_dir()
+        if not self._shares_memory:
+            config.transfer_socket.mkdir()  # in the place of the socket: it cannot be opened
         side = await open_peer_side(
             config, self._stack, epoch=self.epoch, tier=self.tier, pool=self.pool, engines=engines_here
         )

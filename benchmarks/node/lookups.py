@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 CHUNK_COUNTS = {40: "", 400: "_400"}
 """Chunks in a prompt, and what rows of that length end with."""
-POLL_SECONDS = 0.00005
-"""How often an engine looks for its answer (`lmkv_client.connector.scheduler.side`)."""
 PAUSE_SECONDS = 0.002
 """Pause between lookups: in production they are not back to back, and the responding process sleeps in between."""
 WARM_UP_CALLS = 10
@@ -201,7 +199,7 @@ class EngineLookup:
                             self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)])
                         )
                         return len(found.own), sum(run.chunk_count for run in found.runs)
-            time.sleep(POLL_SECONDS)
+            self._link.wait(deadline - time.monotonic())
         raise LmkvError(f"the node did not answer {self._name} within {ANSWER_SECONDS:.0f} s")
 
 

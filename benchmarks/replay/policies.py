@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 
 from lmkv.keys import ChunkKey
@@ -117,3 +118,42 @@ class TwoQueues:
                 self._chosen.popitem(last=False)
             return key
         return self._lru.popitem(last=False)[0] if self._lru else None
+
+
+class Gdsf:
+    """GreedyDual-Size-Frequency (Cherkasova, HP Labs '98) for chunks of equal size and cost: by uses and age.
+
+    The clock is the priority of the last chunk that was evicted; each use sets a chunk's priority to clock plus uses.
+    """
+
+    def __init__(self) -> None:
+        self._priorities: dict[ChunkKey, tuple[int, int]] = {}  # with the number of the call, for equal priorities
+        self._uses: dict[ChunkKey, int] = {}
+        self._heap: list[tuple[tuple[int, int], ChunkKey]] = []  # entries that differ from `_priorities` are void
+        self._clock = 0
+        self._calls = 0
+
+    def admit(self, key: ChunkKey) -> None:
+        self.use(key)
+
+    def use(self, key: ChunkKey) -> None:
+        self._calls += 1
+        self._uses[key] = self._uses.get(key, 0) + 1
+        self._priorities[key] = (self._clock + self._uses[key], self._calls)
+        heapq.heappush(self._heap, (self._priorities[key], key))
+        if len(self._heap) > 64 + 4 * len(self._priorities):
+            self._heap = [(priority, one) for one, priority in self._priorities.items()]
+            heapq.heapify(self._heap)
+
+    def forget(self, key: ChunkKey) -> None:
+        self._priorities.pop(key, None)
+        self._uses.pop(key, None)
+
+    def choose(self) -> ChunkKey | None:
+        while self._heap:
+            priority, key = heapq.heappop(self._heap)
+            if self._priorities.get(key) == priority:
+                self._clock = priority[0]
+                self.forget(key)
+                return key
+        return None

@@ -39,6 +39,24 @@ class Request:
     token_count: int
     stored: Sequence[ChunkKey]
     """`keys`, and the chunks that the answer fills."""
+    arrival_seconds: float = 0.0
+    """Since the begin of a recorded trace."""
+    answer_tokens: int = 0
+    """Of a recorded trace."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival."""
+
+    requests: Sequence[Request]
+    chunk_tokens: int
+    """Tokens of a chunk; the last chunk of a recorded prompt can have fewer."""
+
+
+def found_tokens(trace: Trace, request: Request, hit_count: int) -> int:
+    """Tokens of a prompt whose first `hit_count` chunks are found."""
+    return min(hit_count * trace.chunk_tokens, request.token_count)
 
 
 class _Text:

@@ -136,7 +136,8 @@ def rivals(report: Report) -> Chart:
 def multi_turn(report: Report) -> Chart:
     """TTFT by turn of a chat."""
     rows = _by_name(report)
-    systems = {"alone": ALONE, "lmkv": LMKV, "vllm_offload": VLLM, "lmcache": LMCACHE}
+    hinted = Series("lmkv with hints", "#8b6fc8")
+    systems = {"alone": ALONE, "lmkv": LMKV, "lmkv_hints": hinted, "vllm_offload": VLLM, "lmcache": LMCACHE}
     turns = sorted({int(found[1]) for name in rows if (found := re.fullmatch(r"\w+_turn_(\d+)_ms", name))})
     groups = [
         Group(
@@ -149,6 +150,27 @@ def multi_turn(report: Report) -> Chart:
     ]
     title = f"TTFT by turn, {report.settings['users']} chats at a time"
     return Chart(title=title, unit="ms", groups=groups)
+
+
+def agents(report: Report) -> Chart:
+    """TTFT of agents' requests."""
+    rows = _by_name(report)
+    systems = {"alone": ALONE, "lmkv": LMKV, "vllm_offload": VLLM, "lmcache": LMCACHE}
+    routed = {"round_robin": Series("lmkv, two engines in turn", "#8b6fc8"), "kv_aware": LMKV}
+    groups = [
+        Group(
+            f"{label}, {engines}",
+            tuple(
+                _bar(series, rows[name])
+                for key, series in chosen.items()
+                if (name := f"{key}_ttft_{percent}_ms") in rows
+            ),
+        )
+        for percent, label in (("p50", "median"), ("p99", "p99"))
+        for chosen, engines in ((systems, "one engine"), (routed, "two engines"))
+    ]
+    groups = [group for group in groups if group.bars]
+    return Chart(title=f"TTFT, {report.settings['sessions']} sessions of coding agents", unit="ms", groups=groups)
 
 
 def eviction(report: Report) -> Chart:
@@ -223,6 +245,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "pd-transfer": ("pd", pd),
     "rivals": ("rivals", rivals),
     "multi-turn": ("multi_turn", multi_turn),
+    "agents": ("agents", agents),
     "eviction": ("eviction", eviction),
     "scale": ("scale", scale),
     "shared-map": ("shared_map", shared_map),

@@ -18,6 +18,8 @@ from lmkv_client.demo.engine import EngineProcess
 
 ALONE = "alone"
 """The system that keeps nothing but what the engine's own cache has room for."""
+FINE_TOKENS = 32
+"""The smallest blocks that vLLM's attention on CPUs takes: other systems keep most in chunks of one block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,20 +40,32 @@ class ChatPlan:
         """Arguments of the engine."""
         return engines.options(self.dtype, self.context_tokens, prompts_in_cache=self.chats_in_cache)
 
+    def options_for(self, chunk_tokens: int) -> dict[str, Any]:
+        """Arguments of an engine whose blocks are no larger than a chunk."""
+        return self.options | {"block_size": min(engines.BLOCK_SIZE, chunk_tokens)}
+
 
 def systems(
-    run: BenchmarkRun, plan: ChatPlan, lmcache_python: Path | None
+    run: BenchmarkRun, plan: ChatPlan, lmcache_python: Path | None, *, fine: bool = False
 ) -> dict[str, Callable[[], AbstractContextManager[EngineProcess]]]:
-    """The systems that can be measured, by the name that their rows begin with; each yields an engine that starts."""
+    """The systems that can be measured, by the name that their rows begin with; each yields an engine that starts.
+
+    `fine`: other systems also with the smallest blocks.
+    """
     found: dict[str, Callable[[], AbstractContextManager[EngineProcess]]] = {
         ALONE: partial(alone, plan),
         "lmkv": partial(lmkv, plan),
         "vllm_offload": partial(offloading, plan),
     }
+    if fine:
+        found["vllm_offload_fine"] = partial(offloading, plan, chunk_tokens=FINE_TOKENS)
     if problem := lmcache_problem(lmcache_python):
         run.note(problem)
     elif lmcache_python:
-        found["lmcache"] = partial(lmcache, plan, lmcache_python.absolute())
+        python = lmcache_python.absolute()
+        found["lmcache"] = partial(lmcache, plan, python)
+        if fine:
+            found["lmcache_fine"] = partial(lmcache, plan, python, chunk_tokens=FINE_TOKENS)
     return found
 
 
@@ -64,36 +78,39 @@ def alone(plan: ChatPlan) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def lmkv(plan: ChatPlan) -> Iterator[EngineProcess]:
-    """lmkv's node beside the engine, without a coordinator."""
+def lmkv(plan: ChatPlan, name: str = "lmkv") -> Iterator[EngineProcess]:
+    """lmkv's node beside the engine, without a coordinator. Each needs a name of its own."""
     settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
     run = plan.run
     with Cluster(run.folder, plan.model, logs=run.logs, settings=settings, coordinator=False) as cluster:
-        engine = cluster.add_engine("lmkv", **plan.options)
+        engine = cluster.add_engine(name, **plan.options)
         engine.start()
         yield engine
 
 
 @contextmanager
-def offloading(plan: ChatPlan) -> Iterator[EngineProcess]:
+def offloading(plan: ChatPlan, chunk_tokens: int = engines.CHUNK_SIZE) -> Iterator[EngineProcess]:
     """vLLM's `OffloadingConnector`, its copies by NumPy."""
-    with offloading_engine(plan.run, plan.model, plan.pool_bytes, **plan.options) as engine:
+    options = plan.options_for(chunk_tokens)
+    with offloading_engine(plan.run, plan.model, plan.pool_bytes, chunk_tokens=chunk_tokens, **options) as engine:
         yield engine
 
 
 @contextmanager
-def offloading_engine(run: BenchmarkRun, model: Path, pool_bytes: int, **options: Any) -> Iterator[EngineProcess]:
-    """An engine of any model, with the chunk size of the benchmarks."""
+def offloading_engine(
+    run: BenchmarkRun, model: Path, pool_bytes: int, *, chunk_tokens: int = engines.CHUNK_SIZE, **options: Any
+) -> Iterator[EngineProcess]:
+    """An engine of any model; by default with the chunk size of the benchmarks."""
     engine = EngineProcess(
         model,
         run.logs,
-        name="offloading",
+        name=f"offloading-{chunk_tokens}",
         transfer_config={
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "cpu_bytes_to_use": pool_bytes,
-                "block_size": engines.CHUNK_SIZE,
+                "block_size": chunk_tokens,
                 "spec_name": "MemcpyOffloadingSpec",
                 "spec_module_path": "benchmarks.systems.memcpy_offload",
             },
@@ -108,11 +125,11 @@ def offloading_engine(run: BenchmarkRun, model: Path, pool_bytes: int, **options
 
 
 @contextmanager
-def lmcache(plan: ChatPlan, python: Path) -> Iterator[EngineProcess]:
+def lmcache(plan: ChatPlan, python: Path, chunk_tokens: int = engines.CHUNK_SIZE) -> Iterator[EngineProcess]:
     """LMCache's in-process connector, its copies between pages by torch."""
-    config = plan.run.folder / "lmcache.yaml"
+    config = plan.run.folder / f"lmcache-{chunk_tokens}.yaml"
     values = {
-        "chunk_size": engines.CHUNK_SIZE,
+        "chunk_size": chunk_tokens,
         "local_cpu": True,
         "max_local_cpu_size": round(plan.pool_bytes / (1 << 30), 2),
     }
@@ -120,7 +137,7 @@ def lmcache(plan: ChatPlan, python: Path) -> Iterator[EngineProcess]:
     engine = EngineProcess(
         plan.model,
         plan.run.logs,
-        name="lmcache",
+        name=f"lmcache-{chunk_tokens}",
         transfer_config={
             "kv_connector": "LMCacheConnectorV1Dynamic",
             "kv_connector_module_path": "benchmarks.systems.lmcache_cpu",
@@ -133,7 +150,7 @@ def lmcache(plan: ChatPlan, python: Path) -> Iterator[EngineProcess]:
             "LMCACHE_DISABLE_BANNER": "1",
             "LMCACHE_CONFIG_FILE": str(config),
         },
-        **plan.options,
+        **plan.options_for(chunk_tokens),
     )
     engine.command[0] = str(python)
     with _running(engine):

@@ -31,7 +31,7 @@ def make_turn(ttft_ms: float, *, cached: int = 0, token: int = 1) -> Turn:
 def make_report(**systems: list[Turn]) -> Report:
     settings: dict[str, Any] = {"users": 6, "chats_in_cache": 2}
     report = Report(benchmark="multi_turn", command="", quick=False, machine=machine.describe(), settings=settings)
-    for row in multi_turn.rows_of(systems):
+    for row in multi_turn.rows_of(systems, message_tokens=100):
         report.add(row)
     return report
 
@@ -54,18 +54,19 @@ def test_turns_are_compared_with_those_of_the_engine_alone() -> None:
         row.name: row
         for row in make_report(
             alone=[make_turn(1000), make_turn(2000)],
-            lmkv=[make_turn(1010), make_turn(200, cached=750)],
-            lmcache=[make_turn(1000), make_turn(400, cached=500, token=9)],
+            lmkv=[make_turn(1010), make_turn(200, cached=900)],
+            lmcache_fine=[make_turn(1000), make_turn(400, cached=450, token=9)],
         ).rows
     }
     assert rows["lmkv_turn_2_ms"].ratio == pytest.approx(0.1)
-    assert rows["lmcache_turn_1_ms"].baseline_value == pytest.approx(1000)
+    assert rows["lmcache_fine_turn_1_ms"].baseline_value == pytest.approx(1000)
     assert rows["alone_turn_2_ms"].ratio is None
-    assert [rows[f"{name}_kept"].value for name in ("alone", "lmkv", "lmcache")] == [0, 75, 50]
-    assert [rows[f"{name}_identical"].value for name in ("lmkv", "lmcache")] == [100, 50]
+    assert [rows[f"{name}_kept"].value for name in ("alone", "lmkv", "lmcache_fine")] == [0, 100, 50]
+    assert [rows[f"{name}_identical"].value for name in ("lmkv", "lmcache_fine")] == [100, 50]
     assert "alone_identical" not in rows
     assert meaning_of("lmkv_turn_2_ms") == "lmkv: TTFT in turn 2 of a chat"
     assert all(meaning_of(name) for name in rows)
+    assert meaning_of("lmcache_fine_turn_2_ms") == "LMCache, chunks of 32: TTFT in turn 2 of a chat"
 
 
 def test_the_chart_has_a_bar_for_every_turn_of_every_system_that_was_measured() -> None:

@@ -1,0 +1,107 @@
+"""How much of the prompts hits when the picker places them, and what a choice costs: docs/performance/routing.md."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.replay.files import read_trace
+from benchmarks.replay.fleet import (
+    ANSWER_RATE,
+    ORACLE,
+    PICKER,
+    PLACEMENTS,
+    PREFILL_RATE,
+    REPORT_SECONDS,
+    Fleet,
+    Outcome,
+    sessions_of,
+)
+from benchmarks.support.command import Benchmark, BenchmarkRun
+from benchmarks.support.rows import Row, compare
+from benchmarks.systems import picks
+from lmkv.config import PickerConfig
+
+EXCERPT = Path(__file__).parent / "replay" / "data" / "conversation_excerpt.jsonl.gz"
+ENGINE_COUNTS = (8, 16, 64)
+ENGINE_TOKENS = 1_000_000
+"""Tokens of one engine's cache: 128 GB of a model with 128 KiB a token."""
+LRU, LEARNED = "lru", "learned"
+PARTS = ("placement", "picks")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark."""
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a recorded trace: JSON lines with timestamp, input_length, output_length and hash_ids, or a .gz of it "
+        "(default: ten minutes of conversations)",
+    )
+    parser.add_argument(
+        "--engine-tokens", type=int, default=ENGINE_TOKENS, metavar="N", help="size of one engine's cache, in tokens"
+    )
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
+
+
+def measure(run: BenchmarkRun) -> None:
+    """All parts."""
+    parts: Sequence[str] = run.args.only or PARTS
+    if "placement" in parts:
+        _measure_placements(run)
+    if "picks" in parts:
+        run.say("choices of the picker")
+        uvloop.run(picks.measure(run))
+
+
+def _measure_placements(run: BenchmarkRun) -> None:
+    trace = read_trace(run.args.trace or EXCERPT)
+    sessions = sessions_of(trace)
+    engine_tokens: int = run.args.engine_tokens
+    run.report.settings |= {
+        "engine_tokens": engine_tokens,
+        "prefill_tokens_per_s": PREFILL_RATE,
+        "answer_tokens_per_s": ANSWER_RATE,
+        "report_seconds": REPORT_SECONDS,
+        "requests": len(trace.requests),
+        "sessions": len(set(sessions)),
+    }
+    run.say(f"{len(trace.requests)} requests of {len(set(sessions))} sessions, caches of {engine_tokens} tokens each")
+    load_tokens = PickerConfig().load_tokens
+
+    def replay(placement: str, engine_count: int, policy: str) -> Outcome:
+        fleet = Fleet(trace, placement, engine_count, engine_tokens, policy=policy, load_tokens=load_tokens)
+        outcome = fleet.replay(sessions, speed=engine_count / ENGINE_COUNTS[0])
+        run.say(f"{engine_count} engines, {policy}, {placement}: {outcome.hit_rate:.2f} %")
+        return outcome
+
+    for engine_count in ENGINE_COUNTS:
+        outcomes = {placement: replay(placement, engine_count, LRU) for placement in PLACEMENTS}
+        bound = outcomes[ORACLE].hit_rate
+        run.add(Row(name=f"{ORACLE}_{engine_count}_hit_rate", value=bound, unit="%"))
+        for placement, outcome in outcomes.items():
+            if placement != ORACLE:
+                name = f"{placement}_{engine_count}"
+                run.add(compare(f"{name}_hit_rate", outcome.hit_rate, "%", "oracle", bound))
+                run.add(Row(name=f"{name}_prefill_s", value=statistics.mean(outcome.waits), unit="s"))
+        learned = {placement: replay(placement, engine_count, LEARNED).hit_rate for placement in (PICKER, ORACLE)}
+        name = f"{PICKER}_{engine_count}_learned_hit_rate"
+        run.add(compare(name, learned[PICKER], "%", "oracle", learned[ORACLE]))
+
+
+BENCHMARK = Benchmark(
+    name="routing",
+    description="Replays a recorded trace over simulated engines, placed by the endpoint picker and by others; and "
+    "measures the time of a choice.",
+    measure=measure,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
