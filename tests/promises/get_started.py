@@ -12,7 +12,10 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "get-started").glob("*.md"
 
 NOT_RUN = {
     ("README.md", "make demo"): "installs into the clone first; tests/engines/test_demo.py runs the demo",
-    ("README.md", "docker build"): "needs a Docker daemon, a registry and a cluster",
+    (
+        "README.md",
+        "make images",
+    ): "takes minutes and needs a registry and a cluster; `make cluster` runs images and chart",
     ("cpu.md", "git clone"): "needs GitHub; the rest as in README",
     ("gpu.md", ""): "needs a GPU, a Docker daemon and a model of Hugging Face",
     ("kubernetes.md", ""): "needs a Docker daemon, a registry and a cluster",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
+from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, PickerConfig, ProxyConfig, WebhookConfig, keys
 from lmkv.config.schema import Config
 
-PROCESSES = (ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig)
+PROCESSES = (ConnectorConfig, CoordinatorConfig, NodeConfig, PickerConfig, ProxyConfig, WebhookConfig)
 VARIABLE = re.compile(r'"(LMKV_[A-Z0-9_]+)"')
-TIME = re.compile(r"`(\w+)`(?:, | \()(\d+(?:\.\d+)?) (ms|s)\b")
-"""`coordinator_timeout` (50 ms), or `load_timeout`, 1 s."""
+TIME = re.compile(r"`(\w+)`(?:, | \(| \| )(\d+(?:\.\d+)?) (ms|s)\b")
+"""`coordinator_timeout` (50 ms), or `load_timeout`, 1 s, or in two cells of a table."""
 
 
 @pytest.fixture(scope="module")

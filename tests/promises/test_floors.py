@@ -25,7 +25,12 @@ HOMES = {
     "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
     "transformers": (),
-    "starlette": ("server/lmkv_server/http/", "server/lmkv_server/coordinator/http/", "server/lmkv_server/proxy/"),
+    "starlette": (
+        "server/lmkv_server/http/",
+        "server/lmkv_server/coordinator/http/",
+        "server/lmkv_server/proxy/",
+        "server/lmkv_server/webhook/",
+    ),
     "uvicorn": ("server/lmkv_server/http/",),
     "aiohttp": ("server/lmkv_server/proxy/",),
 }

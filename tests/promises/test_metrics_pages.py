@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.server.test_prometheus_rules import engine_metrics, measured, plain
 
-PAGES = ("reference/telemetry.md", "reference/http.md", "guides/proxy.md")
+PAGES = ("reference/telemetry.md", "reference/http.md", "guides/proxy.md", "guides/gateway.md")
 
 
 async def test_every_metric_is_documented_once(root: Path, runtime_dir: Path) -> None:

@@ -26,8 +26,11 @@ def test_the_committed_stubs_are_what_protoc_makes_of_the_protos_now(root: Path,
     options = [f"--{plugin}_out={tmp_path}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
     protos = sorted((root / "protos/lmkv/v1").glob("*.proto"))
     run(sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", *options, *(path.relative_to(root) for path in protos))
-    made = {path.name: path.read_text() for path in (tmp_path / "lmkv/v1").iterdir()}
-    committed = {path.name: path.read_text() for path in (root / "lmkv/v1").glob("*_pb2*")}
+    envoy = "-Ilmkv/ext_proc=protos/envoy/service/ext_proc/v3"
+    run(sys.executable, "-m", "grpc_tools.protoc", envoy, *options, "lmkv/ext_proc/external_processor.proto")
+    packages = ("lmkv/v1", "lmkv/ext_proc")
+    made = {path.name: path.read_text() for package in packages for path in (tmp_path / package).iterdir()}
+    committed = {path.name: path.read_text() for package in packages for path in (root / package).glob("*_pb2*")}
     assert made.keys() == committed.keys(), "run `make protos`, and remove stubs that no proto makes"
     stale = [name for name in made if made[name] != committed[name]]
     assert not stale, f"run `make protos`; these stubs are stale: {stale}"

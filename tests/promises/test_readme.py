@@ -88,7 +88,9 @@ def test_every_image_that_is_built_is_a_target_and_has_our_version(page: Path, p
 def test_the_gpu_page_names_the_image_of_vllm_that_ours_is_made_of(root: Path) -> None:
     named = re.findall(r"vllm/vllm-openai:v[0-9.]+[0-9]", (root / "docs/get-started/gpu.md").read_text())
     assert named
-    assert set(named) == {*re.findall(r"FROM (vllm/vllm-openai:\S+)", (root / "docker/Dockerfile").read_text())}
+    assert set(named) == {
+        *re.findall(r"ARG VLLM_IMAGE=docker.io/(vllm/vllm-openai:\S+)", (root / "docker/Dockerfile").read_text())
+    }
 
 
 def in_containers(page: Path) -> list[list[str]]:

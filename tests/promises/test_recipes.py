@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,6 +21,7 @@ from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
+from tests.sdk.buf import find_buf
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.support.certificates import issue
@@ -32,14 +32,6 @@ PROMPT = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 HEARTBEAT_SECONDS = 0.2
 TIMEOUT_SECONDS = 20
 PAGES = sorted(page for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")) if recipes_of(page))
-
-
-def find_buf() -> str:
-    own = ROOT / ".buf/node_modules/.bin/buf"
-    buf = os.environ.get("BUF") or (str(own) if own.exists() else shutil.which("buf"))
-    if not buf:
-        pytest.fail("buf is missing: install npm and run `make setup`, or put buf on the PATH")
-    return buf
 
 
 @asynccontextmanager
@@ -84,7 +76,7 @@ async def run(command: list[str]) -> list[Any]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"NO_PROXY": "*"},
-        start_new_session=True,  # buf from npm is a script around a program: they end together
+        start_new_session=True,  # npm's buf is a script around a program: they end together
     )
     assert process.stdout is not None
     said = b""

@@ -34,9 +34,12 @@ EXCEPTIONS = {
 }
 """Files that may contain the words, each with the reason."""
 
-GENERATED = ("lmkv/v1/", "client/typescript/src/gen/", "client/typescript/package-lock.json", "benchmarks/results/")
-"""Their sources are checked, or they contain no text."""
-BINARY = {".binpb", ".webp", ".png", ".ico", ".woff2"}
+GENERATED = (
+    *("lmkv/v1/", "client/typescript/src/gen/", "client/typescript/package-lock.json", "benchmarks/results/"),
+    "server/lmkv_server/coordinator/http/static/swagger-ui",
+)
+"""Their sources are checked, or they contain no text, or others wrote them."""
+BINARY = {".binpb", ".gz", ".webp", ".png", ".ico", ".woff2"}
 
 PATTERN = re.compile(
     "(?<![a-z])(?:{})(?![a-z])".format("|".join(WORDS).replace(" ", r"[\s_]+(?:(?:#|//|\*)\s*)?")), re.IGNORECASE
