@@ -7,17 +7,17 @@ PROTOS := $(wildcard protos/lmkv/v1/*.proto)
 NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
 IMAGES ?= ghcr.io/lmkv
-TARGETS ?= lmkv lmkv-node lmkv-vllm
-VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+TARGETS ?=
+VERSION := $(shell sed -n 's/^version = "\([0-9].*\)"/\1/p' pyproject.toml)
 BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin/buf || echo buf)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-models test-ray chaos docs docs-publish protos wheel sdist wheels images chart version verify \
+.PHONY: help setup setup-ray demo test test-models test-ray chaos histories mutants models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
-	fix-format fix-lint fix-protos fix-typescript
+	fix-format fix-lint fix-locks fix-protos fix-typescript
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
@@ -41,8 +41,9 @@ demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 test: $(STAMP) ## run all tests, including those with real engines of some architectures
 	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not more_models' $(ARGS)
 
-test-models: $(STAMP) ## run the tests with engines of all architectures; ARGS="-k gpt_oss" selects one
-	@$(BIN)/python -m pytest tests/engines/test_architectures.py $(ARGS)
+test-models: $(STAMP) ## run the tests with engines of all architectures, and four ranks; ARGS="-k gpt_oss" selects one
+	@$(BIN)/python -m pytest -n 2 --dist loadscope tests/engines/test_architectures.py tests/engines/test_pd_parts.py \
+		tests/engines/test_pipeline_of_tensor_ranks.py $(ARGS)
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
@@ -53,8 +54,27 @@ benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an 
 chaos: $(STAMP) ## inject faults into a fleet for ten minutes and check that no data is wrong and nothing is left behind
 	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)
 
+histories: $(STAMP) ## record all calls of a fleet under faults for an hour, and check them against the protos' promises
+	@LMKV_HISTORIES_SECONDS=$${LMKV_HISTORIES_SECONDS:-3600} $(BIN)/python -m pytest -q tests/histories $(ARGS)
+
+models: $(STAMP) ## explore small models of the pool, handoffs, registration, the shared map and tails, a minute each
+	@$(BIN)/python -m tests.models $(ARGS)
+
+fuzz: .venv/.lmkv-fuzz ## run all fuzz targets for an hour; ARGS="configuration --seconds 60" selects
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+.venv/.lmkv-fuzz: $(STAMP)
+	@$(BIN)/python -m pip install -qq --group fuzz
+	@touch $@
+
+fuzz-kernels: ## run the C++ kernels with generated inputs and sanitizers for ten minutes; needs clang 19
+	@python3 -m tests.fuzz.kernels $(ARGS)
+
+mutants: $(STAMP) ## apply seeded faults to a copy, one at a time, and show the test that catches each; ARGS="node-" selects
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
 docs: build/tools/docs ## build the documentation site into build/site; ARGS=--serve serves it while you write
-	@NO_MKDOCS_2_WARNING=1 build/tools/docs/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --quiet)
+	@NO_MKDOCS_2_WARNING=1 build/tools/docs/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build)
 
 docs-publish: build/tools/docs ## add the site to the branch gh-pages: make docs-publish ARGS="0.1 latest"
 	@PATH=$(CURDIR)/build/tools/docs/bin:$(PATH) mike deploy --push $(ARGS)
@@ -68,10 +88,17 @@ sdist: build/tools/package ## build the sdist into dist/
 wheels: build/tools/package ## build the wheels of a release with cibuildwheel into dist/; needs Docker
 	@build/tools/package/bin/python -m cibuildwheel --platform linux --output-dir dist $(ARGS)
 
-images: ## build the container images; needs Docker; IMAGES=ghcr.io/lmkv names their registry, TARGETS="lmkv" selects
-	@for target in $(TARGETS); do \
-		docker build --file docker/Dockerfile --target $$target --tag $(IMAGES)/$$target:$(VERSION) . || exit 1; \
-	done
+audit: $(STAMP) build/tools/audit ## check locks, licences and known vulnerabilities; write bills of materials into dist/
+	@$(BIN)/python scripts/audit $(ARGS)
+
+fix-locks: build/tools/audit ## resolve the hash-locked packages of the images again
+	@build/tools/audit/bin/python scripts/audit --fix-locks
+
+images: ## build the container images with Docker or buildah; IMAGES=ghcr.io/lmkv names their registry, TARGETS="lmkv" selects
+	@python3 scripts/images --registry $(IMAGES) --version $(VERSION) $(TARGETS)
+
+cluster: $(STAMP) ## run the chart's pods with Podman and check the fleet; ARGS="default tls" selects cases; run `make images` before
+	@$(BIN)/python -m tests.cluster --registry $(IMAGES) $(ARGS)
 
 chart: build/tools/chart ## lint the Helm chart and package it into dist/
 	@build/tools/chart/bin/python scripts/chart
@@ -111,6 +138,8 @@ verify-protos: $(STAMP) ## check the style of the protos, breaking changes, and 
 
 fix-protos: $(STAMP)
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+	@$(BIN)/python -m grpc_tools.protoc -Ilmkv/ext_proc=protos/envoy/service/ext_proc/v3 --python_out=. --grpc_python_out=. \
+		--mypy_out=. --mypy_grpc_out=. lmkv/ext_proc/external_processor.proto
 	@$(BUF) generate --template client/typescript/buf.gen.yaml
 	@$(BIN)/python scripts/api-reference
 

@@ -18,7 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from lmkv_client.demo.process import free_port as find_free_port
 
-pytest_plugins = ("tests.engines.llm",)  # pytest takes this here only
+pytest_plugins = ("tests.engines.llm", "tests.support.forked_commands")  # pytest takes this here only
 
 ENGINES = "tests/engines/"
 """Where all tests with engines are."""

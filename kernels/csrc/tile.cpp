@@ -132,7 +132,7 @@ class Pass {
       __m256i words[vectors];
       for (int v = 0; v < vectors; ++v) words[v] = load(source + done + v * vector_bytes);
       for (int v = 0; v < vectors; ++v) {
-        put<store>(target + done + v * vector_bytes, words[v]);
+        put<store>(place(target, done + v * vector_bytes), words[v]);
         if constexpr (summing) {
           sums_[v] = _mm256_add_epi64(sums_[v], sums_of_four(words[v], keys_[v]));
           keys_[v] = _mm256_add_epi32(keys_[v], full_step);
@@ -140,7 +140,7 @@ class Pass {
       }
     }
     if constexpr (summing) word_ += done / 8;
-    if (done < size_bytes) finish(source + done, target + done, size_bytes - done);
+    if (done < size_bytes) finish(source + done, place(target, done), size_bytes - done);
   }
 
   LMKV_AVX2 LMKV_INLINE std::uint64_t sum() const {
@@ -151,6 +151,11 @@ class Pass {
   }
 
  private:
+  // An address in the target; there is no target if nothing is stored.
+  static inline std::byte* place(std::byte* target, std::int64_t at) {
+    return store == Store::none ? target : target + at;
+  }
+
   LMKV_AVX2 static inline __m256i load(const std::byte* source) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
   }
@@ -166,7 +171,7 @@ class Pass {
     std::int64_t done = 0;
     for (; done + vector_bytes <= size_bytes; done += vector_bytes) {
       const __m256i words = load(source + done);
-      put<store>(target + done, words);
+      put<store>(place(target, done), words);
       if constexpr (summing) {
         sums_[0] = _mm256_add_epi64(sums_[0], sums_of_four(words, keys_[0]));
         for (auto& keys : keys_) keys = _mm256_add_epi32(keys, one_vector);
