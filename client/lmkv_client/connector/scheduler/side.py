@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from lmkv.config import ConnectorConfig
-from lmkv.keys import ChunkKey
 from lmkv.misses.memory import LossMemory
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
@@ -26,15 +25,17 @@ from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_ad
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
 from lmkv_client.connector.scheduler.hints.envelope import HINTS, envelope_of
 from lmkv_client.connector.scheduler.hints.request_hints import RequestHints
+from lmkv_client.connector.scheduler.hit_choice import HitChoice
 from lmkv_client.connector.scheduler.loads.loads import Loads
 from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
+from lmkv_client.connector.scheduler.node_messages import NodeMessages
 from lmkv_client.connector.scheduler.request_builder import RequestBuilder
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.scheduler.stores import Stores
 from lmkv_client.connector.scheduler.weight_versions import WeightVersions
-from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorCounters, ConnectorStats, miss_tokens
+from lmkv_client.connector.stats import ConnectorCounters, ConnectorStats, miss_tokens
 from lmkv_client.connector.vllm_api import (
     CacheHitSource,
     KVCacheBlocks,
@@ -83,12 +84,7 @@ class SchedulerSide:
         self._spec = spec = kv.spec
         blocks = BlockMap(spec=spec, groups=kv.groups)
         self._node_client = node_client
-        self._sync = spec.has_plain_parts and not config.enable_async_loading
-        """Whether all loads are part of a step. Loads of parts are not: vLLM handles their failures by request."""
         self._step_loads = step_loads or StepLoads()
-        self._workers_copy = False
-        """Whether all workers have copied between pages and the pool of this attachment: before, it may not be mapped,
-        for which only loads beside the steps wait."""
         self._clock = clock
         self._attachment: Attachment | None = None
         self._states: dict[str, RequestState] = {}
@@ -125,9 +121,19 @@ class SchedulerSide:
             spec, self._send, self._counters, clock, self._stores.is_writing, is_enabled=config.accept_hints
         )
         self._weights = WeightVersions(spec.weight_version)
-        self._resets_done = 0
-        self._welcome = pb.Welcome()
-        """The latest welcome of a node."""
+        self._hit_choice = HitChoice(
+            config, spec, self._lookups, self._loads, self._step_loads, self._counters, self._prefill
+        )
+        self._node_messages = NodeMessages(
+            spec,
+            self._lookups,
+            self._loads,
+            self._stores,
+            self._handoffs,
+            self._hints,
+            self._events,
+            self._counters,
+        )
 
     # ---- hooks of vLLM, in the order of a request's life
 
@@ -135,7 +141,7 @@ class SchedulerSide:
         """Handles a new request: computes its keys and looks it up."""
         self.drain_events()
         self._follow_weights()
-        handoff = self._handoffs.read(request, self._welcome.instance_id if self._attachment else "")
+        handoff = self._handoffs.read(request, self._node_messages.welcome.instance_id if self._attachment else "")
         state = self._track(request, handoff)
         if (envelope := envelope_of(request)) is not None:
             self._hints.begin(request.request_id, envelope, state, is_attached=self._attachment is not None)
@@ -188,48 +194,7 @@ class SchedulerSide:
         if not self._may_load:
             state.account.unused = MissReason.UNCACHEABLE
             return 0, False
-        sync = state.loads_in_step = self._sync or self._fits_step(state, computed_count)
-        here = max(computed_count, self._hit(state, request, state.found_chunks(pool_only=True), sync=sync))
-        hit = self._hit(state, request, state.found_chunks(), sync=sync)
-        if self._config.refuse_slow_fetches and not state.handoff_id and not state.has_parts:
-            hit = self._worthwhile(state, computed_count, here, max(here, hit))
-            here = min(here, hit)
-        if hit - here < max(1, self._config.min_fetch_tokens):
-            if hit > here:
-                state.account.unused = MissReason.BELOW_MINIMUM
-            hit = here
-        elif sync:
-            self._lookups.fetch(state)
-            return None, False
-        if hit - computed_count < max(1, self._config.min_retrieve_tokens):
-            if hit > computed_count:
-                state.account.unused = MissReason.BELOW_MINIMUM
-            return 0, False
-        return hit - computed_count, not sync
-
-    def _fits_step(self, state: RequestState, computed_count: int) -> bool:
-        """Whether the load of the whole hit is to be part of the step, though other loads are not."""
-        if state.has_parts or state.absent_count or state.handoff_id or not self._workers_copy:
-            return False
-        return self._step_loads.have_room(self._load_bytes(state, computed_count), is_alone=len(self._states) == 1)
-
-    def _load_bytes(self, state: RequestState, computed_count: int) -> int:
-        token_count = max(0, state.found_tokens(len(state.own)) - computed_count)
-        return token_count * self._spec.chunk_bytes // self._spec.chunk_size
-
-    def _worthwhile(self, state: RequestState, computed_count: int, here: int, hit: int) -> int:
-        """The end of what is faster to load than to compute; `here` is the end of what is in the own pool."""
-        if state.chosen_tokens is None or state.chosen_tokens[:2] != (computed_count, hit):
-            rate = self._prefill.tokens_per_second
-            count = self._loads.costs.choose(here - computed_count, hit - here, rate)
-            self._counters.add("refused_fetch_tokens", hit - computed_count - count)
-            state.chosen_tokens = computed_count, hit, count
-        if state.chosen_tokens[2] < hit - computed_count:
-            state.account.unused = MissReason.SLOWER
-        return computed_count + state.chosen_tokens[2]
-
-    def _hit(self, state: RequestState, request: Request, chunk_count: int, *, sync: bool) -> int:
-        return state.hit_tokens(chunk_count, request.num_tokens, sync=sync)
+        return self._hit_choice.choose(state, request, computed_count, is_alone=len(self._states) == 1)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
         """Begins the load of `extra_count` tokens: vLLM has given the request pages."""
@@ -237,8 +202,7 @@ class SchedulerSide:
         if state is None:
             return
         if extra_count > 0:
-            if state.loads_in_step:
-                self._step_loads.take(self._load_bytes(state, state.computed_count))
+            self._hit_choice.begin(state)
             self._loads.begin(state, extra_count, blocks.get_block_ids())
         elif self._loads.get(request.request_id) is None:
             state.account.take(state.computed_count, {})
@@ -272,15 +236,17 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
-        if self._attachment and report.engine_id == self._attachment.engine_id:
-            self._workers_copy |= self._stores.handle_report(report)
+        is_current = self._attachment is not None and report.engine_id == self._attachment.engine_id
+        if is_current and self._stores.handle_report(report):
+            self._step_loads.workers_copy()
         if self._postponed and not self._tails:
             self._look_up_postponed(self._postponed)
         self._handoffs.settle()
         self._hints.settle()
         for request_id, loaded in report.loaded.items():
             state, is_alone = self._states.get(request_id), len(self._states) == 1
-            self._workers_copy |= self._loads.handle_result(request_id, loaded, state, is_alone=is_alone)
+            if self._loads.handle_result(request_id, loaded, state, is_alone=is_alone):
+                self._step_loads.workers_copy()
 
     def finished(self, request: Request, block_ids: BlockIds) -> bool:
         """Ends everything of a finished or aborted request.
@@ -323,7 +289,7 @@ class SchedulerSide:
         outcomes = self._hints.take_report(request.request_id)
         if not outcomes and not is_addressed(request.kv_transfer_params):
             return None
-        attached = self._welcome if self._attachment else pb.Welcome()
+        attached = self._node_messages.welcome if self._attachment else pb.Welcome()
         refused = {"handoff_refused": refusal} if refusal else {}
         hinted = {HINTS: outcomes} if outcomes else {}
         return {PARAMS: {"instance_id": attached.instance_id, **refused, **hinted, **self._explanation(request)}}
@@ -352,13 +318,13 @@ class SchedulerSide:
         self._weights.reset()
         if self._attachment is None:
             return False
-        done = self._resets_done
+        done = self._node_messages.reset_count
         self._send(pb.AttachRequest(reset=True))
         deadline = time.monotonic() + RESET_TIMEOUT_SECONDS
-        while self._resets_done == done and time.monotonic() < deadline:
+        while self._node_messages.reset_count == done and time.monotonic() < deadline:
             time.sleep(RESET_POLL_SECONDS)
             self.drain_events()
-        return self._resets_done > done
+        return self._node_messages.reset_count > done
 
     # ---- weights that change
 
@@ -437,54 +403,14 @@ class SchedulerSide:
             elif isinstance(event, NodeLost):
                 self._handle_node_loss()
             else:
-                self._handle_answer(event)
-
-    def _handle_answer(self, message: pb.AttachResponse) -> None:
-        if message.HasField("welcome"):
-            self._stores.reset_credits(message.welcome.credit_limit)
-            self._stores.request_partial(1)
-            self._welcome = message.welcome
-        settled = (message.settled_reserve_count, *message.settled_part_reserve_counts)
-        full = [(extent.part, extent.offset) for extent in message.credits if not extent.token_count]
-        partial = [
-            (self._spec.quarters(extent.token_count), extent.offset) for extent in message.credits if extent.token_count
-        ]
-        self._stores.credits.settle(settled, full)
-        self._stores.credits.settle_partial(message.settled_partial_reserves, partial)
-        for found in message.found:
-            self._lookups.handle_found(found)
-        for loaded in message.loaded:
-            self._counters.add("peer_bytes", loaded.transferred_bytes)
-            self._counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
-            if not self._loads.handle_loaded(loaded):
-                self._lookups.handle_loaded(loaded)
-        for handed in message.handed:
-            self._handoffs.handle_ended(handed)
-        for hinted in message.hinted:
-            self._hints.handle_answer(hinted)
-        for rejected in message.rejected_commits:
-            logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
-            self._events.refused(ChunkKey(rejected.chunk_key))
-        self._events.apply(message.tier_changes)
-        self._resets_done += len(message.reset_counts)
-        if message.HasField("conflicts"):
-            self._counters.set(SPEC_CONFLICTS, len(message.conflicts.conflicts))
-        for conflict in message.conflicts.conflicts:
-            logger.warning(
-                "shares nothing with instance %s, which also serves %s: %s is %s here and %s there",
-                conflict.instance_id,
-                conflict.model_name,
-                conflict.field,
-                conflict.own_value,
-                conflict.other_value,
-            )
+                self._node_messages.handle(event)
 
     def _handle_node_loss(self) -> None:
         """Ends everything that the node had granted. Workers report running copies under the old attachment."""
         self._counters.add("node_losses")
         logger.warning("the node is lost; computing everything until one is available")
         self._attachment = None
-        self._workers_copy = False
+        self._step_loads.node_lost()
         self._lookups.node_lost()
         self._stores.node_lost()
         self._tails = {request_id: [] for request_id in self._tails}  # workers still release the pages

@@ -150,9 +150,19 @@ def test_a_load_of_several_steps_of_tokens_is_in_the_first(make_engine: MakeEngi
 
 def test_room_is_counted_by_step() -> None:
     loads = StepLoads(alone_bytes=100, shared_bytes=10)
+    loads.workers_copy()
     assert loads.have_room(100, is_alone=True)
     assert not loads.have_room(11, is_alone=False)
     loads.take(6)
     assert not loads.have_room(5, is_alone=False)
     loads.end_step()
     assert loads.have_room(10, is_alone=False)
+
+
+def test_nothing_is_part_of_a_step_before_workers_have_copied() -> None:
+    loads = StepLoads(alone_bytes=100, shared_bytes=10)
+    assert not loads.have_room(1, is_alone=True)
+    loads.workers_copy()
+    assert loads.have_room(1, is_alone=True)
+    loads.node_lost()
+    assert not loads.have_room(1, is_alone=True)

@@ -20,9 +20,22 @@ class StepLoads:
         self._alone_bytes = alone_bytes
         self._shared_bytes = shared_bytes
         self._taken_bytes = 0
+        self._workers_copy = False
+        """Whether all workers have copied between pages and the pool of this attachment: before, it may not be mapped,
+        for which only loads beside the steps wait."""
+
+    def workers_copy(self) -> None:
+        """All workers have copied between pages and the pool."""
+        self._workers_copy = True
+
+    def node_lost(self) -> None:
+        """The pool is gone; the next one is not mapped yet."""
+        self._workers_copy = False
 
     def have_room(self, size_bytes: int, *, is_alone: bool) -> bool:
         """Whether a load of this size may be in the step; `is_alone`: its request is the only one."""
+        if not self._workers_copy:
+            return False
         return self._taken_bytes + size_bytes <= (self._alone_bytes if is_alone else self._shared_bytes)
 
     def take(self, size_bytes: int) -> None:
