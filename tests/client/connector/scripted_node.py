@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -34,72 +33,16 @@ from lmkv.v1.chunk_pb2 import (
 from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.node.client import Event, NodeLost
 from lmkv_client.connector.served_names import ServedNames
+from tests.client.connector.scripted_chunks import SPOILT, Fetch, HeldChunks, Pool, Stored, Ticket
 
-Content = dict[tuple[int, int], list[int]]
-"""KV in one extent: the value of each row, by rank and KV-cache group."""
-Pool = dict[int, Content]
-"""Content by offset."""
 PARTIAL = -1
 """What a credit for a partial chunk is for, among numbers of parts."""
-SPOILT = -1
-"""Value of a slot whose bytes mean nothing."""
-
-
-@dataclass
-class Stored:
-    """A chunk, or one part of it, at a peer or in the pool."""
-
-    token_count: int
-    content: Content
-    offset: int = -1
-    holds: int = 0
-    part: int = 0
-
-
-@dataclass
-class Fetch:
-    """A load that the engine has asked for: chunks, or items of a hit, by their index."""
-
-    ticket: str
-    indexes: list[int]
-
-
-@dataclass
-class Ticket:
-    """A lookup that was answered."""
-
-    keys: list[ChunkKey]
-    """Of the chunks, or of the items of the hit."""
-    own_count: int
-    held: list[Stored] = field(default_factory=list)
 
 
 def outcome_of(hint: pb.HintChunks) -> pb.HintedChunks:
     """What a node answers that holds every chunk once the request has ended."""
     outcome = HINT_OUTCOME_DEFERRED if hint.running else HINT_OUTCOME_ACCEPTED
     return pb.HintedChunks(hint_id=hint.hint_id, result=HintResult(outcome=outcome, ttl=hint.ttl))
-
-
-class HeldChunks(dict[ChunkKey, Stored]):
-    """The chunks in the pool; reports what it gains and loses."""
-
-    def __init__(self, report: Callable[[pb.TierChange], None]) -> None:
-        super().__init__()
-        self._report = report
-
-    def __setitem__(self, key: ChunkKey, chunk: Stored) -> None:
-        super().__setitem__(key, chunk)
-        self._report(pb.TierChange(tier=TIER_HOST, stored_keys=[key]))
-
-    def pop(self, key: ChunkKey) -> Stored:  # type: ignore[override]  # without a default
-        """Removes a chunk that is held."""
-        self._report(pb.TierChange(tier=TIER_HOST, removed_keys=[key]))
-        return super().pop(key)
-
-    def clear(self) -> None:
-        """Removes all chunks."""
-        self._report(pb.TierChange(tier=TIER_HOST, removed_keys=list(self)))
-        super().clear()
 
 
 class ScriptedNode:

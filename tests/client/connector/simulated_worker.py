@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 
 from lmkv_client.connector.messages import LoadPlan, LoadResult, StepPlan, StoreResult, WorkerReport
 from lmkv_kernels import ChunkCopy
-from tests.client.connector.scripted_node import SPOILT, Pool, ScriptedNode
+from tests.client.connector.scripted_chunks import SPOILT, Pool
+from tests.client.connector.scripted_node import ScriptedNode
 from tests.client.connector.simulated_models import BLOCK
 
 NULL_PAGE = 0

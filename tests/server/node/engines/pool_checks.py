@@ -1,6 +1,10 @@
-"""The size of the nodes' pool, and whether it is as before."""
+"""The size of the nodes' pool, whether it is as before, and a channel that breaks the limit of a message."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import grpc
 
 from lmkv_server.node.node import Node
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE
@@ -17,4 +21,6 @@ def is_clean(node: Node) -> bool:
     return not node.tier.reserved_count and not any(chunk.holds for chunk in node.tier)
 
 
-# ---- what a well-behaved engine gets
+def unlimited(address: str) -> Any:
+    """A channel that sends messages of any size."""
+    return grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])

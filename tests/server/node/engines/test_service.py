@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +17,8 @@ from lmkv.errors import (
     BadKvSpec,
     BadMessage,
     ConfigConflict,
-    EngineNotFound,
     GrantNotFound,
     LmkvError,
-    ModelNotFound,
 )
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
@@ -30,8 +27,8 @@ from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
-from tests.server.node.engine_client import ANSWER_SECONDS, EngineClient, absent_count
-from tests.server.node.engines.pool_checks import CAPACITY, LIMIT, SPEC, is_clean
+from tests.server.node.engine_client import EngineClient, absent_count
+from tests.server.node.engines.pool_checks import CAPACITY, LIMIT, SPEC, is_clean, unlimited
 from tests.waiting import until
 
 
@@ -385,11 +382,6 @@ async def test_an_engine_that_says_nothing_is_let_go(node: Node, monkeypatch: py
     await silent.aclose()
 
 
-def unlimited(address: str) -> Any:
-    """A channel that sends messages of any size."""
-    return grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
-
-
 async def test_a_message_over_the_limit_ends_its_stream_and_no_other(node: Node, engine: EngineClient) -> None:
     """The sender's own limit is lifted: it is the node that must refuse."""
     socket = f"unix:{node.config.engine_socket}"
@@ -426,86 +418,3 @@ async def test_an_engine_may_expect_exactly_what_the_node_has(node: Node) -> Non
     assert len(expected) == len(keys(NodeConfig))
     async with EngineClient(node, config=expected):
         assert node.engines.attached_count == 1
-
-
-# ---- the unary twins
-
-
-async def failure(call: Awaitable[Any]) -> LmkvError:
-    with pytest.raises(grpc.RpcError) as raised:
-        await call
-    return rpc.from_rpc_error(raised.value)
-
-
-async def test_people_may_look_without_being_granted_anything(node: Node, engine: EngineClient) -> None:
-    await engine.store(chunk_keys(0, 1))
-    await engine.lookup("sync", chunk_keys(9))
-    request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1, 2)))
-    answer = await engine.stub.Lookup(request, timeout=ANSWER_SECONDS)
-    assert (answer.own_chunk_count, absent_count(answer), answer.peer_instance_id) == (2, 0, "")
-    assert is_clean(node)
-
-
-async def test_a_unary_load_without_peers_says_what_is_there(node: Node, engine: EngineClient) -> None:
-    await engine.store(chunk_keys(0))
-    await engine.lookup("sync", chunk_keys(9))
-    request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1)))
-    answer = await engine.stub.Load(request, timeout=ANSWER_SECONDS)
-    assert (answer.chunk_count, answer.transferred_bytes) == (1, 0)
-    assert is_clean(node)
-
-
-async def test_a_unary_release_takes_back_what_a_request_was_granted(node: Node, engine: EngineClient) -> None:
-    await engine.store(chunk_keys(0, 1))
-    await engine.lookup("1", chunk_keys(0, 1))
-    request = pb.EngineServiceReleaseRequest(engine_id="engine", request_id="1")
-    assert (await engine.stub.Release(request, timeout=ANSWER_SECONDS)).chunk_count == 2
-    assert (await engine.stub.Release(request, timeout=ANSWER_SECONDS)).chunk_count == 0
-    assert is_clean(node)
-
-
-BAD_CALLS: dict[str, tuple[type[LmkvError], str, Any]] = {
-    "lookup of an unknown spec": (
-        ModelNotFound,
-        "Lookup",
-        pb.EngineServiceLookupRequest(fingerprint=bytes(16), chunk_keys=PACKED),
-    ),
-    "lookup of a short key": (
-        BadChunkKey,
-        "Lookup",
-        pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=b"short"),
-    ),
-    "an empty lookup": (ModelNotFound, "Lookup", pb.EngineServiceLookupRequest()),
-    "load of an unknown spec": (ModelNotFound, "Load", pb.LoadRequest(fingerprint=b"x", chunk_keys=PACKED)),
-    "load of a short key": (BadChunkKey, "Load", pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=b"short")),
-    "release of an unknown engine": (
-        EngineNotFound,
-        "Release",
-        pb.EngineServiceReleaseRequest(engine_id="unknown", request_id="1"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-async def test_a_bad_call_gets_its_documented_status_and_the_node_serves_on(
-    node: Node, engine: EngineClient, case: str
-) -> None:
-    error_class, method, request = BAD_CALLS[case]
-    error = await failure(getattr(engine.stub, method)(request, timeout=ANSWER_SECONDS))
-    assert type(error) is error_class, error
-    await engine.store(chunk_keys(0))
-    assert len((await engine.lookup("1", chunk_keys(0))).own) == 1
-
-
-async def test_a_call_over_the_limit_is_refused_and_the_node_serves_on(node: Node, engine: EngineClient) -> None:
-    socket = f"unix:{node.config.engine_socket}"
-    async with unlimited(socket) as channel:
-        method = channel.unary_unary("/lmkv.v1.EngineService/Lookup")
-        with pytest.raises(grpc.RpcError) as raised:
-            await method(bytes(rpc.MAX_MESSAGE_BYTES + 1), timeout=ANSWER_SECONDS)
-        code: Any = raised.value
-        assert code.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert not (await engine.lookup("1", chunk_keys(0))).own
-
-
-# ---- the end of an engine

@@ -1,0 +1,140 @@
+"""The learned policy: what it remembers, how it counts ages, and what it learns from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lmkv.keys import ChunkKey
+from lmkv_server.node.cache import learned, reuse_times
+from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue, Lru
+from lmkv_server.node.cache.learned import Learned
+from tests.server.node.cases import chunk_key
+
+
+def test_what_the_learned_policy_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 32)
+    policy = Learned()
+    queue = EvictionQueue(policy)
+    for number in range(2000):
+        queue.add(chunk_key(number))
+        if len(queue) > 10:
+            queue.pop()
+        assert len(policy._times) <= 32
+    assert len(policy._records) <= (learned.MEMORY + 1) * 12
+    sample = policy._times._sample
+    assert sample
+    assert [record.slot for record in sample] == list(range(len(sample)))
+    assert {record for record in policy._records.values() if record.slot >= 0} == set(sample)
+
+
+def test_keys_that_a_client_invented_do_not_make_the_sample_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 4)
+    policy = Learned()
+    for number in range(100):
+        policy.admit(ChunkKey(number.to_bytes(12, "big") + bytes(4)))
+    assert len(policy._times) <= 4
+    policy.admit(chunk_key(1))
+    assert policy.choose() is not None
+
+
+def test_levels_of_age_are_half_powers_of_two() -> None:
+    starts = [reuse_times.first_age(level) for level in range(reuse_times.AGE_COUNT)]
+    assert starts[:8] == [0, 2, 3, 4, 6, 8, 12, 16]
+    levels = list(range(reuse_times.AGE_COUNT))
+    assert [reuse_times.age_level(age) for age in starts] == levels
+    assert [reuse_times.age_level(age - 1) for age in starts[1:]] == levels[:-1]
+    assert reuse_times.age_level(1 << 60) == levels[-1]
+    ages = [0, 1, *starts[1:], *(age - 1 for age in starts[1:]), 1 << 60]
+    assert reuse_times.age_levels(np.array(ages)).tolist() == [reuse_times.age_level(age) for age in ages]
+
+
+def test_the_rank_of_a_chunk_is_the_index_at_its_age() -> None:
+    policy = Learned()
+    policy.admit(chunk_key(1))
+    (group,) = {record.group for record in policy._records.values()}
+    policy._times.index[group] = [float(level) for level in range(reuse_times.AGE_COUNT)]
+    for age in [0, 1, 2, 3, 5, 6, 7, 100, 1 << 60]:
+        policy._time = 1 + age
+        assert policy._rank(policy._lines[group], youngest=False) == (reuse_times.age_level(age), 1)
+
+
+def test_the_index_is_the_steepest_rise_of_hits_over_time() -> None:
+    chances = [0.0] * reuse_times.AGE_COUNT
+    chances[6] = 1.0  # all are used again at ages from 12 to 16
+    index = reuse_times.hit_index(chances)
+    assert index[:6] == sorted(index[:6])  # the nearer the use, the higher
+    assert index[0] == pytest.approx(1 / 14)
+    assert index[5] == pytest.approx(1 / 6)
+    assert not any(index[7:])
+
+
+def counted(sample_size: int) -> reuse_times.ReuseTimes:
+    """Counts of chunks that are used at every fourth, fifth, ... moment, many enough to learn from."""
+    times = reuse_times.ReuseTimes(2)
+    records = [reuse_times.Record(chunk_key(number), 0) for number in range(sample_size)]
+    for record in records:
+        times.add(record)
+        times.used(record)
+    for now in range(1, 200):
+        for number, record in enumerate(records):
+            if now % (4 + number) == 0:
+                times.ended(record, now, again=True)
+                record.used_at, record.group = now, 1
+                times.used(record)
+    return times
+
+
+def test_learning_in_slices_finds_what_learning_at_once_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, sliced = counted(50), counted(50)
+    steps = {}
+    for times, slice_size in (at_once, 50), (sliced, 8):
+        monkeypatch.setattr(reuse_times, "SLICE", slice_size)
+        times.learn(200)
+        steps[slice_size] = 1
+        while times._learning:
+            times.learn(200)
+            steps[slice_size] += 1
+    assert any(sliced.index[1])
+    assert sliced.index == at_once.index
+    assert steps[8] == steps[50] + 6
+
+
+def test_a_full_sample_is_made_smaller_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 64)
+    monkeypatch.setattr(reuse_times, "PRUNED", 8)
+    times = reuse_times.ReuseTimes(1)
+    records = [reuse_times.Record(chunk_key(number), 0) for number in range(65)]
+    for record in records:
+        before = len(times)
+        times.add(record)
+        assert len(times) > before - 8
+    while times._prune_from:
+        times.learn(100)
+    kept = [record for record in records if record.slot >= 0]
+    assert 0 < len(kept) == len(times) < 64
+    assert not any(record.bits & 1 for record in kept)
+
+
+def times_found(policy: EvictionPolicy) -> int:
+    """How often ten chunks are found that return after 30 others, which are used once, in a pool of 25."""
+    queue = EvictionQueue(policy)
+    hot = [chunk_key(number) for number in range(10)]
+    found = 0
+    for number in range(100, 6100):
+        for key in hot if number % 30 == 0 else ():
+            if key in queue:
+                queue.use([key])
+                found += 1
+                continue
+            queue.pop()
+            queue.add(key)
+        if len(queue) >= 25:
+            queue.pop()
+        queue.add(chunk_key(number))
+    return found
+
+
+def test_what_returns_later_than_it_would_stay_by_recency_is_learned() -> None:
+    assert times_found(Lru()) == 0
+    assert times_found(Learned()) > 1000  # of 2,000
