@@ -19,7 +19,7 @@ from lmkv.transfer.nixl import api as nixl_api
 POLL_SECONDS = 0.0001
 READ_SECONDS = 30.0
 MEMCPY, NIXL, SOCKET = "memcpy", "bare NIXL read", "plain socket loop"
-LIMITS = {"shm": MEMCPY, "nixl": NIXL, "tcp": SOCKET, "ucx": SOCKET, "mooncake": SOCKET}
+LIMITS = {"shm": MEMCPY, "nixl": NIXL, "tcp": SOCKET, "tcp_tls": SOCKET, "ucx": SOCKET, "mooncake": SOCKET}
 """What each channel is compared with."""
 SHORT_NAMES = {MEMCPY: "memcpy", NIXL: "raw", SOCKET: "socket"}
 """What the limits are called in the names of rows."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import trustme
 
 from benchmarks.node.bare_ends import bare_owner
 from benchmarks.support import engines
@@ -33,6 +34,9 @@ from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.sessions.sessions import EngineSessions
 
+TCP_TLS = "tcp_tls"
+"""The channel `tcp` between nodes with certificates."""
+TLS_FILES = ("ca", "cert", "key")
 ANSWER_SECONDS = 60.0
 READ_SECONDS = 30.0
 
@@ -40,6 +44,16 @@ READ_SECONDS = 30.0
 def keys_of(count: int) -> list[ChunkKey]:
     """Keys of `count` chunks."""
     return [ChunkKey(index.to_bytes(16, "big")) for index in range(1, count + 1)]
+
+
+def issue_certificates(folder: Path) -> None:
+    """Writes the certificates of a fleet on this host: `ca.pem`, `cert.pem`, `key.pem`."""
+    issuer = trustme.CA()
+    issued = issuer.issue_cert("localhost", "127.0.0.1")
+    issuer.cert_pem.write_to_path(str(folder / "ca.pem"))
+    issued.private_key_pem.write_to_path(str(folder / "key.pem"))
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(str(folder / "cert.pem"), append=True)
 
 
 class ReadingNode:
@@ -54,13 +68,16 @@ class ReadingNode:
         *,
         host: str = "127.0.0.1",
         shares_memory: bool = True,
+        certificates: Path | None = None,
     ) -> None:
-        """`shares_memory` is false for a node whose pool no other one can map, as from another host."""
+        """`shares_memory` is false for a node whose pool no other one can map, as from another host; `certificates` is
+        the folder of the fleet's certificates, for `TCP_TLS`."""
         self.spec = spec
         self.epoch = time.time_ns()
         self.instance_id = instance_id
         self._chunk_count = chunk_count
-        self._transfer_channel = transfer_channel
+        self._transfer_channel = "tcp" if transfer_channel == TCP_TLS else transfer_channel
+        self._tls = {f"tls_{name}": str(certificates / f"{name}.pem") for name in TLS_FILES} if certificates else {}
         self._host = host
         self._shares_memory = shares_memory
         self._stack = AsyncExitStack()
@@ -90,6 +107,7 @@ class ReadingNode:
             transfer_channel=self._transfer_channel,
             p2p_host=self._host,
             grant_ttl=READ_SECONDS,
+            **self._tls,
         )
         config.make_instance_dir()
         if not self._shares_memory:
@@ -138,8 +156,11 @@ class OwnerProcess:
 
     NAME = "owner"
 
-    def __init__(self, transfer_channel: str, dtype: str, chunk_count: int, log: Path) -> None:
+    def __init__(
+        self, transfer_channel: str, dtype: str, chunk_count: int, log: Path, certificates: Path | None = None
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.node.fetch_ends", transfer_channel, dtype, str(chunk_count)]
+        command += [str(certificates)] if certificates else []
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
@@ -202,9 +223,12 @@ class OwnerProcess:
         return answer
 
 
-async def own(transfer_channel: str, dtype: str, chunk_count: int) -> None:
+async def own(transfer_channel: str, dtype: str, chunk_count: int, certificates: Path | None = None) -> None:
     """What the owning end does."""
-    async with ReadingNode(OwnerProcess.NAME, engines.kv_spec(dtype), SHARE * chunk_count, transfer_channel) as node:
+    spec = engines.kv_spec(dtype)
+    async with ReadingNode(
+        OwnerProcess.NAME, spec, SHARE * chunk_count, transfer_channel, certificates=certificates
+    ) as node:
         offsets = node.fill(keys_of(chunk_count))
         bare = bare_owner(transfer_channel, node.pool)
         try:
@@ -230,4 +254,4 @@ def _say(**fields: object) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(own(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    asyncio.run(own(sys.argv[1], sys.argv[2], int(sys.argv[3]), *map(Path, sys.argv[4:])))

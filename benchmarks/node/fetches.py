@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from benchmarks.node.bare_ends import LIMITS, MEMCPY, SHORT_NAMES, Memcpy, bare_reader
 from benchmarks.node.copies import rate_row
-from benchmarks.node.fetch_ends import OwnerProcess, ReadingNode, keys_of
+from benchmarks.node.fetch_ends import TCP_TLS, OwnerProcess, ReadingNode, issue_certificates, keys_of
 from benchmarks.support import engines, machine
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
@@ -40,8 +43,14 @@ def measure(run: BenchmarkRun, dtype: str, channels: Sequence[str] = ("nixl",), 
 async def _measure(run: BenchmarkRun, dtype: str, channel: str, closely: bool) -> None:
     spec = engines.kv_spec(dtype)
     most = max(PROMPT_TOKENS) // spec.chunk_size
-    with OwnerProcess(channel, dtype, most, run.logs / f"fetch-owner-{channel}.log") as owner:
-        async with ReadingNode("reader", spec, most + SPARE_CHUNKS, channel) as node:
+    with ExitStack() as stack:
+        certificates = None
+        if channel == TCP_TLS:
+            certificates = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-")))
+            issue_certificates(certificates)
+        log = run.logs / f"fetch-owner-{channel}.log"
+        owner = stack.enter_context(OwnerProcess(channel, dtype, most, log, certificates))
+        async with ReadingNode("reader", spec, most + SPARE_CHUNKS, channel, certificates=certificates) as node:
             ends = Ends(node, owner, channel)
             try:
                 for token_count, suffix in PROMPT_TOKENS.items():

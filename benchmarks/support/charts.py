@@ -15,7 +15,7 @@ LMCACHE = Series("LMCache", "#d1781f")
 ALONE = Series("engine without a connector", "#9aa3ad")
 SECOND = Series("lmkv, second value", "#8b6fc8")
 
-CHANNELS = ("shm", "nixl", "tcp", "ucx", "mooncake")
+CHANNELS = ("shm", "nixl", "tcp", "tcp_tls", "ucx", "mooncake")
 STEPS = {
     "lookup": Series("lookup", "#8b6fc8"),
     "fetch": Series("fetch from the peer, verified", "#d1781f"),
