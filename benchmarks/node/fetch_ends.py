@@ -77,7 +77,9 @@ class ReadingNode:
         self.instance_id = instance_id
         self._chunk_count = chunk_count
         self._transfer_channel = "tcp" if transfer_channel == TCP_TLS else transfer_channel
-        self._tls = {f"tls_{name}": str(certificates / f"{name}.pem") for name in TLS_FILES} if certificates else {}
+        self._tls: dict[str, Any] = (
+            {f"tls_{name}": str(certificates / f"{name}.pem") for name in TLS_FILES} if certificates else {}
+        )
         self._host = host
         self._shares_memory = shares_memory
         self._stack = AsyncExitStack()

@@ -37,8 +37,8 @@ def data_path(report: Report) -> Chart:
 
 def channels(report: Report) -> Chart:
     """Throughput of fetches by each channel, beside its limit."""
-    fetches = [row for row in report.rows if re.fullmatch(r"[a-z]+_fetch_vs_\w+", row.name)]
-    own_limit = {row.name.partition("_")[0]: row for row in reversed(fetches)}  # the first row of each
+    fetches = [row for row in report.rows if re.fullmatch(r"[a-z_]+_fetch_vs_\w+", row.name)]
+    own_limit = {row.name.partition("_fetch")[0]: row for row in reversed(fetches)}  # the first row of each
     groups = [
         Group(f"{name} (limit: {row.baseline})", (_with_limit(row),))
         for name in CHANNELS
