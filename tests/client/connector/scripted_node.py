@@ -59,9 +59,9 @@ class ScriptedNode:
         self.credit_limit = credit_limit
         self.prompt = True
         self.generous = True
+        """Whether credits are granted."""
         self.granted_tokens: dict[int, int] = {}
         """Most tokens of each extent that was granted for a partial chunk."""
-        """Whether credits are granted."""
         self.grudged_parts: set[int] = set()
         """Parts for which none are."""
         self.fetches_at_once = True
@@ -170,6 +170,7 @@ class ScriptedNode:
         self.orphans += self.tickets.values()
         self.tickets.clear()
         self.credits_out.clear()
+        self.granted_tokens.clear()
         self.fetches.clear()
         self.unanswered.clear()
 
