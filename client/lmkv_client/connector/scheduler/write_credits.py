@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 KEPT_WHEN_IDLE = 4
-"""Credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
+"""Most credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
+KEPT_SHARE = 8
+"""It keeps at most 1/8 of its limit, but one: in a small pool, credits take the place of chunks."""
 PARTIAL_SIZES = (1, 2, 3)
 """Quarters of a full chunk that credits for partial chunks are for."""
 
@@ -65,7 +67,8 @@ class PartCredits:
 
     def __init__(self, part_count: int, limit: int = 0) -> None:
         """`limit` holds for each part, and a quarter of it for each size of partial chunks."""
-        self._parts = [WriteCredits(limit=limit) for _ in range(part_count)]
+        kept_count = max(1, min(KEPT_WHEN_IDLE, limit // KEPT_SHARE))
+        self._parts = [WriteCredits(limit=limit, kept_count=kept_count) for _ in range(part_count)]
         self._partial = {
             quarters: WriteCredits(limit=max(1, limit // 4) if limit else 0, kept_count=1) for quarters in PARTIAL_SIZES
         }

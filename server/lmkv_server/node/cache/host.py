@@ -30,6 +30,13 @@ class Reservation:
     is_kept_whole: bool = False
     """Whether a smaller chunk keeps all of the extent."""
 
+    def kept_bytes(self, size_bytes: int) -> int:
+        """Bytes of the extent that a chunk of `size_bytes` keeps."""
+        if self.is_kept_whole:
+            return self.size_bytes
+        quarter = align(-(-self.size_bytes // 4))
+        return min(self.size_bytes, -(-size_bytes // quarter) * quarter)
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Chunk:
@@ -241,8 +248,8 @@ class HostTier:
         token_count: int,
         parent: ChunkKey | None = None,
     ) -> Chunk | None:
-        """Makes the bytes at a reserved `offset` visible as a chunk; the extent beyond `size_bytes` is freed, unless
-        it is kept whole.
+        """Makes the bytes at a reserved `offset` visible as a chunk; the quarters of the extent beyond `size_bytes` are
+        freed, unless it is kept whole. A smaller rest would fit no other chunk.
 
         `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
         None if the chunk is held already: then the whole extent is freed. Raises `GrantNotFound` if nothing is
@@ -255,7 +262,7 @@ class HostTier:
             self.give_back(offset)
             return None
         del self._reserved[offset]
-        used = reserved.size_bytes if reserved.is_kept_whole else align(size_bytes)
+        used = reserved.kept_bytes(size_bytes)
         self._free.give(offset + used, reserved.size_bytes - used)
         chunk = Chunk(
             key=key,

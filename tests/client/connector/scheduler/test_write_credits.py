@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -123,6 +124,14 @@ def test_each_part_keeps_a_few_credits_when_its_engine_is_idle() -> None:
     parts.settle([10, 2], [*((0, offset) for offset in range(10)), (1, 20), (1, 21)])
     assert sorted(parts.take_surplus()) == list(range(KEPT_WHEN_IDLE, 10))
     assert [len(parts[part]) for part in range(2)] == [KEPT_WHEN_IDLE, 2]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, 1), (15, 1), (16, 2), (32, 4), (1000, KEPT_WHEN_IDLE)])
+def test_an_idle_engine_keeps_few_credits_of_a_small_pool(limit: int, kept: int) -> None:
+    parts = PartCredits(1, limit=limit)
+    parts.settle(parts.request([10]), [(0, offset) for offset in range(10)])
+    parts.take_surplus()
+    assert len(parts[0]) == kept
 
 
 def test_a_partial_chunk_takes_the_smallest_credit_that_it_fits_into() -> None:

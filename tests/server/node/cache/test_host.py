@@ -111,7 +111,10 @@ class HostTierAgainstModel(RuleBasedStateMachine):
     def known(self, number: int) -> Record | None:
         return next((record for record in self.records if record.chunk.key == chunk_key(number)), None)
 
-    @rule(size_bytes=st.integers(1, 4 * ALIGNMENT), is_kept_whole=st.booleans())
+    @rule(
+        size_bytes=st.sampled_from([1, ALIGNMENT, 2 * ALIGNMENT, 4 * ALIGNMENT, 8 * ALIGNMENT]),
+        is_kept_whole=st.booleans(),
+    )
     def reserve(self, size_bytes: int, is_kept_whole: bool) -> None:
         count = align(size_bytes) // ALIGNMENT
         while (page := self.first_page(count)) is None:
@@ -158,7 +161,8 @@ class HostTierAgainstModel(RuleBasedStateMachine):
             return
         assert chunk is not None
         assert (chunk.offset, chunk.generation) == (reserved.offset, reserved.generation)
-        extent_bytes = reserved.size_bytes if reserved.is_kept_whole else size_bytes
+        quarter = -(-reserved.size_bytes // (4 * ALIGNMENT)) * ALIGNMENT
+        extent_bytes = reserved.size_bytes if reserved.is_kept_whole else -(-size_bytes // quarter) * quarter
         self.records.append(Record(chunk, pages_of(chunk.offset, extent_bytes)))
 
     @precondition(lambda self: self.reserved)
@@ -367,6 +371,17 @@ def test_a_partial_chunk_returns_the_room_it_does_not_need() -> None:
     chunk = commit(tier, reserved, 0, ALIGNMENT + 1)
     assert chunk is not None
     assert tier.used_bytes == 2 * ALIGNMENT
+    tier.check()
+
+
+@pytest.mark.parametrize(("pages", "kept"), [(1, 2), (2, 2), (3, 4), (5, 6), (7, 8), (8, 8)])
+def test_a_smaller_chunk_frees_whole_quarters_of_its_extent(pages: int, kept: int) -> None:
+    tier = HostTier(8 * ALIGNMENT)
+    reserved = tier.reserve(8 * ALIGNMENT)
+    assert reserved is not None
+    chunk = commit(tier, reserved, 1, pages * ALIGNMENT)
+    assert chunk is not None
+    assert (chunk.extent_bytes, tier.used_bytes) == (kept * ALIGNMENT, kept * ALIGNMENT)
     tier.check()
 
 
