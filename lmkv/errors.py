@@ -9,6 +9,7 @@ A cache miss is never an error. `lmkv.rpc.error_status` converts errors to gRPC 
     ├── Full                 RESOURCE_EXHAUSTED   no capacity now
     ├── Unauthenticated      UNAUTHENTICATED      the caller is unknown
     ├── PermissionDenied     PERMISSION_DENIED    the caller's role does not allow it
+    ├── MessageTooLarge      RESOURCE_EXHAUSTED   a message exceeds the limit of its transport
     ├── InstanceIdInUse      ALREADY_EXISTS
     ├── OperationCancelled   CANCELLED
     ├── OperationTakenOver   ABORTED
@@ -197,6 +198,12 @@ class TooManyRequests(Full):
 
 class QuotaExceeded(Full):
     """The tenant has reached its quota."""
+
+
+class MessageTooLarge(LmkvError):
+    """A message has more bytes than its transport accepts. Sending it again cannot succeed, so it is no `Full`."""
+
+    code = "RESOURCE_EXHAUSTED"
 
 
 class Unauthenticated(LmkvError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 
-from lmkv.errors import BadMessage
+from lmkv.errors import BadMessage, MessageTooLarge
 
 HEADER = struct.Struct("!BI")
 KEEPALIVE_SECONDS = 10.0
@@ -28,9 +28,9 @@ class FrameKind(enum.IntEnum):
 
 
 def to_frame(kind: FrameKind, payload: bytes, max_bytes: int) -> bytes:
-    """The bytes of a frame. Raises `BadMessage` if the payload is too large."""
+    """The bytes of a frame. Raises `MessageTooLarge` if the payload is."""
     if len(payload) > max_bytes:
-        raise BadMessage(f"the message has {len(payload)} bytes; at most {max_bytes} can be sent")
+        raise MessageTooLarge(f"the message has {len(payload)} bytes; at most {max_bytes} can be sent")
     return HEADER.pack(kind, len(payload)) + payload
 
 
@@ -47,7 +47,10 @@ class FrameBuffer:
         self._buffer += data
 
     def take(self) -> tuple[FrameKind, bytes] | None:
-        """The next complete frame, or None. Raises `BadMessage` if what has arrived cannot be one."""
+        """The next complete frame, or None.
+
+        Raises `MessageTooLarge` if its payload is, `BadMessage` if what has arrived is no frame.
+        """
         buffer = self._buffer
         if len(buffer) < HEADER.size:
             return None
@@ -57,7 +60,11 @@ class FrameBuffer:
         except ValueError:
             raise BadMessage(f"frames of kind {number} do not exist; the connection carries something else") from None
         if size > self._max_bytes:
-            raise BadMessage(f"a frame has {size} bytes; at most {self._max_bytes} are accepted")
+            raise MessageTooLarge(
+                f"a frame has {size} bytes; at most {self._max_bytes} are accepted",
+                size_bytes=size,
+                limit=self._max_bytes,
+            )
         end = HEADER.size + size
         if len(buffer) < end:
             return None

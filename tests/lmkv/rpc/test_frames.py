@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.errors import BadMessage
+from lmkv.errors import BadMessage, MessageTooLarge
 from lmkv.rpc.frames import HEADER, FrameBuffer, FrameKind, to_frame
 
 LIMIT = 64
@@ -47,7 +47,7 @@ def test_a_frame_over_the_limit_is_refused_by_its_head() -> None:
     buffer = FrameBuffer(LIMIT)
     buffer.add(to_frame(FrameKind.MESSAGE, b"before", LIMIT) + HEADER.pack(FrameKind.MESSAGE, LIMIT + 1))
     assert buffer.take() == (FrameKind.MESSAGE, b"before")
-    with pytest.raises(BadMessage, match="a frame has 65 bytes; at most 64 are accepted"):
+    with pytest.raises(MessageTooLarge, match="a frame has 65 bytes; at most 64 are accepted"):
         buffer.take()
 
 
@@ -59,5 +59,5 @@ def test_another_protocol_is_refused() -> None:
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
-    with pytest.raises(BadMessage, match="the message has 65 bytes; at most 64 can be sent"):
+    with pytest.raises(MessageTooLarge, match="the message has 65 bytes; at most 64 can be sent"):
         to_frame(FrameKind.MESSAGE, bytes(LIMIT + 1), LIMIT)

@@ -22,7 +22,7 @@ from google.rpc import status_pb2
 
 from lmkv import rpc
 from lmkv.attach_order import can_merge
-from lmkv.errors import BadMessage, LmkvError, Unreachable
+from lmkv.errors import BadMessage, LmkvError, MessageTooLarge, Unreachable
 from lmkv.rpc.frames import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, FrameBuffer, FrameKind, to_frame
 from lmkv.v1 import engine_service_pb2 as pb
 
@@ -183,7 +183,7 @@ class AttachConnection:
             self._received_at = time.monotonic()
             try:
                 self._take(self._received[:count])
-            except (BadMessage, DecodeError) as error:
+            except (BadMessage, MessageTooLarge, DecodeError) as error:
                 self.end(Unreachable(f"the node sends what is no message of this protocol: {error}"))
             if count < RECEIVE_BYTES:
                 return
@@ -216,7 +216,7 @@ class AttachConnection:
                 break
             except OSError:
                 self._drop_unsent()  # who receives learns why
-            except BadMessage as error:
+            except MessageTooLarge as error:
                 self.end(Unreachable(str(error)))
         self._is_blocked = True
         if not was_blocked:

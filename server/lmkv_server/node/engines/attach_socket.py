@@ -94,7 +94,7 @@ class _Connection:
                 await self._writer.drain()
 
     async def _requests(self) -> AsyncIterator[pb.AttachRequest]:
-        """The messages of the engine until it ends the stream. Raises `BadMessage` for what is not one."""
+        """The messages of the engine until it ends the stream. Raises `BadMessage` or `MessageTooLarge` for others."""
         frames = FrameBuffer(rpc.MAX_MESSAGE_BYTES)
         while data := await self._reader.read(READ_BYTES):
             self._was_heard = True

@@ -11,7 +11,7 @@ import pytest
 from google.rpc import status_pb2
 
 from lmkv import rpc
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, MessageTooLarge
 from lmkv.keys import join_keys
 from lmkv.rpc.frames import HEADER, FrameBuffer, FrameKind, to_frame
 from lmkv.v1 import engine_service_pb2 as pb
@@ -140,7 +140,6 @@ async def test_an_engine_that_ends_in_the_middle_of_a_frame_is_detached_without_
 
 BAD: dict[str, tuple[bytes, str]] = {
     "another protocol": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "frames of kind 80 do not exist"),
-    "too large": (HEADER.pack(FrameKind.MESSAGE, (1 << 20) + 1), "a frame has 1048577 bytes; at most 1048576"),
     "no protobuf": (to_frame(FrameKind.MESSAGE, b"\xff\xff", 9), "not a valid protobuf message"),
     "no hello": (framed(lookup("1")), "the first message must carry hello"),
     "a second hello": (framed(hello("other")) + framed(hello("other")), "hello may be sent only once"),
@@ -159,6 +158,18 @@ async def test_what_makes_no_sense_ends_its_stream_with_a_reason_and_no_other(
     assert error.code == "INVALID_ARGUMENT"
     assert text in str(error)
     await until(lambda: node.engines.attached_count == 1)
+    assert not (await engine.lookup("1", chunk_keys(0))).own
+
+
+async def test_a_frame_over_the_limit_ends_its_stream_with_the_code_of_grpc_and_no_other(
+    node: Node, engine: EngineClient
+) -> None:
+    async with FrameEngine(node) as large:
+        large.writer.write(HEADER.pack(FrameKind.MESSAGE, rpc.MAX_MESSAGE_BYTES + 1))
+        error = await large.ending()
+    assert type(error) is MessageTooLarge
+    assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.name  # as of gRPC on the other socket
+    assert error.metadata == {"size_bytes": "1048577", "limit": "1048576"}
     assert not (await engine.lookup("1", chunk_keys(0))).own
 
 
