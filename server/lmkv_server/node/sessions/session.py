@@ -222,18 +222,16 @@ class EngineSession:
         """Makes a written part of a chunk visible; None if it is held already.
 
         `key`, `parent` and `superseded` are keys of chunks. Of parts of which a hit needs every chunk, only a partial
-        chunk can be superseded. Raises `GrantNotFound` if the engine does not hold the credit for this part,
-        `BadMessage` if sizes do not fit the spec.
+        chunk can be superseded. Raises `GrantNotFound` if the engine does not hold a credit of this size for this part,
+        `BadMessage` if sizes do not fit the spec; then the engine keeps its credits.
         """
         spec = self.spec
         if not 0 <= part < len(spec.parts):
             raise BadMessage(f"chunks of this spec have no part {part}", part=part)
         if not spec.fits(size_bytes, token_count) or (len(spec.parts) > 1 and size_bytes != spec.part_bytes(part)):
             raise BadMessage(f"{size_bytes} bytes are not {token_count} tokens of this spec", size_bytes=size_bytes)
-        kind = self._credits.get(offset)
-        if kind is not None and kind.part != part:
+        if self._kind(offset).part != part:
             raise GrantNotFound(f"the credit at offset {offset} is not for part {part}", offset=offset)
-        self._spend(offset)
         committed = self._tier.commit(
             offset,
             key=part_key(key, part),
@@ -243,6 +241,7 @@ class EngineSession:
             token_count=token_count,
             parent=parent_of(spec, part, key, parent),
         )
+        self._spend(offset)
         if superseded is not None and (spec.parts[part].rule != ALL or self._is_partial(superseded)):
             self._tier.supersede(part_key(superseded, part))
         return committed
@@ -255,11 +254,16 @@ class EngineSession:
         """Bytes of the pool that the chunks take; those in a device buffer take none."""
         return sum(chunk.size_bytes for chunk in chunks if chunk.tier is self._tier)
 
-    def _spend(self, offset: int) -> None:
-        kind = self._credits.pop(offset, None)
+    def _kind(self, offset: int) -> CreditKind:
+        """What the credit at an offset is for. Raises `GrantNotFound` if the engine does not hold it."""
+        kind = self._credits.get(offset)
         if kind is None:
             raise GrantNotFound(f"engine {self.engine_id} holds no credit at offset {offset}", offset=offset)
-        self._credit_counts[kind] -= 1
+        return kind
+
+    def _spend(self, offset: int) -> None:
+        self._credit_counts[self._kind(offset)] -= 1
+        del self._credits[offset]
 
     def revoke(self) -> None:
         """Ends all grants. The caller guarantees that no process of the engine can touch the pool any more."""

@@ -156,6 +156,21 @@ def test_a_commit_whose_sizes_do_not_fit_the_spec_is_refused_and_keeps_its_credi
     commit(session, credit.offset, 1)
 
 
+def test_a_chunk_that_is_larger_than_its_credit_is_refused_and_leaves_the_credit_to_be_returned(
+    tier: HostTier, engines: EngineSessions
+) -> None:
+    spec = small_spec(chunk_size=128)
+    session = engines.attach("e", spec)
+    credit = session.reserve_partial(1)
+    assert credit is not None
+    with pytest.raises(GrantNotFound):
+        session.commit(credit.offset, chunk_key(1), spec.chunk_bytes, 0, spec.chunk_size)
+    assert (session.credit_count, tier.reserved_count) == (1, 1)
+    session.return_credit(credit.offset)
+    assert (session.credit_count, tier.used_bytes) == (0, 0)
+    tier.check()
+
+
 def test_an_engine_cannot_commit_what_another_was_granted(tier: HostTier, engines: EngineSessions) -> None:
     (credit,) = engines.attach("one", SPEC).reserve(1)
     other = engines.attach("other", SPEC)
