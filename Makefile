@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-models test-ray chaos histories mutants models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
+.PHONY: help setup setup-ray demo test test-models test-cpp-engine test-ray chaos histories mutants models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-protos fix-typescript
 
@@ -44,6 +44,10 @@ test: $(STAMP) ## run all tests, including those with real engines of some archi
 test-models: $(STAMP) ## run the tests with engines of all architectures, and four ranks; ARGS="-k gpt_oss" selects one
 	@$(BIN)/python -m pytest -n 2 --dist loadscope tests/engines/test_architectures.py tests/engines/test_pd_parts.py \
 		tests/engines/test_pipeline_of_tensor_ranks.py $(ARGS)
+
+test-cpp-engine: $(STAMP) ## compile and run the engine in C++ of docs/examples; as root, installs Debian's packages for it
+	@scripts/setup-cpp-engine
+	@$(BIN)/python -m pytest tests/sdk/test_cpp_engine.py $(ARGS)
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)

@@ -27,11 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineServiceStub:
-    """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
+    """How an engine uses the node beside it. Served by every node on the unix socket engine.sock of its instance's folder;
+    called by engines of any kind, such as vLLM with lmkv's connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
-    unary RPCs are for people and tools.
+    unary RPCs are for people and tools. `docs/reference/engine-protocol.md` describes the whole contract.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has
@@ -47,17 +48,24 @@ class EngineServiceStub:
 
     The first message must carry `hello`; the first answer carries `welcome`.
 
+    The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
+    there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
+    `AttachResponse`, 1 the `Status` with which the node ends the stream, 2 a ping, which the other side answers with 3.
+
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
       chunks fit into the pool; or the name of a served model is empty or too long.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or a later one has; `engine_id` is empty or
-      in use; the `request_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
+      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+      in use; its `tokens` are not whole ids, or too many;
       `partial_reserves` has another value than 1 to 3, or more than 1,024 of them, or chunks have several parts.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
       lookup with `tokens` has another length than 16.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
       the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the
       node ends now: a connector started it, and no engine is attached. The engine may then start its own.
+    * `RESOURCE_EXHAUSTED` (`MESSAGE_TOO_LARGE`): on attach.sock, a message has more than 1 MiB. gRPC refuses it with the
+      same code and no reason.
     """
     Lend: _grpc.StreamStreamMultiCallable[_engine_service_pb2.LendRequest, _engine_service_pb2.LendResponse]
     """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
@@ -95,11 +103,12 @@ class EngineServiceStub:
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
-    """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
+    """How an engine uses the node beside it. Served by every node on the unix socket engine.sock of its instance's folder;
+    called by engines of any kind, such as vLLM with lmkv's connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
-    unary RPCs are for people and tools.
+    unary RPCs are for people and tools. `docs/reference/engine-protocol.md` describes the whole contract.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has
@@ -112,17 +121,24 @@ class EngineServiceAsyncStub(EngineServiceStub):
 
     The first message must carry `hello`; the first answer carries `welcome`.
 
+    The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
+    there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
+    `AttachResponse`, 1 the `Status` with which the node ends the stream, 2 a ping, which the other side answers with 3.
+
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
       chunks fit into the pool; or the name of a served model is empty or too long.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or a later one has; `engine_id` is empty or
-      in use; the `request_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
+      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+      in use; its `tokens` are not whole ids, or too many;
       `partial_reserves` has another value than 1 to 3, or more than 1,024 of them, or chunks have several parts.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
       lookup with `tokens` has another length than 16.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
       the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the
       node ends now: a connector started it, and no engine is attached. The engine may then start its own.
+    * `RESOURCE_EXHAUSTED` (`MESSAGE_TOO_LARGE`): on attach.sock, a message has more than 1 MiB. gRPC refuses it with the
+      same code and no reason.
     """
     Lend: _aio.StreamStreamMultiCallable[_engine_service_pb2.LendRequest, _engine_service_pb2.LendResponse]  # type: ignore[assignment]
     """Lends the node a worker's part of the engine's device buffer, for as long as the stream lives.
@@ -159,11 +175,12 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
-    """How an engine uses the node beside it. Served by every node on a unix socket; called by the connector.
+    """How an engine uses the node beside it. Served by every node on the unix socket engine.sock of its instance's folder;
+    called by engines of any kind, such as vLLM with lmkv's connector.
 
     KV bytes are not part of messages: the engine's workers copy them between their KV-cache pages and extents of the
     node's pool, which they have mapped (`docs/contribute/pool.md`). Engines use the `Attach` stream, many acts to a message; the
-    unary RPCs are for people and tools.
+    unary RPCs are for people and tools. `docs/reference/engine-protocol.md` describes the whole contract.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has
@@ -180,17 +197,24 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
 
         The first message must carry `hello`; the first answer carries `welcome`.
 
+        The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
+        there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
+        `AttachResponse`, 1 the `Status` with which the node ends the stream, 2 a ping, which the other side answers with 3.
+
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
           chunks fit into the pool; or the name of a served model is empty or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or a later one has; `engine_id` is empty or
-          in use; the `request_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
+          hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+          in use; its `tokens` are not whole ids, or too many;
           `partial_reserves` has another value than 1 to 3, or more than 1,024 of them, or chunks have several parts.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
           lookup with `tokens` has another length than 16.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
           the key, both values, the node's process id and how many engines it serves. If `replaced` is `true` in it, the
           node ends now: a connector started it, and no engine is attached. The engine may then start its own.
+        * `RESOURCE_EXHAUSTED` (`MESSAGE_TOO_LARGE`): on attach.sock, a message has more than 1 MiB. gRPC refuses it with the
+          same code and no reason.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,334 @@
+// An engine in C++: attaches to a node, loads a chunk of KV cache, or computes and stores it, and compares the bytes.
+//
+// Usage: engine SOCKET, where SOCKET is a node's engine.sock. It prints `stored` if no tier had the chunk, and then
+// `loaded from TIER`; its exit status is 0 if the bytes are those that it computes itself. The contract, step by step:
+// docs/reference/engine-protocol.md. A real engine keeps its attachment for its whole life, has no deadline for the
+// stream, attaches again when it is lost, and computes what it cannot load.
+
+#include <grpcpp/grpcpp.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#include <openssl/sha.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "lmkv/v1/engine_service.grpc.pb.h"
+
+namespace {
+
+using lmkv::v1::AttachRequest;
+using lmkv::v1::AttachResponse;
+using lmkv::v1::Extent;
+using lmkv::v1::FoundChunks;
+using lmkv::v1::KvSpec;
+using std::string;
+
+constexpr int layer_count = 2, kv_head_count = 2, head_size = 8, chunk_size = 16;
+constexpr int element_count = layer_count * kv_head_count * 2 * chunk_size * head_size;
+constexpr std::size_t chunk_bytes = element_count * sizeof(float);
+constexpr int timeout_seconds = 30;
+
+[[noreturn]] void fail(const string& text) { throw std::runtime_error(text); }
+
+// ---- Spec, keys and checksum: pure functions
+
+string little_endian(std::uint32_t number) {
+  string bytes;
+  for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(number >> shift & 0xFF));
+  return bytes;
+}
+
+string pack(const std::vector<string>& fields) {
+  string packed;
+  for (const string& field : fields) packed += little_endian(static_cast<std::uint32_t>(field.size())) + field;
+  return packed;
+}
+
+const unsigned char* raw(const string& bytes) { return reinterpret_cast<const unsigned char*>(bytes.data()); }
+
+string digest(const string& bytes) {
+  unsigned char full[SHA256_DIGEST_LENGTH];
+  SHA256(raw(bytes), bytes.size(), full);
+  return {reinterpret_cast<char*>(full), 16};
+}
+
+KvSpec make_spec() {
+  KvSpec spec;
+  spec.set_model_name("toy");
+  spec.set_model_id("toy");  // a digest of the weights, in a real engine
+  spec.set_kv_dtype("float32");
+  spec.set_layer_count(layer_count);
+  spec.set_kv_head_count(kv_head_count);
+  spec.set_head_size(head_size);
+  spec.set_chunk_size(chunk_size);
+  spec.set_format(lmkv::v1::KV_FORMAT_TOKEN_MAJOR);
+  spec.set_hash_scheme("sha256-16");
+  const auto field = [](const char* name, auto value) { return name + ("=" + std::to_string(value)); };
+  spec.set_fingerprint(digest("lmkv.KvSpec" + pack({  // by name
+      field("block_size", 0), field("chunk_size", chunk_size), field("format", static_cast<int>(spec.format())),
+      "hash_scheme=" + spec.hash_scheme(), field("head_size", head_size), "kv_dtype=" + spec.kv_dtype(),
+      field("kv_head_count", kv_head_count), field("layer_count", layer_count), "mla=False",
+      "model_id=" + spec.model_id(), "tile_backend=", "tile_isa="})));
+  return spec;
+}
+
+// The root of all key chains of a spec, without cluster secret, cache salt and LoRA adapter.
+string root_key(const string& fingerprint) {
+  const string text = "lmkv.sha256-16" + pack({fingerprint, "", ""});
+  unsigned char full[EVP_MAX_MD_SIZE];
+  unsigned int size = 0;
+  HMAC(EVP_sha256(), "", 0, raw(text), text.size(), full, &size);
+  return {reinterpret_cast<char*>(full), 16};
+}
+
+string chunk_key(string parent, const std::vector<std::uint32_t>& tokens) {
+  for (const std::uint32_t token : tokens) parent += little_endian(token);
+  return digest(parent);
+}
+
+std::uint64_t checksum(const char* bytes, std::size_t size_bytes) {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < size_bytes / 8; ++i) {
+    std::uint64_t word;  // little-endian, as the host must be
+    std::memcpy(&word, bytes + 8 * i, 8);
+    const auto position = static_cast<std::uint32_t>(i + 1);
+    const std::uint32_t low = static_cast<std::uint32_t>(word) + position * 0x9E3779B1U;
+    const std::uint32_t high = static_cast<std::uint32_t>(word >> 32) + position * 0x85EBCA77U;
+    sum += word + static_cast<std::uint64_t>(low) * high;
+  }
+  return sum;
+}
+
+// What a model would compute: [layer][kv head][key, value][token][head size].
+std::vector<float> compute(const std::vector<std::uint32_t>& tokens) {
+  std::vector<float> kv(element_count);
+  for (int i = 0; i < element_count; ++i) {
+    kv[i] = static_cast<float>(i) + 0.5F * static_cast<float>(tokens[i / head_size % chunk_size]);
+  }
+  return kv;
+}
+
+// ---- The node's pool, mapped. Its connection stays open as long as the memory is used.
+
+class Pool {
+ public:
+  Pool(const string& path, const string& engine_id, std::int64_t epoch, std::size_t size_bytes)
+      : size_bytes_(size_bytes), connection_(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    if (path.size() >= sizeof address.sun_path) fail("the path of the pool's socket is too long");
+    std::memcpy(address.sun_path, path.data(), path.size());
+    const timeval timeout{timeout_seconds, 0};
+    setsockopt(connection_, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
+    const string hello =
+        "{\"engine_id\": \"" + engine_id + "\", \"rank\": 0, \"epoch\": " + std::to_string(epoch) + "}\n";
+    if (connect(connection_, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+        send(connection_, hello.data(), hello.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(hello.size())) {
+      fail("no connection to " + path);
+    }
+    const int fd = receive_fd();
+    void* memory = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (memory == MAP_FAILED) fail("the pool cannot be mapped");
+    memory_ = static_cast<char*>(memory);
+  }
+  ~Pool() {
+    munmap(memory_, size_bytes_);
+    close(connection_);
+  }
+
+  // The bytes of an extent.
+  char* at(const Extent& extent) const {
+    const auto end = static_cast<std::uint64_t>(extent.offset()) + static_cast<std::uint64_t>(extent.size_bytes());
+    if (extent.region() != 0 || extent.offset() < 0 || extent.size_bytes() < 0 || end > size_bytes_) {
+      fail("the extent is not in the pool");
+    }
+    return memory_ + extent.offset();
+  }
+
+ private:
+  int receive_fd() const {
+    string line;
+    int fd = -1;
+    while (line.empty() || line.back() != '\n') {
+      char data[4096];
+      alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)];
+      iovec part{data, sizeof data};
+      msghdr message{};
+      message.msg_iov = &part;
+      message.msg_iovlen = 1;
+      message.msg_control = control;
+      message.msg_controllen = sizeof control;
+      const ssize_t count = recvmsg(connection_, &message, MSG_CMSG_CLOEXEC);
+      if (count <= 0) fail("the node does not send its pool");
+      line.append(data, static_cast<std::size_t>(count));
+      const cmsghdr* head = CMSG_FIRSTHDR(&message);
+      if (head != nullptr && head->cmsg_type == SCM_RIGHTS) std::memcpy(&fd, CMSG_DATA(head), sizeof fd);
+    }
+    if (fd < 0) fail("the node refuses its pool: " + line);
+    return fd;
+  }
+
+  std::size_t size_bytes_;
+  int connection_;
+  char* memory_ = nullptr;
+};
+
+// ---- The stream to the node
+
+class Attachment {
+ public:
+  Attachment(const string& socket, const KvSpec& spec)
+      : stub_(lmkv::v1::EngineService::NewStub(
+            grpc::CreateChannel("unix:" + socket, grpc::InsecureChannelCredentials()))) {
+    context_.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(timeout_seconds));
+    stream_ = stub_->Attach(&context_);
+    const auto now = std::chrono::system_clock::now().time_since_epoch().count();
+    AttachRequest request;
+    request.mutable_hello()->set_engine_id("cpp-" + std::to_string(getpid()) + "-" + std::to_string(now));
+    *request.mutable_hello()->mutable_spec() = spec;
+    request.mutable_hello()->set_worker_count(1);
+    send(request);
+    while (!received_.has_welcome()) receive();
+    const auto& welcome = received_.welcome();
+    pool_ = std::make_unique<Pool>(welcome.pool_socket(), request.hello().engine_id(), welcome.epoch(),
+                                   static_cast<std::size_t>(welcome.pool_size_bytes()));
+  }
+
+  const Pool& pool() const { return *pool_; }
+
+  // Looks a prompt up. One request runs at a time here, so that the next answer is its own.
+  FoundChunks lookup(const string& request_id, const string& keys, int reserve_count) {
+    AttachRequest request;
+    auto* lookup = request.add_lookups();
+    lookup->set_request_id(request_id);
+    lookup->set_chunk_keys(keys);
+    lookup->set_reserve_count(reserve_count);
+    send(request);
+    for (received_.clear_found(); received_.found().empty();) receive();
+    return received_.found(0);
+  }
+
+  // The first write credit, once the node has answered the request for it.
+  Extent credit() {
+    while (settled_count_ == 0) receive();
+    if (received_.credits().empty()) fail("the node has no room");
+    return received_.credits(0);
+  }
+
+  // The first chunk behind those in the pool, once it has arrived there.
+  Extent load(const string& request_id, int first_chunk) {
+    AttachRequest request;
+    auto* load = request.add_loads();
+    load->set_request_id(request_id);
+    load->set_first_chunk(first_chunk);
+    load->set_chunk_count(1);
+    load->mutable_timeout()->set_seconds(timeout_seconds / 2);
+    send(request);
+    while (received_.loaded().empty()) receive();
+    const auto& loaded = received_.loaded(0);
+    if (loaded.extents().empty()) fail("not loaded: " + loaded.status().message());
+    return loaded.extents(0);
+  }
+
+  void commit(const string& key, const Extent& credit) {
+    AttachRequest request;
+    auto* commit = request.add_commits();
+    commit->set_chunk_key(key);
+    commit->set_offset(credit.offset());
+    commit->set_size_bytes(chunk_bytes);  // that of the credit is rounded up
+    commit->set_checksum(checksum(pool_->at(credit), chunk_bytes));
+    commit->set_token_count(chunk_size);
+    send(request);  // has no answer, unless it is refused
+  }
+
+  void release(const string& request_id) {
+    AttachRequest request;
+    request.add_releases()->set_request_id(request_id);
+    send(request);
+  }
+
+  // Ends the stream; the destructor then gives the pool back.
+  void end() {
+    stream_->WritesDone();
+    for (AttachResponse rest; stream_->Read(&rest);) received_.MergeFrom(rest);
+    if (const grpc::Status status = stream_->Finish(); !status.ok()) fail(status.error_message());
+    if (!received_.rejected_commits().empty()) fail(received_.rejected_commits(0).status().message());
+  }
+
+ private:
+  // A write that fails is followed by the end of what can be read.
+  void send(const AttachRequest& request) { stream_->Write(request); }
+
+  void receive() {
+    AttachResponse response;
+    if (!stream_->Read(&response)) fail("the stream has ended: " + stream_->Finish().error_message());
+    settled_count_ += response.settled_reserve_count();
+    received_.MergeFrom(response);
+  }
+
+  std::unique_ptr<lmkv::v1::EngineService::Stub> stub_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<AttachRequest, AttachResponse>> stream_;
+  AttachResponse received_;
+  int settled_count_ = 0;
+  std::unique_ptr<Pool> pool_;
+};
+
+void run(const string& socket) {
+  const KvSpec spec = make_spec();
+  std::vector<std::uint32_t> tokens(chunk_size);
+  std::iota(tokens.begin(), tokens.end(), 0U);
+  const string key = chunk_key(root_key(spec.fingerprint()), tokens);
+  const std::vector<float> kv = compute(tokens);
+
+  Attachment node(socket, spec);
+  string request_id = "1";
+  FoundChunks found = node.lookup(request_id, key, 1);
+  if (found.own().empty() && found.runs().empty()) {  // a miss, which the node has released
+    const Extent credit = node.credit();
+    std::memcpy(node.pool().at(credit), kv.data(), chunk_bytes);
+    node.commit(key, credit);
+    std::puts("stored");
+    request_id = "2";
+    found = node.lookup(request_id, key, 0);
+  }
+  if (found.own().empty() && found.runs().empty()) fail("the chunk was stored and is not found");
+  const bool is_own = !found.own().empty();
+  const Extent extent = is_own ? found.own(0) : node.load(request_id, 0);
+  const char* bytes = node.pool().at(extent);
+  if (extent.size_bytes() != static_cast<std::int64_t>(chunk_bytes)) fail("the chunk has another size");
+  if (std::memcmp(bytes, kv.data(), chunk_bytes) != 0) fail("the bytes differ");
+  if (extent.checksum() != checksum(bytes, chunk_bytes)) fail("the checksum differs");
+  std::printf("loaded from %s\n", is_own ? "own" : found.runs(0).tier().c_str());
+  node.release(request_id);
+  node.end();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::fprintf(stderr, "usage: %s SOCKET\n", argv[0]);
+    return 2;
+  }
+  try {
+    run(argv[1]);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "engine: error: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,131 @@
+"""docs/reference/engine-protocol.md is true: its names, limits, errors, frames and test vectors are the code's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import fields
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FileDescriptor
+from google.rpc import code_pb2
+
+from lmkv.attach_order import ATTACH_ORDER
+from lmkv.config import NodeConfig
+from lmkv.errors import LmkvError
+from lmkv.keys import as_tokens, chunk_keys, root_key
+from lmkv.parts import DTYPE_BYTES
+from lmkv.rpc.frames import FrameKind
+from lmkv.spec import KvSpec
+from lmkv.v1 import chunk_pb2, engine_service_pb2, registry_service_pb2
+from tests.promises.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "reference" / "engine-protocol.md").read_text()
+TEXT = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+NAME = re.compile(r"[A-Za-z]\w*(?:\.[A-Za-z]\w*)?")
+FILES: list[FileDescriptor] = [module.DESCRIPTOR for module in (chunk_pb2, engine_service_pb2, registry_service_pb2)]
+MESSAGES: dict[str, Descriptor] = {name: one for file in FILES for name, one in file.message_types_by_name.items()}
+OWN = engine_service_pb2.DESCRIPTOR.message_types_by_name
+ENUM_VALUES = {value for file in FILES for enum in file.enum_types_by_name.values() for value in enum.values_by_name}
+OTHERS = {
+    *("engine.sock", "attach.sock", "pool.sock", "lmkv.v1", "error", "handoff"),
+    *("ErrorInfo", "SCM_RIGHTS", "False", "True", "true", "replaced"),
+}
+"""Names that are not of our protos: sockets, a field of JSON, a tier, words of Python, metadata of an error."""
+DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def names() -> set[str]:
+    """The identifiers in backticks, those with a dot included."""
+    return {span for span in SPAN.findall(TEXT) if NAME.fullmatch(span) and not DIGEST.fullmatch(span)}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the table whose head begins with this cell."""
+    found = re.search(rf"^\| {re.escape(heading)} \|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert found is not None, f"no table begins with {heading}"
+    return [re.split(r"(?<!\\)\|", row)[1:-1] for row in found[1].splitlines()]
+
+
+def first_names(heading: str) -> list[str]:
+    """The names in the first column of a table, in order."""
+    return [name for row in table(heading) for name in SPAN.findall(row[0])]
+
+
+def test_every_message_and_field_on_the_page_exists() -> None:
+    field_names = {field for one in MESSAGES.values() for field in one.fields_by_name}
+    services = {service: one for file in FILES for service, one in file.services_by_name.items()}
+    methods = {f"{service}.{method}" for service, one in services.items() for method in one.methods_by_name}
+    keys = {field.name for field in fields(NodeConfig)}
+    reasons = {*LmkvError.by_reason, "INTERNAL"}
+    known = field_names | MESSAGES.keys() | services.keys() | methods | keys | reasons | ENUM_VALUES | OTHERS
+    known |= {method.partition(".")[2] for method in methods} | set(code_pb2.Code.keys()) | DTYPE_BYTES.keys()
+    known |= {f"{message}.{field}" for message, one in MESSAGES.items() for field in one.fields_by_name}
+    assert len(names()) > 150
+    assert names() >= OTHERS
+    assert sorted(names() - known) == []
+
+
+def test_every_field_of_the_service_is_on_the_page() -> None:
+    shown = {name.rpartition(".")[2] for name in names()}
+    absent = [
+        f"{message}.{field.name}"
+        for message, one in OWN.items()
+        for field in one.fields
+        if not field.GetOptions().deprecated and field.name not in shown
+    ]
+    assert absent == []
+    assert len(OWN) > 25
+
+
+@pytest.mark.parametrize("message", ["Hello", "Welcome", "LookupChunks", "FoundChunks", "LoadChunks", "CommitChunk"])
+def test_a_table_of_fields_has_all_of_its_message_and_no_other(message: str) -> None:
+    assert sorted(first_names(f"field of `{message}`")) == sorted(OWN[message].fields_by_name)
+
+
+def test_the_acts_are_in_the_order_in_which_they_are_carried_out() -> None:
+    rows = table("act in `AttachRequest`")
+    assert [SPAN.findall(row[0])[0] for row in rows] == ["hello", *ATTACH_ORDER]
+    answers = {name for row in rows for name in SPAN.findall(row[2])}
+    events = {"conflicts", "tier_changes"}
+    assert answers | events == set(OWN["AttachResponse"].fields_by_name)
+
+
+def test_limits_are_the_values_of_what_defines_them() -> None:
+    rows = table("limit")
+    assert len(rows) > 20
+    for _, value, defined_by in rows:
+        module, _, name = defined_by.strip(" `").rpartition(".")
+        assert float(value.replace(",", "")) == getattr(importlib.import_module(module), name), name
+
+
+def test_errors_have_these_codes() -> None:
+    for code, reason, *_ in table("code"):
+        for name in SPAN.findall(reason):
+            assert (LmkvError.by_reason[name].code if name != "INTERNAL" else "INTERNAL") == SPAN.findall(code)[0]
+
+
+def test_frames_have_these_kinds() -> None:
+    assert [row[0].split() for row in table("kind")] == [[str(int(kind)), kind.name.lower()] for kind in FrameKind]
+
+
+def test_kv_dtypes_are_those_that_a_spec_may_have() -> None:
+    (sentence,) = re.findall(r"^`kv_dtype` is one of ([^.]*)\.", PAGE, re.MULTILINE)
+    assert SPAN.findall(sentence) == list(DTYPE_BYTES)
+
+
+def test_the_test_vectors_are_right() -> None:
+    (vector,) = re.findall(r"Test vector: (`block_size=0`.*?)\.\n", PAGE, re.DOTALL)
+    *pairs, fingerprint = SPAN.findall(vector)
+    numbers = {"layer_count", "kv_head_count", "head_size", "chunk_size", "format", "block_size"}
+    values: dict[str, object] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        values[name] = int(value) if name in numbers else value
+    assert values.pop("mla") == "False"
+    spec = KvSpec(model_name="any", vocab_size=7, **values)  # type: ignore[arg-type]
+    assert spec.fingerprint.hex() == fingerprint
+    (root, key) = re.findall(r"`([0-9a-f]{32})`", PAGE.split("Test vector, with the fingerprint above")[1])[:2]
+    assert root_key(spec.fingerprint).hex() == root
+    assert chunk_keys(as_tokens(range(16)), root_key(spec.fingerprint), 16)[0].hex() == key
