@@ -19,8 +19,9 @@ from prometheus_client import generate_latest
 
 from lmkv import rpc
 from lmkv.config import NodeConfig
+from lmkv.errors import ChunkNotFound
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, engine_service_pb2
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -100,6 +101,19 @@ async def test_a_load_of_what_turns_out_to_be_torn_says_how_far_it_came(runtime_
         assert absent_count(await engine.lookup("2", chunk_keys(0, 1, 2))) == 0
         await engine.release("2")
         assert await until_free(node)
+
+
+async def test_a_load_without_a_timeout_ends_at_once(runtime_dir: Path) -> None:
+    """As docs/reference/engine-protocol.md says."""
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0)
+        await written(node, 1)
+        node.tier.drop(chunk_keys(0))
+        assert runs(await engine.lookup("1", chunk_keys(0))) == {"disk": 1}
+        await engine.say(loads=[engine_service_pb2.LoadChunks(request_id="1", first_chunk=0, chunk_count=1)])
+        (loaded,) = await engine.hear("loaded")
+        assert (loaded.done, len(loaded.extents)) == (True, 0)
+        assert isinstance(rpc.from_status(loaded.status), ChunkNotFound)
 
 
 def tear(runtime_dir: Path, key: ChunkKey) -> None:
