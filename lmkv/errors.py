@@ -39,6 +39,8 @@ class LmkvError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     """`ErrorInfo.reason`, unique per class: by default its name, as `BAD_TOKENS` of `BadTokens`."""
     by_reason: ClassVar[dict[str, type[LmkvError]]] = {}
+    delay_seconds: float = 0.0
+    """Time for which a server delays this answer. Set where a caller exceeds its limits; not sent."""
 
     def __init_subclass__(cls) -> None:
         if "reason" not in vars(cls):

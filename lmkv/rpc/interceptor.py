@@ -15,6 +15,7 @@ from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.rpc.error_status import to_status
+from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.rpc.requests import Requests
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.telemetry.log_limit import LimitedLogger
@@ -75,7 +76,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                 except Exception as error:
                     refusal = self._to_lmkv_error(error, method)
                     call.fail(refusal.code)
-                    await _abort(refusal, context)
+            return await _abort(refusal, context)  # a delay is no part of the duration that `call` measures
 
         codecs = (None, handler.response_serializer)
         if handler.response_streaming:
@@ -109,5 +110,7 @@ def _code_name(code: Any) -> str:
     return next((known.name for known in grpc.StatusCode if known.value[0] == number), "UNKNOWN")
 
 
-async def _abort(error: LmkvError, context: Any) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+async def _abort(error: LmkvError, context: Any) -> Any:
+    if error.delay_seconds:
+        await delay_refusal(error.delay_seconds, context)
+    return await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv.auth.token_bucket import TokenBucket
+from lmkv.auth.token_bucket import MAX_DELAYED_REFUSALS, MIN_REFUSALS_PER_SECOND, TokenBucket
 from lmkv.errors import TooManyRequests
 
 
@@ -61,3 +61,38 @@ def test_who_is_refused_takes_nothing() -> None:
             allowance.acquire(1.0)
     allowance.release()
     allowance.acquire(1.0)
+
+
+@pytest.mark.parametrize(("limits", "rate"), [((500, 0), 500), ((1, 0), MIN_REFUSALS_PER_SECOND), ((0, 1), 100)])
+def test_refusals_are_sent_one_after_another_at_the_rate_of_the_limit(limits: tuple[int, int], rate: int) -> None:
+    bucket = TokenBucket(*limits, 7.0)
+    for _ in range(max(limits)):
+        bucket.acquire(7.0)
+    assert [refused(bucket, 7.0) for _ in range(4)] == pytest.approx([number / rate for number in (1, 2, 3, 4)])
+    half = 7.0 + 0.5 / rate  # too early for another request
+    assert refused(bucket, half) == pytest.approx(4.5 / rate), "those before it still wait"
+
+
+def test_a_caller_that_paused_waits_for_no_earlier_refusal() -> None:
+    bucket = TokenBucket(0, 1, 0.0)
+    bucket.acquire(0.0)
+    for _ in range(50):
+        refused(bucket, 0.0)
+    assert refused(bucket, 1000.0) == pytest.approx(1 / MIN_REFUSALS_PER_SECOND)
+
+
+def test_the_number_of_delayed_refusals_is_bounded() -> None:
+    bucket = TokenBucket(0, 1, 0.0)
+    bucket.acquire(0.0)
+    delays = [refused(bucket, 0.0) for _ in range(MAX_DELAYED_REFUSALS + 100)]
+    assert sum(delay > 0 for delay in delays) == MAX_DELAYED_REFUSALS
+    assert delays[MAX_DELAYED_REFUSALS:] == [0.0] * 100
+    assert refused(bucket, 1.0) > 0, "some have been sent"
+
+
+def refused(bucket: TokenBucket, now: float) -> float:
+    """The delay of a request's refusal."""
+    with pytest.raises(TooManyRequests) as refusal:
+        bucket.acquire(now)
+    assert "delay_seconds" not in refusal.value.metadata
+    return refusal.value.delay_seconds

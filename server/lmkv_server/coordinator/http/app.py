@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from lmkv_server.http.guard import HostGuard
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}
 """Services of which HTTP serves only these methods: nodes register and report over gRPC."""
+MAX_REFUSAL_DELAY_SECONDS = 1.0
+"""Limit of `LmkvError.delay_seconds`: connections are few, and several callers may share an address."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -143,6 +146,8 @@ class CoordinatorApp:
                 tenant = self._app(self._tenants.current)
                 await self._serve(tenant, tenant.app, request, receive, send)
         except (HttpError, Unauthenticated, PermissionDenied, TooManyRequests) as error:
+            if isinstance(error, TooManyRequests):
+                await asyncio.sleep(min(error.delay_seconds, MAX_REFUSAL_DELAY_SECONDS))
             answer = await _refusal(request, error)
             if isinstance(error, Unauthenticated):
                 answer.headers.update(CHALLENGE)

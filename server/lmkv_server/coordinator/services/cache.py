@@ -17,6 +17,7 @@ from lmkv.auth.identity import client_identity
 from lmkv.errors import BadChunkKey, LmkvError
 from lmkv.keys import KEY_BYTES, check_keys
 from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER
+from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
@@ -84,7 +85,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[pb.LookupStreamRequest], context: Any
     ) -> AsyncIterator[pb.LookupStreamResponse]:
         async for message in request_iterator:
-            answer, size_bytes = pb.LookupStreamResponse(), 0
+            answer, size_bytes, delay_seconds = pb.LookupStreamResponse(), 0, 0.0
             for request in message.requests:
                 if size_bytes > ANSWER_BYTES or len(answer.results) == MAX_ANSWERS:
                     yield answer
@@ -95,7 +96,10 @@ class CacheService(pb_grpc.CacheServiceServicer):
                     await self._lookup(request, result.response)
                 except LmkvError as error:
                     result.error.CopyFrom(rpc.to_status(error))
+                    delay_seconds = max(delay_seconds, error.delay_seconds)
                 size_bytes += result.ByteSize()
+            if delay_seconds:
+                await delay_refusal(delay_seconds, context)
             yield answer
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
