@@ -8,8 +8,8 @@ from zlib import crc32
 
 import msgspec
 
-from lmkv.keys import Digest
-from lmkv_server.coordinator.core.layout_map import Change
+from lmkv.keys import KEY_BYTES, Digest
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change
 
 SHARD_COUNT = 4
 """Shards of the map. A cluster keeps the keys of a shard on one server, so that a script can change them together.
@@ -87,5 +87,26 @@ def encode(entry: LogEntry) -> bytes:
 
 
 def decode(data: bytes) -> LogEntry:
-    """The inverse of `encode`. Raises `ValueError` if `data` is not an entry."""
-    return _decoder.decode(data)
+    """The inverse of `encode`. Raises `ValueError` if `data` is not an entry, or has changes that no map can apply."""
+    entry = _decoder.decode(data)
+    for change in entry.changes:
+        _check(change)
+    return entry
+
+
+def _check(change: Change) -> None:
+    if not 1 <= change.tier <= TIER_COUNT:
+        raise ValueError(f"there is no tier {change.tier}")
+    counts = change.partial_token_counts
+    if not all(0 <= tokens <= MAX_TOKENS for tokens in (change.chunk_size, *counts.values())):
+        raise ValueError("a chunk has too many tokens")
+    if len(change.admitted) % KEY_BYTES or len(change.evicted) % KEY_BYTES:
+        raise ValueError("keys must be 16 bytes each")
+    if not all(0 <= index < len(change.admitted) // KEY_BYTES for index in counts):
+        raise ValueError("a partial chunk is not among the keys")
+    if not change.partial_parents.keys() <= counts.keys():
+        raise ValueError("a chunk with a parent has no token count")
+    if any(
+        len(part) != KEY_BYTES for part in (*change.partial_parents.values(), change.fingerprint or bytes(KEY_BYTES))
+    ):
+        raise ValueError("a parent or a fingerprint does not have 16 bytes")
