@@ -174,8 +174,13 @@ class AttachResponse(_message.Message):
     TIER_CHANGES_FIELD_NUMBER: _builtins.int
     HINTED_FIELD_NUMBER: _builtins.int
     SETTLED_PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
+    POOL_IS_FULL_FIELD_NUMBER: _builtins.int
     settled_reserve_count: _builtins.int
     """Number of requested write credits, by lookups or by `reserve_count`, that this message answers, granted or not."""
+    pool_is_full: _builtins.bool
+    """With `settled_partial_reserves`: whether the pool has no free memory for another chunk, so that each new one takes the
+    place of others. Engines then store the last partial chunk of a prompt only if no longer one supersedes it.
+    """
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to `hello`."""
@@ -242,10 +247,11 @@ class AttachResponse(_message.Message):
         tier_changes: _abc.Iterable[Global___TierChange] | None = ...,
         hinted: _abc.Iterable[Global___HintedChunks] | None = ...,
         settled_partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
+        pool_is_full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_partial_reserves", b"settled_partial_reserves", "settled_reserve_count", b"settled_reserve_count", "tier_changes", b"tier_changes", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "pool_is_full", b"pool_is_full", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_partial_reserves", b"settled_partial_reserves", "settled_reserve_count", b"settled_reserve_count", "tier_changes", b"tier_changes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

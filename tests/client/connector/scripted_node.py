@@ -60,6 +60,8 @@ class ScriptedNode:
         self.prompt = True
         self.generous = True
         """Whether credits are granted."""
+        self.pool_is_full = False
+        """Whether it says so with credits for partial chunks."""
         self.granted_tokens: dict[int, int] = {}
         """Most tokens of each extent that was granted for a partial chunk."""
         self.grudged_parts: set[int] = set()
@@ -403,7 +405,9 @@ class ScriptedNode:
             size_bytes = self.spec.part_bytes(0, token_count)
             granted.append(Extent(offset=offset, size_bytes=size_bytes, token_count=token_count))
         if sizes:
-            self.inbox.append(pb.AttachResponse(credits=granted, settled_partial_reserves=sizes))
+            self.inbox.append(
+                pb.AttachResponse(credits=granted, settled_partial_reserves=sizes, pool_is_full=self.pool_is_full)
+            )
 
     def _commit(self, commit: pb.CommitChunk) -> None:
         assert max(0, self.credits_out.pop(commit.offset)) == commit.part, "the credit is for another part"

@@ -80,6 +80,7 @@ class RequestHandoffs:
         if state is None or not state.handed_keys:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
+        state.is_handed = True
         self._states[handoff.request_id] = state
         self._begun[state.request_id] = handoff
         message = pb.HandChunks(

@@ -77,6 +77,8 @@ class NodeMessages:
         ]
         self._stores.credits.settle(settled, full)
         self._stores.credits.settle_partial(message.settled_partial_reserves, partial)
+        if message.settled_partial_reserves:
+            self._stores.pool_is_full = message.pool_is_full
 
     def _handle_conflicts(self, message: pb.AttachResponse) -> None:
         if message.HasField("conflicts"):

@@ -58,6 +58,7 @@ class RequestState:
         "handoff_id",
         "has_parts",
         "hit_chunk_count",
+        "is_handed",
         "keys",
         "lacked_credit",
         "load_failed",
@@ -128,6 +129,8 @@ class RequestState:
         """The span of the running lookup."""
         self.handoff_id = handoff_id
         """The handoff that brings the prompt, if one does."""
+        self.is_handed = False
+        """Whether a handoff sends its prompt to a decode engine."""
         self.load_timeout = load_timeout
         """Longest wait for a load, in seconds."""
         self.may_store = may_store

@@ -80,6 +80,8 @@ class Stores:
         """
         spec = blocks.spec
         self.credits = PartCredits(len(spec.parts))
+        self.pool_is_full = False
+        """Whether each new chunk takes the place of others, as the node has said last."""
         self._blocks = blocks
         self._spec = spec
         self._send = send
@@ -112,6 +114,7 @@ class Stores:
     def reset_credits(self, limit: int = 0) -> None:
         """Begins without credits, as granted by another node."""
         self.credits = PartCredits(len(self._spec.parts), limit)
+        self.pool_is_full = False
 
     def reserve_counts(self, states: Collection[RequestState]) -> list[int]:
         """Credits to request, by part: enough for two steps of these requests, and for a decoded chunk of each."""
@@ -150,7 +153,7 @@ class Stores:
         if prompt_done and not self._with_decode:
             done_count = state.token_count
         full = state.keys_up_to(done_count // size)
-        partial = prompt_done and not state.partial_is_stored
+        partial = prompt_done and not state.partial_is_stored and not self._will_supersede(state)
         if full <= state.stored_count and not partial and (not self._freed_parts or full <= state.passed_count):
             return
         block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)
@@ -164,6 +167,11 @@ class Stores:
         if partial:
             tokens = state.token_count % size
             state.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
+
+    def _will_supersede(self, state: RequestState) -> bool:
+        """Whether the prompt's partial chunk is left to `plan_tail`, which adds the answer's tokens to it: in a full
+        pool, to store both costs chunks of other prompts. A handoff needs it now."""
+        return self.pool_is_full and self._with_tails and self._with_decode and not state.is_handed
 
     def plan_tail(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> list[ChunkCopy]:
         """The copies of what a finished request has computed and not stored: its last tokens, and chunks that found no

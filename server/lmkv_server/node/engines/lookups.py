@@ -96,7 +96,8 @@ class EngineLookups:
             for quarters in sizes
             if (reserved := self._session.reserve_partial(quarters))
         ]
-        self._outbox.put(pb.AttachResponse(credits=granted, settled_partial_reserves=sizes))
+        full = self._session.pool_is_full
+        self._outbox.put(pb.AttachResponse(credits=granted, settled_partial_reserves=sizes, pool_is_full=full))
 
     def _check_parts(self, counts: Sequence[int]) -> None:
         if counts and len(counts) >= (part_count := len(self._session.spec.parts)):

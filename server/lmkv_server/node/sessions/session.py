@@ -198,6 +198,11 @@ class EngineSession:
             self._grant(reserved, kind)
         return reserved
 
+    @property
+    def pool_is_full(self) -> bool:
+        """Whether a further full chunk takes the place of others."""
+        return self._tier.size_bytes - self._tier.used_bytes < self.spec.chunk_bytes
+
     def _grant(self, reserved: Reservation, kind: CreditKind) -> None:
         self._credits[reserved.offset] = kind
         self._credit_counts[kind] += 1

@@ -63,6 +63,19 @@ def test_a_prefill_announces_at_once_and_ends_when_everything_is_committed(make_
     engine.check_nothing_is_left()
 
 
+def test_a_full_pool_does_not_shorten_a_handoff(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.node.pool_is_full = True
+    engine.serve("first", [7] * 5)
+    engine.settle()
+    before = len(engine.node.commits)
+    engine.add("a", PROMPT, output=8, transfer=PREFILL)
+    engine.step()
+    engine.step()
+    assert b"".join(engine.node.commits[before:]) == engine.node.handoffs[0].chunk_keys
+    engine.settle()
+
+
 def test_an_answer_names_the_node_of_the_engine(make_engine: MakeEngine) -> None:
     engine = prefilled(make_engine)
     assert engine.transfer_params == {"a": {"lmkv": {"instance_id": "node"}}}

@@ -142,6 +142,10 @@ class RandomLife(RuleBasedStateMachine):
         free = sorted(key for key, chunk in self.node.chunks.items() if not chunk.holds)
         self.node.drop(data.draw(st.sampled_from(free)))
 
+    @rule(full=st.booleans())
+    def pool_fills(self, full: bool) -> None:
+        self.node.pool_is_full = full
+
     @precondition(lambda self: len(self.model.caches) > 1)
     @rule(parts=st.sets(st.integers(0, 1)))
     def grudges(self, parts: set[int]) -> None:

@@ -119,6 +119,29 @@ def test_a_tail_supersedes_the_end_of_the_prompt_and_is_superseded_by_what_conti
     engine.check_nothing_is_left()
 
 
+def test_in_a_full_pool_the_end_of_a_prompt_is_stored_with_its_answer_only(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.node.pool_is_full = True
+    engine.serve("first", [7] * 5)
+    engine.settle()
+    before = len(engine.node.commits)
+    engine.serve("a", PROMPT, output=OUTPUT)
+    forget_pages(engine)
+    assert [engine.node.chunks[key].token_count for key in engine.node.commits[before:]] == [
+        *[CHUNK] * 3,
+        STORED % CHUNK,
+    ]
+    turn = next_turn(engine, "a")
+    assert engine.serve("b", turn) == len(turn) - STORED + DECODED
+    engine.check_nothing_is_left()
+
+
+def test_a_pool_with_room_keeps_the_end_of_a_prompt_too(make_chat: MakeChat) -> None:
+    engine = make_chat()
+    assert engine.serve("b", PROMPT) == 1 + DECODED
+    engine.check_nothing_is_left()
+
+
 def test_a_longer_tail_supersedes_the_one_that_was_loaded(make_chat: MakeChat) -> None:
     engine = make_chat()
     tail = engine.node.commits[-1]

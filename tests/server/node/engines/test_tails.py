@@ -215,6 +215,22 @@ async def test_credits_for_partial_chunks_are_granted_by_size_and_committed(node
     assert node.tier.used_bytes == align(SPEC.size_bytes(SIZE // 4))
 
 
+async def test_with_credits_for_partial_chunks_the_node_says_whether_its_pool_is_full(
+    node: Node, engine: EngineClient
+) -> None:
+    await engine.say(partial_reserves=[1])
+    await engine.hear("settled_partial_reserves")
+    assert not engine.heard.pool_is_full
+    taken = []
+    while reserved := node.tier.reserve(SPEC.chunk_bytes, evict=False):
+        taken.append(reserved)
+    await engine.say(partial_reserves=[2])
+    await engine.hear("settled_partial_reserves")
+    assert engine.heard.pool_is_full
+    for reserved in taken:
+        node.tier.give_back(reserved.offset)
+
+
 @pytest.mark.parametrize("sizes", [[0], [4], [-1], [1] * 1025])
 async def test_other_sizes_of_partial_chunks_end_the_stream(node: Node, engine: EngineClient, sizes: list[int]) -> None:
     await engine.say(partial_reserves=sizes)
