@@ -2,6 +2,7 @@
 
 Chunks of random bytes in a pool; the whole tier in between, one folder. `bare` is what the device gives to the same
 number of threads that write and read the same files without a tier; `page cache` is that, but not past the page cache.
+`encrypted` is `plain` with `encryption_key_file`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.support.encryption import encryption_in
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.files import NixlFiles
 from lmkv.units import GIB
 from lmkv_kernels import checksum
+from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.disk.folder import PlainIo
@@ -76,8 +79,21 @@ async def through_tier(bench: DiskBench, folder: Path, io_name: str) -> None:
     size_bytes = len(bench.keys) * bench.chunk_bytes
     region = Region(address=bench.pool.address, size_bytes=bench.pool.size_bytes)
     io = NixlFiles(region) if io_name == "nixl" else PlainIo()
-    disk = DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, events=bench.events, io=io)
-    async with disk:
+    encryption = encryption_in(folder.parent) if io_name == "encrypted" else None
+    capacity_bytes = size_bytes + len(bench.keys) * ALIGNMENT  # for the headers of encrypted files
+
+    def tier() -> DiskTier:
+        return DiskTier(
+            [folder],
+            capacity_bytes,
+            tier=bench.tier,
+            pool=bench.pool,
+            events=bench.events,
+            io=io,
+            encryption=encryption,
+        )
+
+    async with tier() as disk:
         bench.fill()
         with timed(f"{io_name}, write-behind", size_bytes):
             for chunk in bench.tier:
@@ -90,7 +106,7 @@ async def through_tier(bench: DiskBench, folder: Path, io_name: str) -> None:
         assert len(came) == len(bench.keys), "not all came"
         bench.tier.drop(bench.keys)
     began = time.perf_counter()
-    async with DiskTier([folder], size_bytes, tier=bench.tier, pool=bench.pool, events=bench.events) as again:
+    async with tier() as again:
         print(f"{again.chunk_count} chunks found again in {1000 * (time.perf_counter() - began):.1f} ms")
         again.forget(bench.keys)
         await again.settle()
@@ -134,7 +150,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             bare(bench, Path(name), os.O_DIRECT, "bare")
             bare(bench, Path(name), 0, "page cache")
-            for io_name in ("plain", "nixl"):
+            for io_name in ("plain", "encrypted", "nixl"):
                 asyncio.run(through_tier(bench, Path(name, io_name), io_name))
         bench.pool.close()
 

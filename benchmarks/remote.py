@@ -2,7 +2,8 @@
 
 Chunks of random bytes in a pool, a store on loopback, the whole tier in between. `client` is what the bare client makes
 of the same objects on as many threads: `set` and `get`, and a copy into the pool. S3 is moto's server, written in
-Python: what it says is how much the tier takes beside it, not how fast S3 is.
+Python: what it says is how much the tier takes beside it, not how fast S3 is. `encrypted` is the tier with
+`encryption_key_file`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import valkey
 from botocore.config import Config
 from botocore.session import get_session
 
+from benchmarks.support.encryption import encryption_in
 from benchmarks.support.redis import RedisProcess
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.keys import ChunkKey
@@ -35,6 +37,7 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
+from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
 from lmkv_server.node.tiers.remote.backend import READ_THREADS, WRITE_THREADS
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import RemoteStore
@@ -109,13 +112,21 @@ def timed(label: str, size_bytes: int) -> Iterator[None]:
     print(f"{label:36} {size / wall:6.2f} GB/s {cpu / size:6.2f} cpu s/GB", flush=True)
 
 
-async def through_tier(bench: RemoteBench, store: RemoteStore) -> None:
+async def through_tier(bench: RemoteBench, store: RemoteStore, encryption: ChunkEncryption | None = None) -> None:
     """Puts and reads by a remote tier."""
-    remote = RemoteTier(store, tier=bench.tier, pool=bench.pool, events=CacheEvents(), lookup_seconds=TIMEOUT_SECONDS)
+    label = "encrypted" if encryption else "tier"
+    remote = RemoteTier(
+        store,
+        tier=bench.tier,
+        pool=bench.pool,
+        events=CacheEvents(),
+        lookup_seconds=TIMEOUT_SECONDS,
+        encryption=encryption,
+    )
     async with remote:
         await remote.backend.health.attempted.wait()
         bench.fill()
-        with timed("tier: write-behind", bench.size_bytes):
+        with timed(f"{label}: write-behind", bench.size_bytes):
             for chunk in bench.tier:
                 remote.writer.add(chunk)
             await remote.writer.flush()
@@ -124,9 +135,9 @@ async def through_tier(bench: RemoteBench, store: RemoteStore) -> None:
         needs = Needs(spec=bench.spec, keys=bench.keys, indices=range(len(bench.keys)))
         began = time.perf_counter()
         assert (await remote.lookup(needs)).run_from(0) == len(bench.keys)
-        print(f"tier: looked up                      {1000 * (time.perf_counter() - began):6.1f} ms")
+        print(f"{label + ': looked up':36} {1000 * (time.perf_counter() - began):6.1f} ms")
         came: list[int] = []
-        with timed("tier: read, verify, commit", bench.size_bytes):
+        with timed(f"{label}: read, verify, commit", bench.size_bytes):
             await remote.reader.read(bench.spec.fingerprint, bench.keys, TIMEOUT_SECONDS, lambda at, _: came.append(at))
         assert len(came) == len(bench.keys), "not all came"
         bench.tier.drop(bench.keys)
@@ -151,7 +162,9 @@ def of_redis(bench: RemoteBench) -> None:
         client: Any = valkey.Valkey(port=redis.port)
         bare(bench, client.set, client.get)
         client.flushall()
-        asyncio.run(through_tier(bench, ValkeyStore(parse_remote_url(redis.url), timeout_seconds=TIMEOUT_SECONDS)))
+        for encryption in (None, encryption_in(Path(folder))):
+            store = ValkeyStore(parse_remote_url(redis.url), timeout_seconds=TIMEOUT_SECONDS)
+            asyncio.run(through_tier(bench, store, encryption))
         client.close()
 
 
@@ -181,8 +194,10 @@ def of_s3(bench: RemoteBench) -> None:
             lambda name: bytes(client.get_object(Bucket=BUCKET, Key=name)["Body"].read()),
         )
         url = parse_remote_url(f"s3://{BUCKET}")
-        store = S3Store(url, endpoint_url=endpoint_url, timeout_seconds=TIMEOUT_SECONDS)
-        asyncio.run(through_tier(bench, store))
+        with tempfile.TemporaryDirectory() as folder:
+            for encryption in (None, encryption_in(Path(folder))):
+                store = S3Store(url, endpoint_url=endpoint_url, timeout_seconds=TIMEOUT_SECONDS)
+                asyncio.run(through_tier(bench, store, encryption))
         client.close()
     finally:
         process.kill()

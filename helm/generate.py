@@ -33,6 +33,7 @@ DECIDED = {
         *("instance_id", "coordinator_address", "enable_p2p", "runtime_dir", "node_linger", "pd_role"),
         *("p2p_host", "p2p_port", "transfer_channel", "transfer_port", "metrics_port"),
         *("max_local_cpu_size", "pool_path", "persist_pool", "local_disk", "max_local_disk_size"),
+        "encryption_key_file",
     },
     "engines.config": {"node_address", *keys(NodeConfig)},
     "proxy.config": {

@@ -55,6 +55,14 @@ class Authenticator:
         """The quota of a tenant."""
         return self.callers.quotas.get(tenant, NO_QUOTA)
 
+    @property
+    def own_tenant(self) -> str:
+        """The tenant of this process's own token; empty if there is no tokens file, or `own` was not given.
+
+        Raises `ConfigError` if the file does not list the token any more.
+        """
+        return self._own_tenant() if self._callers and self._own is not None else ""
+
     @contextmanager
     def authorized_call(self, method: str, metadata: Metadata | None) -> Iterator[Caller]:
         """The scope of one call of `SERVICE/METHOD`: inside, `current_caller` returns its caller.

@@ -169,6 +169,13 @@ class NodeConfig(Config):
         0.0,
         "Time after which Valkey or Redis drops a chunk, in seconds; 0: when it runs out of memory.",
     )
+    encryption_key_file: str = key(
+        PATH,
+        "",
+        "File of the keys that encrypt chunks on disk and in the store, the first one for writing; it may be replaced "
+        "at any time.",
+        shown_default="empty: they are not encrypted",
+    )
     tiers: tuple[Mapping[str, str], ...] = key(
         TIER_PLUGINS,
         (),
@@ -272,6 +279,12 @@ class NodeConfig(Config):
                 key="max_local_disk_size",
             )
 
+        if self.encryption_key_file and self.local_disk and self.local_disk_io != "plain":
+            raise ConfigError(
+                f"local_disk_io: {self.local_disk_io} copies chunks as they are; set it to plain to encrypt them",
+                key="local_disk_io",
+            )
+
         if self.remote_ttl and self.remote_url.startswith("s3:"):
             raise ConfigError(
                 "remote_ttl is for Valkey and Redis; give the bucket a lifecycle rule that expires objects",
@@ -297,10 +310,10 @@ class NodeConfig(Config):
                 yield Gap("transfer_encryption", "it is false", "remove it")
         if self.coordinator_address and not self.tls_ca:
             yield Gap("tls_ca", "coordinators are called without TLS", "set tls_ca")
-        if self.local_disk:
-            yield Gap("local_disk", "chunks on disk are not encrypted", "remove local_disk")
-        if self.remote_url:
-            yield Gap("remote_url", "chunks in the store are not encrypted", "remove remote_url")
+        if self.local_disk and not self.encryption_key_file:
+            yield Gap("encryption_key_file", "chunks on disk are not encrypted", "set it, or remove local_disk")
+        if self.remote_url and not self.encryption_key_file:
+            yield Gap("encryption_key_file", "chunks in the store are not encrypted", "set it, or remove remote_url")
         for tier in self.tiers:
             yield Gap("tiers", f"lmkv cannot know whether {tier['name']} encrypts", "remove it from tiers")
 

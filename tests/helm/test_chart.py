@@ -73,6 +73,7 @@ def test_readme_schema_and_rules_are_what_follows_from_values_and_code() -> None
         ({"coordinator": {"config": {"lease": 3}}}, "at '/coordinator/config': additional properties 'lease'"),
         ({"coordinator": {"config": {"port": 3}}}, "at '/coordinator/config': additional properties 'port'"),
         ({"node": {"config": {"chunk_size": 3}}}, "at '/node/config': additional properties 'chunk_size'"),
+        ({"node": {"config": {"encryption_key_file": "/k"}}}, "at '/node/config': additional properties 'encryption_"),
         ({"node": {"mode": "deployment"}}, "at '/node/mode': value must be one of 'daemonSet', 'sidecar'"),
         ({"node": {"maxLocalCpuSize": 0}}, "at '/node/maxLocalCpuSize': exclusiveMinimum: got 0, want 0"),
         ({"node": {"maxLocalCpuSize": "5GB"}}, "at '/node/maxLocalCpuSize': got string, want number"),
@@ -234,6 +235,10 @@ ISSUER = {"enabled": True, "issuerRef": {"name": "ca"}}
         (
             {"webhook": {"enabled": True}, "node": {"mode": "sidecar", "poolVolume": {"hostPath": {"path": "/pool"}}}},
             "set node.poolVolume and node.diskVolume to another type than hostPath",
+        ),
+        (
+            {"webhook": {"enabled": True}, "node": {"mode": "sidecar", "encryptionKeysSecret": "keys"}},
+            "where all users could read the keys of node.encryptionKeysSecret: set node.mode to daemonSet",
         ),
         (
             {"webhook": {"enabled": True}, "node": {"mode": "sidecar"}, "networkPolicy": {"enabled": True}},

@@ -24,6 +24,7 @@ HOMES = {
     "ucxx": ("lmkv/transfer/",),
     "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
+    "cryptography": ("server/lmkv_server/node/tiers/encryption/cipher.py",),
     "transformers": (),
     "starlette": (
         "server/lmkv_server/http/",

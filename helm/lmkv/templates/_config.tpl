@@ -70,6 +70,9 @@ persist_pool: true
 local_disk: /disk
 max_local_disk_size: {{ .Values.node.maxLocalDiskSize }}
 {{- end }}
+{{- if .Values.node.encryptionKeysSecret }}
+encryption_key_file: /etc/lmkv-encryption/keys
+{{- end }}
 transfer_channel: {{ .Values.node.transferChannel }}
 {{- if and .Values.tls.enabled .Values.tls.mutual }}
 tls_peer_name: {{ include "lmkv.peerName" . }}

@@ -123,6 +123,9 @@
 {{- if and (eq $node.mode "sidecar") (include "lmkv.ownFolders" .) -}}
 {{- fail "webhook.enabled adds sidecars that cannot write to folders of the host, which belong to root: set node.poolVolume and node.diskVolume to another type than hostPath" -}}
 {{- end -}}
+{{- if and (eq $node.mode "sidecar") $node.encryptionKeysSecret -}}
+{{- fail "webhook.enabled adds sidecars to pods of others, where all users could read the keys of node.encryptionKeysSecret: set node.mode to daemonSet" -}}
+{{- end -}}
 {{- if and (eq $node.mode "sidecar") .Values.networkPolicy.enabled (not .Values.networkPolicy.coordinatorFrom) -}}
 {{- fail "webhook.enabled adds sidecars to pods that network policies do not know: admit them by networkPolicy.coordinatorFrom" -}}
 {{- end -}}

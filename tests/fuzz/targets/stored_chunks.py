@@ -1,4 +1,4 @@
-"""Chunks as they are stored: file names on disk, headers in remote stores, and the ledger of a pool's file."""
+"""Chunks as they are stored: file names on disk, headers in remote stores and of encryption, ledgers of pools."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.ledger import SLOT_BYTES, Ledger
 from lmkv_server.node.tiers.disk.chunk import DiskChunk, parse_file_name
 from lmkv_server.node.tiers.disk.index import DiskIndex
+from lmkv_server.node.tiers.encryption.header import EncryptionHeader, parse_encryption_header
 from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, RemoteChunk, RemoteObject, object_name, parse_header
 from tests.fuzz.inputs import Input
 
 COVERS = (
     "lmkv_server.node.tiers.disk.chunk",
     "lmkv_server.node.tiers.disk.index",
+    "lmkv_server.node.tiers.encryption.header",
     "lmkv_server.node.tiers.remote.chunk",
     "lmkv_server.node.cache.ledger",
 )
@@ -54,13 +56,17 @@ def _slot(serial: int, offset: int) -> bytes:
     return bytes(table)
 
 
+ENCRYPTED = EncryptionHeader(key_id=b"key id 8", nonce=b"nonce of 12 ", checksum=bytes(16), tag=b"tag of 16 bytes ")
 SEEDS = [
     b"\0" + ON_DISK.file_name.encode(),
     b"\0" + dataclasses.replace(ON_DISK, parent=OBJECT.key, size_bytes=1 << 40).file_name.encode(),
+    b"\0" + dataclasses.replace(ON_DISK, checksum=0, key_id=b"key id 8").file_name.encode(),
     b"\1" + OBJECT.header,
     b"\1" + dataclasses.replace(OBJECT, parent=OBJECT.key, token_count=8, size_bytes=2048).header,
     b"\2" + _slot(1, 0) + bytes(SLOT_BYTES) + _slot(2, 8192) + _slot(3, 0),
     b"\2" + _slot((1 << 64) - 1, 0) + bytes(SLOT_BYTES),  # no serial can follow
+    b"\3" + ENCRYPTED.packed(),
+    b"\3" + ENCRYPTED.packed()[:-1],
 ]
 
 
@@ -83,7 +89,7 @@ def _disk(data: bytes, sealed: bool) -> None:
         if chunk is None:
             continue
         assert chunk.token_count > 0
-        assert chunk.file_bytes >= chunk.size_bytes > 0
+        assert chunk.file_bytes >= chunk.memory_bytes >= chunk.size_bytes > 0
         assert parse_file_name(chunk.file_name) == chunk
         chunks.append(chunk)
     superfluous = index.fill(chunks)
@@ -136,4 +142,12 @@ def _ledger(data: bytes, sealed: bool) -> None:
     assert len(kept) == (len(table) >= SLOT_BYTES), "a dropped record is found again, or a new one is not"
 
 
-_FORMATS = (_disk, _remote, _ledger)
+def _encryption(data: bytes, sealed: bool) -> None:
+    if sealed:  # the rest of a header that begins as one
+        data = ENCRYPTED.packed()[:8] + data
+    header = parse_encryption_header(data)
+    if header is not None:
+        assert header.packed() == data
+
+
+_FORMATS = (_disk, _remote, _ledger, _encryption)

@@ -13,6 +13,7 @@ from lmkv.errors import ConfigError
 from tests.support.certificates import issue
 
 TLS = {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_ca": "/ca.pem"}
+DISK = {"local_disk": "/d", "max_local_disk_size": 1}
 
 REFUSED: list[tuple[type[Config], dict[str, Any], str, str]] = [
     (NodeConfig, {**TLS, "tls_cert": ""}, "tls_cert", "set tls_cert"),
@@ -23,9 +24,10 @@ REFUSED: list[tuple[type[Config], dict[str, Any], str, str]] = [
     (NodeConfig, {**TLS, "transfer_channel": "mooncake"}, "transfer_channel", "set transfer_channel to tcp or auto"),
     (NodeConfig, {**TLS, "transfer_encryption": False}, "transfer_encryption", "remove it"),
     (NodeConfig, {"enable_p2p": False, "coordinator_address": "c:9000"}, "tls_ca", "set tls_ca"),
-    (NodeConfig, {**TLS, "local_disk": "/d", "max_local_disk_size": 1}, "local_disk", "remove local_disk"),
-    (NodeConfig, {**TLS, "remote_url": "valkey://v"}, "remote_url", "remove remote_url"),
-    (NodeConfig, {**TLS, "remote_url": "s3://bucket"}, "remote_url", "remove remote_url"),
+    (NodeConfig, {**TLS, **DISK}, "encryption_key_file", "set it, or remove local_disk"),
+    (NodeConfig, {**TLS, "remote_url": "valkey://v"}, "encryption_key_file", "set it, or remove remote_url"),
+    (NodeConfig, {**TLS, "remote_url": "s3://bucket"}, "encryption_key_file", "set it, or remove remote_url"),
+    (ConnectorConfig, {**TLS, **DISK}, "encryption_key_file", "set it, or remove local_disk"),
     (ConnectorConfig, {}, "tls_cert", "set tls_cert"),
     (ConnectorConfig, {**TLS, "pd_buffer_device": "cuda"}, "pd_buffer_device", "set it to cpu"),
     (CoordinatorConfig, {}, "tls_cert", "set tls_cert"),
@@ -37,6 +39,7 @@ ALLOWED: list[tuple[type[Config], dict[str, Any]]] = [
     (NodeConfig, {**TLS, "transfer_channel": "tcp", "coordinator_address": "c:9000"}),
     (NodeConfig, {**TLS, "transfer_channel": "shm", "persist_pool": True}),
     (NodeConfig, {"enable_p2p": False}),
+    (NodeConfig, {**TLS, **DISK, "remote_url": "s3://bucket", "encryption_key_file": "/keys"}),
     (NodeConfig, {"enable_p2p": False, "coordinator_address": "c:9000", "tls_ca": "/ca.pem"}),
     (ConnectorConfig, {"node_address": "/run/lmkv/engine.sock"}),
     (CoordinatorConfig, {"tls_cert": "/c.pem", "tls_key": "/k.pem", "layout_map_url": "rediss://v"}),

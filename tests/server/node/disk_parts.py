@@ -21,6 +21,7 @@ from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
 from tests.waiting import until as until
@@ -118,7 +119,13 @@ def content(number: int, size_bytes: int) -> bytes:
 
 @asynccontextmanager
 async def host_with_disk(
-    paths: Path | Sequence[Path], *, host_chunks: int = 8, disk_chunks: int = 32, nixl: bool = False, **seconds: float
+    paths: Path | Sequence[Path],
+    *,
+    host_chunks: int = 8,
+    disk_chunks: int = 32,
+    nixl: bool = False,
+    encryption: ChunkEncryption | None = None,
+    **seconds: float,
 ) -> AsyncIterator[Host]:
     """A host tier and a disk tier for a number of chunks."""
     host = Host(host_chunks)
@@ -131,6 +138,7 @@ async def host_with_disk(
             pool=host.pool,
             events=host.events,
             io=NixlFiles(Region(address=host.pool.address, size_bytes=host.pool.size_bytes)) if nixl else None,
+            encryption=encryption,
             **seconds,
         ) as disk:
             host.disk = disk

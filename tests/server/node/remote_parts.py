@@ -21,6 +21,8 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
+from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+from lmkv_server.node.tiers.remote.chunk import ROOT as PLAIN_ROOT
 from lmkv_server.node.tiers.remote.chunk import object_name
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import RemoteStore
@@ -185,13 +187,20 @@ async def host_with(
     chunk_count: int = 32,
     lookup_seconds: float = WAIT_SECONDS,
     ready: bool = True,
+    encryption: ChunkEncryption | None = None,
     **seconds: float,
 ) -> AsyncIterator[Host]:
     """A host tier and a remote tier, whose store can be used if it is to be `ready`."""
     host = Host(chunk_count)
     try:
         host.remote = RemoteTier(
-            store, tier=host.tier, pool=host.pool, events=host.events, lookup_seconds=lookup_seconds, **seconds
+            store,
+            tier=host.tier,
+            pool=host.pool,
+            events=host.events,
+            lookup_seconds=lookup_seconds,
+            encryption=encryption,
+            **seconds,
         )
         async with host.remote:
             if ready:
@@ -203,11 +212,11 @@ async def host_with(
         host.pool.close()
 
 
-def name_of(number: int) -> str:
+def name_of(number: int, root: str = PLAIN_ROOT) -> str:
     """The name of a chunk in the store."""
-    return object_name(SPEC.fingerprint, chunk_key(number))
+    return object_name(SPEC.fingerprint, chunk_key(number), root)
 
 
-def names_of(*numbers: int) -> set[str]:
+def names_of(*numbers: int, root: str = PLAIN_ROOT) -> set[str]:
     """The names of chunks in the store."""
-    return {name_of(number) for number in numbers}
+    return {name_of(number, root) for number in numbers}

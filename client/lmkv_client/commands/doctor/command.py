@@ -15,6 +15,7 @@ from lmkv.config import Config, ConnectorConfig, CoordinatorConfig, load
 from lmkv.errors import ConfigError
 from lmkv_client.commands import DONE, FAILED
 from lmkv_client.commands.doctor.certificates import check_tls
+from lmkv_client.commands.doctor.encryption import check_encryption
 from lmkv_client.commands.doctor.finding import Finding, Level, fail, ok, warn
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
@@ -86,6 +87,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from check_peer_port(config)
     yield from check_transfer(config)
     yield from check_remote(config)
+    yield from check_encryption(config)
     trouble = False
     for finding in check_tls(config):
         trouble = trouble or (finding.check == "tls" and finding.level == "fail")

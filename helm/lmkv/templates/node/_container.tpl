@@ -50,6 +50,11 @@ volumeMounts:
     mountPath: /etc/lmkv-operator-token
     readOnly: true
   {{- end }}
+  {{- if $values.encryptionKeysSecret }}
+  - name: encryption-keys
+    mountPath: /etc/lmkv-encryption
+    readOnly: true
+  {{- end }}
   - name: runtime
     mountPath: /run/lmkv
   - name: node-tmp
@@ -147,6 +152,12 @@ node takes: whole ones, rounded down. */}}
 {{- end }}
 {{- with include "lmkv.operatorToken" . }}
 {{ include "lmkv.tokenVolume" . | replace "name: token" "name: operator-token" }}
+{{- end }}
+{{- with $values.encryptionKeysSecret }}
+- name: encryption-keys
+  secret:
+    defaultMode: 0440
+    secretName: {{ . }}
 {{- end }}
 - name: node-tmp
   emptyDir:

@@ -30,6 +30,7 @@ TIER_COUNTERS = {
     "read_chunks": "Chunks read from the tier into the pool.",
     "read_bytes": "Bytes of these.",
     "damaged_chunks": "Chunks dropped because they were damaged or gone when they were read.",
+    "undecryptable_chunks": "Those of them that could not be decrypted: of another key, or changed.",
     "evicted_chunks": "Chunks evicted from the tier to make room.",
     "failures": "Failures to open, read or write a backend of the tier.",
     "late_lookups": "Lookups that the tier did not answer in time.",

@@ -34,7 +34,7 @@ class ListedChunk(Protocol):
     @property
     def size_bytes(self) -> int: ...
     @property
-    def file_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of memory that reading it writes to."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
@@ -17,6 +17,9 @@ from lmkv_server.node.tiers.base import Presence, TierStats
 from lmkv_server.node.tiers.progress import Progress
 from lmkv_server.node.tiers.reader import TierReader
 from lmkv_server.node.tiers.writer import TierWriter
+
+if TYPE_CHECKING:  # it needs `cryptography`, which is optional
+    from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
 
 FLUSH_SECONDS = 3.0
 """Most time that a node which ends takes to write waiting chunks."""
@@ -35,8 +38,12 @@ class BackendTier(Generic[C]):
         events: CacheEvents,
         write_threads: int,
         open_seconds: float,
+        encryption: ChunkEncryption | None = None,
     ) -> None:
-        """`open_seconds`: how long a node that starts waits for the backends to open."""
+        """`open_seconds`: how long a node that starts waits for the backends to open.
+
+        `encryption`: what the backends encrypt with, for the tier's counts.
+        """
         self.name = name
         self.writer = TierWriter(backends, tier, pool, self.has)
         self.reader: TierReader[C] = TierReader(backends, tier, pool)
@@ -44,6 +51,7 @@ class BackendTier(Generic[C]):
         self._backends = backends
         self._write_threads = write_threads
         self._open_seconds = open_seconds
+        self._encryption = encryption
         self._runners: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         events.subscribe(self.writer)
@@ -113,9 +121,12 @@ class BackendTier(Generic[C]):
 
     def stats(self) -> TierStats:
         """What the tier has done since the start."""
-        down = TierStats(down_backends=sum(not backend.usable for backend in self._backends))
+        now = TierStats(
+            undecryptable_chunks=self._encryption.rejected_count if self._encryption else 0,
+            down_backends=sum(not backend.usable for backend in self._backends),
+        )
         backends = (backend.health.stats() for backend in self._backends)
-        return sum((self.reader.stats(), down, *backends), start=self.writer.stats())
+        return sum((self.reader.stats(), now, *backends), start=self.writer.stats())
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work in the background; `settle` waits for it."""

@@ -133,6 +133,8 @@ class TierStats:
     read_bytes: int = 0
     damaged_chunks: int = 0
     """Chunks that were dropped because they were damaged or gone when they were read."""
+    undecryptable_chunks: int = 0
+    """Those of them that could not be decrypted: they are of another key, or were changed."""
     evicted_chunks: int = 0
     """Chunks that were evicted from the tier to make room."""
     failures: int = 0

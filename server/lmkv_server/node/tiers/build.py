@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol, Self
 
+from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
 from lmkv.plugins import TIERS, load_plugin
@@ -19,6 +21,10 @@ from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.build import store_for
 from lmkv_server.node.tiers.remote.tier import RemoteTier
+
+if TYPE_CHECKING:
+    from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+    from lmkv_server.node.tiers.encryption.keys import TenantKeys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,16 @@ class TierContext:
     """The name of a tier of another package, which its `name` must be."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Its options in `tiers`."""
+    keys: TenantKeys | None = None
+    """The keys that tiers encrypt with, if `encryption_key_file` is set."""
+
+    def encryption(self, tier: str) -> ChunkEncryption | None:
+        """The encryption for a tier; None if chunks are not to be encrypted."""
+        if self.keys is None:
+            return None
+        from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+
+        return ChunkEncryption(self.keys, tier)
 
 
 class ConfiguredTier(SecondaryTier, Protocol):
@@ -51,13 +67,25 @@ class ConfiguredTier(SecondaryTier, Protocol):
 def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
     """The tiers that are configured, the fastest first, each to be entered. Raises `ConfigError`."""
     config, tier, pool, events = context.config, context.tier, context.pool, context.events
+    context = replace(context, keys=_tenant_keys(config))
     if config.local_disk:
         yield DiskTier(
-            config.disk_folders, config.disk_bytes, tier=tier, pool=pool, events=events, io=_file_io(config, pool)
+            config.disk_folders,
+            config.disk_bytes,
+            tier=tier,
+            pool=pool,
+            events=events,
+            io=_file_io(config, pool),
+            encryption=context.encryption("disk"),
         )
     if config.remote_url:
         yield RemoteTier(
-            store_for(config), tier=tier, pool=pool, events=events, lookup_seconds=config.remote_lookup_timeout
+            store_for(config),
+            tier=tier,
+            pool=pool,
+            events=events,
+            lookup_seconds=config.remote_lookup_timeout,
+            encryption=context.encryption("remote"),
         )
     for options in config.tiers:
         name = options["name"]
@@ -65,6 +93,21 @@ def make_tiers(context: TierContext) -> Iterator[ConfiguredTier]:
         if made.name != name:
             raise ConfigError(f"tiers: the plug-in {name!r} has made a tier named {made.name!r}", key="tiers")
         yield made
+
+
+def _tenant_keys(config: NodeConfig) -> TenantKeys | None:
+    """Raises `ConfigError` if the file of keys is invalid, or if they need what is not installed."""
+    if not config.encryption_key_file:
+        return None
+    if find_spec("cryptography") is None:
+        raise ConfigError(
+            "encryption_key_file: needs cryptography, which is not installed; pip install 'lmkv[encryption]'",
+            key="encryption_key_file",
+        )
+    from lmkv_server.node.tiers.encryption.keys import TenantKeys
+
+    own = Authenticator(config.auth_tokens, config.credentials.token)
+    return TenantKeys(config.encryption_key_file, own.own_tenant)
 
 
 def _file_io(config: NodeConfig, pool: Pool) -> FileIo:

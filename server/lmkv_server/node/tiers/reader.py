@@ -16,6 +16,7 @@ from typing import Generic
 from lmkv.keys import ChunkKey
 from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
@@ -44,6 +45,7 @@ class TierReader(Generic[C]):
         self._tier = tier
         self._pool = pool
         self._bandwidth = Bandwidth()
+        self._log = LimitedLogger(logger)
         self._reading: dict[ChunkKey, list[_OnEnd]] = {}
         self._may_read = asyncio.Semaphore(MAX_READS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,14 +135,14 @@ class TierReader(Generic[C]):
 
     async def _read_into(self, reserved: Reservation, backend: Backend[C], chunk: C) -> Chunk | None:
         """Reads into an extent, which stays reserved for good if this is cancelled: the thread continues to write."""
-        memory = self._pool.buffer[reserved.offset : reserved.offset + chunk.file_bytes]
+        memory = self._pool.buffer[reserved.offset : reserved.offset + chunk.memory_bytes]
         header = await backend.read(chunk, memory, lambda header: self._is_intact(reserved, header))
         is_held = backend.holds(chunk)
         if header is None or not is_held:
             self._tier.give_back(reserved.offset)
             if is_held:
                 self._damaged_count += 1
-                logger.warning(
+                self._log.warning(
                     "chunk %s is damaged or gone in %s, and was dropped", chunk.key.hex(), backend.health.backend
                 )
                 backend.discard([chunk], MissReason.DAMAGED)

@@ -26,6 +26,7 @@ from tests.server.node.cases import chunk_keys
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, runs
 from tests.server.node.whole_nodes import SPEC, load, store, until_free
+from tests.support.encryption_keys import write_keys
 from tests.waiting import eventually
 
 PACKAGE = Path(__file__).parent / "plugin"
@@ -69,6 +70,24 @@ async def test_what_host_memory_evicts_is_found_and_loaded_from_the_tier(runtime
         assert 'lmkv_node_tier_read_chunks_total{tier="example"} 4.0' in metrics
         assert 'lmkv_node_tier_down_backends{tier="example"} 0.0' in metrics
         assert await until_free(node)
+
+
+@pytest.mark.usefixtures("package")
+async def test_the_tier_encrypts_with_the_nodes_keys(runtime_dir: Path) -> None:
+    keys = {"encryption_key_file": write_keys(runtime_dir / "keys", "a")}
+    async with Node(config(runtime_dir, "a", **keys)) as first, EngineClient(first) as engine:
+        await store(engine, first.pool, 0, 1)
+        (tier,) = first.stores
+        await until(lambda: tier.stats().written_chunks == 2)
+        clear = [bytes(first.pool.buffer[chunk.offset :][:64]) for chunk in first.tier]
+    written = [path.read_bytes() for path in (runtime_dir / "shared").iterdir()]
+    assert len(written) == 2
+    assert not any(part in whole for part in clear for whole in written)
+    async with Node(config(runtime_dir, "b", **keys)) as second, EngineClient(second) as engine:
+        assert runs(await engine.lookup("1", chunk_keys(0, 1))) == {"example": 2}
+        assert await load(engine, second.pool, "1", 0, 2) == [0, 1]
+    async with Node(config(runtime_dir, "c")) as third, EngineClient(third) as engine:
+        assert runs(await engine.lookup("1", chunk_keys(0, 1))) == {}
 
 
 @pytest.mark.usefixtures("package")

@@ -4,6 +4,8 @@
 
 All fields are hexadecimal; the parent may be missing. The seal is a checksum of what stands before it: a name that
 was changed does not match it and is ignored. The listing of a folder is its index: no other file can be lost or differ.
+
+An encrypted file has `k` and the id of its key in place of the checksum, which is encrypted with the bytes.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.cache.allocator import align
+from lmkv_server.node.cache.allocator import ALIGNMENT, align
 
 SUFFIX = ".chunk"
 _NAME = re.compile(
     r"(?P<sealed>(?P<key>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})?-(?P<fingerprint>[0-9a-f]{32})"
-    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})-(?P<checksum>[0-9a-f]{16})-(?P<serial>[0-9a-f]{16}))"
+    r"-(?P<tokens>[0-9a-f]{1,8})-(?P<bytes>[0-9a-f]{1,16})-(?:(?P<checksum>[0-9a-f]{16})|k(?P<key_id>[0-9a-f]{16}))-(?P<serial>[0-9a-f]{16}))"
     r"-(?P<seal>[0-9a-f]{8})\.chunk"
 )
 
@@ -33,21 +35,30 @@ class DiskChunk:
     fingerprint: bytes
     token_count: int
     size_bytes: int
-    checksum: int
+    checksum: int = 0
+    """0 if the file is encrypted, until it is read."""
+    key_id: bytes = b""
+    """Id of the key that the file is encrypted with; empty: it is not encrypted."""
     serial: int
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
 
     @property
-    def file_bytes(self) -> int:
-        """Length of its file: whole pages, so that the device can copy straight from and to the pool."""
+    def memory_bytes(self) -> int:
+        """Room that reading it takes: whole pages, so that the device can copy straight from and to the pool."""
         return align(self.size_bytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of its file: if it is encrypted, with a page for the header."""
+        return self.memory_bytes + (ALIGNMENT if self.key_id else 0)
 
     @property
     def file_name(self) -> str:
         """The name of its file."""
+        content = f"k{self.key_id.hex()}" if self.key_id else f"{self.checksum:016x}"
         sealed = (
             f"{self.key.hex()}-{(self.parent or b'').hex()}-{self.fingerprint.hex()}"
-            f"-{self.token_count:x}-{self.size_bytes:x}-{self.checksum:016x}-{self.serial:016x}"
+            f"-{self.token_count:x}-{self.size_bytes:x}-{content}-{self.serial:016x}"
         )
         return f"{sealed}-{crc32(sealed.encode()):08x}{SUFFIX}"
 
@@ -63,7 +74,8 @@ def parse_file_name(name: str) -> DiskChunk | None:
         fingerprint=bytes.fromhex(match["fingerprint"]),
         token_count=int(match["tokens"], 16),
         size_bytes=int(match["bytes"], 16),
-        checksum=int(match["checksum"], 16),
+        checksum=int(match["checksum"] or "0", 16),
+        key_id=bytes.fromhex(match["key_id"] or ""),
         serial=int(match["serial"], 16),
     )
     return chunk if chunk.token_count and chunk.size_bytes else None

@@ -44,31 +44,85 @@ class PlainIo:
     """Plain system calls."""
 
     def read(self, fd: int, memory: memoryview) -> int:
-        done = 0
-        while done < len(memory) and (count := os.preadv(fd, [memory[done:]], done)):
-            done += count
-        return done
+        return read_at(fd, memory, 0)
 
     def write(self, fd: int, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            done += os.pwrite(fd, memory[done:], done)
+        write_at(fd, memory, 0)
+
+
+def read_at(fd: int, memory: memoryview, offset: int) -> int:
+    """Reads from an offset on; how many bytes came before the file's end. Raises `OSError`."""
+    done = 0
+    while done < len(memory) and (count := os.preadv(fd, [memory[done:]], offset + done)):
+        done += count
+    return done
+
+
+def write_at(fd: int, memory: memoryview, offset: int) -> None:
+    """Writes all of it from an offset on. Raises `OSError`."""
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset + done)
+
+
+class ChunkFiles(Protocol):
+    """What files contain: the bytes of a chunk (`PlainFiles`), or its encrypted bytes (`EncryptedFiles`).
+
+    Called on several threads at a time. `read` and `write` raise `OSError`.
+    """
+
+    @property
+    def key_id(self) -> bytes:
+        """The id of the key that new files are encrypted with; empty: they are not encrypted."""
+
+    def can_read(self, chunk: DiskChunk) -> bool:
+        """Whether a file of this name can be read."""
+
+    def read(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
+        """Reads a chunk into `memory`; the chunk with its checksum, or None if the file is not what it should be."""
+
+    def write(self, fd: int, chunk: DiskChunk, memory: memoryview) -> None:
+        """Writes a chunk of which `memory` has the bytes, padded to whole pages."""
+
+
+class PlainFiles:
+    """Files of the bytes of chunks, which are copied directly from and to the pool."""
+
+    key_id = b""
+
+    def __init__(self, io: FileIo) -> None:
+        self._io = io
+
+    def can_read(self, chunk: DiskChunk) -> bool:
+        return not chunk.key_id
+
+    def read(self, fd: int, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
+        return chunk if self._io.read(fd, memory) == chunk.file_bytes else None
+
+    def write(self, fd: int, _chunk: DiskChunk, memory: memoryview) -> None:
+        self._io.write(fd, memory)
 
 
 class DiskFolder:
     """A folder of one node. Call `open` first, and again after a failure."""
 
-    def __init__(self, path: Path, io: FileIo | None = None) -> None:
+    def __init__(self, path: Path, files: ChunkFiles | None = None) -> None:
         self.path = path
         self.direct = False
         """Whether reads and writes bypass the page cache, if the file system supports it."""
-        self._io = io or PlainIo()
+        self._files = files or PlainFiles(PlainIo())
         self._lock: int | None = None
         self._made = False
+
+    @property
+    def key_id(self) -> bytes:
+        """The id of the key that new files are encrypted with; empty: they are not encrypted."""
+        return self._files.key_id
 
     def open(self) -> list[DiskChunk]:
         """Makes the folder if need be, removes what is of no use; the chunks in it, least recently used first.
 
+        Of no use are incomplete files, files that should be encrypted and are not, and those of unknown keys.
         A folder that existed once is not created again if its parent is gone: a disk may have been mounted there.
         """
         self.close()
@@ -96,7 +150,7 @@ class DiskFolder:
         try:
             fd = self._open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                self._io.write(fd, memory)
+                self._files.write(fd, chunk, memory)
             finally:
                 os.close(fd)
             unfinished.rename(name)
@@ -105,26 +159,26 @@ class DiskFolder:
                 unfinished.unlink()
             raise
 
-    def read(self, chunk: DiskChunk, memory: memoryview) -> bool:
-        """Reads a chunk into `memory`, which has the length of its file; whether that worked.
+    def read(self, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
+        """Reads a chunk into `memory`, which has its `memory_bytes`; the chunk with its checksum if that worked.
 
-        Nothing is verified. Counts as a use, also for a node that is started later. Raises only if the folder is gone:
-        everything else concerns this chunk alone.
+        The checksum is not verified. Counts as a use, also for a node that is started later. Raises only if the folder
+        is gone: everything else concerns this chunk alone.
         """
         try:
             fd = self._open(self.path / chunk.file_name, os.O_RDONLY)
             try:
-                count = self._io.read(fd, memory)
+                found = self._files.read(fd, chunk, memory)
                 with suppress(OSError):  # of a file system that is read-only by now
                     os.utime(fd)
-                return count == chunk.file_bytes == os.fstat(fd).st_size
+                return found if os.fstat(fd).st_size == chunk.file_bytes else None
             finally:
                 os.close(fd)
         except OSError as error:
             if not self.path.is_dir():
                 raise
             logger.warning("%s cannot be read: %s", self.path / chunk.file_name, error.strerror)
-            return False
+            return None
 
     def remove(self, chunks: Iterable[DiskChunk]) -> None:
         """Removes the files of the chunks; missing files and those that cannot be removed are ignored."""
@@ -158,7 +212,7 @@ class DiskFolder:
 
     def _scan(self) -> list[DiskChunk]:
         found: list[tuple[int, int, DiskChunk]] = []
-        torn = 0
+        torn = unreadable = 0
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if entry.name.endswith(UNFINISHED):
@@ -171,10 +225,16 @@ class DiskFolder:
                 if chunk is None or status.st_size != chunk.file_bytes:
                     _unlink(entry.path)
                     torn += 1
+                elif not self._files.can_read(chunk):
+                    _unlink(entry.path)
+                    unreadable += 1
                 else:
                     found.append((status.st_mtime_ns, chunk.serial, chunk))
         if torn:
             logger.warning("%s: %d files of no whole chunk were removed", self.path, torn)
+        if unreadable:
+            what = "not encrypted, or of unknown keys," if self.key_id else "encrypted"
+            logger.warning("%s: %d files that are %s were removed", self.path, unreadable, what)
         found.sort(key=lambda each: each[:2])
         return [chunk for _, _, chunk in found]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.tiers.disk.chunk import DiskChunk
 
@@ -50,12 +49,11 @@ class DiskIndex:
         if key in self._chunks:
             self._queue.supersede(key)
 
-    def reserve(self, size_bytes: int) -> list[DiskChunk] | None:
-        """Reserves room for a chunk; returns the chunks that are evicted for it, or None if there is no room now."""
-        size = align(size_bytes)
-        if self._reserved_bytes + size > self.limit_bytes:
+    def reserve(self, file_bytes: int) -> list[DiskChunk] | None:
+        """Reserves room for a file; returns the chunks that are evicted for it, or None if there is no room now."""
+        if self._reserved_bytes + file_bytes > self.limit_bytes:
             return None
-        self._reserved_bytes += size
+        self._reserved_bytes += file_bytes
         return self._shrunk()
 
     def admit(self, chunk: DiskChunk) -> None:
@@ -64,9 +62,9 @@ class DiskIndex:
         self._reserved_bytes -= chunk.file_bytes
         self._insert(chunk)
 
-    def give_back(self, size_bytes: int) -> None:
+    def give_back(self, file_bytes: int) -> None:
         """Releases reserved room."""
-        self._reserved_bytes -= align(size_bytes)
+        self._reserved_bytes -= file_bytes
 
     def fill(self, chunks: Iterable[DiskChunk]) -> list[DiskChunk]:
         """Adds the chunks of an opened folder, oldest first; returns those that exceed the limit or are duplicates."""

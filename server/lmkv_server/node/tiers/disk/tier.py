@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmkv.keys import ChunkKey
 from lmkv.misses.reason import MissReason
@@ -20,8 +21,12 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
 from lmkv_server.node.tiers.disk.chunk import DiskChunk
-from lmkv_server.node.tiers.disk.folder import DiskFolder, FileIo
+from lmkv_server.node.tiers.disk.encrypted_files import EncryptedFiles
+from lmkv_server.node.tiers.disk.folder import DiskFolder, FileIo, PlainFiles, PlainIo
 from lmkv_server.node.tiers.disk.volume import WRITE_THREADS, DiskVolume
+
+if TYPE_CHECKING:
+    from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
 
 NAME = "disk"
 OPEN_SECONDS = 5.0
@@ -44,12 +49,17 @@ class DiskTier(BackendTier[DiskChunk]):
         pool: Pool,
         events: CacheEvents,
         io: FileIo | None = None,
+        encryption: ChunkEncryption | None = None,
         **seconds: float,
     ) -> None:
-        """Each of the folders may hold an equal part of `capacity_bytes`; `seconds` are for each `DiskVolume`."""
+        """Each of the folders may hold an equal part of `capacity_bytes`; `seconds` are for each `DiskVolume`.
+
+        With `encryption` files are encrypted, and `io` is not used.
+        """
+        files = EncryptedFiles(encryption) if encryption else PlainFiles(io or PlainIo())
         self.volumes = [
             DiskVolume(
-                DiskFolder(path, io),
+                DiskFolder(path, files),
                 capacity_bytes // len(paths),
                 has=self.has,
                 on_open=self._opened,
@@ -67,6 +77,7 @@ class DiskTier(BackendTier[DiskChunk]):
             events=events,
             write_threads=WRITE_THREADS,
             open_seconds=OPEN_SECONDS,
+            encryption=encryption,
         )
         self._events = events
         self._evicted_count = 0

@@ -92,31 +92,35 @@ class DiskVolume:
         self, chunk: DiskChunk, memory: memoryview, is_intact: Callable[[DiskChunk], bool]
     ) -> DiskChunk | None:
         """Reads a chunk; None if it is gone, incomplete, or not intact, or if the folder fails."""
+
+        def read() -> DiskChunk | None:
+            found = self.folder.read(chunk, memory)
+            return found if found and is_intact(found) else None
+
         try:
-            is_whole = await self.health.run("read", lambda: self.folder.read(chunk, memory) and is_intact(chunk))
+            return await self.health.run("read", read)
         except OSError as error:
             self.health.close(error)
             return None
-        return chunk if is_whole else None
 
     async def write(self, chunk: Chunk, memory: memoryview, is_wanted: Callable[[], bool]) -> WriteResult:
         """Writes a chunk, after evicting others if there is no room for it."""
-        evicted = self.index.reserve(chunk.size_bytes)
+        written = self._described(chunk)
+        evicted = self.index.reserve(written.file_bytes)
         if evicted is None:
             return WriteResult.SKIPPED
         self._on_removed(evicted, MissReason.EVICTED_FROM_TIER)
-        written = self._described(chunk)
         try:
             await self.health.run("write", self.folder.write, written, memory, evicted)
         except OSError as error:
-            self.index.give_back(written.size_bytes)
+            self.index.give_back(written.file_bytes)
             self._write_failed(error)
             return WriteResult.SKIPPED
         if is_wanted() and not chunk.dropped and not self._has(chunk.key) and self.health.is_open:
             self.index.admit(written)
             self._on_stored(written)
             return WriteResult.WRITTEN
-        self.index.give_back(written.size_bytes)
+        self.index.give_back(written.file_bytes)
         self.remove([written])
         return WriteResult.UNWANTED
 
@@ -193,5 +197,6 @@ class DiskVolume:
             token_count=chunk.token_count,
             size_bytes=chunk.size_bytes,
             checksum=chunk.checksum,
+            key_id=self.folder.key_id,
             serial=self._serial,
         )

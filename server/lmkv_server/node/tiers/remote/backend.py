@@ -17,7 +17,8 @@ from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import WriteResult
 from lmkv_server.node.tiers.health import BackendHealth
-from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, RemoteChunk, RemoteObject, object_name
+from lmkv_server.node.tiers.remote.chunk import RemoteChunk, RemoteObject, object_name
+from lmkv_server.node.tiers.remote.objects import ObjectFormat
 from lmkv_server.node.tiers.remote.store import RemoteStore, StoreRefused
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class StoreBackend:
         self,
         name: str,
         store: RemoteStore,
+        objects: ObjectFormat,
         *,
         on_open: Callable[[], None],
         on_lost: Callable[[], None],
@@ -53,6 +55,8 @@ class StoreBackend:
             **seconds,
         )
         self.one_per_request = store.one_per_request
+        self.objects = objects
+        """What objects are called and contain."""
         self._name = name
         self._store = store
         self._on_open = on_open
@@ -89,9 +93,9 @@ class StoreBackend:
         """Remembers chunks by the sizes of their objects, up to the first that is none; returns how many these are."""
         until = time.monotonic() + KNOWN_SECONDS
         for index, (key, size) in enumerate(zip(keys, sizes, strict=False)):
-            if not 0 < (size_bytes := size - HEADER_BYTES) <= spec.chunk_bytes:
+            if not 0 < (size_bytes := size - self.objects.header_bytes) <= spec.chunk_bytes:
                 return index
-            chunk = RemoteChunk(key=key, spec=spec, size_bytes=size_bytes)
+            chunk = RemoteChunk(key=key, spec=spec, size_bytes=size_bytes, root=self.objects.root)
             if (known := self._known.pop(key, None)) and known[0] == chunk:
                 chunk = known[0]  # a read of it may run
             self._known[key] = (chunk, until)
@@ -118,10 +122,7 @@ class StoreBackend:
         """Reads a chunk; None if it is gone, not what its header says, or not intact, or if the store fails."""
 
         def read() -> RemoteObject | None:
-            header = bytearray(HEADER_BYTES)
-            if not self._store.get(chunk.name, (memoryview(header), memory)):
-                return None
-            described = chunk.described(bytes(header))
+            described = self.objects.get(self._store, chunk, memory)
             return described if described and is_intact(described) else None
 
         try:
@@ -132,18 +133,17 @@ class StoreBackend:
 
     async def write(self, chunk: Chunk, memory: memoryview, is_wanted: Callable[[], bool]) -> WriteResult:
         """Writes a chunk, unless the store holds it."""
-        name = object_name(chunk.fingerprint, chunk.key)
-        header = RemoteObject(
+        described = RemoteObject(
             key=chunk.key,
             parent=chunk.parent,
             fingerprint=chunk.fingerprint,
             token_count=chunk.token_count,
             size_bytes=chunk.size_bytes,
             checksum=chunk.checksum,
-        ).header
+        )
         try:
             is_new = await self.health.run(
-                "write", self._store.put, name, (memoryview(header), memory[: chunk.size_bytes])
+                "write", self.objects.put, self._store, described, memory[: chunk.size_bytes]
             )
         except StoreRefused as error:
             self.health.full(error)
@@ -152,7 +152,7 @@ class StoreBackend:
             self.health.close(error)
             return WriteResult.SKIPPED
         if not is_wanted():
-            self._remove_in_background([name])
+            self._remove_in_background([object_name(chunk.fingerprint, chunk.key, self.objects.root)])
             return WriteResult.UNWANTED
         return WriteResult.WRITTEN if is_new else WriteResult.PRESENT
 

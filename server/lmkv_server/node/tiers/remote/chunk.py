@@ -1,8 +1,10 @@
 """A chunk in the remote store: its name there, and the header before its bytes. Pure; used by the remote tier.
 
-    lmkv1/fingerprint/key  ->  header | bytes of the chunk
+    lmkv1/fingerprint/key          ->  header | bytes of the chunk
+    lmkv1e/scope/fingerprint/key   ->  header | header of the encryption | encrypted bytes
 
-The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss.
+The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss. Encrypted
+objects have names of their own, by tenant, so that nodes without the keys neither find nor remove them.
 The version of all this is in the name: nodes of another version neither find nor remove each other's objects.
 """
 
@@ -16,7 +18,8 @@ from lmkv.keys import KEY_BYTES, ChunkKey
 from lmkv.spec import KvSpec
 
 ROOT = "lmkv1/"
-"""What all names begin with."""
+"""What all names of objects begin with that are not encrypted."""
+ENCRYPTED_ROOT = "lmkv1e/"
 _MAGIC = b"lmkvobj1"
 _FIELDS = struct.Struct(
     "<8s16s16s16s?IQQ"
@@ -61,6 +64,7 @@ class RemoteChunk:
     spec: KvSpec
     size_bytes: int
     """Without the header."""
+    root: str = ROOT
 
     @property
     def fingerprint(self) -> bytes:
@@ -68,14 +72,14 @@ class RemoteChunk:
         return self.spec.fingerprint
 
     @property
-    def file_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Room that reading it takes in the pool."""
         return self.size_bytes
 
     @property
     def name(self) -> str:
         """Its name in the store."""
-        return object_name(self.fingerprint, self.key)
+        return object_name(self.fingerprint, self.key, self.root)
 
     def described(self, header: bytes) -> RemoteObject | None:
         """What the header says, if that is this chunk."""
@@ -89,14 +93,14 @@ class RemoteChunk:
         return said if self.spec.fits(self.size_bytes, said.token_count) else None
 
 
-def object_name(fingerprint: bytes, key: ChunkKey) -> str:
+def object_name(fingerprint: bytes, key: ChunkKey, root: str = ROOT) -> str:
     """The name of a chunk in the store."""
-    return f"{spec_root(fingerprint)}{key.hex()}"
+    return f"{spec_root(fingerprint, root)}{key.hex()}"
 
 
-def spec_root(fingerprint: bytes) -> str:
+def spec_root(fingerprint: bytes, root: str = ROOT) -> str:
     """What the names of all chunks of a spec begin with."""
-    return f"{ROOT}{fingerprint.hex()}/"
+    return f"{root}{fingerprint.hex()}/"
 
 
 def parse_header(header: bytes) -> RemoteObject | None:

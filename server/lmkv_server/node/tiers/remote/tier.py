@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
@@ -19,8 +20,12 @@ from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
 from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, StoreBackend
-from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, ROOT, RemoteChunk, object_name, spec_root
+from lmkv_server.node.tiers.remote.chunk import RemoteChunk, object_name, spec_root
+from lmkv_server.node.tiers.remote.objects import EncryptedObjects, PlainObjects
 from lmkv_server.node.tiers.remote.store import RemoteStore
+
+if TYPE_CHECKING:
+    from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
 
 NAME = "remote"
 FIRST_ASKED = 16
@@ -48,10 +53,21 @@ class RemoteTier(BackendTier[RemoteChunk]):
         pool: Pool,
         events: CacheEvents,
         lookup_seconds: float,
+        encryption: ChunkEncryption | None = None,
         **seconds: float,
     ) -> None:
-        """`lookup_seconds` bounds a lookup's wait for the store; `seconds` are for the `BackendHealth`."""
-        self.backend = StoreBackend(name, store, on_open=self._opened, on_lost=lambda: self.writer.clear(), **seconds)
+        """`lookup_seconds` bounds a lookup's wait for the store; `seconds` are for the `BackendHealth`.
+
+        With `encryption` objects are encrypted, and others are not looked up.
+        """
+        self.backend = StoreBackend(
+            name,
+            store,
+            EncryptedObjects(encryption) if encryption else PlainObjects(),
+            on_open=self._opened,
+            on_lost=lambda: self.writer.clear(),
+            **seconds,
+        )
         super().__init__(
             name,
             [self.backend],
@@ -60,6 +76,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
             events=events,
             write_threads=WRITE_THREADS,
             open_seconds=OPEN_SECONDS,
+            encryption=encryption,
         )
         self._lookup_seconds = lookup_seconds
 
@@ -162,7 +179,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
             probes = {low + (high - low) * part // (PROBES + 1) for part in range(1, PROBES + 1)}
         for key in keys[stop:low]:
             if not self.has(key):
-                self.backend.note(spec, [key], [HEADER_BYTES + exact.get(key, spec.chunk_bytes)])
+                self.backend.note(spec, [key], [self.backend.objects.header_bytes + exact.get(key, spec.chunk_bytes)])
         return low
 
     async def _sizes(
@@ -172,10 +189,14 @@ class RemoteTier(BackendTier[RemoteChunk]):
         left = deadline - time.monotonic()
         if left <= 0 or not self.usable:
             return ()
-        sizes = await self.backend.sizes([object_name(spec.fingerprint, key) for key in keys], left)
+        objects = self.backend.objects
+        names = [object_name(spec.fingerprint, key, objects.root) for key in keys]
+        sizes = await self.backend.sizes(names, left)
         if not exact:
             return sizes
-        return [size if size == HEADER_BYTES + exact[key] else 0 for key, size in zip(keys, sizes, strict=False)]
+        return [
+            size if size == objects.header_bytes + exact[key] else 0 for key, size in zip(keys, sizes, strict=False)
+        ]
 
     async def drop(self, selection: Selection) -> Dropped:
         """Removes chunks for all nodes that share the store, pinned or not; `keys` need a `fingerprint` or `specs`.
@@ -193,13 +214,14 @@ class RemoteTier(BackendTier[RemoteChunk]):
             raise Unreachable(f"{self.backend.health.backend} did not remove them: {error}") from None
 
     async def _drop(self, selection: Selection) -> int:
+        root = self.backend.objects.root
         if selection.keys:
             specs = [selection.fingerprint] if selection.fingerprint else selection.specs
-            names = [object_name(spec, key) for spec in specs for key in selection.keys]
+            names = [object_name(spec, key, root) for spec in specs for key in selection.keys]
             if not selection.dry_run:
                 self.backend.forget(selection.keys)
             return await self.backend.remove(names, dry_run=selection.dry_run)
-        prefix = spec_root(selection.fingerprint) if selection.fingerprint else ROOT
+        prefix = spec_root(selection.fingerprint, root) if selection.fingerprint else root
         return await self.backend.remove_all(prefix, dry_run=selection.dry_run)
 
     def usage(self) -> TierUsage | None:

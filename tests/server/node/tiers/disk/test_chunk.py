@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,14 +12,18 @@ from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.tiers.disk.chunk import DiskChunk, parse_file_name
 
 keys = st.binary(min_size=16, max_size=16).map(ChunkKey)
+plain_or_encrypted: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.fixed_dictionaries({"checksum": st.integers(0, 2**64 - 1)}),
+    st.fixed_dictionaries({"key_id": st.binary(min_size=8, max_size=8)}),
+)
 chunks = st.builds(
-    DiskChunk,
+    lambda content, **fields: DiskChunk(**fields, **content),
+    content=plain_or_encrypted,
     key=keys,
     parent=st.none() | keys,
     fingerprint=st.binary(min_size=16, max_size=16),
     token_count=st.integers(1, 1 << 20),
     size_bytes=st.integers(1, 1 << 40),
-    checksum=st.integers(0, 2**64 - 1),
     serial=st.integers(0, 2**64 - 1),
 )
 
@@ -26,15 +32,16 @@ chunks = st.builds(
 def test_a_name_gives_back_the_chunk_that_it_was_made_of(chunk: DiskChunk) -> None:
     assert parse_file_name(chunk.file_name) == chunk
     assert len(chunk.file_name) <= 255
-    assert chunk.file_bytes % ALIGNMENT == 0
-    assert 0 <= chunk.file_bytes - chunk.size_bytes < ALIGNMENT
+    assert chunk.memory_bytes % ALIGNMENT == 0
+    assert 0 <= chunk.memory_bytes - chunk.size_bytes < ALIGNMENT
+    assert chunk.file_bytes - chunk.memory_bytes == (ALIGNMENT if chunk.key_id else 0)
 
 
 @given(chunks, st.data())
 def test_a_name_with_another_character_anywhere_is_none(chunk: DiskChunk, data: st.DataObject) -> None:
     name = chunk.file_name
     at = data.draw(st.integers(0, len(name) - 1))
-    character = data.draw(st.sampled_from("0123456789abcdef-.xA").filter(lambda other: other != name[at]))
+    character = data.draw(st.sampled_from("0123456789abcdefk-.xA").filter(lambda other: other != name[at]))
     assert parse_file_name(name[:at] + character + name[at + 1 :]) is None
 
 

@@ -83,4 +83,5 @@ def make_tier(context: TierContext) -> FolderTier:
         pool=context.pool,
         events=context.events,
         lookup_seconds=5.0,
+        encryption=context.encryption(context.name),
     )
