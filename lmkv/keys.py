@@ -2,6 +2,7 @@
 
     root  = HMAC-SHA-256(cluster secret, "lmkv.sha256-16" ‖ fingerprint ‖ cache salt ‖ LoRA)[:16]
     key_i = SHA-256(key_{i-1} ‖ tokens of chunk i ‖ extras of chunk i)[:16]          key_{-1} = root
+    key   = SHA-256("lmkv.page" ‖ root ‖ digest)[:16]       of a page that its engine names by a chained digest
 
 Tokens are raw little-endian u32; every string is preceded by its length as u32; the extras of a chunk, if any, are
 preceded by 0xFFFFFFFF, which is not a token id. Keys do not depend on the process or its hash seed.
@@ -24,6 +25,8 @@ from lmkv.packing import pack_fields
 
 HASH_SCHEME = "sha256-16"
 KEY_BYTES = 16
+FOREIGN_DIGEST_BYTES = 32
+"""Length of the digest by which an engine names a page."""
 MAX_KEYS = 65_536
 """Maximum number of keys in one request: 1 MiB, the size limit of a message."""
 
@@ -32,6 +35,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 Tokens = NDArray[np.uint32]
 
+_FOREIGN = b"lmkv.page"
 _EXTRAS_MARK = b"\xff\xff\xff\xff"
 _EMPTY = sha256()
 _NO_EXTRAS: Mapping[int, bytes] = {}
@@ -66,6 +70,14 @@ def root_key(fingerprint: bytes, *, cache_salt: str = "", lora: str = "", secret
     """
     namespace = pack_fields([fingerprint, cache_salt.encode(), lora.encode()])
     return ChunkKey(hmac.digest(secret, b"lmkv." + HASH_SCHEME.encode() + namespace, "sha256")[:KEY_BYTES])
+
+
+def foreign_key(root: ChunkKey, digest: bytes) -> ChunkKey:
+    """The key of a page that its engine names by the digest, 32 bytes, of its tokens and all tokens before them.
+
+    The root adds what such digests lack: model, element type, layout and tenant.
+    """
+    return ChunkKey(sha256(_FOREIGN + root + digest).digest()[:KEY_BYTES])
 
 
 def part_key(chunk_key: ChunkKey, part: int) -> ChunkKey:

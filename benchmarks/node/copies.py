@@ -27,8 +27,8 @@ from lmkv.units import GIB
 from lmkv_kernels import ChunkCopy, Pages, whole_tiles
 
 if TYPE_CHECKING:  # importing vLLM takes seconds
-    from lmkv_client.connector.messages import Attachment
     from lmkv_client.connector.worker.side import WorkerSide
+    from lmkv_client.engine.attachment import Attachment
 
 PROMPT_TOKENS = 4000
 SPARE_BLOCKS = 10
@@ -113,7 +113,7 @@ def _measure(
 @contextmanager
 def served(run: BenchmarkRun, pool: Pool) -> Iterator[Attachment]:
     """The pool, as a node hands it to workers."""
-    from lmkv_client.connector.messages import Attachment
+    from lmkv_client.engine.attachment import Attachment
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

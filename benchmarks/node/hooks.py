@@ -13,7 +13,7 @@ from benchmarks.support.rows import Row
 from lmkv.config import ConnectorConfig
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.node.client import NodeClient
+    from lmkv_client.engine.node.client import NodeClient
 
 BATCH = 2000
 """Calls that are timed together: one takes about a microsecond."""

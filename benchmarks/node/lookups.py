@@ -33,8 +33,8 @@ from lmkv_client.demo.cluster import CoordinatorProcess
 from tests.support.nodes import NodeProcesses
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.messages import Attachment
-    from lmkv_client.connector.node.client import NodeClient
+    from lmkv_client.engine.attachment import Attachment
+    from lmkv_client.engine.node.client import NodeClient
 
 CHUNK_COUNTS = {40: "", 400: "_400"}
 """Chunks in a prompt, and what rows of that length end with."""
@@ -145,8 +145,8 @@ async def store(socket: Path, seed: int) -> None:
 @contextmanager
 def attached(socket: Path) -> Iterator[tuple[NodeClient, Attachment]]:
     """The connector's own line to a node, its inbox untouched. Raises `LmkvError` if the node is not there."""
-    from lmkv_client.connector.messages import Attachment
-    from lmkv_client.connector.node.client import NodeClient  # it imports vLLM, for its log
+    from lmkv_client.engine.attachment import Attachment
+    from lmkv_client.engine.node.client import NodeClient  # it imports vLLM, for its log
 
     link = NodeClient(ConnectorConfig(node_address=str(socket)), SPEC, worker_count=1)
     link.start()

@@ -1,12 +1,12 @@
-"""Clients of lmkv: an SDK for the coordinator, the commands, and vLLM's connector.
+"""Clients of lmkv: an SDK for the coordinator, the commands, the engine API, and vLLM's connector.
 
     from lmkv_client import Coordinator
 
     async with Coordinator("head:9000") as coordinator:
         answer = await coordinator.lookup(tokens)
 
-`lmkv_client.sync` has the same API for code without an event loop. Modules are imported at first use, since vLLM loads
-this package in each of its processes.
+`lmkv_client.sync` has the same API for code without an event loop. `lmkv_client.engine` is the API for
+engines. Modules are imported at first use, since vLLM loads this package in each of its processes.
 """
 
 from __future__ import annotations

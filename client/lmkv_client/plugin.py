@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from typing import Any, NoReturn
 
 from lmkv.errors import ConfigError
+from lmkv_client import processors as processors  # reads them before vLLM pins its threads to some of them
 from lmkv_client import startup_error
-
-PROCESSORS = frozenset(os.sched_getaffinity(0))
-"""Processors this process may use, read before vLLM pins its threads to some of them."""
 
 NAME = "LMKVConnector"
 MODULE = "lmkv_client.connector.vllm_connector"

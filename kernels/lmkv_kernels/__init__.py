@@ -8,7 +8,7 @@ Start with `pages.Pages` and `host.gather`.
 from lmkv_kernels._chunk_table import ChunkTable
 from lmkv_kernels.copies import ChunkCopy, copied_bytes
 from lmkv_kernels.host import checksum, chunk_keys, gather, scatter, summed_copy, token_ids
-from lmkv_kernels.pages import Pages, packed_rows, token_rows, whole_states, whole_tiles
+from lmkv_kernels.pages import Pages, packed_rows, separate_rows, token_rows, whole_states, whole_tiles
 
 __all__ = [
     "ChunkCopy",
@@ -20,6 +20,7 @@ __all__ = [
     "gather",
     "packed_rows",
     "scatter",
+    "separate_rows",
     "summed_copy",
     "token_ids",
     "token_rows",

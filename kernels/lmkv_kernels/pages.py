@@ -7,7 +7,8 @@ opaque tile is one part of one row. docs/contribute/kernels.md has a drawing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 WORD_BYTES = 8
@@ -248,6 +249,46 @@ def token_rows(
     )
 
 
+def separate_rows(
+    keys: Sequence[PageTensor],
+    values: Sequence[PageTensor],
+    first_head: int = 0,
+    kv_head_count: int = 0,
+    *,
+    first_layer: int = 0,
+    layer_count: int = 0,
+) -> list[Pages]:
+    """Pages with keys and values in tensors of their own. Each of the pages has a share of every chunk.
+
+    `keys` and `values` have one tensor per layer, each `[blocks, heads, block size, head size]` with contiguous
+    content, all of one layout. A `kv_head_count` of 0 means the heads of the tensors. The rest is as for `whole_tiles`.
+    The chunks are the same as those of `token_rows`: copy with all of the pages, and add up the checksums.
+    """
+    layouts = _layout(keys, first_layer, layer_count), _layout(values, first_layer, layer_count)
+    key, value = layouts
+    if replace(key, addresses=()) != replace(value, addresses=()) or len(keys) != len(values):
+        raise ValueError(f"values have another layout than keys: {value} and {key}")
+    head_count = kv_head_count or key.shape[1]
+    distances = {after - before for before, after in zip(key.addresses, value.addresses, strict=True)}
+    if len(distances) == 1 and (distance := distances.pop()) > 0 and distance % key.element_bytes == 0:
+        parts = [(part * distance // key.element_bytes, key.token_stride, 1) for part in range(2)]
+        with suppress(ValueError):  # the tensors lie within each other
+            return [
+                key.pages(first_head, head_count, rows_per_block=key.block_size, row_elements=key.content, parts=parts)
+            ]
+    return [
+        layout.of_head(head).pages(
+            2 * (first_head + head) + part,
+            2 * head_count,
+            rows_per_block=layout.block_size,
+            row_elements=layout.content,
+            parts=[(0, layout.token_stride, 1)],
+        )
+        for head in range(key.shape[1])
+        for part, layout in enumerate(layouts)
+    ]
+
+
 def packed_rows(
     tensors: Sequence[PageTensor], first_head: int, kv_head_count: int, *, first_layer: int = 0, layer_count: int = 0
 ) -> Pages:
@@ -307,6 +348,12 @@ class _Layout:
     device: str
     first_layer: int
     layer_count: int
+
+    def of_head(self, head: int) -> _Layout:
+        """The layout of one head alone."""
+        offset = head * self.strides[1] * self.element_bytes
+        addresses = tuple(address + offset for address in self.addresses)
+        return replace(self, addresses=addresses, shape=(self.shape[0], 1, *self.shape[2:]))
 
     @property
     def block_size(self) -> int:

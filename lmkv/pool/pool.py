@@ -8,6 +8,8 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -200,6 +202,15 @@ class Pool:
             os.posix_fallocate(self.fd, start, size_bytes)
         except OSError as error:
             raise self._ended(start, error.strerror) from None
+
+    def on_unmapped(self, then: Callable[[], object]) -> None:
+        """Calls `then` when the memory is unmapped, which is after `close` and after the last view of `buffer` is gone.
+
+        On the thread that unmaps it; at the latest when the process exits. Does nothing once the pool is closed.
+        """
+        with self._lock:
+            if not self.closed:
+                weakref.finalize(self._mapping, then)
 
     def close(self) -> None:
         """Unmaps the memory, unless views of `buffer` exist, and closes `fd`. Idempotent.

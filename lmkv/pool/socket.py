@@ -67,6 +67,12 @@ class AttachedPool:
         self.pool.close()
         self._connection.close()
 
+    def close_when_unused(self) -> None:
+        """As `close`, but disconnects only once no view of the pool exists. Until then the node leaves alone what it
+        has granted to this worker's engine. Idempotent."""
+        self.pool.on_unmapped(self._connection.close)
+        self.pool.close()
+
     def __enter__(self) -> Self:
         return self
 

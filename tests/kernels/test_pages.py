@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lmkv_kernels import Pages, packed_rows, token_rows, whole_states, whole_tiles
+from lmkv_kernels import Pages, packed_rows, separate_rows, token_rows, whole_states, whole_tiles
 from lmkv_kernels.pages import TilePart
 from tests.kernels.layouts import LAYOUTS, kv_cache
 
@@ -207,3 +207,37 @@ def test_a_state_is_one_row_without_the_padding_of_its_page() -> None:
             whole_states([torch.zeros(shape, dtype=torch.int8)], 0, 1, chunk_tokens=256)
     with pytest.raises(ValueError, match="1004, not a multiple of 8"):
         whole_states([torch.zeros(6, 1, 1, 1004, dtype=torch.int8)], 0, 1, chunk_tokens=256)
+
+
+def test_keys_and_values_at_one_distance_are_parts_of_one_tile() -> None:
+    memory = torch.zeros(2, 3, 4, 8, 2, 16)  # keys and values, layers, blocks, tokens, heads
+    keys, values = ([memory[part, layer].transpose(1, 2) for layer in range(3)] for part in range(2))
+    (pages,) = separate_rows(keys, values, first_head=1, kv_head_count=4)
+    assert pages.parts == (
+        TilePart(offset=0, row_stride=2 * 16 * 4, element_stride=4),
+        TilePart(offset=memory[0].numel() * 4, row_stride=2 * 16 * 4, element_stride=4),
+    )
+    assert (pages.first_head, pages.head_count, pages.kv_head_count) == (1, 2, 4)
+
+
+def test_keys_and_values_anywhere_are_pages_by_head() -> None:
+    memory = torch.zeros(4, 4, 2, 8, 16)
+    keys, values = [memory[1], memory[2]], [memory[3], memory[0]]
+    pages = separate_rows(keys, values, 1, 3, first_layer=1, layer_count=4)
+    assert [(one.first_head, one.head_count, one.kv_head_count) for one in pages] == [
+        (2, 1, 6),
+        (3, 1, 6),
+        (4, 1, 6),
+        (5, 1, 6),
+    ]
+    assert [one.layer_addresses[0] for one in pages] == [
+        memory[part, 0, head].data_ptr() for head in range(2) for part in (1, 3)
+    ]
+    assert {one.extent_bytes(256) for one in pages} == {4 * 3 * 2 * 256 * 16 * 4}
+
+
+def test_values_must_be_laid_out_as_keys_are() -> None:
+    keys = [torch.zeros(4, 2, 8, 16)]
+    for values in ([torch.zeros(4, 2, 8, 8)], [torch.zeros(4, 8, 2, 16).transpose(1, 2)], 2 * keys, []):
+        with pytest.raises(ValueError, match=r"layout|empty"):
+            separate_rows(keys, values)

@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.errors import BadChunkKey, BadTokens
-from lmkv.keys import MAX_KEYS, KeyChain, as_tokens, chunk_keys, join_keys, partial_keys, root_key, split_keys
+from lmkv.keys import (
+    MAX_KEYS,
+    KeyChain,
+    as_tokens,
+    chunk_keys,
+    foreign_key,
+    join_keys,
+    partial_keys,
+    root_key,
+    split_keys,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text(encoding="utf-8"))
 FINGERPRINT = bytes(range(16))
@@ -72,6 +82,14 @@ def test_keys_of_partial_chunks_are_those_of_the_chain(case: Mapping[str, Any]) 
         expected = [(length, chain.partial(tokens[: number * size + length])) for length in lengths]
         assert partial_keys(parent, rest, lengths, extras.get(number, b"")) == expected
         assert partial_keys(parent, rest, lengths[1::2], extras.get(number, b"")) == expected[1::2]
+
+
+def test_the_key_of_a_foreign_page_is_a_digest_under_the_root() -> None:
+    digests = [sha256(bytes([number])).digest() for number in range(4)]
+    roots = [root_key(FINGERPRINT), root_key(FINGERPRINT, cache_salt="s"), root_key(FINGERPRINT, secret=b"s")]
+    keys = [[foreign_key(root, digest) for digest in digests] for root in roots]
+    assert keys[0] == [sha256(b"lmkv.page" + roots[0] + digest).digest()[:16] for digest in digests]
+    assert len({key for row in keys for key in row}) == 12
 
 
 def test_no_two_golden_roots_are_alike_unless_they_should_be() -> None:

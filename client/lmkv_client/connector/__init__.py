@@ -1,4 +1,4 @@
-"""The vLLM connector. `scheduler` runs in vLLM's scheduler, `worker` in its workers, `node` talks to the lmkv node.
+"""The vLLM connector. `scheduler` runs in vLLM's scheduler, `worker` in its workers. Built on `lmkv_client.engine`.
 
 Start with `vllm_connector.LMKVConnector`.
 """

@@ -5,22 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lmkv_client.connector.vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
+from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import ChunkCopy
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attachment:
-    """The pool that plans refer to. With a new one all extents of the old one are invalid."""
-
-    engine_id: str
-    pool_socket: str
-    epoch: int
-    node_address: str = ""
-    """gRPC address of the node."""
-    device_buffer_bytes: int = 0
-    """Bytes of the device buffer that the node would use; 0: none."""
-    weight_version: str = ""
-    """Version of the weights with which the engine attached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,8 @@ from lmkv_client import startup_error
 from lmkv_client.connector.engine_kv import engine_kv
 from lmkv_client.connector.identity import head_shares, served_names
 from lmkv_client.connector.messages import StepPlan
-from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.scheduler.side import SchedulerSide
-from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.stats import ConnectorStats, PromMetrics
 from lmkv_client.connector.vllm_api import (
     AttentionSpec,
@@ -44,6 +42,9 @@ from lmkv_client.connector.vllm_api import (
 from lmkv_client.connector.weight_updates import watch
 from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.connector.worker.side import WorkerSide
+from lmkv_client.engine.log import join_log
+from lmkv_client.engine.node.client import NodeClient
+from lmkv_client.engine.served_names import ServedNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
 logger = init_logger("vllm.lmkv")
+join_log(logger)
 
 
 class LMKVConnector(KVConnectorBase_V1, SupportsHMA):

@@ -19,7 +19,7 @@ from lmkv.v1.chunk_pb2 import Extent
 from lmkv_kernels import ChunkCopy
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.messages import Attachment
+    from lmkv_client.engine.attachment import Attachment
 
 BLOCK, BLOCKS = 32, 64
 SPEC = KvSpec(
@@ -104,7 +104,7 @@ class LendingWorkers:
 
 def work() -> None:
     """What the process does: carries out orders until its standard input ends."""
-    from lmkv_client.connector.messages import Attachment
+    from lmkv_client.engine.attachment import Attachment
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's log goes elsewhere

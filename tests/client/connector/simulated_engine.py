@@ -29,10 +29,11 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.engine_kv import EngineKv, engine_kv
 from lmkv_client.connector.kv_layout import LayerGroup
-from lmkv_client.connector.messages import Attachment, StepPlan
+from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
 from lmkv_client.connector.scheduler.side import SchedulerSide
+from lmkv_client.engine.attachment import Attachment
 from tests.client.connector.scripted_chunks import SPOILT, Stored
 from tests.client.connector.scripted_connector import Clock, ScriptedConnector, make_scheduler
 from tests.client.connector.scripted_node import PARTIAL, ScriptedNode

@@ -316,3 +316,23 @@ def test_a_worker_reads_on_after_its_node_was_killed_and_attaches_to_the_next(di
         attached.pool.buffer[-1] = 1
         attached.close()
     assert [entry.name for entry in directory.iterdir()] == ["pool.sock"]
+
+
+async def test_a_worker_that_keeps_a_view_stays_connected_until_it_is_gone(node: Node) -> None:
+    attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 5.0)
+    view = attached.pool.buffer[:8]
+    attached.close_when_unused()
+    attached.close_when_unused()
+    assert attached.pool.closed
+    view[0] = 42
+    assert node.pool.buffer[0] == 42
+    with await asyncio.to_thread(attach, node.path, "engine-2", 0, EPOCH, 5.0):  # served after all that came before
+        assert ("gone", "engine-1", 0) not in node.events
+    del view
+    await until(lambda: ("gone", "engine-1", 0) in node.events)
+
+
+async def test_a_worker_without_views_disconnects_at_once(node: Node) -> None:
+    attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 5.0)
+    attached.close_when_unused()
+    await until(lambda: ("gone", "engine-1", 0) in node.events)

@@ -15,8 +15,8 @@ from lmkv_client.connector.misses import Beginnings
 from lmkv_client.connector.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.served_names import ServedNames
 from lmkv_client.connector.vllm_api import Request, init_logger
+from lmkv_client.engine.served_names import ServedNames
 
 logger = init_logger("vllm.lmkv")
 

@@ -16,9 +16,8 @@ from lmkv.misses.memory import LossMemory
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.engine_kv import EngineKv
-from lmkv_client.connector.messages import Attachment, StepPlan, WorkerReport
+from lmkv_client.connector.messages import StepPlan, WorkerReport
 from lmkv_client.connector.misses import PromptAccount, PromptAccounts, spans_in_answer
-from lmkv_client.connector.node.client import NodeClient, NodeLost
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
@@ -47,6 +46,8 @@ from lmkv_client.connector.vllm_api import (
     init_logger,
     processed_tokens,
 )
+from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.node.client import NodeClient, NodeLost
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")

@@ -18,9 +18,9 @@ from lmkv_client.connector.messages import StoreResult, WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents, ChunkBlocks
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.scheduler.write_credits import PartCredits, WriteCredits
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
+from lmkv_client.engine.write_credits import PartCredits, WriteCredits
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")

@@ -14,11 +14,11 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv.transfer.nixl.channel import NixlChannel
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
-from lmkv_client.connector.messages import Attachment
 from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.buffer_reads import BufferReads
 from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
-from lmkv_client.connector.worker.page_copier import use_processors
+from lmkv_client.engine.attachment import Attachment
+from lmkv_client.processors import use_processors
 from lmkv_kernels import Pages
 
 logger = init_logger("vllm.lmkv")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from lmkv.pool.pool import Pool
 from lmkv_client.connector.worker.groups import begin_each, grouped_bytes
 from lmkv_client.connector.worker.handles import CopyHandle, GatherTask, ThreadTask
-from lmkv_client.plugin import PROCESSORS
+from lmkv_client.processors import use_processors
 from lmkv_kernels import ChunkCopy, Pages, gather, scatter
 
 if TYPE_CHECKING:
@@ -144,9 +143,3 @@ def split(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
         parts[-1].append(copy)
         count += len(copy.block_ids)
     return parts
-
-
-def use_processors() -> None:
-    """Frees the calling thread from the processors that vLLM has pinned its own to."""
-    with suppress(OSError):
-        os.sched_setaffinity(0, PROCESSORS)

@@ -18,7 +18,6 @@ from lmkv.spec import KvSpec
 from lmkv_client.connector.identity import HeadShare
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import (
-    Attachment,
     ExtentChecksum,
     LoadPlan,
     LoadResult,
@@ -30,9 +29,11 @@ from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.format import make_pages
 from lmkv_client.connector.worker.groups import grouped_bytes
 from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
-from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier, use_processors
-from lmkv_client.connector.worker.pool_mapping import PoolMapping
+from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier
 from lmkv_client.connector.worker.running_copies import COPY_ERRORS, RunningLoad, RunningStore
+from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.pool_mapping import PoolMapping
+from lmkv_client.processors import use_processors
 from lmkv_kernels import ChunkCopy, Pages, checksum
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ from lmkv.v1.chunk_pb2 import TIER_HOST, Position
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadResult, WorkerReport
-from lmkv_client.connector.node.client import NodeClient
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess
+from lmkv_client.engine.node.client import NodeClient
 from lmkv_kernels import checksum
-from tests.client.connector.nodes import until
+from tests.client.engine.nodes import until
 from tests.lmkv.telemetry.receiver import Received, Receiver, receiving
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient

@@ -16,9 +16,10 @@ from lmkv.pool.socket import PoolSocket
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv_client.connector.identity import head_shares
 from lmkv_client.connector.kv_layout import LayerGroup
-from lmkv_client.connector.messages import Attachment, ExtentChecksum, LoadPlan, StepPlan
+from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, StepPlan
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.side import WorkerSide
+from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import ChunkCopy
 from tests.waiting import WAIT_SECONDS, wait_until
 

@@ -16,7 +16,7 @@ from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_client.connector.messages import Attachment
+from lmkv_client.engine.attachment import Attachment
 from lmkv_server.node.handoff import device_buffer, transfer
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer
 from lmkv_server.node.handoff.state import HandoffState

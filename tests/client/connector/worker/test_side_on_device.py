@@ -11,10 +11,11 @@ import torch
 
 from lmkv_client.connector.identity import head_shares
 from lmkv_client.connector.kv_layout import LayerGroup
-from lmkv_client.connector.messages import Attachment, LoadPlan, StepPlan, WorkerReport
+from lmkv_client.connector.messages import LoadPlan, StepPlan, WorkerReport
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.device_copier import DevicePageCopier
 from lmkv_client.connector.worker.side import WorkerSide
+from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import checksum
 from tests.client.connector.worker.parts import SPEC, ServedPool, serve
 from tests.client.connector.worker.test_device_copier import Model, open_emulated

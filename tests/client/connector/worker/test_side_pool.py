@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_client.connector.messages import Attachment, ExtentChecksum
+from lmkv_client.connector.messages import ExtentChecksum
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
+from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import checksum
 from tests.client.connector.worker.parts import (
     CHUNK_BLOCKS,

@@ -12,10 +12,8 @@ from pathlib import Path
 from lmkv import config as configuration
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigConflict, ConfigError, Unreachable
-from lmkv_client.connector.node.process import NodeProcess
-from lmkv_client.connector.vllm_api import init_logger
-
-logger = init_logger("vllm.lmkv")
+from lmkv_client.engine.log import logger
+from lmkv_client.engine.node.process import NodeProcess
 
 READY_POLL_SECONDS = 0.02
 RESTART_SECONDS = 0.2

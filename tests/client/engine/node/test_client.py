@@ -26,11 +26,11 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import RequestReport, ServedModel
-from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.node import connection
-from lmkv_client.connector.node.client import NodeClient, NodeLost
-from lmkv_client.connector.node.connection import next_message
-from tests.client.connector.nodes import connector_config, is_running, kill, kill_all, node_pid, until
+from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.node import connection
+from lmkv_client.engine.node.client import NodeClient, NodeLost
+from lmkv_client.engine.node.connection import next_message
+from tests.client.engine.nodes import connector_config, is_running, kill, kill_all, node_pid, until
 
 SPEC = KvSpec(
     model_name="small",

@@ -6,7 +6,6 @@ import os
 import threading
 import uuid
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 
 from lmkv.config import ConnectorConfig, as_written
@@ -15,14 +14,12 @@ from lmkv.errors import ConfigConflict, ConfigError, LmkvError, Unreachable
 from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.node.connection import AttachConnection
-from lmkv_client.connector.node.launcher import NodeLauncher
-from lmkv_client.connector.served_names import ServedNames
-from lmkv_client.connector.vllm_api import init_logger
-from lmkv_client.plugin import PROCESSORS
-
-logger = init_logger("vllm.lmkv")
+from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.log import logger
+from lmkv_client.engine.node.connection import AttachConnection
+from lmkv_client.engine.node.launcher import NodeLauncher
+from lmkv_client.engine.served_names import ServedNames
+from lmkv_client.processors import use_processors
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS = 0.05
@@ -91,6 +88,11 @@ class NodeClient:
         if self._config_error:
             raise self._config_error
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether a node has accepted the engine."""
+        return self._attached is not None
+
     def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
         """Sends a message; messages are sent in order, and merged while they wait. Never blocks.
 
@@ -131,8 +133,7 @@ class NodeClient:
             self._thread.join(CONNECT_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
-        with suppress(OSError):
-            os.sched_setaffinity(0, PROCESSORS)  # this thread only: vLLM has pinned the one that started it
+        use_processors()
         backoff = FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             try:

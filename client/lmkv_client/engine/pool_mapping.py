@@ -7,11 +7,9 @@ import threading
 from lmkv.errors import LmkvError
 from lmkv.pool.pool import LEFT_BYTES
 from lmkv.pool.socket import AttachedPool, attach
-from lmkv_client.connector.messages import Attachment
-from lmkv_client.connector.vllm_api import init_logger
-from lmkv_client.connector.worker.page_copier import use_processors
-
-logger = init_logger("vllm.lmkv")
+from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.log import logger
+from lmkv_client.processors import use_processors
 
 TRY_SECONDS = 5.0
 """Timeout of one try. A node on a busy host may take a second to answer."""

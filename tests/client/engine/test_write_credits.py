@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmkv_client.connector.scheduler.write_credits import KEPT_WHEN_IDLE, PartCredits, WriteCredits
+from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE, PartCredits, WriteCredits
 
 LIMIT = 12
 

@@ -14,9 +14,9 @@ import pytest
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError, Unreachable
-from lmkv_client.connector.node.launcher import ALREADY_RUN, NodeLauncher, child_environment, last_error, listens
+from lmkv_client.engine.node.launcher import ALREADY_RUN, NodeLauncher, child_environment, last_error, listens
 from tests import waiting
-from tests.client.connector.nodes import connector_config, kill, kill_all, node_pid
+from tests.client.engine.nodes import connector_config, kill, kill_all, node_pid
 
 MakeLauncher = Callable[..., NodeLauncher]
 

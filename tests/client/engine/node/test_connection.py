@@ -14,8 +14,8 @@ from lmkv import rpc
 from lmkv.errors import ConfigConflict, LmkvError, Unreachable
 from lmkv.rpc.frames import HEADER, FrameBuffer, FrameKind, to_frame
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.node import connection as connection_module
-from lmkv_client.connector.node.connection import AttachConnection
+from lmkv_client.engine.node import connection as connection_module
+from lmkv_client.engine.node.connection import AttachConnection
 from tests.waiting import wait_until
 
 SECONDS = 20.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lmkv_client.connector.node.process import NodeProcess
-from tests.client.connector.nodes import kill, until
+from lmkv_client.engine.node.process import NodeProcess
+from tests.client.engine.nodes import kill, until
 
 
 def test_it_is_nobodys_child_and_its_words_go_to_the_end_of_the_log(tmp_path: Path) -> None:

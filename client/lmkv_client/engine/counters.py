@@ -1,0 +1,52 @@
+"""Counts of one engine's use of lmkv, since it attached first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCounters:
+    """A snapshot of `Engine.counters`. All values only grow."""
+
+    lookups: int = 0
+    """Calls of `lookup` and `begin_lookup`."""
+    asked_chunks: int = 0
+    """Keys in them."""
+    hit_chunks: int = 0
+    """Chunks that their answers offered."""
+    lookup_timeouts: int = 0
+    """Lookups, those of `missing` included, that the node did not answer in time."""
+    loaded_chunks: int = 0
+    """Chunks that were handed out by loads."""
+    loaded_bytes: int = 0
+    failed_loads: int = 0
+    """Loads that ended with fewer chunks than wanted."""
+    damaged_chunks: int = 0
+    """Chunks that differed from their checksum; only if `verify_loads` is set."""
+    reserved_extents: int = 0
+    short_reserves: int = 0
+    """Reservations that got fewer extents than wanted."""
+    committed_chunks: int = 0
+    committed_bytes: int = 0
+    dropped_commits: int = 0
+    """Chunks that were not committed because the node that granted their extents is lost."""
+    rejected_commits: int = 0
+    """Commits that the node refused."""
+    node_losses: int = 0
+    """Times that the connection to the node was lost."""
+
+
+class Counts:
+    """The counters while they grow. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, int] = {}
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Adds to the counter of this name, a field of `EngineCounters`."""
+        self._values[name] = self._values.get(name, 0) + count
+
+    def snapshot(self) -> EngineCounters:
+        """All counters."""
+        return EngineCounters(**self._values)

@@ -1,0 +1,92 @@
+"""What a lookup has found, and the loads of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Self
+
+from lmkv.keys import ChunkKey
+from lmkv_client.engine.dispatcher import Dispatcher
+from lmkv_client.engine.extent import Extent
+from lmkv_client.engine.lookups import HeldChunks, LoadWaiter
+from lmkv_client.engine.waiting import await_result
+
+
+class Held:
+    """The chunks that a lookup has found: the longest prefix of its keys that can be loaded.
+
+    The node keeps those in its pool, and those that are loaded, until `release`; use it as a context manager. All
+    methods may be called on any thread. Once the node is lost, loads end with the chunks that were in the pool.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, chunks: HeldChunks | None) -> None:
+        """`chunks`: None if nothing was found."""
+        self._dispatcher = dispatcher
+        self._chunks = chunks
+        self.hit_count = chunks.hit_count if chunks else 0
+        """Chunks, the first ones of the keys, that can be loaded: from the pool, the disk, peers, the remote store."""
+        self.own_count = chunks.own_count if chunks else 0
+        """Those of them that were in the node's pool: `load` yields them without waiting."""
+        self.keys: Sequence[ChunkKey] = chunks.keys if chunks else ()
+        """Keys of the hit."""
+
+    def load(self, count: int | None = None, *, timeout: float = 1.0) -> Iterator[Extent]:
+        """Yields the extents of the first `count` chunks, in order, each once it is in the pool.
+
+        `count` is at most `hit_count`, which it is by default. Chunks outside the pool are brought into it, all of them
+        requested at once. Ends early if the rest cannot be had, or not within `timeout` seconds. Extents are valid
+        until `release`. Never raises.
+        """
+        deadline = time.monotonic() + timeout
+        wanted = self._wanted(count)
+        extents: list[Extent] = []
+        for index in range(wanted):
+            if index >= len(extents):
+                extents = self._wait(index + 1, wanted, deadline)
+                if index >= len(extents):
+                    return
+            self._dispatcher.delivered(extents[index].size_bytes, 1)
+            yield extents[index]
+
+    def begin_load(self, count: int | None = None, *, timeout: float = 1.0) -> Future[list[Extent]]:
+        """As `load`, without blocking: the extents of the first `count` chunks, or fewer, all at once."""
+        wanted = self._wanted(count)
+        waiter = self._begin(wanted, wanted, time.monotonic() + timeout)
+        waiter.future.add_done_callback(self._count)
+        return waiter.future
+
+    def release(self) -> None:
+        """Ends the lookup: its extents are no longer valid. Never blocks. Idempotent."""
+        if self._chunks:
+            self._dispatcher.release(self._chunks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _wanted(self, count: int | None) -> int:
+        return self.hit_count if count is None else max(0, min(count, self.hit_count))
+
+    def _wait(self, count: int, up_to: int, deadline: float) -> list[Extent]:
+        chunks = self._chunks
+        assert chunks
+        if len(chunks.extents) >= up_to:
+            return chunks.extents
+        waiter = self._begin(count, up_to, deadline)
+        return await_result(waiter.future, deadline, self._dispatcher.expire)
+
+    def _begin(self, count: int, up_to: int, deadline: float) -> LoadWaiter:
+        waiter = LoadWaiter(count=count, deadline=deadline)
+        if self._chunks is None:
+            waiter.future.set_result([])
+        else:
+            self._dispatcher.load(self._chunks, waiter, up_to)
+        return waiter
+
+    def _count(self, loaded: Future[list[Extent]]) -> None:
+        if not loaded.cancelled() and (extents := loaded.result()):
+            self._dispatcher.delivered(sum(extent.size_bytes for extent in extents), len(extents))
