@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 from lmkv_client.connector.messages import (
-    Attachment,
     ExtentChecksum,
     LoadPlan,
     LoadResult,
@@ -13,6 +12,7 @@ from lmkv_client.connector.messages import (
     StoreResult,
     WorkerReport,
 )
+from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import ChunkCopy
 
 

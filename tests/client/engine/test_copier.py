@@ -52,7 +52,7 @@ def in_one_buffer(kv: torch.Tensor) -> tuple[list[Pages], list[torch.Tensor]]:
         [buffer[part, layer].view(BLOCKS, BLOCK, HEADS, SIZE).transpose(1, 2) for layer in range(LAYERS)]
         for part in range(2)
     ]
-    pages = separate_rows(*tensors)
+    pages = separate_rows(tensors[0], tensors[1])
     assert len(pages) == 1
     return pages, [buffer]
 

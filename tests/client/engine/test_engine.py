@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 
 from lmkv.errors import BadChunkKey, BadTokens, ConfigError
 from lmkv.parts import KvPart
-from lmkv_client.engine import Engine, Written
+from lmkv_client.engine import Engine, Held, Written
 from tests.client.engine.engines import SPEC, Attach, all_extents, content, load, prompt, store, words
 from tests.client.engine.nodes import until
 from tests.waiting import WAIT_SECONDS
@@ -69,7 +69,7 @@ def test_engines_of_other_specs_and_other_ranks_share_nothing(attach: Attach) ->
     for other in (
         attach(rank=1, rank_count=2),
         attach(),
-        attach(spec=replace(SPEC, kv_dtype="int32"), rank=0, rank_count=2),
+        attach(spec=replace(SPEC, kv_dtype="bfloat16"), rank=0, rank_count=2),
     ):
         keys = other.keys(prompt(2))
         assert not set(keys) & set(one.keys(prompt(2)))
@@ -191,10 +191,10 @@ def test_a_callback_may_call_the_engine(attach: Attach) -> None:
     store(engine, keys)
     loaded: Future[int] = Future()
 
-    def go_on(answer: Future[object]) -> None:
+    def go_on(answer: Future[Held]) -> None:
         held = answer.result()
-        held.begin_load().add_done_callback(lambda done: loaded.set_result(len(done.result())))  # type: ignore[attr-defined]
-        held.release()  # type: ignore[attr-defined]
+        held.begin_load().add_done_callback(lambda done: loaded.set_result(len(done.result())))
+        held.release()
 
     engine.begin_lookup(keys, timeout=WAIT_SECONDS).add_done_callback(go_on)
     assert loaded.result(WAIT_SECONDS) == 2
@@ -206,10 +206,11 @@ def test_futures_that_are_cancelled_keep_nothing(attach: Attach) -> None:
     keys = engine.keys(prompt(3, size=1024))
     lookups = [engine.begin_lookup(keys, timeout=WAIT_SECONDS) for _ in range(5)]
     reservations = [engine.begin_reserve(4, timeout=WAIT_SECONDS) for _ in range(5)]
-    cancelled = [one.cancel() for one in (*lookups, *reservations)]
-    wait([one for one, ended in zip((*lookups, *reservations), cancelled, strict=True) if not ended])
-    for reservation, ended in zip(reservations, cancelled[5:], strict=True):
-        if not ended:
+    for lookup in lookups:
+        if not lookup.cancel():
+            lookup.result().release()
+    for reservation in reservations:
+        if not reservation.cancel():
             engine.put_back(reservation.result())
     until(lambda: all_extents(engine) == count)
 
