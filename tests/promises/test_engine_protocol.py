@@ -29,7 +29,7 @@ MESSAGES: dict[str, Descriptor] = {name: one for file in FILES for name, one in 
 OWN = engine_service_pb2.DESCRIPTOR.message_types_by_name
 ENUM_VALUES = {value for file in FILES for enum in file.enum_types_by_name.values() for value in enum.values_by_name}
 OTHERS = {
-    *("engine.sock", "attach.sock", "pool.sock", "lmkv.v1", "error", "handoff"),
+    *("lmkv_client.engine", "engine.sock", "attach.sock", "pool.sock", "lmkv.v1", "error", "handoff"),
     *("ErrorInfo", "SCM_RIGHTS", "False", "True", "true", "replaced"),
 }
 """Names that are not of our protos: sockets, a field of JSON, a tier, words of Python, metadata of an error."""
