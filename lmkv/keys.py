@@ -6,6 +6,11 @@
 
 Tokens are raw little-endian u32; every string is preceded by its length as u32; the extras of a chunk, if any, are
 preceded by 0xFFFFFFFF, which is not a token id. Keys do not depend on the process or its hash seed.
+
+The pages of SGLang have digests that lmkv can compute, too (`sha256-pages`); the root is then without the cache salt:
+
+    digest_i = SHA-256(digest_{i-1} ‖ tokens of page i)      digest_{-1}: of the cache salt; empty without one
+
 `tests/lmkv/golden_keys.json` has test vectors for other languages.
 """
 
@@ -24,6 +29,8 @@ from lmkv.errors import BadChunkKey, BadTokens
 from lmkv.packing import pack_fields
 
 HASH_SCHEME = "sha256-16"
+PAGE_HASH_SCHEME = "sha256-pages"
+HASH_SCHEMES = (HASH_SCHEME, PAGE_HASH_SCHEME)
 KEY_BYTES = 16
 FOREIGN_DIGEST_BYTES = 32
 """Length of the digest by which an engine names a page."""
@@ -162,6 +169,30 @@ def partial_keys(
             copy.update(_EXTRAS_MARK + extras)
         found.append((length, ChunkKey(copy.digest()[:KEY_BYTES])))
     return found
+
+
+def page_seed(cache_salt: str) -> bytes:
+    """What the digest of a prompt's first page follows: 32 bytes that depend on the salt; empty without one.
+
+    As SGLang 0.5.23 computes it for a request with this `cache_salt` and without an `extra_key`.
+    """
+    if not cache_salt:
+        return b""
+    salt = cache_salt.encode()
+    return sha256(b"sglang-cache-namespace-v1\x00\x01" + len(salt).to_bytes(8, "little") + salt).digest()
+
+
+def page_keys(tokens: Tokens, root: ChunkKey, page_size: int, prior: bytes = b"") -> tuple[bytes, bytes]:
+    """Keys of a prompt's full pages, 16 bytes each, and the digest of the last of them.
+
+    `prior` is the digest of the page before: `page_seed` at the beginning of a prompt.
+    """
+    view, stride = tokens.data.cast("B"), 4 * page_size
+    keys = []
+    for start in range(0, tokens.size // page_size * stride, stride):
+        prior = sha256(prior + view[start : start + stride]).digest()
+        keys.append(foreign_key(root, prior))
+    return b"".join(keys), prior
 
 
 def join_keys(keys: Iterable[ChunkKey]) -> bytes:

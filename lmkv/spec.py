@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from lmkv.errors import BadKvSpec
-from lmkv.keys import HASH_SCHEME, KEY_BYTES, ChunkKey, part_key
+from lmkv.keys import HASH_SCHEME, HASH_SCHEMES, KEY_BYTES, PAGE_HASH_SCHEME, ChunkKey, part_key
 from lmkv.packing import pack_fields
 from lmkv.parts import MAX_PARTS, KvPart, PartItem, items_of_hit
 from lmkv.v1 import chunk_pb2
@@ -106,8 +106,13 @@ class KvSpec:
         assert self.parts  # checks part 0
         if self.format not in (TOKEN_MAJOR, NATIVE_TILES):
             raise BadKvSpec(f"format {self.format} is unknown", field="format")
-        if self.hash_scheme != HASH_SCHEME:
-            raise BadKvSpec(f"hash_scheme {self.hash_scheme!r} is unknown; use {HASH_SCHEME!r}", field="hash_scheme")
+        if self.hash_scheme not in HASH_SCHEMES:
+            raise BadKvSpec(
+                f"hash_scheme {self.hash_scheme!r} is unknown; use {' or '.join(HASH_SCHEMES)}",
+                field="hash_scheme",
+            )
+        if self.has_page_hashes and not self.has_plain_parts:
+            raise BadKvSpec(f"hash_scheme {PAGE_HASH_SCHEME}: chunks have one part", field="hash_scheme")
         if len(self.weight_version.encode()) > MAX_FIELD_BYTES:
             raise BadKvSpec(f"weight_version has more than {MAX_FIELD_BYTES} bytes", field="weight_version")
         for part in self.parts if self.format == NATIVE_TILES else ():
@@ -140,6 +145,11 @@ class KvSpec:
         """Whether a hit needs every chunk, each has one part, and vLLM keeps all layers in one group: its items are its
         chunks, and a part of it is a hit, too."""
         return self.rule == ALL and not self.layers and not self.more_parts
+
+    @property
+    def has_page_hashes(self) -> bool:
+        """Whether the engine names its pages by digests of its own; chunks are then full pages."""
+        return self.hash_scheme == PAGE_HASH_SCHEME
 
     @property
     def is_private(self) -> bool:

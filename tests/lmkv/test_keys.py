@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from lmkv.errors import BadChunkKey, BadTokens
 from lmkv.keys import (
     MAX_KEYS,
+    ChunkKey,
     KeyChain,
     as_tokens,
     chunk_keys,
     foreign_key,
     join_keys,
+    page_keys,
+    page_seed,
     partial_keys,
     root_key,
     split_keys,
@@ -222,3 +225,32 @@ def test_too_many_keys_are_refused() -> None:
         split_keys(bytes(16 * (MAX_KEYS + 1)))
     with pytest.raises(BadChunkKey, match="evicted_keys has 2 keys; at most 1"):
         split_keys(bytes(32), field="evicted_keys", limit=1)
+
+
+@pytest.mark.parametrize("case", GOLDEN["pages"], ids=lambda case: str(case["name"]))
+def test_golden_vectors_of_pages_hold_for_lmkv_and_for_the_specification(case: Mapping[str, Any]) -> None:
+    root = root_key(bytes.fromhex(case["fingerprint"]), secret=bytes.fromhex(case["secret"]))
+    tokens, size = case["tokens"], case["page_size"]
+    salt = case["cache_salt"].encode()
+    digest = b""
+    if salt:
+        digest = sha256(b"sglang-cache-namespace-v1\0\1" + struct.pack("<Q", len(salt)) + salt).digest()
+    assert page_seed(case["cache_salt"]) == digest
+    digests = []
+    for start in range(0, len(tokens) - size + 1, size):
+        digest = sha256(digest + struct.pack(f"<{size}I", *tokens[start : start + size])).digest()
+        digests.append(digest)
+    assert [one.hex() for one in digests] == case["digests"]
+    keys = [ChunkKey(sha256(b"lmkv.page" + root + one).digest()[:16]) for one in digests]
+    assert [key.hex() for key in keys] == case["keys"]
+    assert [foreign_key(root, one) for one in digests] == keys
+    assert page_keys(as_tokens(tokens), root, size, page_seed(case["cache_salt"])) == (join_keys(keys), digest)
+
+
+@given(st.lists(token_ids, max_size=40), st.integers(1, 5), st.integers(0, 8))
+def test_keys_of_pages_are_the_same_in_slices(tokens: list[int], page_size: int, page_count: int) -> None:
+    whole = as_tokens(tokens)
+    split = page_count * page_size
+    first, prior = page_keys(whole[:split], ROOT, page_size)
+    rest, last = page_keys(whole[split:], ROOT, page_size, prior) if split < whole.size else (b"", prior)
+    assert (first + rest, last) == page_keys(whole, ROOT, page_size)

@@ -71,6 +71,15 @@ def test_a_field_that_decides_changes_the_fingerprint(name: str) -> None:
     assert TILES.first_difference(other) == name
 
 
+def test_pages_that_an_engine_names_itself_have_a_fingerprint_of_their_own() -> None:
+    pages = replace(LLAMA, hash_scheme="sha256-pages")
+    assert pages.has_page_hashes
+    assert not LLAMA.has_page_hashes
+    assert pages.fingerprint != LLAMA.fingerprint
+    assert LLAMA.first_difference(pages) == "hash_scheme"
+    assert KvSpec.from_proto(pages.to_proto()) == pages
+
+
 def test_a_difference_of_a_further_part_is_named_with_its_field() -> None:
     window = KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_LAST, span=16)
     state = KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_END)
@@ -148,6 +157,7 @@ def test_every_dtype_has_a_size(kv_dtype: str) -> None:
         ("chunk_size", {"chunk_size": 0}),
         ("kv_dtype", {"kv_dtype": "int3"}),
         ("hash_scheme", {"hash_scheme": "md5"}),
+        ("hash_scheme", {"hash_scheme": "sha256-pages", "layers": "full"}),
         ("chunk_size", {"format": NATIVE_TILES, "block_size": 96}),
         ("chunk_size", {"format": NATIVE_TILES, "block_size": 0}),
     ],

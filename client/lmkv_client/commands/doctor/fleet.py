@@ -18,7 +18,7 @@ import grpc
 from lmkv import __version__
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, LmkvError, PermissionDenied, Unreachable
-from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, page_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv.units import format_duration
 from lmkv.v1.chunk_pb2 import TIER_HOST
@@ -200,7 +200,11 @@ class _Visitor:
         """Whether the coordinator computes the same key of a prompt as this host."""
         tokens = [random.randrange(spec.vocab_size or 1000) for _ in range(spec.chunk_size)]  # noqa: S311
         secret = self._config.cluster_secret.encode()
-        (key,) = chunk_keys(as_tokens(tokens), root_key(spec.fingerprint, secret=secret), spec.chunk_size)
+        root = root_key(spec.fingerprint, secret=secret)
+        if spec.has_page_hashes:
+            key = ChunkKey(page_keys(as_tokens(tokens), root, spec.chunk_size)[0])
+        else:
+            (key,) = chunk_keys(as_tokens(tokens), root, spec.chunk_size)
         await self._report(spec, key)
         answer = await coordinator.lookup(tokens, model_name=spec.model_name)
         if any(holder.instance_id == self._instance.instance_id for holder in answer.holders):

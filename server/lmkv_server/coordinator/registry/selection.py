@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadSelection, BadTokens, Full, ModelNotFound
-from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, root_key
+from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, page_seed, root_key
 from lmkv.spec import KvSpec
-from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import Models, Namespace
 from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
 from lmkv_server.coordinator.core.tail_match import PromptTail
+from lmkv_server.coordinator.registry.prompt_chain import SLICE_KEYS, SLICE_PAGES, SLICE_TOKENS, PromptChain
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
 """Keys that one request may need: all parts of its chunks, by tokens under all specs of its model. 2 MiB."""
@@ -30,9 +30,6 @@ MAX_NAMESPACES = 16
 """Specs and adapters of one name that a lookup covers, the last registered ones."""
 SHORT_KEYS = 4096
 """Requests with at most this many keys are computed without a pause: about a millisecond."""
-SLICE_KEYS = 2048
-SLICE_TOKENS = 65_536
-"""Work before other tasks run: at most about half a millisecond."""
 MAX_WAITING = 64
 """Long requests of one tenant that wait; each is at most a message in size."""
 
@@ -57,13 +54,14 @@ class SelectedChunks:
     """Chunk keys in prompt order."""
 
     keys: bytes
-    """16 bytes each. If chunks have several parts: of part 0, without a partial chunk."""
+    """16 bytes each. If chunks have several parts, or are an engine's pages: of part 0, without a partial chunk."""
     fingerprint: bytes = b""
     """Fingerprint of their spec; empty if the request gave keys, and their spec is not known."""
     parted_spec: KvSpec | None = None
     """Their spec, if it has other parts than plain ones (`KvSpec.has_plain_parts`)."""
     tail: PromptTail | None = None
-    """What keys of partial chunks are computed from; None if the request gave keys, or with `parted_spec`."""
+    """What keys of partial chunks are computed from; None if there are none: the request gave keys, with `parted_spec`,
+    or chunks are an engine's pages."""
     parts: PromptParts | None = None
     """With `parted_spec`: their parts, which `Selector.required` computes."""
 
@@ -179,26 +177,25 @@ class Selector:
         if held_only:
             namespaces = [one for one in namespaces if self._may_hold(one.spec.fingerprint)][-MAX_NAMESPACES:]
         key_count = self._check_count(unsigned, namespaces, model_name)
-        chains = [(self._root(one, cache_salt), one.spec.chunk_size) for one in namespaces]
-        if key_count <= SHORT_KEYS and unsigned.size * len(chains) <= 2 * SLICE_TOKENS:
+        chains = [self._chain(one, cache_salt) for one in namespaces]
+        short_keys = SLICE_PAGES if any(one.spec.has_page_hashes for one in namespaces) else SHORT_KEYS
+        if key_count <= short_keys and unsigned.size * len(chains) <= 2 * SLICE_TOKENS:
             await self._pause_if_due(key_count)
-            keys = [chunk_keys(unsigned, root, chunk_size) for root, chunk_size in chains]
+            keys = [chain.extend(unsigned) for chain in chains]
         else:
             keys = await self._compute_long(unsigned, chains)
-        return [
-            SelectedChunks(
-                keys=own,
-                fingerprint=one.spec.fingerprint,
-                tail=PromptTail(root=root, chunk_size=chunk_size, tokens=unsigned),
-            )
-            if one.spec.has_plain_parts
-            else SelectedChunks(
-                keys=own[: tokens.size // one.spec.chunk_size * KEY_BYTES],
-                fingerprint=one.spec.fingerprint,
-                parted_spec=one.spec,
-            )
-            for own, one, (root, chunk_size) in zip(keys, namespaces, chains, strict=True)
-        ]
+        return [self._of_chain(own, one, unsigned, cache_salt) for own, one in zip(keys, namespaces, strict=True)]
+
+    def _of_chain(self, keys: bytes, namespace: Namespace, tokens: Tokens, cache_salt: str) -> SelectedChunks:
+        spec = namespace.spec
+        if spec.has_page_hashes:
+            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint)
+        if spec.has_plain_parts:
+            tail = PromptTail(root=self._root(namespace, cache_salt), chunk_size=spec.chunk_size, tokens=tokens)
+            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, tail=tail)
+        return SelectedChunks(
+            keys=keys[: tokens.size // spec.chunk_size * KEY_BYTES], fingerprint=spec.fingerprint, parted_spec=spec
+        )
 
     def _of_keys(self, keys: bytes, fingerprint: bytes) -> SelectedChunks:
         """Chunks by key. Raises `BadChunkKey` if they have too many parts together."""
@@ -217,6 +214,12 @@ class Selector:
             if start % (SLICE_KEYS * KEY_BYTES) == KEY_BYTES:
                 await asyncio.sleep(0)
         return b""
+
+    def _chain(self, namespace: Namespace, cache_salt: str) -> PromptChain:
+        spec = namespace.spec
+        if spec.has_page_hashes:
+            return PromptChain(self._root(namespace, ""), spec.chunk_size, page_seed(cache_salt))
+        return PromptChain(self._root(namespace, cache_salt), spec.chunk_size)
 
     def _root(self, namespace: Namespace, cache_salt: str) -> ChunkKey:
         return root_key(
@@ -243,24 +246,13 @@ class Selector:
             self._keys_since_pause = 0
             await asyncio.sleep(0)
 
-    async def _compute_long(self, tokens: Tokens, chains: Sequence[tuple[ChunkKey, int]]) -> list[bytes]:
+    async def _compute_long(self, tokens: Tokens, chains: Sequence[PromptChain]) -> list[bytes]:
         """The keys of a long request, after earlier long requests. Raises `Full`."""
         if self._waiting_count >= MAX_WAITING:
             raise Full(f"{MAX_WAITING} long requests by tokens are waiting; try again, or send chunk_keys")
         self._waiting_count += 1
         try:
             async with self._lock:
-                return [await _in_slices(tokens, root, chunk_size) for root, chunk_size in chains]
+                return [await chain.extend_in_slices(tokens) for chain in chains]
         finally:
             self._waiting_count -= 1
-
-
-async def _in_slices(tokens: Tokens, root: bytes, chunk_size: int) -> bytes:
-    """The keys of a prompt; other tasks run after each slice."""
-    step = max(min(SLICE_KEYS, SLICE_TOKENS // chunk_size), 1) * chunk_size
-    parts = []
-    for start in range(0, tokens.size, step):
-        parts.append(chunk_keys(tokens[start : start + step], root, chunk_size))
-        root = parts[-1][-KEY_BYTES:]
-        await asyncio.sleep(0)
-    return b"".join(parts)

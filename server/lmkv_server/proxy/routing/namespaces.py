@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadKvSpec
-from lmkv.keys import KEY_BYTES, MAX_KEYS, root_key
+from lmkv.keys import KEY_BYTES, MAX_KEYS, page_keys, page_seed, root_key
 from lmkv.spec import KvSpec
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_kernels import chunk_keys
@@ -26,13 +26,17 @@ class ServedNamespace:
     lora_identity: str = ""
 
     def keys(self, tokens: NDArray[np.uint32], cache_salt: str, secret: bytes) -> bytes:
-        """The keys of a prompt's chunks, 16 bytes each; of full chunks only, if chunks have several parts.
+        """The keys of a prompt's chunks, 16 bytes each; of full ones only, if they have several parts or are pages.
 
         Of a longer prompt the first `MAX_KEYS`.
         """
         spec = self.spec
+        tokens = tokens[: MAX_KEYS * spec.chunk_size]
+        if spec.has_page_hashes:
+            root = root_key(spec.fingerprint, lora=self.lora_identity, secret=secret)
+            return page_keys(tokens, root, spec.chunk_size, page_seed(cache_salt))[0]
         root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=self.lora_identity, secret=secret)
-        keys = chunk_keys(tokens[: MAX_KEYS * spec.chunk_size], root, spec.chunk_size)
+        keys = chunk_keys(tokens, root, spec.chunk_size)
         return keys if spec.has_plain_parts else keys[: tokens.size // spec.chunk_size * KEY_BYTES]
 
 

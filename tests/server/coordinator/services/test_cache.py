@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv.keys import ChunkKey, join_keys, root_key
+from lmkv.keys import PAGE_HASH_SCHEME, ChunkKey, as_tokens, join_keys, page_keys, page_seed, root_key, split_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
@@ -104,6 +104,31 @@ async def test_twelve_tokens_are_found_where_partial_chunks_are_kept(registry: A
     response = await lookup(cache, tokens=prompt)
     assert found(response) == {"a": (1, 12)}
     assert response.holders[0].runs[0].location == "LocalCPUBackend"
+
+
+@pytest.mark.parametrize("page_count", [2, 300], ids=["at once", "in slices"])
+async def test_pages_that_an_engine_names_itself_are_found_by_tokens(
+    registry: Any, cache: Any, page_count: int
+) -> None:
+    spec = dataclasses.replace(LLAMA, hash_scheme=PAGE_HASH_SCHEME)
+    prompt = [token % 1000 for token in range(16 * page_count + 5)]  # the rest of a page has no key
+    root = root_key(spec.fingerprint, secret=b"hush")
+    keys = split_keys(page_keys(as_tokens(prompt), root, 16)[0])
+    salted = split_keys(page_keys(as_tokens(prompt), root, 16, page_seed("tenant-a"))[0])
+    assert len(keys) == page_count
+    _a = await holds(registry, "a", keys, spec)
+    _b = await holds(registry, "b", salted[:1], spec)
+    assert found(await lookup(cache, tokens=prompt)) == {"a": (page_count, 16 * page_count)}
+    assert found(await lookup(cache, tokens=prompt, cache_salt="tenant-a")) == {"b": (1, 16)}
+    assert found(await lookup(cache, chunk_keys=join_keys(keys))) == {"a": (page_count, 16 * page_count)}
+
+
+async def test_engines_of_two_kinds_that_serve_one_model_are_both_found(registry: Any, cache: Any) -> None:
+    spec = dataclasses.replace(LLAMA, hash_scheme=PAGE_HASH_SCHEME)
+    pages = split_keys(page_keys(as_tokens(PROMPT), root_key(spec.fingerprint, secret=b"hush"), 16)[0])
+    _a = await holds(registry, "a", keys_of(PROMPT), last_tokens=8)
+    _b = await holds(registry, "b", pages, spec)
+    assert found(await lookup(cache, tokens=PROMPT, model_name="llama")) == {"a": (3, 40), "b": (2, 32)}
 
 
 async def test_keys_find_the_same_as_tokens(registry: Any, cache: Any) -> None:

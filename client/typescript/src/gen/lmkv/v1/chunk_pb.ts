@@ -329,7 +329,7 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
   blockSize: number;
 
   /**
-   * Scheme of the chunk keys; this version supports `sha256-16`.
+   * Scheme of the chunk keys: `sha256-16`, or `sha256-pages` if the engine names its pages by digests of its own.
    *
    * @generated from field: string hash_scheme = 14;
    */
