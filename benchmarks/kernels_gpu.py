@@ -21,9 +21,9 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv_kernels import ChunkCopy, Pages, token_rows
 from lmkv_kernels.cuda import (
-    Copier,
     CopyPath,
     CopyPaths,
+    CudaCopier,
     CudaError,
     CudaEvent,
     CudaStream,
@@ -166,7 +166,7 @@ def _measure_within(run: BenchmarkRun, gpu: MeasuredGpu, layout: GpuLayout, toke
     direct = CopyPaths(gather=CopyPath.DIRECT, scatter=CopyPath.DIRECT)
     with _memory(gpu, size) as chunks, _memory(gpu, size) as other:
         pool = DevicePool(memory=chunks)
-        copier = Copier(gpu.device, gpu.program, pages, pool, paths=direct, direct_blocks=blocks)
+        copier = CudaCopier(gpu.device, gpu.program, pages, pool, paths=direct, direct_blocks=blocks)
         timer = Timer(gpu)
         with closing(copier), closing(timer.stream):
             stream = timer.stream.handle
@@ -196,7 +196,7 @@ def _measure_across(run: BenchmarkRun, gpu: MeasuredGpu, layout: GpuLayout, toke
         with closing(timer.stream):
             for way in CopyPath:
                 with closing(
-                    Copier(gpu.device, gpu.program, pages, pool, paths=CopyPaths(gather=way, scatter=way))
+                    CudaCopier(gpu.device, gpu.program, pages, pool, paths=CopyPaths(gather=way, scatter=way))
                 ) as copier:
                     _measure_way(run, timer, copier, copies, pool, other, way)
 
@@ -204,7 +204,7 @@ def _measure_across(run: BenchmarkRun, gpu: MeasuredGpu, layout: GpuLayout, toke
 def _measure_way(
     run: BenchmarkRun,
     timer: Timer,
-    copier: Copier,
+    copier: CudaCopier,
     copies: list[ChunkCopy],
     pool: PinnedMemory,
     other: DeviceMemory,

@@ -1,4 +1,4 @@
-"""`Copier` on a CUDA device, against the plain twin: bit for bit. Skipped where there is no device.
+"""`CudaCopier` on a CUDA device, against the plain twin: bit for bit. Skipped where there is no device.
 
 It needs the driver and NVRTC or nvcc, and no CUDA build of torch. test_cuda_emulated.py asks the same of the source.
 """
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from lmkv.pool.pool import Pool
 from lmkv_kernels import Pages, checksum
 from lmkv_kernels.cuda import (
-    Copier,
     CopyPath,
     CopyPaths,
+    CudaCopier,
     CudaStream,
     Device,
     DeviceMemory,
@@ -71,7 +71,7 @@ class OnDevice:
             self.pool: Bytes = np.frombuffer(pool.buffer, np.uint8)[: case.pool.size]
             registration = RegisteredMemory(cuda, pool.address, pool.size_bytes)
             stack.callback(registration.close)
-            self.copier = Copier(
+            self.copier = CudaCopier(
                 gpu.device, gpu.program, self._pages(), registration, paths=ways, staging_bytes=staging_bytes
             )
             stack.callback(self.copier.close)

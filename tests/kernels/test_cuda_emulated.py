@@ -1,4 +1,4 @@
-"""`Copier` and the CUDA kernels' source, on the emulated device, against the plain twin: bit for bit."""
+"""`CudaCopier` and the CUDA kernels' source, on the emulated device, against the plain twin: bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lmkv_kernels import ChunkCopy, Pages, checksum, cuda, packed_rows, token_rows, whole_states
-from lmkv_kernels.cuda import Copier, CopyPath, CopyPaths, CudaStream, Device, RegisteredMemory
+from lmkv_kernels.cuda import CopyPath, CopyPaths, CudaCopier, CudaStream, Device, RegisteredMemory
 from lmkv_kernels.cuda.launch_buffers import MAX_BUFFERS
 from lmkv_kernels.reference import ReferencePages
 from tests.kernels.emulation import emulated_device
@@ -27,12 +27,12 @@ def on_device(pages: Pages) -> Pages:
 
 
 @contextmanager
-def copier_of(case: Case, ways: CopyPaths, staging_bytes: int = 1 << 20) -> Iterator[Copier]:
+def copier_of(case: Case, ways: CopyPaths, staging_bytes: int = 1 << 20) -> Iterator[CudaCopier]:
     """A copier whose device memory is the case's, and whose registered pool is the case's."""
     with emulated_device() as (device, program), device.current() as driver:
         pool = RegisteredMemory(driver, case.pool.ctypes.data, max(1, case.pool.size))
         pages = on_device(case.pages)
-        copier = Copier(device, program, pages, pool, paths=ways, staging_bytes=staging_bytes)
+        copier = CudaCopier(device, program, pages, pool, paths=ways, staging_bytes=staging_bytes)
         try:
             yield copier
         finally:
@@ -148,7 +148,7 @@ def copy_now(device: Device, stream: CudaStream, target: Bytes, source: Bytes) -
 
 
 @contextmanager
-def model_of(case: Case, copier: Copier, *buffers: Bytes) -> Iterator[CudaStream]:
+def model_of(case: Case, copier: CudaCopier, *buffers: Bytes) -> Iterator[CudaStream]:
     """A stream like the model's, on which copies may touch the pages and these buffers."""
     with copier.device.current() as driver:
         known = [RegisteredMemory(driver, one.ctypes.data, one.size) for one in (case.memory, *buffers)]
@@ -292,9 +292,9 @@ def test_pages_that_are_not_on_a_device_or_packed_as_the_cpus_are_refused() -> N
     with emulated_device() as (device, program), device.current() as driver:
         known = RegisteredMemory(driver, pool.ctypes.data, pool.size)
         with pytest.raises(ValueError, match="on cpu, not on a CUDA device"):
-            Copier(device, program, token_rows(tensors, 0, 1), known)
+            CudaCopier(device, program, token_rows(tensors, 0, 1), known)
         with pytest.raises(ValueError, match="rows of the pages are not contiguous"):
-            Copier(device, program, on_device(packed_rows(tensors, 0, 1)), known)
+            CudaCopier(device, program, on_device(packed_rows(tensors, 0, 1)), known)
         known.close()
 
 
@@ -303,7 +303,7 @@ def test_dma_outside_the_registered_pool_is_an_error_with_the_drivers_words() ->
     with emulated_device() as (device, program), device.current() as driver:
         pool = RegisteredMemory(driver, case.pool.ctypes.data, case.pool.size // 2)
         pool.size_bytes = case.pool.size
-        copier = Copier(device, program, on_device(case.pages), pool, paths=WAYS[CopyPath.STAGED])
+        copier = CudaCopier(device, program, on_device(case.pages), pool, paths=WAYS[CopyPath.STAGED])
         with pytest.raises(cuda.CudaError, match=r"cuMemcpyAsync: INVALID_VALUE \(emulated\)"):
             copier.gather(case.copies, after=0)
         copier.close()

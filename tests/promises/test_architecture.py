@@ -18,6 +18,7 @@ MAX_MODULES = 16
 """In one folder, besides `__init__`, `__main__` and generated stubs."""
 SHARED_NAMES = {
     "Coordinator": "the server, and its clients with and without an event loop",
+    "Engine": "an engine, as it attaches itself to a node, and as the proxy knows it",
     "LookupStream": "clients with and without an event loop",
     "Operation": "at the coordinator, and clients with and without an event loop",
     "ReportStream": "the two ends of RegistryService.Report",

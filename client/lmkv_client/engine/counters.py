@@ -1,4 +1,4 @@
-"""Counts of one engine's use of lmkv, since it attached first."""
+"""EngineCounts of one engine's use of lmkv, since it attached first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineCounters:
     """Times that the connection to the node was lost."""
 
 
-class Counts:
+class EngineCounts:
     """The counters while they grow. Not thread-safe."""
 
     def __init__(self) -> None:

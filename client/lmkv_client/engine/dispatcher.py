@@ -12,20 +12,20 @@ from lmkv.config import ConnectorConfig
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Attachment
-from lmkv_client.engine.counters import Counts, EngineCounters
+from lmkv_client.engine.counters import EngineCounters, EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool, Written
 from lmkv_client.engine.log import logger
 from lmkv_client.engine.lookups import HeldChunks, LoadWaiter, Lookup, Lookups
 from lmkv_client.engine.node.client import Event, NodeClient, NodeLost
 from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.pool_mapping import PoolMapping
-from lmkv_client.engine.reservations import Reservation, Reservations
+from lmkv_client.engine.reservations import ExtentRequest, Reservations
 from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.processors import use_processors
 from lmkv_kernels import checksum
 
 TICK_SECONDS = 0.1
-"""Longest delay after a deadline until a future is set that nobody waits for in a blocking call."""
+"""Longest delay after the deadline of a call that does not block until its future is set."""
 MAP_WAIT_SECONDS = 5.0
 """Longest time that `start` waits for the pool of a node that is attached."""
 JOIN_SECONDS = 5.0
@@ -49,7 +49,7 @@ class Dispatcher:
         self._verifies = config.verify_loads
         self._client = NodeClient(config, spec, 1, served)
         self._lock = threading.Lock()
-        self._counts = Counts()
+        self._counts = EngineCounts()
         self._outcomes = Outcomes()
         self._attached: _Attached | None = None
         self._attachment: Attachment | None = None
@@ -116,7 +116,7 @@ class Dispatcher:
                 self._outcomes.add(waiter.future, held.extents[: waiter.count])
 
     def delivered(self, size_bytes: int, chunk_count: int) -> None:
-        """Counts chunks that a load has handed out."""
+        """EngineCounts chunks that a load has handed out."""
         with self._lock:
             self._counts.add("loaded_chunks", chunk_count)
             self._counts.add("loaded_bytes", size_bytes)
@@ -129,7 +129,7 @@ class Dispatcher:
             held.is_over = True
             held.extents = []  # they no longer keep the pool of a lost node mapped
 
-    def reserve(self, reservation: Reservation) -> None:
+    def reserve(self, reservation: ExtentRequest) -> None:
         """Begins a reservation."""
         with self._locked():
             if self._attached:

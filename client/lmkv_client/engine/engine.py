@@ -24,7 +24,7 @@ from lmkv_client.engine.extent import Extent, Written
 from lmkv_client.engine.held import Held
 from lmkv_client.engine.key_space import KeySpace
 from lmkv_client.engine.lookups import HeldChunks, Lookup
-from lmkv_client.engine.reservations import Reservation
+from lmkv_client.engine.reservations import ExtentRequest
 from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.engine.waiting import await_result
 from lmkv_kernels import Pages
@@ -207,8 +207,8 @@ class Engine:
         self._dispatcher.lookup(lookup)
         return lookup
 
-    def _reservation(self, count: int, timeout: float) -> Reservation:
-        reservation = Reservation(count=max(0, count), deadline=time.monotonic() + timeout)
+    def _reservation(self, count: int, timeout: float) -> ExtentRequest:
+        reservation = ExtentRequest(count=max(0, count), deadline=time.monotonic() + timeout)
         self._dispatcher.reserve(reservation)
         return reservation
 

@@ -1,4 +1,4 @@
-"""Lookups and loads of one attachment: what was asked, what is held, and who waits. Pure, but for futures."""
+"""Lookups and loads of one attachment: what was asked, what is held, and which callers wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent as ExtentMessage
-from lmkv_client.engine.counters import Counts
+from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
 from lmkv_client.engine.outcomes import Outcomes
 
@@ -66,7 +66,7 @@ class Lookups:
         pool: MappedPool,
         send: Callable[[pb.AttachRequest], None],
         outcomes: Outcomes,
-        counts: Counts,
+        counts: EngineCounts,
         is_intact: Callable[[Extent], bool],
     ) -> None:
         """`is_intact`: whether the bytes of a chunk may be handed out."""

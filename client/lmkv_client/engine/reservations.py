@@ -1,4 +1,4 @@
-"""Extents to write into: write credits of the node, and the callers that wait for them. Pure, but for futures."""
+"""Extents to write into: write credits of the node, and the callers that wait for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.engine.counters import Counts
+from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
 from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.write_credits import WriteCredits
@@ -19,7 +19,7 @@ IDLE_SECONDS = 1.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Reservation:
+class ExtentRequest:
     """A caller that waits for extents."""
 
     count: int
@@ -43,7 +43,7 @@ class Reservations:
         limit: int,
         send: Callable[[pb.AttachRequest], None],
         outcomes: Outcomes,
-        counts: Counts,
+        counts: EngineCounts,
         undo: Callable[[Sequence[Extent]], None],
     ) -> None:
         """`undo` returns extents whose caller has cancelled; called without the lock."""
@@ -54,12 +54,12 @@ class Reservations:
         self._outcomes = outcomes
         self._counts = counts
         self._undo = undo
-        self._waiting: deque[Reservation] = deque()
+        self._waiting: deque[ExtentRequest] = deque()
         self._writing: set[int] = set()
         """Offsets of extents that callers have."""
         self._used_at = 0.0
 
-    def begin(self, reservation: Reservation, now: float) -> None:
+    def begin(self, reservation: ExtentRequest, now: float) -> None:
         """Serves a reservation, at once if it can be or if its deadline has passed."""
         self._used_at = now
         self._waiting.append(reservation)
@@ -126,7 +126,7 @@ class Reservations:
             self._waiting.remove(reservation)
             self._end(reservation)
 
-    def _end(self, reservation: Reservation) -> None:
+    def _end(self, reservation: ExtentRequest) -> None:
         spec = self._spec
         extents = [self._pool.extent(offset, spec.chunk_bytes, spec.chunk_size) for offset in reservation.offsets]
         self._writing.update(reservation.offsets)

@@ -1,10 +1,10 @@
 """Copies between KV-cache pages on a CUDA device and chunks in the pool (docs/contribute/cuda.md).
 
 Imported only by processes with a GPU. `driver()` raises `NoCuda` with the reason if there is none. Start with
-`copier.Copier`, which does what `lmkv_kernels.gather` and `scatter` do, on streams of its own.
+`copier.CudaCopier`, which does what `lmkv_kernels.gather` and `scatter` do, on streams of its own.
 """
 
-from lmkv_kernels.cuda.copier import Copier, CopyPath, CopyPaths, PendingCopy
+from lmkv_kernels.cuda.copier import CopyPath, CopyPaths, CudaCopier, PendingCopy
 from lmkv_kernels.cuda.driver import Device, Driver, driver
 from lmkv_kernels.cuda.errors import Busy, CompileError, CudaError, NoCompiler, NoCuda
 from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory, RegisteredMemory
@@ -14,9 +14,9 @@ from lmkv_kernels.cuda.streams import CudaEvent, CudaStream
 __all__ = [
     "Busy",
     "CompileError",
-    "Copier",
     "CopyPath",
     "CopyPaths",
+    "CudaCopier",
     "CudaError",
     "CudaEvent",
     "CudaStream",

@@ -62,7 +62,7 @@ class PendingCopy:
     """Copies in flight. Only `wait` blocks the calling thread."""
 
     def __init__(
-        self, copier: Copier, buffer: LaunchBuffer, order: Sequence[int], read: CudaEvent, end: CudaEvent
+        self, copier: CudaCopier, buffer: LaunchBuffer, order: Sequence[int], read: CudaEvent, end: CudaEvent
     ) -> None:
         self._copier = copier
         self._buffer: LaunchBuffer | None = buffer
@@ -121,7 +121,7 @@ class PendingCopy:
         self._end.close()
 
 
-class Copier:
+class CudaCopier:
     """Starts the copies of one rank. Must be closed before its pool and pages.
 
     One thread at a time may use it. All calls raise `CudaError` if the device fails, and `ValueError`, before anything

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from lmkv_kernels.copies import ChunkCopy
-from lmkv_kernels.cuda.copier import Copier, CopyPath, CopyPaths
+from lmkv_kernels.cuda.copier import CopyPath, CopyPaths, CudaCopier
 from lmkv_kernels.cuda.driver import Device
 from lmkv_kernels.cuda.memory import PinnedMemory
 from lmkv_kernels.cuda.program import Program
@@ -31,7 +31,9 @@ def fastest_paths(
     seconds: dict[tuple[str, CopyPath], float] = {}
     with device.current() as driver, closing(PinnedMemory(driver, extent)) as memory:
         for path in CopyPath:
-            with closing(Copier(device, program, pages, memory, paths=CopyPaths(gather=path, scatter=path))) as copier:
+            with closing(
+                CudaCopier(device, program, pages, memory, paths=CopyPaths(gather=path, scatter=path))
+            ) as copier:
                 for _ in range(1 + ROUNDS):  # the first round is a warm-up
                     started = clock()
                     copier.gather(copies, after=0).wait()

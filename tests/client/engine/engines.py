@@ -42,7 +42,7 @@ def attach_engine(
 
 
 def prompt(chunk_count: int, first: int = 0, size: int = SPEC.chunk_size) -> list[int]:
-    """Tokens of so many chunks; prompts that differ in `first` share none."""
+    """Tokens of a number of chunks; prompts that differ in `first` share none."""
     return [(first * 7 + index) % 1000 for index in range(chunk_count * size)]
 
 

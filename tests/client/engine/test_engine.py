@@ -191,12 +191,12 @@ def test_a_callback_may_call_the_engine(attach: Attach) -> None:
     store(engine, keys)
     loaded: Future[int] = Future()
 
-    def go_on(answer: Future[Held]) -> None:
+    def load_found(answer: Future[Held]) -> None:
         held = answer.result()
         held.begin_load().add_done_callback(lambda done: loaded.set_result(len(done.result())))
         held.release()
 
-    engine.begin_lookup(keys, timeout=WAIT_SECONDS).add_done_callback(go_on)
+    engine.begin_lookup(keys, timeout=WAIT_SECONDS).add_done_callback(load_found)
     assert loaded.result(WAIT_SECONDS) == 2
 
 

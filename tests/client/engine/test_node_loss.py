@@ -77,6 +77,19 @@ def test_a_node_that_hangs_costs_timeouts_and_is_left_alone_for_a_while(
     assert engine.counters.node_losses == 0
 
 
+def test_answers_that_arrive_too_late_hold_no_chunks(attach: Attach, runtime_dir: Path) -> None:
+    engine = attach(max_local_cpu_size="512KiB", eviction_policy="lru")  # 64 chunks
+    keys = engine.keys(prompt(8))
+    store(engine, keys)
+    pid = node_pid(connector_config(runtime_dir))
+    os.kill(pid, signal.SIGSTOP)
+    assert engine.lookup(keys, timeout=0.01).hit_count == 0
+    os.kill(pid, signal.SIGCONT)
+    for number in range(5):
+        assert store(engine, engine.keys(prompt(20), salt=str(number))) == 20
+    assert load(engine, keys) == 0  # evicted
+
+
 def test_an_engine_without_a_node_computes_and_attaches_later(runtime_dir: Path, attach: Attach) -> None:
     config = connector_config(runtime_dir, instance_id="later", node_start_timeout=0.1)
     address = config.engine_socket

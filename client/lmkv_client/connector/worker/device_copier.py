@@ -19,9 +19,9 @@ from lmkv_client.connector.worker.groups import begin_each
 from lmkv_client.connector.worker.handles import CopyHandle
 from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import (
-    Copier,
     CopyPath,
     CopyPaths,
+    CudaCopier,
     CudaError,
     Device,
     PendingCopy,
@@ -69,7 +69,7 @@ class DevicePageCopier:
         self._running: list[PendingCopy] = []
         self._reading: list[PendingCopy] = []
         self._opening: Future[_Open] | None = None
-        self._buffered: tuple[DeviceBufferPart, Copier] | None = None
+        self._buffered: tuple[DeviceBufferPart, CudaCopier] | None = None
         self._closed = False
         # Registering a pool takes seconds: one thread, so that a pool is closed before the next is opened.
         self._thread = ThreadPoolExecutor(1, "lmkv-cuda", initializer=prepare_thread)
@@ -170,7 +170,7 @@ class DevicePageCopier:
             self._program.close()
         self._device.close()
 
-    def _copiers(self) -> list[Copier]:
+    def _copiers(self) -> list[CudaCopier]:
         """One for each group."""
         if self._opening is None or not self._opening.done():
             raise PoolNotReady("the pool is not registered with CUDA yet")
@@ -179,12 +179,12 @@ class DevicePageCopier:
             raise PoolNotReady(f"the pool is not registered with CUDA: {error}")
         return self._opening.result().copiers
 
-    def _copier_of(self, buffer: DeviceBufferPart) -> Copier:
+    def _copier_of(self, buffer: DeviceBufferPart) -> CudaCopier:
         self._running = [copying for copying in self._running if not copying.done()]
         if self._buffered is None or self._buffered[0] is not buffer:
             self._settle()
             self._close_buffer()
-            copier = Copier(
+            copier = CudaCopier(
                 self._device,
                 self._program,
                 buffer.pages,
@@ -227,8 +227,8 @@ class DevicePageCopier:
                 raise
             return _Open(copiers, stack.pop_all())
 
-    def _open_copier(self, pages: Pages, paths: CopyPaths, registration: RegisteredMemory) -> Copier:
-        return Copier(
+    def _open_copier(self, pages: Pages, paths: CopyPaths, registration: RegisteredMemory) -> CudaCopier:
+        return CudaCopier(
             self._device,
             self._program,
             pages,
@@ -245,7 +245,7 @@ class DevicePageCopier:
 class _Open:
     """A pool that is registered."""
 
-    def __init__(self, copiers: list[Copier], stack: ExitStack) -> None:
+    def __init__(self, copiers: list[CudaCopier], stack: ExitStack) -> None:
         self.copiers = copiers
         self.stack = stack
 
