@@ -107,7 +107,8 @@ class Engine:
         """Keys, 16 bytes each, of the full chunks of a prompt; if `partial`, also of the tokens after them.
 
         `tokens`: ids, of shape `[n]`. `salt` separates tenants, `lora` is the identity of a LoRA adapter,
-        `name@digest`. Raises `BadTokens` if an id is negative or beyond the spec's vocabulary.
+        `name@digest`. With the hash scheme `sha256-pages` they are those of `foreign_keys` with SGLang's digests of
+        these tokens, of full pages only. Raises `BadTokens` if an id is negative or beyond the spec's vocabulary.
         """
         return self._key_space.of_tokens(tokens, salt=salt, lora=lora, partial=partial)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadChunkKey
-from lmkv.keys import FOREIGN_DIGEST_BYTES, ChunkKey, as_tokens, foreign_key, root_key, split_keys
+from lmkv.keys import FOREIGN_DIGEST_BYTES, ChunkKey, as_tokens, foreign_key, page_keys, page_seed, root_key, split_keys
 from lmkv.spec import KvSpec
 from lmkv_kernels import chunk_keys
 
@@ -29,6 +29,9 @@ class KeySpace:
     ) -> list[ChunkKey]:
         """Keys of the full chunks and, if `partial`, of the tokens after them. Raises `BadTokens`."""
         array = as_tokens(tokens, self._spec.vocab_size)
+        if self._spec.has_page_hashes:
+            packed, _ = page_keys(array, self.root("", lora), self._spec.chunk_size, page_seed(salt))
+            return split_keys(packed, limit=max(1, array.size))
         if not partial:
             array = array[: array.size - array.size % self._spec.chunk_size]
         return split_keys(chunk_keys(array, self.root(salt, lora), self._spec.chunk_size), limit=max(1, array.size))

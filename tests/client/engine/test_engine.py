@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
+from hashlib import sha256
 
 import numpy as np
 import pytest
 
 from lmkv.errors import BadChunkKey, BadTokens, ConfigError
+from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.parts import KvPart
 from lmkv_client.engine import Engine, Held, Written
 from tests.client.engine.engines import SPEC, Attach, all_extents, content, load, prompt, store, words
@@ -88,6 +90,17 @@ def test_pages_that_the_engine_names_by_digests_have_keys_of_their_own(attach: A
     other = attach(spec=replace(SPEC, model_id="other-weights"))
     assert not set(keys) & set(other.foreign_keys(digests))
     assert load(other, other.foreign_keys(digests)) == 0
+
+
+def test_pages_that_sglang_names_have_the_keys_of_their_tokens(attach: Attach) -> None:
+    engine = attach(spec=replace(SPEC, hash_scheme=PAGE_HASH_SCHEME))
+    tokens = prompt(3)
+    digests, prior = [], b""
+    for page in range(3):
+        prior = sha256(prior + np.array(tokens[32 * page : 32 * (page + 1)], "<u4").tobytes()).digest()
+        digests.append(prior)
+    assert engine.keys([*tokens, 1], partial=True) == engine.foreign_keys(digests)
+    assert not set(engine.keys(tokens, salt="tenant")) & set(engine.keys(tokens))
 
 
 @pytest.mark.parametrize("digest", [b"short", "ab", "zz" * 32, b"a" * 33])
