@@ -3,6 +3,7 @@
 BIN := .venv/bin
 STAMP := .venv/.lmkv-setup
 RAY_STAMP := .venv-ray/.lmkv-setup
+SGLANG_STAMP := .venv-sglang/.lmkv-setup
 PROTOS := $(wildcard protos/lmkv/v1/*.proto)
 NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
@@ -15,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray demo test test-models test-cpp-engine test-ray chaos histories mutants models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
+.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-ray test-sglang chaos histories mutants models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-protos fix-typescript
 
@@ -35,6 +36,12 @@ $(RAY_STAMP): $(STAMP) pyproject.toml scripts/setup-ray
 	@scripts/setup-ray
 	@touch $@
 
+setup-sglang: $(SGLANG_STAMP) ## install SGLang for CPUs into .venv-sglang, on top of .venv
+
+$(SGLANG_STAMP): $(STAMP) pyproject.toml scripts/setup-sglang
+	@scripts/setup-sglang
+	@touch $@
+
 demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
@@ -51,6 +58,9 @@ test-cpp-engine: $(STAMP) ## compile and run the engine in C++ of docs/examples;
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
+
+test-sglang: $(SGLANG_STAMP) ## run the tests with SGLang
+	@.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
 
 benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an idle machine
 	@$(BIN)/python -m benchmarks --quick $(ARGS)

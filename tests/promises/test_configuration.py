@@ -34,7 +34,7 @@ def test_every_key_is_read(process: type[Config], read: set[str]) -> None:
 
 def test_every_variable_that_engines_are_started_with_is_a_key(root: Path) -> None:
     """Where only benchmarks, engines or Ray would find out: a process refuses one that it does not know."""
-    folders = ("client/lmkv_client", "benchmarks", "tests/engines", "tests/ray")
+    folders = ("client/lmkv_client", "benchmarks", "tests/engines", "tests/ray", "tests/sglang")
     files = [file for folder in folders for file in (root / folder).rglob("*.py")]
     named = {name for file in files for name in VARIABLE.findall(file.read_text())}
     assert len(named) > 20

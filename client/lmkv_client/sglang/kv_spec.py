@@ -1,0 +1,100 @@
+"""The KvSpec of an SGLang engine: what decides whether its pages are of use to another one.
+
+SGLang's keys name the tokens of a page and all before them, and nothing else: model, dtype and the rank's share of the
+KV cache are separated by the spec. The layout of the host pool is not: chunks have one order of bytes for all layouts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmkv.errors import ConfigError
+from lmkv.keys import PAGE_HASH_SCHEME
+from lmkv.packing import pack_fields
+from lmkv.spec import KvSpec
+from lmkv_client.sglang.sglang_api import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN_DTYPES = ("float32", "bfloat16", "float16")
+STORED_AS_BYTES = ("fp8_e4m3", "fp8_e5m2")
+"""Values of `--kv-cache-dtype` whose elements SGLang keeps as `uint8`."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+SAMPLE_COUNT = 256
+SAMPLE_BYTES = 16 << 10
+VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+"""Entries of `config.json` that do not change what the model computes, or that the spec holds by itself."""
+
+
+def kv_dtype(stored: str, flag: str) -> str:
+    """The dtype of the KV cache as KvSpecs name it.
+
+    `stored` is torch's name of the elements in the host pool, `flag` the value of `--kv-cache-dtype`. Raises
+    `ConfigError` if lmkv does not know the dtype.
+    """
+    name = stored.removeprefix("torch.")
+    if name in PLAIN_DTYPES:
+        return name
+    if name == "uint8" and flag in STORED_AS_BYTES:
+        return flag
+    known = ", ".join((*PLAIN_DTYPES, *STORED_AS_BYTES))
+    raise ConfigError(
+        f"--kv-cache-dtype {flag}: elements of {name} are unknown to this version of lmkv, which knows {known}",
+        kv_cache_dtype=flag,
+    )
+
+
+def make_spec(
+    tensors: Sequence[Sequence[torch.Tensor]],
+    *,
+    model_name: str,
+    model_id: str,
+    kv_dtype: str,
+    page_size: int,
+    shards: Mapping[str, tuple[int, int]],
+) -> KvSpec:
+    """The spec of the pages of one rank.
+
+    `tensors` are those of `pool_tensors`, and `shards` are the ranks and sizes by which the engine divides its KV cache
+    (`sglang_api.shards`).
+    """
+    layer = tensors[0][0]
+    shown = "".join(f" {kind} {rank}/{size}" for kind, (rank, size) in shards.items())
+    return KvSpec(
+        model_name=model_name,
+        model_id=model_id + shown,
+        kv_dtype=kv_dtype,
+        layer_count=len(tensors[0]),
+        kv_head_count=layer.shape[1],
+        head_size=layer.shape[3],
+        chunk_size=page_size,
+        mla=len(tensors) == 1,
+        hash_scheme=PAGE_HASH_SCHEME,
+    )
+
+
+def identity_of(model: ModelSource) -> str:
+    """Identity of the weights: of a local folder from its files, of a model of Hugging Face from name and revision."""
+    config = {name: value for name, value in model.config.items() if name not in VOLATILE}
+    folder = Path(model.path)
+    weights = _folder_digest(folder) if folder.is_dir() else f"{model.path}@{model.revision or 'main'}"
+    fields = [json.dumps(config, sort_keys=True), model.quantization, weights]
+    return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
+
+
+def _folder_digest(folder: Path) -> str:
+    """Digest over the weight files of a folder: names, sizes, and samples spread over each file."""
+    digest = sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES):
+        size = path.stat().st_size
+        digest.update(pack_fields([path.name.encode(), str(size).encode()]))
+        with path.open("rb") as file:
+            for sample in range(SAMPLE_COUNT):
+                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLE_COUNT - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

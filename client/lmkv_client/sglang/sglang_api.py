@@ -1,0 +1,123 @@
+"""Everything that is imported from SGLang, and the parts of its objects that a storage backend uses.
+
+Without SGLang the base class is empty, so that all else of the backend can be tested.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+except ModuleNotFoundError:
+
+    class HiCacheStorage:  # type: ignore[no-redef]
+        """Base class of storage backends."""
+
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+            """Remembers the host pool."""
+            self.mem_pool_host = mem_pool_host
+
+    @dataclass
+    class PoolTransferResult:  # type: ignore[no-redef]
+        """Number of pages that are held: of the KV pool, and of each other pool."""
+
+        kv_hit_pages: int
+        extra_pool_hit_pages: dict[str, int]
+
+
+__all__ = [
+    "HiCacheStorage",
+    "HostPool",
+    "ModelSource",
+    "PoolTransferResult",
+    "StorageConfig",
+    "is_writer",
+    "served_model",
+    "shards",
+]
+
+
+class StorageConfig(Protocol):
+    """The fields of `HiCacheStorageConfig` that are used."""
+
+    tp_rank: int
+    tp_size: int
+    is_mla_model: bool
+    """Whether all tensor-parallel ranks have the same pages."""
+    model_name: str | None
+    extra_config: dict[str, Any] | None
+
+
+class HostPool(Protocol):
+    """The fields of `HostKVCache` that are used: the host memory that pages are copied to before they are stored."""
+
+    layout: str
+    page_size: int
+    """Tokens of a page."""
+    dtype: torch.dtype
+    """Of the elements as they are stored: `uint8` for 8-bit floats."""
+    kv_buffer: torch.Tensor
+    """Keys and values, `[2, ...]`, or with MLA one latent; the other dimensions follow from the layout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """Where the weights of the model are from, and how SGLang uses them."""
+
+    path: str
+    revision: str = ""
+    quantization: str = ""
+    kv_cache_dtype: str = ""
+    """As the flag names it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Content of `config.json`, if the model is a local folder."""
+
+
+def served_model(default_path: str) -> ModelSource:
+    """The model of this process; outside of SGLang, the one in the folder `default_path`."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        arguments = get_server_args()
+    except (ImportError, RuntimeError):
+        return ModelSource(path=default_path, config=_read_config(default_path))
+    return ModelSource(
+        path=str(arguments.model_path),
+        revision=str(arguments.revision or ""),
+        quantization=str(arguments.quantization or ""),
+        kv_cache_dtype=str(arguments.kv_cache_dtype or ""),
+        config=_read_config(str(arguments.model_path)),
+    )
+
+
+def _read_config(model_path: str) -> dict[str, Any]:
+    file = Path(model_path) / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return config
+
+
+def is_writer(config: StorageConfig) -> bool:
+    """Whether this rank stores its pages: each does, unless all ranks have the same ones."""
+    named: bool | None = getattr(config, "is_storage_writer", None)
+    if named is not None:
+        return named
+    return not config.is_mla_model or config.tp_rank == 0
+
+
+def shards(config: StorageConfig) -> Mapping[str, tuple[int, int]]:
+    """Rank and size of each kind of parallelism by which ranks have different pages, where the size is not 1."""
+    prefixes = {"pp": "pp", "cp": "attn_cp", "dcp": "dcp"} | ({} if config.is_mla_model else {"tp": "tp"})
+    found = {}
+    for kind, prefix in prefixes.items():
+        size = int(getattr(config, f"{prefix}_size", 1) or 1)
+        if size > 1:
+            found[kind] = (int(getattr(config, f"{prefix}_rank")), size)
+    return found

@@ -1,0 +1,106 @@
+"""What separates the pages of two SGLang engines, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.errors import ConfigError
+from lmkv.keys import PAGE_HASH_SCHEME
+from lmkv.spec import KvSpec
+from lmkv_client.demo.model import TINY, make_model
+from lmkv_client.sglang.host_pool import pool_tensors
+from lmkv_client.sglang.kv_spec import identity_of, kv_dtype, make_spec
+from lmkv_client.sglang.sglang_api import is_writer, served_model, shards
+from tests.client.sglang.contract import (
+    HEADS,
+    LATENT,
+    LAYERS,
+    MLA_SHAPES,
+    PAGE_SIZE,
+    SHAPES,
+    SIZE,
+    StorageConfigFields,
+    host_pool,
+)
+
+
+def spec_of(layout: str = "page_first", *, is_mla: bool = False, **changes: Any) -> KvSpec:
+    fields: dict[str, Any] = {"model_name": "tiny", "model_id": "id", "kv_dtype": "bfloat16", "page_size": PAGE_SIZE}
+    fields |= {"shards": {}} | changes
+    return make_spec(pool_tensors(host_pool(layout, is_mla=is_mla), is_mla=is_mla), **fields)
+
+
+def test_a_chunk_is_a_page() -> None:
+    spec = spec_of()
+    assert (spec.layer_count, spec.kv_head_count, spec.head_size) == (LAYERS, HEADS, SIZE)
+    assert (spec.chunk_size, spec.hash_scheme, spec.mla) == (PAGE_SIZE, PAGE_HASH_SCHEME, False)
+    assert spec.chunk_bytes == 2 * LAYERS * HEADS * SIZE * PAGE_SIZE * 2
+
+
+def test_with_mla_a_chunk_is_a_page_of_latents() -> None:
+    spec = spec_of(is_mla=True)
+    assert (spec.kv_head_count, spec.head_size, spec.mla) == (1, LATENT, True)
+    assert spec.chunk_bytes == LAYERS * LATENT * PAGE_SIZE * 2
+
+
+def test_layouts_of_the_host_pool_share_chunks() -> None:
+    assert len({spec_of(layout) for layout in SHAPES}) == 1
+    assert len({spec_of(layout, is_mla=True) for layout in MLA_SHAPES}) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_id": "other"},
+        {"kv_dtype": "float16"},
+        {"kv_dtype": "fp8_e4m3"},
+        {"shards": {"tp": (0, 2)}},
+        {"shards": {"pp": (0, 2)}},
+    ],
+    ids=str,
+)
+def test_what_its_keys_lack_separates_engines(changes: dict[str, Any]) -> None:
+    assert spec_of(**changes).fingerprint != spec_of().fingerprint
+
+
+def test_ranks_and_sizes_separate_ranks() -> None:
+    made = [spec_of(shards={"tp": share}).fingerprint for share in ((0, 2), (1, 2), (1, 4))]
+    assert len(set(made)) == 3
+
+
+def test_elements_of_eight_bits_are_named_by_their_flag() -> None:
+    assert kv_dtype("torch.bfloat16", "auto") == "bfloat16"
+    assert kv_dtype("torch.uint8", "fp8_e5m2") == "fp8_e5m2"
+
+
+@pytest.mark.parametrize(("stored", "flag"), [("torch.uint8", "auto"), ("torch.uint8", "fp4_e2m1"), ("torch.int8", "")])
+def test_a_dtype_that_is_not_known_is_refused_by_its_flag(stored: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {flag}"):
+        kv_dtype(stored, flag)
+
+
+def test_a_rank_is_named_by_each_kind_of_parallelism_that_divides_its_pages() -> None:
+    assert shards(StorageConfigFields()) == {}
+    config = StorageConfigFields(tp_rank=1, tp_size=2, pp_rank=0, pp_size=3, attn_cp_rank=4, attn_cp_size=5)
+    assert shards(config) == {"tp": (1, 2), "pp": (0, 3), "cp": (4, 5)}
+    assert shards(StorageConfigFields(tp_rank=1, tp_size=2, is_mla_model=True)) == {}
+
+
+def test_of_ranks_with_the_same_pages_one_writes() -> None:
+    assert is_writer(StorageConfigFields(tp_rank=1, tp_size=2))
+    assert is_writer(StorageConfigFields(tp_rank=0, tp_size=2, is_mla_model=True))
+    assert not is_writer(StorageConfigFields(tp_rank=1, tp_size=2, is_mla_model=True))
+    config = StorageConfigFields(tp_rank=1, tp_size=2, is_mla_model=True)
+    config.is_storage_writer = True  # type: ignore[attr-defined]  # what SGLang says counts
+    assert is_writer(config)
+
+
+def test_the_weights_identify_a_model_and_its_name_does_not(tmp_path: Path) -> None:
+    one, same = (make_model(tmp_path / name, TINY) for name in ("one", "same"))
+    other = make_model(tmp_path / "other", TINY, seed=1)
+    identities = [identity_of(served_model(str(folder))) for folder in (one, same, other)]
+    assert identities[0] == identities[1] != identities[2]
+    assert identity_of(served_model("organization/model")) != identity_of(served_model("organization/other"))

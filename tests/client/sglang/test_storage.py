@@ -1,0 +1,221 @@
+"""The storage backend beside a real node, called as SGLang's cache controller calls it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkv.errors import ConfigError
+from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.demo.process import ServerProcess
+from lmkv_client.sglang import LmkvStorage
+from tests.client.sglang.contract import (
+    MLA_SHAPES,
+    PAGE_SIZE,
+    SHAPES,
+    HostPoolFields,
+    StorageConfigFields,
+    host_pool,
+    page_hashes,
+    slots,
+)
+from tests.waiting import is_listening, wait_until
+
+TOKENS = list(range(1000, 1000 + 6 * PAGE_SIZE + 3))
+HASHES = page_hashes(TOKENS)
+FIRST = [3, 9, 1, 0, 17, 4]
+"""Pages of the pool from which the prompt is stored."""
+SECOND = [20, 2, 8, 6, 5, 7]
+"""Pages of the pool into which it is read."""
+
+Start = Callable[..., LmkvStorage]
+
+
+class NodeOfTests(ServerProcess):
+    """A node without engines, which restarts under the same name."""
+
+    def __init__(self, folder: Path, logs: Path, coordinator: CoordinatorProcess) -> None:
+        self.socket = folder / "node" / "engine.sock"
+        environment = {
+            "LMKV_INSTANCE_ID": "node",
+            "LMKV_RUNTIME_DIR": str(folder),
+            "LMKV_COORDINATOR_ADDRESS": coordinator.address,
+            "LMKV_MAX_LOCAL_CPU_SIZE": "16MiB",
+        }
+        super().__init__("node", [sys.executable, "-m", "lmkv", "node"], logs / "node.log", environment)
+
+    def start_and_wait(self) -> None:
+        self.start()
+        self.wait_until(lambda: is_listening(self.socket), "ready", 30.0)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    with CoordinatorProcess(tmp_path) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def node(tmp_path: Path, short_folder: Path, coordinator: CoordinatorProcess) -> Iterator[NodeOfTests]:
+    with NodeOfTests(short_folder, tmp_path, coordinator) as node:
+        node.start_and_wait()
+        yield node
+
+
+@pytest.fixture
+def start(node: NodeOfTests) -> Iterator[Start]:
+    """Makes storages that are attached to the node."""
+    made: list[LmkvStorage] = []
+
+    def start(pool: HostPoolFields, **fields: Any) -> LmkvStorage:
+        settings = {"node_address": str(node.socket), "lookup_timeout": 5, "load_timeout": 10}
+        extra = {"interface_v1": 1, "lmkv": settings}
+        made.append(LmkvStorage(StorageConfigFields(extra_config=extra, **fields), {}))
+        made[-1].register_mem_pool_host(pool)
+        return made[-1]
+
+    yield start
+    for storage in made:
+        storage.close()
+
+
+def page_bytes(pool: HostPoolFields, page: int) -> torch.Tensor:
+    """All elements of a page of a pool."""
+    rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+    is_mla = pool.kv_buffer.dim() == len(MLA_SHAPES[pool.layout]) if pool.layout in MLA_SHAPES else False
+    buffer = pool.kv_buffer[None] if is_mla else pool.kv_buffer
+    by_slot = {"layer_first": lambda: buffer[:, :, rows], "page_first": lambda: buffer[:, rows].transpose(1, 2)}
+    return by_slot.get(pool.layout, lambda: buffer[:, page])().contiguous()
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_pages_that_are_stored_are_read_into_other_pages(start: Start, layout: str) -> None:
+    pool = host_pool(layout)
+    storage = start(pool)
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_set_v1(HASHES, slots(FIRST)) == [True] * 6
+    assert storage.batch_exists([*HASHES, "00" * 32]) == 6
+    assert storage.exists(HASHES[5])
+    assert storage.batch_exists_v2(HASHES).kv_hit_pages == 6
+    expected = [page_bytes(pool, page).clone() for page in FIRST]
+    assert storage.batch_get_v1(HASHES, slots(SECOND)) == [True] * 6
+    assert all(torch.equal(page_bytes(pool, page), own) for page, own in zip(SECOND, expected, strict=True))
+    assert storage.counts.failed_calls == 0
+
+
+def test_an_engine_reads_what_another_one_with_another_layout_has_stored(start: Start) -> None:
+    first, second = host_pool("layer_first"), host_pool("page_first_direct", seed=-1)
+    assert all(start(first).batch_set_v1(HASHES, slots(FIRST)))
+    assert start(second).batch_get_v1(HASHES, slots(FIRST)) == [True] * 6
+    for page in FIRST:
+        own = first.kv_buffer[:, :, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
+        assert torch.equal(own, second.kv_buffer[:, page])
+
+
+@pytest.mark.parametrize("layout", MLA_SHAPES)
+def test_with_mla_one_rank_stores_for_all(start: Start, layout: str) -> None:
+    pools = [host_pool(layout, is_mla=True), host_pool(layout, seed=-1, is_mla=True)]
+    ranks = [start(pool, tp_rank=rank, tp_size=2, is_mla_model=True) for rank, pool in enumerate(pools)]
+    assert ranks[1].batch_set_v1(HASHES, slots(FIRST)) == [True] * 6, "as if it were stored"
+    assert ranks[1].batch_exists(HASHES) == 0
+    assert all(ranks[0].batch_set_v1(HASHES, slots(FIRST)))
+    assert ranks[1].batch_get_v1(HASHES, slots(FIRST)) == [True] * 6
+    assert torch.equal(page_bytes(pools[0], FIRST[0]), page_bytes(pools[1], FIRST[0]))
+
+
+def test_ranks_with_other_heads_have_other_pages(start: Start) -> None:
+    ranks = [start(host_pool("page_first", seed=rank), tp_rank=rank, tp_size=2) for rank in range(2)]
+    assert all(ranks[0].batch_set_v1(HASHES[:2], slots(FIRST[:2])))
+    assert [rank.batch_exists(HASHES) for rank in ranks] == [2, 0]
+    assert all(ranks[1].batch_set_v1(HASHES[:1], slots(FIRST[:1])))
+    assert [rank.batch_exists(HASHES) for rank in ranks] == [2, 1]
+
+
+def test_pages_that_are_held_are_not_written_again(start: Start) -> None:
+    storage = start(host_pool("page_first"))
+    assert all(storage.batch_set_v1(HASHES[:4], slots(FIRST[:4])))
+    assert all(storage.batch_set_v1(HASHES, slots(SECOND)))
+    assert (storage.counts.written, storage.counts.held_before) == (6, 4)
+
+
+def test_what_is_missing_ends_a_hit(start: Start) -> None:
+    storage = start(host_pool("page_first"))
+    assert all(storage.batch_set_v1(HASHES[:2], slots(FIRST[:2])))
+    assert all(storage.batch_set_v1(HASHES[3:], slots(FIRST[3:])))
+    assert storage.batch_exists(HASHES) == 2
+    assert storage.batch_get_v1(HASHES, slots(SECOND)) == [True, True, False, False, False, False]
+    assert storage.batch_exists(HASHES[3:]) == 3, "SGLang asks for what follows the pages that it has"
+    assert (storage.counts.read, storage.counts.failed_reads) == (2, 4)
+
+
+def test_a_batch_of_128_pages_is_stored(start: Start) -> None:
+    """Twice as many slots as the pool has pages: the same pages are stored under several names."""
+    hashes = page_hashes(list(range(128 * PAGE_SIZE)))
+    storage = start(host_pool("page_first"))
+    assert all(storage.batch_set_v1(hashes, slots([index % 24 for index in range(128)])))
+    assert storage.batch_exists(hashes) == 128
+
+
+def test_tokens_find_the_pages_at_the_coordinator(start: Start, coordinator: CoordinatorProcess) -> None:
+    assert all(start(host_pool("page_first")).batch_set_v1(HASHES, slots(FIRST)))
+    wait_until(lambda: coordinator.holders(TOKENS) == {"node": 6 * PAGE_SIZE}, "the coordinator knows the pages")
+
+
+def test_without_its_node_everything_is_a_miss_until_there_is_one(start: Start, node: NodeOfTests) -> None:
+    storage = start(host_pool("page_first"))
+    assert all(storage.batch_set_v1(HASHES, slots(FIRST)))
+    node.kill()
+    wait_until(lambda: storage.batch_exists(HASHES) == 0, "the node is lost")
+    assert storage.batch_get_v1(HASHES, slots(SECOND)) == [False] * 6
+    assert not any(storage.batch_set_v1(HASHES, slots(FIRST)))
+    assert storage.counts.failed_writes == 6
+    node.start_and_wait()
+    wait_until(lambda: all(storage.batch_set_v1(HASHES, slots(FIRST))), "the engine is attached again")
+    assert storage.batch_exists(HASHES) == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "pages"), [(["no digest"], [0]), (["00" * 31], [0]), (HASHES[:1], [0, 1]), (HASHES[:1], [99])], ids=str
+)
+def test_what_sglang_never_passes_is_a_miss_and_is_counted(start: Start, keys: list[str], pages: list[int]) -> None:
+    storage = start(host_pool("page_first"))
+    assert storage.batch_set_v1(keys, slots(pages)) == [False]
+    assert storage.counts.failed_calls == 1
+    assert all(storage.batch_set_v1(HASHES, slots(FIRST))), "the next call is served"
+
+
+def test_of_models_with_further_pools_nothing_is_stored(start: Start) -> None:
+    storage = start(host_pool("page_first"))
+    storage.register_mem_host_pool_v2(object(), "kv")
+    assert all(storage.batch_set_v1(HASHES, slots(FIRST)))
+    assert storage.batch_exists(HASHES) == 6
+    storage.register_mem_host_pool_v2(object(), "mamba")
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_exists_v2(HASHES, [object()]).kv_hit_pages == 0
+
+
+def test_a_storage_that_is_closed_finds_nothing(start: Start) -> None:
+    storage = start(host_pool("page_first"))
+    storage.close()
+    storage.close()
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_get_v1(HASHES, slots(FIRST)) == [False] * 6
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "interface_v1"),
+        ({"interface_v1": 1, "lmkv": {"chunk_sise": 3}}, "chunk_sise"),
+        ({"interface_v1": 1, "lmkv": {"load_timeout": "soon"}}, "load_timeout"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_configuration_is_refused_by_its_key(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LmkvStorage(StorageConfigFields(extra_config=extra))
