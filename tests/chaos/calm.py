@@ -26,6 +26,8 @@ CALM_SECONDS = 90.0
 """So long it may take until nothing is left: a grant expires after four seconds, a full disk is tried after sixty."""
 LOOKUPS = 50
 """Maximum lookups in flight to a node."""
+MAX_ERROR = 5000
+"""Characters that are shown of an error in a log."""
 DIFFERENCE = "the layout map has"
 """What a coordinator logs when digests differ: it mends that, but must never have to."""
 NOTHING_LEFT = (
@@ -63,7 +65,8 @@ async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
     held = [await contents(node, watchers[0].held(node.name, TIER_HOST)) for node in fleet.nodes]
     for victim in fleet.victims.values():
         log = victim.process.log()
-        assert "Traceback" not in log, f"{victim.name}: {victim.process.log_file} contains an error"
+        error = log.partition("Traceback")[2][:MAX_ERROR]
+        assert not error, f"{victim.name}: {victim.process.log_file} contains an error:{error}"
         assert DIFFERENCE not in log, f"{victim.name}: its layout map was wrong, as {victim.process.log_file} reporting"
     return sum(held)
 

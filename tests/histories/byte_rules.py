@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from tests.histories.history import NEVER, History, Record, Violation
@@ -56,3 +57,32 @@ def grants_match_requests(history: History) -> Iterator[Violation]:
                 what=f"the grant does not match the {count} requested chunks",
                 records=(acquire,),
             )
+
+
+def held_extents_are_not_written(history: History) -> Iterator[Violation]:
+    """While an engine holds a chunk by a lookup or a load, its extent is not written, and its bytes stay the same.
+
+    `FoundChunks`: "The node holds the chunks of `own` until the engine releases the request." `LoadedChunks`: "held
+    there until the engine releases the request". A credit for the extent would be another engine's to write.
+    """
+    writes: defaultdict[tuple[str, int, int], list[Record]] = defaultdict(list)
+    for write in history.attempts("Write"):
+        writes[write.server, write.request["epoch"], write.request["offset"]].append(write)
+    reads: defaultdict[tuple[str, int], list[Record]] = defaultdict(list)
+    for read in history.of("Read"):
+        reads[read.actor, read.request["offset"]].append(read)
+    for hold in history.of("Hold"):
+        for offset in hold.request["offsets"]:
+            written = [
+                write
+                for write in writes[hold.server, hold.request["epoch"], offset]
+                if hold.start <= write.start < hold.end
+            ]
+            if written:
+                what = f"{hold.actor} holds the extent at {offset}, which is written meanwhile"
+                yield Violation(rule="held_extents_are_not_written", what=what, records=(hold, written[0]))
+            seen = [read for read in reads[hold.actor, offset] if hold.start <= read.start and read.end <= hold.end]
+            other = next((read for read in seen if read.answer["digest"] != seen[0].answer["digest"]), None)
+            if other is not None:
+                what = f"{hold.actor} holds the extent at {offset}, whose bytes change meanwhile"
+                yield Violation(rule="held_extents_are_not_written", what=what, records=(hold, seen[0], other))

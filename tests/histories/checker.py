@@ -29,6 +29,7 @@ Rule = Callable[[History], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
     byte_rules.loads_equal_commits,
     byte_rules.extents_have_one_chunk,
+    byte_rules.held_extents_are_not_written,
     byte_rules.grants_match_requests,
     layout_rules.lookups_equal_map,
     layout_rules.holders_have_reported,

@@ -6,7 +6,6 @@ Records are written as soon as they are complete, so that memory holds only call
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import time
 from collections import deque
@@ -19,16 +18,14 @@ from typing import Any, Self, cast
 import grpc
 
 from lmkv import rpc
-from lmkv.keys import ChunkKey, split_keys
 from lmkv.pool.pool import Pool
 from lmkv.v1 import cache_service_pb2 as cache_pb
-from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv.v1.chunk_pb2 import Extent
-from tests.chaos.engine import SPEC, Engine
+from tests.chaos.engine import Engine
 from tests.chaos.tap import ACTOR, Tap
 from tests.histories import summaries
 from tests.histories.history import NEVER, Outcome, Record, dump
+from tests.histories.recorded_engine import RecordedEngine
 from tests.histories.summaries import Summary
 from tests.server.node.engine_client import EngineClient
 
@@ -42,9 +39,9 @@ class Call:
         self.start: float = fields["start"]
         self.request: Summary = fields["request"]
 
-    def end(self, answer: Summary) -> None:
-        """It was answered."""
-        self._write(Outcome.OK, self._recorder.now(), answer)
+    def end(self, answer: Summary, at: float | None = None) -> None:
+        """It was answered, now or before."""
+        self._write(Outcome.OK, self._recorder.now() if at is None else at, answer)
 
     def fail(self, code: str) -> None:
         """It ended with an error, after which it may have happened or not."""
@@ -333,103 +330,3 @@ class ReportStream:
             if order.order_id not in self._recorder.orders and (summary := summaries.order_request(order)):
                 name, asked = summary
                 self._recorder.orders[order.order_id] = self._recorder.open(name, self._node, asked, self._coordinator)
-
-
-class RecordedEngine(Engine):
-    """Records what an engine says, hears, writes and reads. It judges nothing: the checker does."""
-
-    def __init__(self, client: EngineClient, pool: Pool, recorder: Recorder, node: str) -> None:
-        super().__init__(client, pool)
-        self._recorder = recorder
-        self._node = node
-        self._prompts: dict[str, list[ChunkKey]] = {}
-        self._held: dict[str, tuple[ChunkKey, Extent]] = {}
-        """The last chunk of each lookup: it is read again before the release."""
-        self._finds: dict[str, Call] = {}
-        self._loads: dict[str, Call] = {}
-        self._loaded: dict[str, list[str]] = {}
-        self._handoffs: dict[str, Call] = {}
-        self._writes: list[Call] = []
-        self._say, self._read = client.say, client._read
-        client.say = self._recorded_say  # type: ignore[method-assign]
-        client._read = self._recorded_read  # type: ignore[method-assign]
-
-    def write(self, key: ChunkKey, extent: Extent) -> int:
-        """See `Engine`."""
-        checksum = super().write(key, extent)
-        asked = {"key": summaries.key_name(key), "digest": self._digest(extent)}
-        self._writes.append(self._open("Write", asked))
-        return checksum
-
-    def check(self, key: ChunkKey, extent: Extent) -> None:
-        """Reads the chunk."""
-        place = {"key": summaries.key_name(key), "offset": extent.offset, "generation": extent.generation}
-        self._open("Read", place).end({"digest": self._digest(extent)})
-
-    def close(self) -> None:
-        """Records what has no answer."""
-        for call in [*self._finds.values(), *self._loads.values(), *self._handoffs.values(), *self._writes]:
-            call.fail("CANCELLED")
-
-    def _open(self, call: str, asked: Summary) -> Call:
-        return self._recorder.open(call, self._node, asked, self.client.engine_id)
-
-    def _digest(self, extent: Extent) -> str:
-        size = extent.size_bytes or SPEC.chunk_bytes
-        return hashlib.blake2b(memoryview(self._pool.buffer)[extent.offset : extent.offset + size]).hexdigest()[:16]
-
-    async def _recorded_say(self, **acts: Any) -> None:
-        for release in acts.get("releases", ()):
-            self._release(release.request_id)
-        for lookup in acts.get("lookups", ()):
-            keys = split_keys(lookup.chunk_keys)
-            self._prompts[lookup.request_id] = keys
-            self._finds[lookup.request_id] = self._open("Find", {"keys": summaries.key_names(lookup.chunk_keys)})
-        for load in acts.get("loads", ()):
-            keys = self._prompts[load.request_id][load.first_chunk : load.first_chunk + load.chunk_count]
-            asked = {"keys": [summaries.key_name(key) for key in keys]}
-            asked |= {"timeout": load.timeout.ToNanoseconds() / 1e9}
-            self._loads[load.request_id], self._loaded[load.request_id] = self._open("Load", asked), []
-        for handoff in acts.get("handoffs", ()):
-            asked = {"id": handoff.request_id, "keys": summaries.key_names(handoff.chunk_keys)}
-            self._handoffs[handoff.request_id] = self._open("Handoff", asked | {"to": handoff.decode_instance_id})
-        await self._say(**acts)
-
-    async def _recorded_read(self) -> engine_pb.AttachResponse:
-        answer = await self._read()
-        for found in answer.found:
-            prompt = self._prompts[found.request_id]
-            names = [summaries.key_name(key) for key in prompt]
-            at, disk = len(found.own), []
-            for run in found.runs:
-                disk += names[at : at + run.chunk_count] if run.tier == "disk" else []
-                at += run.chunk_count
-            self._finds.pop(found.request_id).end({"own": names[: len(found.own)], "disk": disk})
-            self._hold(found.request_id, 0, found.own)
-            for call in self._writes:  # acts are carried out in order: their commits were before this lookup
-                call.end({})
-            self._writes.clear()
-        for loaded in answer.loaded:
-            if loaded.request_id in self._loads:
-                self._hold(loaded.request_id, loaded.first_chunk, loaded.extents)
-                names = self._loaded[loaded.request_id]
-                prompt = self._prompts[loaded.request_id][loaded.first_chunk :]
-                names += [summaries.key_name(key) for key, _ in zip(prompt, loaded.extents, strict=False)]
-                if loaded.done:
-                    self._loads.pop(loaded.request_id).end({"loaded": names, "status": loaded.status.code})
-        for handed in answer.handed:
-            asked: Summary = {"id": handed.request_id, "keys": [], "to": ""}
-            handoff = self._handoffs.pop(handed.request_id, None) or self._open("Handoff", asked)
-            handoff.end({"chunks": handed.chunk_count, "error": handed.status.message})
-        return answer
-
-    def _hold(self, request_id: str, first: int, extents: Any) -> None:
-        for key, extent in zip(self._prompts[request_id][first:], extents, strict=False):
-            self._held[request_id] = key, extent
-
-    def _release(self, request_id: str) -> None:
-        if held := self._held.pop(request_id, None):
-            self.check(*held)
-        self._prompts.pop(request_id, None)
-        if load := self._loads.pop(request_id, None):
-            load.end({"loaded": self._loaded.pop(request_id), "released": True})

@@ -27,12 +27,18 @@ def call(call: str, start: float, end: float = NEVER, **fields: Any) -> Record:
     )
 
 
-def write(start: float, key: str = "1/0", digest: str = "d1", **fields: Any) -> Record:
-    return call("Write", start, start + 1, request={"key": key, "digest": digest}, **fields)
+def write(start: float, key: str = "1/0", digest: str = "d1", offset: int = 0, epoch: int = 1) -> Record:
+    request = {"key": key, "digest": digest, "offset": offset, "epoch": epoch}
+    return call("Write", start, start + 1, actor="writer", request=request)
 
 
-def read(start: float, key: str = "1/0", digest: str = "d1", generation: int = 1) -> Record:
-    request = {"key": key, "offset": 0, "generation": generation}
+def hold(start: float, end: float, *offsets: int) -> Record:
+    """Until its release."""
+    return call("Hold", start, end, request={"id": "1", "offsets": list(offsets), "epoch": 1})
+
+
+def read(start: float, key: str = "1/0", digest: str = "d1", generation: int = 1, offset: int = 0) -> Record:
+    request = {"key": key, "offset": offset, "generation": generation}
     return call("Read", start, start + 1, request=request, answer={"digest": digest})
 
 
@@ -153,6 +159,12 @@ LEGAL: dict[str, list[list[Record]]] = {
         [read(0), read(2), read(4, key="1/1", generation=2)],
         [read(0), fault(2, 3), read(4, key="1/1")],
     ],
+    "held_extents_are_not_written": [
+        [write(0), hold(1, 4, 0, 256), read(1), read(3), write(5), write(2, offset=512)],
+        [hold(1, 4, 0), write(2, epoch=2)],
+        [hold(1, NEVER, 0), write(2)],
+        [hold(1, 4, 0), read(1), read(4, digest="d2")],
+    ],
     "grants_match_requests": [[acquire(0)], [acquire(0, present=[1], extents=1)], [acquire(0, "", [], 0)]],
     "lookups_equal_map": [
         [*SNAPSHOT, watch(6, 6, lose("1/1")), lookup(7, 6, {"node-1": [2]})],
@@ -239,6 +251,11 @@ ILLEGAL: dict[str, list[list[Record]]] = {
         [read(0)],
     ],
     "extents_have_one_chunk": [[read(0), read(2, key="1/1")], [fault(0, 1), read(2), read(4, key="1/1")]],
+    "held_extents_are_not_written": [
+        [hold(1, 4, 256, 0), write(2)],
+        [hold(1, 4, 0), replace(write(2), end=NEVER, outcome=Outcome.UNKNOWN)],
+        [write(0), write(0, digest="d2"), hold(1, 9, 0), read(2), read(4, digest="d2")],
+    ],
     "grants_match_requests": [[acquire(0, present=[1, 0])], [acquire(0, present=[0, 2])], [acquire(0, extents=1)]],
     "lookups_equal_map": [
         [*SNAPSHOT, watch(6, 6, lose("1/1")), lookup(7, 6, HELD)],

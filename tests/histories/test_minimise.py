@@ -12,6 +12,7 @@ from tests.histories.test_checker import (
     call,
     find,
     gain,
+    hold,
     lookup,
     lose,
     read,
@@ -29,6 +30,14 @@ def test_what_does_not_matter_is_left_out() -> None:
     history = History(records)
     (violation,) = check(history)
     assert minimise(history, violation) == [write(0), read(95, digest="other")]
+
+
+def test_a_write_into_a_held_extent_is_left_with_the_hold() -> None:
+    noise = [write(at, f"{at}/0", offset=at) for at in range(10, 90)]
+    noise += [hold(at + 1, at + 9, at) for at in range(10, 90)]
+    history = History([*noise, hold(40, 60, 4096), write(50, "1/0", offset=4096), read(52, "1/0", offset=4096)])
+    (violation,) = check(history)
+    assert minimise(history, violation) == [hold(40, 60, 4096), write(50, "1/0", offset=4096)]
 
 
 def test_the_changes_that_lead_to_a_state_are_kept() -> None:

@@ -1,0 +1,138 @@
+"""Records what an engine sends, receives, writes and reads at its node."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from lmkv.keys import ChunkKey, split_keys
+from lmkv.pool.pool import Pool
+from lmkv.v1 import engine_service_pb2 as engine_pb
+from lmkv.v1.chunk_pb2 import Extent
+from tests.chaos.engine import SPEC, Engine
+from tests.histories import summaries
+from tests.histories.summaries import Summary
+from tests.server.node.engine_client import EngineClient
+
+if TYPE_CHECKING:
+    from tests.histories.recorder import Call, Recorder
+
+
+class RecordedEngine(Engine):
+    """Records what an engine says, hears, writes and reads. It judges nothing: the checker does."""
+
+    def __init__(self, client: EngineClient, pool: Pool, recorder: Recorder, node: str) -> None:
+        super().__init__(client, pool)
+        self._recorder = recorder
+        self._node = node
+        self._prompts: dict[str, list[ChunkKey]] = {}
+        self._held: dict[str, tuple[ChunkKey, Extent]] = {}
+        """The last chunk of each lookup: it is read again before the release."""
+        self._finds: dict[str, Call] = {}
+        self._loads: dict[str, Call] = {}
+        self._loaded: dict[str, list[str]] = {}
+        self._handoffs: dict[str, Call] = {}
+        self._writes: list[Call] = []
+        self._holds: defaultdict[str, list[Call]] = defaultdict(list)
+        """The extents of each lookup, by the answers that brought them."""
+        self._released: list[tuple[Call, float]] = []
+        """Holds that were released, with the time: known to have lasted until then once the node answers again."""
+        self._say, self._read = client.say, client._read
+        client.say = self._recorded_say  # type: ignore[method-assign]
+        client._read = self._recorded_read  # type: ignore[method-assign]
+
+    def write(self, key: ChunkKey, extent: Extent) -> int:
+        """See `Engine`."""
+        start = self._recorder.now()
+        checksum = super().write(key, extent)
+        asked = {"key": summaries.key_name(key), "digest": self._digest(extent)}
+        self._writes.append(self._open("Write", asked | {"offset": extent.offset} | self._pool_name(), start))
+        return checksum
+
+    def check(self, key: ChunkKey, extent: Extent) -> None:
+        """Reads the chunk."""
+        place = {"key": summaries.key_name(key), "offset": extent.offset, "generation": extent.generation}
+        self._open("Read", place).end({"digest": self._digest(extent)})
+
+    def close(self) -> None:
+        """Records what has no answer."""
+        holds = [*(hold for held in self._holds.values() for hold in held), *(hold for hold, _ in self._released)]
+        calls = (*self._finds.values(), *self._loads.values(), *self._handoffs.values(), *self._writes, *holds)
+        for call in calls:
+            call.fail("CANCELLED")
+
+    def _open(self, call: str, asked: Summary, start: float | None = None) -> Call:
+        return self._recorder.open(call, self._node, asked, self.client.engine_id, start=start)
+
+    def _pool_name(self) -> Summary:
+        """Which of the node's pools an extent belongs to: each process of a node has its own."""
+        return {"epoch": self.client.welcomed.epoch}
+
+    def _digest(self, extent: Extent) -> str:
+        size = extent.size_bytes or SPEC.chunk_bytes
+        return hashlib.blake2b(memoryview(self._pool.buffer)[extent.offset : extent.offset + size]).hexdigest()[:16]
+
+    async def _recorded_say(self, **acts: Any) -> None:
+        for release in acts.get("releases", ()):
+            self._release(release.request_id)
+        for lookup in acts.get("lookups", ()):
+            keys = split_keys(lookup.chunk_keys)
+            self._prompts[lookup.request_id] = keys
+            self._finds[lookup.request_id] = self._open("Find", {"keys": summaries.key_names(lookup.chunk_keys)})
+        for load in acts.get("loads", ()):
+            keys = self._prompts[load.request_id][load.first_chunk : load.first_chunk + load.chunk_count]
+            asked = {"keys": [summaries.key_name(key) for key in keys]}
+            asked |= {"timeout": load.timeout.ToNanoseconds() / 1e9}
+            self._loads[load.request_id], self._loaded[load.request_id] = self._open("Load", asked), []
+        for handoff in acts.get("handoffs", ()):
+            asked = {"id": handoff.request_id, "keys": summaries.key_names(handoff.chunk_keys)}
+            self._handoffs[handoff.request_id] = self._open("Handoff", asked | {"to": handoff.decode_instance_id})
+        await self._say(**acts)
+
+    async def _recorded_read(self) -> engine_pb.AttachResponse:
+        answer = await self._read()
+        for found in answer.found:
+            prompt = self._prompts[found.request_id]
+            names = [summaries.key_name(key) for key in prompt]
+            at, disk = len(found.own), []
+            for run in found.runs:
+                disk += names[at : at + run.chunk_count] if run.tier == "disk" else []
+                at += run.chunk_count
+            self._finds.pop(found.request_id).end({"own": names[: len(found.own)], "disk": disk})
+            self._hold(found.request_id, 0, found.own)
+            for hold, released_at in self._released:
+                hold.end({}, released_at)
+            self._released.clear()
+            for call in self._writes:  # acts are carried out in order: their commits were before this lookup
+                call.end({})
+            self._writes.clear()
+        for loaded in answer.loaded:
+            if loaded.request_id in self._loads:
+                self._hold(loaded.request_id, loaded.first_chunk, loaded.extents)
+                names = self._loaded[loaded.request_id]
+                prompt = self._prompts[loaded.request_id][loaded.first_chunk :]
+                names += [summaries.key_name(key) for key, _ in zip(prompt, loaded.extents, strict=False)]
+                if loaded.done:
+                    self._loads.pop(loaded.request_id).end({"loaded": names, "status": loaded.status.code})
+        for handed in answer.handed:
+            asked: Summary = {"id": handed.request_id, "keys": [], "to": ""}
+            handoff = self._handoffs.pop(handed.request_id, None) or self._open("Handoff", asked)
+            handoff.end({"chunks": handed.chunk_count, "error": handed.status.message})
+        return answer
+
+    def _hold(self, request_id: str, first: int, extents: Any) -> None:
+        for key, extent in zip(self._prompts[request_id][first:], extents, strict=False):
+            self._held[request_id] = key, extent
+        if extents:
+            asked = {"id": request_id, "offsets": [extent.offset for extent in extents]} | self._pool_name()
+            self._holds[request_id].append(self._open("Hold", asked))
+
+    def _release(self, request_id: str) -> None:
+        if held := self._held.pop(request_id, None):
+            self.check(*held)
+        released_at = self._recorder.now()
+        self._released += [(hold, released_at) for hold in self._holds.pop(request_id, ())]
+        self._prompts.pop(request_id, None)
+        if load := self._loads.pop(request_id, None):
+            load.end({"loaded": self._loaded.pop(request_id), "released": True})
