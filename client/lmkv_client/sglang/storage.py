@@ -105,7 +105,11 @@ class LmkvStorage(HiCacheStorage):
             shards=shards(config),
         )
         engine = Engine.attach(spec, config=self._settings)
-        self._copier = engine.register(make_pages(self._tensors), threads=self._settings.copy_threads)
+        try:
+            self._copier = engine.register(make_pages(self._tensors))
+        except ValueError as error:
+            engine.close()
+            raise ConfigError(f"LmkvStorage: this version of lmkv cannot copy the host pool: {error}") from None
         self._page_size = pool.page_size
         self._engine = engine
         logger.info(

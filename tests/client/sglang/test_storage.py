@@ -199,6 +199,13 @@ def test_of_models_with_further_pools_nothing_is_stored(start: Start) -> None:
     assert storage.batch_exists_v2(HASHES, [object()]).kv_hit_pages == 0
 
 
+def test_a_host_pool_that_cannot_be_copied_is_refused(start: Start) -> None:
+    pool = host_pool("page_first_direct")
+    pool.kv_buffer = pool.kv_buffer[..., :3].contiguous()  # rows of 6 bytes
+    with pytest.raises(ConfigError, match="cannot copy the host pool"):
+        start(pool)
+
+
 def test_a_storage_that_is_closed_finds_nothing(start: Start) -> None:
     storage = start(host_pool("page_first"))
     storage.close()
