@@ -21,7 +21,13 @@ class ConnectorConfig(NodeConfig):
         choice("auto", "native", "token_major"),
         "auto",
         "Format of chunks: token_major works with engines of any block size, native is faster on CPUs; auto: "
-        "native on CPUs, token_major on GPUs.",
+        "native on CPUs, token_major on GPUs or with share_across_engines.",
+    )
+    share_across_engines: bool = key(
+        FLAG,
+        False,
+        "Whether engines of other kinds that set it too, such as Hugging Face transformers, may load this engine's KV, "
+        "and it theirs.",
     )
     save_partial_chunks: bool = key(
         FLAG,

@@ -13,7 +13,7 @@ from lmkv.packing import pack_fields
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
-from lmkv_client.connector.identity import engine_identity, served_names
+from lmkv_client.connector.identity import engine_identity, identity_across_engines, served_names
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.pipeline import first_layer
 from lmkv_client.connector.vllm_api import (
@@ -107,9 +107,18 @@ def engine_kv(
     if not native:
         parts = [_in_whole_pages(part, kinds, caches, chunk_size) for part in parts]
     first = parts[0]
+    model_id = config.model_id or engine_identity(vllm_config)
+    if config.share_across_engines:
+        if not is_plain or first.mla:
+            raise ConfigError(
+                "share_across_engines: only models whose layers all have full attention with keys and values are "
+                f"shared, and model {served_names(model)[0]} is another; set it to false",
+                key="share_across_engines",
+            )
+        model_id = identity_across_engines(vllm_config, kv_dtype=first.kv_dtype, model_id=config.model_id)
     spec = KvSpec(
         model_name=served_names(model)[0],
-        model_id=config.model_id or engine_identity(vllm_config),
+        model_id=model_id,
         kv_dtype=first.kv_dtype,
         layer_count=first.layer_count,
         kv_head_count=first.kv_head_count,
@@ -157,6 +166,9 @@ def _check_engine(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         "use_mla: vLLM's CPU backend reads MLA that was not computed in the same step inexactly, and switches its own "
         "prefix cache off for it": model.use_mla and device == "cpu",
         "kv_format: native tiles are for CPUs; use token_major": config.kv_format == "native" and device != "cpu",
+        "share_across_engines: only vLLM reads native tiles; use kv_format token_major": (
+            config.share_across_engines and config.kv_format == "native"
+        ),
         "prefill_context_parallel_size, decode_context_parallel_size: this version of lmkv supports 1": (
             parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size != 1
         ),
@@ -171,7 +183,8 @@ def _check_engine(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
 
 def _is_native(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
     on_cpu = vllm_config.device_config.device_type == "cpu"
-    return config.kv_format == "native" or (config.kv_format == "auto" and on_cpu)
+    is_shared = config.share_across_engines
+    return config.kv_format == "native" or (config.kv_format == "auto" and on_cpu and not is_shared)
 
 
 def _head_count(vllm_config: VllmConfig) -> int:

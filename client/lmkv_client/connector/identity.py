@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lmkv.packing import pack_fields
+from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
 from lmkv_client.connector.vllm_api import LoRARequest, ModelConfig, VllmConfig
+from lmkv_client.model_identity import architecture, digest_of, folder_digest, shared_identity, weights_identity
 from lmkv_client.plugin import SERVED_NAMES
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-SAMPLE_COUNT = 256
-SAMPLE_BYTES = 16 << 10
-VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
-"""Entries of a model's configuration that do not change what it computes, or that KvSpec holds by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,47 +43,45 @@ def served_names(model: ModelConfig) -> list[str]:
 def engine_identity(vllm_config: VllmConfig) -> str:
     """Identity of all weights that make KV: the model's, and those of a draft model whose layers are cached with it."""
     model = model_identity(vllm_config.model_config)
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.uses_draft_kv_cache():
-        return model
-    draft = model_identity(speculative.draft_model_config)
-    return sha256(pack_fields([model.encode(), draft.encode()])).hexdigest()[:32]
+    draft = _draft_model(vllm_config)
+    return model if draft is None else digest_of(model, model_identity(draft))
 
 
 def model_identity(model: ModelConfig) -> str:
     """Identity of the weights: a digest over a local folder's content, or name and revision of a hub model."""
-    architecture = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE}
-    fields = [json.dumps(architecture, sort_keys=True, default=str), str(model.quantization or "")]
-    folder = Path(model.model)
-    if folder.exists():
-        fields.append(folder_digest(folder))
-    else:
-        commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or "main"
-        fields.append(f"{model.model}@{commit}")
-    return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
+    weights = weights_identity(model.model, _commit(model))
+    return digest_of(architecture(model.hf_config.to_dict()), str(model.quantization or ""), weights)
 
 
-def folder_digest(folder: Path) -> str:
-    """Digest over the weight files of a folder, or over a single file: names, sizes, and samples spread over each file.
+def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id: str) -> str:
+    """Identity of KV that engines of other kinds may share. Raises `ConfigError` if this engine's KV is not such."""
+    model = vllm_config.model_config
+    if _draft_model(vllm_config) is not None:
+        raise ConfigError(
+            "share_across_engines: the chunks of this engine have the layers of a draft model too",
+            key="share_across_engines",
+        )
+    return shared_identity(
+        model.hf_config.to_dict(),
+        model=model.model,
+        commit=_commit(model),
+        model_id=model_id,
+        kv_dtype=kv_dtype,
+        quantization=model.quantization,
+    )
 
-    Reading all of a large model would take minutes; weights of another training run differ in every sample.
-    """
-    inside = folder.iterdir() if folder.is_dir() else [folder]
-    files = sorted(path for path in inside if path.suffix in WEIGHT_SUFFIXES)
-    return _files_digest(tuple((path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files))
+
+def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
+    """The draft model whose layers are cached with the model's own, if there is one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    return speculative.draft_model_config
 
 
-@lru_cache(maxsize=256)
-def _files_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """Digest over files that have these sizes and were changed at these times: adapters are replaced in place."""
-    digest = sha256()
-    for path, size, _ in files:
-        digest.update(pack_fields([path.name.encode(), str(size).encode()]))
-        with path.open("rb") as file:
-            for sample in range(SAMPLE_COUNT):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // max(1, SAMPLE_COUNT - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+def _commit(model: ModelConfig) -> str | None:
+    commit: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return commit
 
 
 def lora_identity(lora: LoRARequest) -> str:

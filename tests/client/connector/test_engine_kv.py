@@ -24,6 +24,7 @@ from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.vllm_api import VLLM_VERSION, attention_isa
 from lmkv_client.connector.worker.format import check_packing
 from lmkv_client.demo.model import make_model
+from lmkv_client.model_identity import shared_identity
 from lmkv_kernels import token_rows
 from tests.client.connector.conftest import make_vllm_config
 
@@ -117,6 +118,34 @@ def test_another_draft_model_has_another_fingerprint_and_n_grams_do_not(
 
 def test_what_the_operator_names_is_the_identity_of_the_weights(tiny_config: VllmConfig) -> None:
     assert spec_of(tiny_config, model_id="llama@7").model_id == "llama@7"
+
+
+def test_what_engines_of_other_kinds_share_has_no_engine_in_it(tiny_config: VllmConfig, tiny_model: Path) -> None:
+    spec = spec_of(tiny_config, share_across_engines=True)
+    config = tiny_config.model_config.hf_config.to_dict()
+    identity = shared_identity(config, model=str(tiny_model), commit=None, model_id="", kv_dtype="bfloat16")
+    assert (spec.model_id, spec.format, spec.block_size, spec.tile_isa) == (identity, TOKEN_MAJOR, 0, "")
+    assert spec.fingerprint != spec_of(tiny_config, kv_format="token_major").fingerprint
+    named = spec_of(tiny_config, share_across_engines=True, model_id="llama@7").model_id
+    assert named.startswith("shared:")
+    assert named != identity
+
+
+def test_kv_that_only_vllm_reads_is_not_shared(tiny_config: VllmConfig, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="share_across_engines: only vLLM reads native tiles"):
+        spec_of(tiny_config, share_across_engines=True, kv_format="native")
+    with pytest.raises(ConfigError, match="share_across_engines: only models whose layers all have full attention"):
+        spec_of(tiny_config, groups_of((FULL, ["f"]), (SLIDING, ["w"])), share_across_engines=True)
+    drafting = make_vllm_config(
+        tiny_model,
+        speculative_config={"num_speculative_tokens": 2, "method": "draft_model", "model": str(tiny_model)},
+    )
+    with pytest.raises(ConfigError, match=r"share_across_engines: .* layers of a draft model"):
+        spec_of(drafting, share_across_engines=True)
+    quantized = cache_config(dtype=torch.uint8)
+    config = make_vllm_config(tiny_model, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match="share_across_engines: KV of fp8_e4m3"):
+        spec_of(config, quantized, share_across_engines=True)
 
 
 def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused(tiny_config: VllmConfig) -> None:

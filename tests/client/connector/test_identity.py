@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 from vllm.lora.request import LoRARequest
 
-from lmkv_client.connector.identity import (
-    SAMPLE_BYTES,
-    HeadShare,
-    folder_digest,
-    lora_identity,
-    model_identity,
-    served_names,
-)
+from lmkv_client.connector.identity import HeadShare, lora_identity, model_identity, served_names
+from lmkv_client.model_identity import SAMPLE_BYTES, folder_digest
 from tests.client.connector.conftest import make_vllm_config
 
 
@@ -41,6 +35,13 @@ def test_every_rank_has_its_heads_and_each_head_one_rank_that_stores_it(
 ) -> None:
     found = [HeadShare.of_rank(rank, ranks, heads) for rank in range(ranks)]
     assert [(share.first_head, share.is_writer) for share in found] == shares
+
+
+def test_the_identity_of_a_model_never_changes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in keys: after an update, engines would not find what they have stored before."""
+    model = make_vllm_config(tiny_model).model_config
+    monkeypatch.setattr(type(model.hf_config), "to_dict", lambda self: {"hidden_size": 64, "_name_or_path": "here"})
+    assert model_identity(model) == "fda7d7c6ad3c0b35cb0e01ceccf67cf5"
 
 
 def test_the_identity_does_not_depend_on_where_the_model_is(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""The identity of KV that engines of several kinds share: what decides, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.errors import ConfigError
+from lmkv_client.model_identity import SHARED_FIELDS, shared_identity, weights_identity
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0}
+
+
+def identity(config: dict[str, Any] | None = None, **named: Any) -> str:
+    values: dict[str, Any] = {"model": "hub/llama", "commit": COMMIT, "model_id": "", "kv_dtype": "float32"}
+    return shared_identity(config or LLAMA, **(values | named))
+
+
+def test_the_identity_of_a_model_never_changes() -> None:
+    """It is in keys: engines of another version of lmkv would not find what these have stored."""
+    assert identity() == "shared:70092cbd2bafcaca44a8ac7047d510ff"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, {"model_type": "qwen2", "hidden_act": "gelu"}.get(name, 8)) for name in SHARED_FIELDS),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 50_000.0}),
+        ("rope_parameters", SCALED),
+        ("rope_parameters", SCALED | {"factor": 4.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_what_decides_about_keys_and_values_changes_the_identity(name: str, value: Any) -> None:
+    assert identity(LLAMA | {name: value}) != identity()
+
+
+def test_weights_change_the_identity(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"some")
+    some = identity(model=str(tmp_path), commit=None)
+    (tmp_path / "model.safetensors").write_bytes(b"more")
+    others = [some, identity(model=str(tmp_path), commit=None), identity(commit=COMMIT[::-1]), identity(model="x/y")]
+    assert len({*others, identity(), identity(model_id="mine")}) == 6
+    assert identity(model_id="mine") == identity(model_id="mine", model="elsewhere", commit=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transformers_version": "9"},
+        {"vocab_size": 7},
+        {"head_dim": None},
+        {"rope_parameters": None, "rope_theta": 10_000},
+        {"rope_parameters": None, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_how_a_version_of_transformers_writes_the_configuration_does_not(change: dict[str, Any]) -> None:
+    assert identity(LLAMA | change) == identity()
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "reason"),
+    [
+        ({"model_type": "cohere"}, {}, "model_type cohere is not known to have the same keys"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "rope_type dynamic gives tokens keys"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, {}, "rope_type yarn"),
+        ({"sliding_window": 4096}, {}, "sliding window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized weights"),
+        ({}, {"quantization": "awq"}, "quantized weights"),
+        ({}, {"kv_dtype": "fp8_e4m3"}, "KV of fp8_e4m3 has scales"),
+        ({}, {"commit": None}, "the commit of hub/llama is not known; .*set model_id"),
+        ({}, {"commit": "main"}, "the commit of hub/llama is not known"),
+        ({}, {"model": "", "commit": None}, "set model_id"),
+    ],
+)
+def test_what_engines_may_not_compute_alike_is_refused(
+    change: dict[str, Any], named: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"share_across_engines: .*{reason}") as refused:
+        identity(LLAMA | change, **named)
+    assert refused.value.metadata == {"key": "share_across_engines"}
+
+
+def test_weights_of_a_hub_model_are_those_of_its_commit() -> None:
+    assert weights_identity("hub/llama", COMMIT) == f"hub/llama@{COMMIT}"
+    assert weights_identity("hub/llama", None) == "hub/llama@main"
