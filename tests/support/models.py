@@ -167,26 +167,40 @@ def make_architecture(folder: Path, name: str, **changes: Any) -> Path:
     """
     if name == "llama":
         return make_model(folder, TINY)
+    architecture = ARCHITECTURES[name]
+    make_decoder(folder, architecture.model_type, configuration(name, **changes), architecture.dtype)
+    if architecture.served_as:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture.served_as]}))
+    return folder
+
+
+def make_plain(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Writes a model of this type whose layers all have full attention, with its tokenizer, and returns `folder`.
+
+    `changes` are other values of the configuration.
+    """
+    return make_decoder(folder, model_type, {**_COMMON, **changes}, "float32")
+
+
+def make_decoder(folder: Path, model_type: str, values: Mapping[str, Any], dtype: str) -> Path:
+    """Writes a model of a type of transformers with random weights, and its tokenizer; returns `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    architecture = ARCHITECTURES[name]
-    config = AutoConfig.for_model(architecture.model_type, **configuration(name, **changes))
+    config = AutoConfig.for_model(model_type, **values)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, architecture.dtype))
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     with torch.no_grad():
         for parameter_name, weights in model.named_parameters():
             if weights.dim() > 1:
                 weights.normal_(0, _gain(parameter_name) * weights.shape[-1] ** -0.5)
             elif parameter_name.endswith("A_log"):
                 weights.fill_(-6.0)  # states that forget slowly
-            elif "post_" in parameter_name and name.startswith("gemma"):
+            elif "post_" in parameter_name and model_type.startswith("gemma"):
                 weights.fill_(3.0)  # layers that outweigh the embedding, which is that of the output too
     model.save_pretrained(folder)
     write_tokenizer(folder, _COMMON["vocab_size"], _COMMON["max_position_embeddings"])
-    if architecture.served_as:
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture.served_as]}))
     return folder
 
 

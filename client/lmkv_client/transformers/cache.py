@@ -1,0 +1,209 @@
+"""`LmkvCache`: the KV cache of one model's prompts, shared through the node of this host."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from lmkv.config import ConnectorConfig, load
+from lmkv_client.engine import Engine, Written
+from lmkv_client.transformers.extents import chunk_tensor, copy_tokens, fill, has_all_tokens
+from lmkv_client.transformers.model_kv import model_kv, new_cache
+
+logger = logging.getLogger(__name__)
+
+RESERVED_AT_ONCE = 32
+"""Most extents that a store holds before it commits them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheStatistics:
+    """What a cache has done since it was made. All counts are of tokens but `uncached_calls`."""
+
+    looked_up_tokens: int = 0
+    """Tokens of prompts that were looked up."""
+    loaded_tokens: int = 0
+    """Those among them that were loaded: cache hits."""
+    stored_tokens: int = 0
+    """Tokens whose KV was stored; what the node held already is not counted."""
+    uncached_calls: int = 0
+    """Calls of `generate` that were computed without the cache."""
+
+
+class LmkvCache:
+    """Loads the KV of prompts before `generate`, and stores it afterwards. May be used from several threads.
+
+    It is for one model, whose weights must not change while it is used, and for one sequence per call. If the node is
+    lost, nothing is loaded or stored until a node is back; no method raises because of it.
+    """
+
+    def __init__(
+        self, model: Any, *, config: ConnectorConfig | Mapping[str, Any] | None = None, model_name: str = ""
+    ) -> None:
+        """Computes one token to learn what the model keeps, then finds or starts the node of this host.
+
+        `model` is a decoder of transformers (`PreTrainedModel`). `config` are keys as of the connector, over those of
+        `LMKV_...` variables and `LMKV_CONFIG_FILE`. `model_name` is the name for lookups by tokens; by default the
+        folder or the name that the model was loaded from. Raises `ConfigError` if the configuration is invalid, or if
+        lmkv cannot keep the model's KV.
+        """
+        if not isinstance(config, ConnectorConfig):
+            config = load(ConnectorConfig, flags=dict(config or {}), flags_place="config of LmkvCache")
+        self._model = model
+        self._config = config
+        self._kv = model_kv(model, config, model_name)
+        self._engine = Engine.attach(self._kv.spec, config=config)
+        self._statistics = CacheStatistics()
+        self._lock = threading.Lock()
+
+    @property
+    def engine(self) -> Engine:
+        """The attachment to the node."""
+        return self._engine
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """The counts so far."""
+        return self._statistics
+
+    def load(self, input_ids: torch.Tensor, *, salt: str = "") -> DynamicCache:
+        """A cache with the longest prefix of the prompt that can be loaded, for `generate(past_key_values=...)`.
+
+        `input_ids` has shape `[1, tokens]` or `[tokens]`, without padding. At least the last token is left to compute;
+        `get_seq_length()` of the result is the number of loaded tokens. Only prompts with the same `salt` are shared.
+        Nothing is loaded if the model's padding token is among the tokens. Raises `ValueError` for another shape.
+        """
+        tokens = _tokens(input_ids)
+        return new_cache(self._model) if self._has_padding(tokens) else self._load(tokens, salt)
+
+    def _load(self, tokens: NDArray[np.int64], salt: str) -> DynamicCache:
+        past = new_cache(self._model)
+        keys = self._engine.keys(tokens, salt=salt, partial=True)
+        loaded = 0
+        with self._engine.lookup(keys, timeout=self._config.lookup_timeout) as held:
+            extents = list(held.load(timeout=self._config.load_timeout))
+            chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
+            found = min(sum(extent.token_count for extent in extents), tokens.size - 1)
+            if found >= max(1, self._config.min_retrieve_tokens):
+                loaded = fill(past, chunks, self._kv, tokens.size - 1)
+        self._count(looked_up_tokens=tokens.size, loaded_tokens=loaded)
+        return past
+
+    def store(self, token_ids: torch.Tensor, past_key_values: DynamicCache, *, salt: str = "") -> int:
+        """Stores the KV of a sequence that the node does not hold yet; returns the number of tokens stored.
+
+        `token_ids` are the prompt alone or what `generate` has returned, `[1, tokens]` or `[tokens]`; the last token
+        has no KV yet. `past_key_values` is the cache that `load` has returned, after `generate`. Nothing is stored if
+        the model's padding token is among the tokens. Raises `ValueError` for another shape.
+        """
+        tokens = _tokens(token_ids)
+        return 0 if self._has_padding(tokens) else self._store(tokens, past_key_values, salt)
+
+    def _store(self, tokens: NDArray[np.int64], past_key_values: DynamicCache, salt: str) -> int:
+        tokens = tokens[: past_key_values.get_seq_length()]
+        if not has_all_tokens(past_key_values, tokens.size):
+            logger.warning("the cache lacks tokens outside of windows, which chunks have: pass generate that of `load`")
+            return 0
+        spec = self._kv.spec
+        keys = self._engine.keys(tokens, salt=salt, partial=self._config.save_partial_chunks)
+        first = len(keys) - len(self._engine.missing(keys, timeout=self._config.lookup_timeout))
+        stored = 0
+        while first < len(keys):
+            extents = self._engine.reserve(
+                min(len(keys) - first, RESERVED_AT_ONCE), timeout=self._config.lookup_timeout
+            )
+            if not extents:
+                break
+            begin = first * spec.chunk_size
+            counts = [min(spec.chunk_size, tokens.size - begin - at * spec.chunk_size) for at in range(len(extents))]
+            chunks = [chunk_tensor(extent.view, self._kv, count) for extent, count in zip(extents, counts, strict=True)]
+            copy_tokens(past_key_values, begin, chunks)
+            self._engine.commit(
+                Written(
+                    key=keys[first + at],
+                    extent=extent,
+                    token_count=count,
+                    parent=keys[first + at - 1] if first + at else b"",
+                )
+                for at, (extent, count) in enumerate(zip(extents, counts, strict=True))
+            )
+            stored += sum(counts)
+            first += len(extents)
+        self._count(stored_tokens=stored)
+        return stored
+
+    def generate(self, input_ids: torch.Tensor, *, salt: str = "", **options: Any) -> Any:
+        """`model.generate(input_ids, **options)`, with its prompt loaded before and its KV stored afterwards.
+
+        Calls whose KV is not that of one sequence of tokens are passed on to the model as they are: several sequences,
+        padding, beams, inputs besides tokens, or a cache in `options`.
+        """
+        if not self._is_cacheable(input_ids, options):
+            self._count(uncached_calls=1)
+            return self._model.generate(input_ids, **options)
+        past = self._load(_tokens(input_ids), salt)
+        if options.get("attention_mask") is None:
+            options["attention_mask"] = torch.ones_like(input_ids)
+        output = self._model.generate(input_ids, past_key_values=past, **options)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        self._store(_tokens(sequences if self._config.save_decode_cache else input_ids), past, salt)
+        return output
+
+    def close(self) -> None:
+        """Detaches from the node, which stays for `node_linger`. Idempotent; then all is computed."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_cacheable(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> bool:
+        others = {name: value for name, value in options.items() if name != "attention_mask"}
+        mask = options.get("attention_mask")
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1 or (mask is not None and not bool(mask.all())):
+            return False
+        if "past_key_values" in others or any(isinstance(value, torch.Tensor) for value in others.values()):
+            return False
+        own = others.get("generation_config") or self._model.generation_config
+
+        def chosen(name: str) -> Any:
+            return others.get(name, getattr(own, name, None))
+
+        if mask is None and bool((input_ids == (-1 if (pad := chosen("pad_token_id")) is None else pad)).any()):
+            return False
+        one_sequence = (chosen("num_beams") or 1) == 1 and (chosen("num_return_sequences") or 1) == 1
+        return (
+            one_sequence
+            and chosen("use_cache") is not False
+            and not chosen("cache_implementation")
+            and not chosen("prefill_chunk_size")
+        )
+
+    def _has_padding(self, tokens: NDArray[np.int64]) -> bool:
+        """Whether `generate` may leave some of the tokens out: without a mask, it takes these for padding."""
+        pad = self._model.generation_config.pad_token_id
+        return pad is not None and bool((tokens == pad).any())
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            now = self._statistics
+            self._statistics = replace(now, **{name: getattr(now, name) + count for name, count in more.items()})
+
+
+def _tokens(token_ids: torch.Tensor) -> NDArray[np.int64]:
+    """Token ids of one sequence as an array. Raises `ValueError` for several sequences."""
+    row = token_ids[0] if token_ids.ndim == 2 and token_ids.shape[0] == 1 else token_ids
+    if row.ndim != 1 or not row.numel():
+        raise ValueError(f"token ids have shape {tuple(token_ids.shape)}; pass one sequence, [1, tokens]")
+    tokens: NDArray[np.int64] = row.detach().cpu().numpy()
+    return tokens

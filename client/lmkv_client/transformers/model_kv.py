@@ -1,0 +1,126 @@
+"""What KV a model of transformers keeps: the KvSpec of its chunks, found by computing one token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from lmkv.config import ConnectorConfig
+from lmkv.errors import ConfigError
+from lmkv.parts import DTYPE_BYTES
+from lmkv.spec import KvSpec
+from lmkv_client.model_identity import architecture, digest_of, shared_identity
+
+WORD_BYTES = 8
+"""A head's bytes of a token are a multiple of it: checksums are computed over words."""
+SAMPLE_ELEMENTS = 4096
+"""Most elements of each weight tensor that its digest is computed from, evenly spread."""
+REMEDY = "use the model without lmkv"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelKv:
+    """The KV of one model."""
+
+    spec: KvSpec
+    dtype: torch.dtype
+    devices: tuple[torch.device, ...]
+    """Where each layer keeps its keys and values."""
+
+
+def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:
+    """The KV of a model, which computes one token for it. Raises `ConfigError` if lmkv cannot keep it."""
+    _check_model(model)
+    past = new_cache(model)
+    with torch.no_grad():
+        model(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=past, use_cache=True
+        )
+    keys = [layer.keys for layer in past.layers]
+    values = [layer.values for layer in past.layers]
+    if any(each is None for each in keys + values):
+        raise ConfigError(f"some layers of {type(model).__name__} keep no keys and values; {REMEDY}")
+    shapes = {(tuple(each.shape), each.dtype) for each in keys + values}
+    if len(shapes) > 1:
+        raise ConfigError(f"the layers of {type(model).__name__} keep keys and values of several shapes; {REMEDY}")
+    (_, head_count, _, head_size), dtype = shapes.pop()
+    kv_dtype = str(dtype).removeprefix("torch.")
+    if kv_dtype not in DTYPE_BYTES or head_size * DTYPE_BYTES[kv_dtype] % WORD_BYTES:
+        raise ConfigError(f"heads of {head_size} elements of {kv_dtype} are not supported; {REMEDY}")
+    text_config = model.config.get_text_config(decoder=True)
+    spec = KvSpec(
+        model_name=model_name or model.config.name_or_path or type(model).__name__,
+        model_id=_identity(model, config, kv_dtype),
+        kv_dtype=kv_dtype,
+        layer_count=len(keys),
+        kv_head_count=head_count,
+        head_size=head_size,
+        chunk_size=config.chunk_size,
+        vocab_size=text_config.vocab_size,
+        weight_version=config.weight_version,
+    )
+    return ModelKv(spec=spec, dtype=dtype, devices=tuple(each.device for each in keys))
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """An empty cache in which layers with a window keep all tokens, as chunks do; they attend to the window only."""
+    past = DynamicCache(config=model.config)
+    past.activate_past_recording()
+    return past
+
+
+def _check_model(model: Any) -> None:
+    """Raises `ConfigError` if the model's KV depends on more than its weights and tokens, or is not kept per token."""
+    name = type(model).__name__
+    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(f"{name} has adapters, which chunk keys cannot name yet; merge them, or {REMEDY}")
+    if model.config.is_encoder_decoder:
+        raise ConfigError(f"{name} has an encoder, whose output its KV depends on; {REMEDY}")
+    if getattr(model, "tp_size", None) not in (None, 1):
+        raise ConfigError(f"{name} is split over {model.tp_size} processes; {REMEDY}")
+    if implementation := getattr(model.generation_config, "cache_implementation", None):
+        raise ConfigError(
+            f"generate of {name} keeps KV in a cache of kind {implementation!r}; set "
+            "model.generation_config.cache_implementation to None"
+        )
+    if not hasattr(DynamicCache, "activate_past_recording"):
+        raise ConfigError("this version of transformers is too old for lmkv; install 5.19 or newer")
+    layers = DynamicCache(config=model.config).layers
+    if unknown := {
+        type(each).__name__ for each in layers if type(each) not in (DynamicLayer, DynamicSlidingWindowLayer)
+    }:
+        raise ConfigError(f"{name} has layers that keep no key and value of each token: {', '.join(unknown)}; {REMEDY}")
+
+
+def _identity(model: Any, config: ConnectorConfig, kv_dtype: str) -> str:
+    """The spec's `model_id`: transformers' own, unless engines of other kinds may share the KV."""
+    described = model.config.to_dict()
+    if config.share_across_engines:
+        return shared_identity(
+            described,
+            model=model.config.name_or_path,
+            commit=getattr(model.config, "_commit_hash", None),
+            model_id=config.model_id,
+            kv_dtype=kv_dtype,
+        )
+    return "transformers:" + digest_of(architecture(described), config.model_id or weights_digest(model))
+
+
+def weights_digest(model: Any) -> str:
+    """Digest over samples of all weights as they are in memory now. Raises `ConfigError` if some are elsewhere."""
+    digest = sha256()
+    for name, weights in sorted(model.state_dict().items()):
+        if not isinstance(weights, torch.Tensor):
+            continue
+        if weights.is_meta:
+            raise ConfigError(f"{name} is not in memory; set model_id to a name of the weights", key="model_id")
+        flat = weights.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // SAMPLE_ELEMENTS)].contiguous().cpu()
+        digest.update(f"{name} {tuple(weights.shape)} {weights.dtype} ".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
