@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_MODULES = 60
 """Modules that `import lmkv` may read beside what the interpreter has at its start: it stays fast."""
 HOMES = {
-    "torch": ("kernels/", "client/lmkv_client/connector/"),
+    "torch": ("kernels/", "client/lmkv_client/connector/", "client/lmkv_client/transformers/"),
     "vllm": ("client/lmkv_client/connector/vllm_api.py", "client/lmkv_client/plugin.py"),
     "nixl": ("lmkv/transfer/",),
     "nixl_cu12": ("lmkv/transfer/",),
@@ -25,7 +25,7 @@ HOMES = {
     "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
     "cryptography": ("server/lmkv_server/node/tiers/encryption/cipher.py",),
-    "transformers": (),
+    "transformers": ("client/lmkv_client/transformers/",),
     "starlette": (
         "server/lmkv_server/http/",
         "server/lmkv_server/coordinator/http/",
