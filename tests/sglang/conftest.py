@@ -1,28 +1,130 @@
-"""SGLang on a CPU, for all tests of a run; see `make test-sglang`."""
+"""SGLang with lmkv, for all tests of a run; see `make test-sglang`."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import runpy
+import shutil
+import signal
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SHIM = Path(__file__).parent / "shim"
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.model import TINY, make_model
+from lmkv_client.demo.process import end_processes, free_port, pids_with_environment
+from tests.sglang.engine import ENVIRONMENT, SHIM, SglangProcess, storage_flags
+
+TEST_TIMEOUT_SECONDS = 600
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives what starts engines its time."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_SECONDS))
+            item.add_marker(pytest.mark.engine)
 
 
 def pytest_sessionstart() -> None:
     """Fails at once, with the fix, instead of in each test. Imports SGLang with its shims, and whatever it warns of."""
     if importlib.util.find_spec("sglang") is None:
         pytest.exit(f"SGLang is not installed beside {sys.executable}: run `make test-sglang`", returncode=2)
-    os.environ |= ENVIRONMENT
+    os.environ |= {name: ENVIRONMENT[name] for name in ("HF_HUB_OFFLINE", "SGLANG_USE_CPU_ENGINE")}
     sys.path.insert(0, str(SHIM))
     runpy.run_path(str(SHIM / "sitecustomize.py"))
     with warnings.catch_warnings(action="ignore"):
         import sglang.srt.mem_cache.pool_host.mha
         import sglang.srt.mem_cache.pool_host.mla
         import sglang.srt.mem_cache.storage.backend_factory  # noqa: F401
+
+
+class Fleet:
+    """Nodes and engines that share one coordinator. The caller starts engines."""
+
+    def __init__(self, folder: Path, logs: Path, model: Path, coordinator: CoordinatorProcess) -> None:
+        """`folder` gets sockets; its path must be short."""
+        self.coordinator = coordinator
+        self.folder = folder
+        self.disk = logs / "disk"
+        self._logs = logs
+        self._model = model
+        self._metrics_ports: dict[str, int] = {}
+
+    def engine(
+        self,
+        name: str,
+        *,
+        instance_id: str = "",
+        layout: str = "page_first_direct",
+        rank_count: int = 1,
+        settings: dict[str, str] | None = None,
+    ) -> SglangProcess:
+        """An engine, not started, whose node is the instance `instance_id`, by default `name`."""
+        instance_id = instance_id or name
+        port = self._metrics_ports.setdefault(instance_id, free_port())
+        environment = {
+            "LMKV_INSTANCE_ID": instance_id,
+            "LMKV_RUNTIME_DIR": str(self.folder),
+            "LMKV_COORDINATOR_ADDRESS": self.coordinator.address,
+            "LMKV_METRICS_PORT": str(port),
+        }
+        return SglangProcess(
+            name,
+            self._model,
+            self._logs,
+            flags=storage_flags(layout),
+            environment=environment | (settings or {}),
+            rank_count=rank_count,
+        )
+
+    def metrics(self, instance_id: str) -> dict[str, float]:
+        """What a node counts, by name, and by name and tier."""
+        return Endpoint(instance_id, self._metrics_ports[instance_id], "").metrics()
+
+    def node_pids(self, instance_id: str = "") -> list[int]:
+        """Running nodes: of one instance, or all."""
+        variables = {"LMKV_RUNTIME_DIR": str(self.folder)}
+        return pids_with_environment(variables | ({"LMKV_INSTANCE_ID": instance_id} if instance_id else {}), "node")
+
+    def kill_node(self, instance_id: str) -> None:
+        """Kills a node with SIGKILL."""
+        for pid in self.node_pids(instance_id):
+            os.kill(pid, signal.SIGKILL)
+
+    def end_nodes(self) -> None:
+        """Ends all nodes."""
+        end_processes(self.node_pids())
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fastest model, in a folder of its own."""
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangProcess]:
+    """An engine without lmkv, of the same model."""
+    with SglangProcess("alone", model, tmp_path_factory.mktemp("alone")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A coordinator, and a place for nodes; none is left afterwards."""
+    folder, logs = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp")), tmp_path_factory.mktemp("fleet")
+    with CoordinatorProcess(logs) as coordinator:
+        fleet = Fleet(folder, logs, model, coordinator)
+        try:
+            yield fleet
+        finally:
+            fleet.end_nodes()
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,62 @@
+"""Shim for CPUs: HiCache's copies between the device's pool and the host pool, when both are host memory.
+
+A plugin of SGLang, found by its entry point. SGLang 0.5.23 has these copies for GPUs only, and pins the host pool by
+CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def transfer_direct(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copies slots between pools of layers; layout `layer_first`."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def load_layer(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copies one layer of pages of the host pool to the device; layout `page_first_direct`."""
+    pages = src_indices[::page_size] // page_size
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[pages, layer_id].flatten(0, 1)
+
+
+def back_up_layers(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copies all layers of slots to pages of the host pool; layout `page_first_direct`."""
+    pages = dst_indices[::page_size] // page_size
+    count = len(src_ptrs) // len(dst_ptrs)
+    for index, target in enumerate(dst_ptrs):
+        for layer, source in enumerate(src_ptrs[index * count : (index + 1) * count]):
+            target[pages, layer] = source[src_indices].view(-1, page_size, *source.shape[1:])
+
+
+def install() -> None:
+    """Called by SGLang in each of its processes."""
+    from sglang.srt.mem_cache.pool_host import mha
+
+    mha.MHATokenToKVPoolHost.__init__.__defaults__ = (False, "cpu", "default")  # memory that is not pinned
+    mha.transfer_kv_direct = transfer_direct
+    mha.transfer_kv_per_layer_direct_pf_lf = load_layer
+    mha.transfer_kv_all_layer_direct_lf_pf = back_up_layers

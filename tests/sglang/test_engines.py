@@ -1,0 +1,142 @@
+"""Real SGLang servers that keep their pages in lmkv: what they answer is what an engine without it answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.conftest import Fleet
+from tests.sglang.engine import PAGE_SIZE, SglangProcess
+from tests.waiting import wait_until
+
+PROMPT_TOKENS = 900
+STORED_TOKENS = PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
+HIT_TOKENS = (PROMPT_TOKENS - 1) // PAGE_SIZE * PAGE_SIZE
+"""Of a prompt that is stored: SGLang computes at least its last token."""
+PAGE_COUNT = STORED_TOKENS // PAGE_SIZE
+STORE_SECONDS = 60.0
+
+
+def make_prompt(seed: int, token_count: int = PROMPT_TOKENS) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(2, 500) for _ in range(token_count)]
+
+
+def wait_stored(fleet: Fleet, prompt: Sequence[int], instance_id: str) -> None:
+    """Waits until the coordinator knows all pages of a prompt at an instance: SGLang stores after it answered."""
+    count = len(prompt) // PAGE_SIZE * PAGE_SIZE
+    fleet.coordinator.wait_for_holder(prompt, instance_id, count, STORE_SECONDS)
+
+
+def found_chunks(fleet: Fleet, instance_id: str, tier: str) -> float:
+    return fleet.metrics(instance_id).get(f'lmkv_node_lookup_found_chunks_total{{tier="{tier}"}}', 0.0)
+
+
+@pytest.fixture(scope="module")
+def engine(fleet: Fleet) -> Iterator[SglangProcess]:
+    """An engine whose node, `one`, has a disk tier."""
+    settings = {"LMKV_LOCAL_DISK": str(fleet.disk), "LMKV_MAX_LOCAL_DISK_SIZE": "1GiB"}
+    with fleet.engine("one", settings=settings) as engine:
+        yield engine
+
+
+def test_a_prompt_is_loaded_after_a_flush(fleet: Fleet, engine: SglangProcess) -> None:
+    prompt = make_prompt(1)
+    cold = engine.answer(prompt)
+    assert cold.cached_tokens == 0
+    expected = cold.token_ids
+    wait_stored(fleet, prompt, "one")
+    engine.flush()
+    before = found_chunks(fleet, "one", "own")
+    flushed = engine.answer(prompt)
+    assert (flushed.token_ids, flushed.cached_tokens) == (expected, HIT_TOKENS)
+    assert found_chunks(fleet, "one", "own") - before >= PAGE_COUNT
+
+
+def test_fifty_requests_at_once_are_answered_as_without_lmkv(
+    fleet: Fleet, alone: SglangProcess, engine: SglangProcess
+) -> None:
+    shared = make_prompt(7, 400)
+    prompts = [[*shared, *make_prompt(100 + index, 60 + index)] for index in range(50)]
+    with ThreadPoolExecutor(50) as threads:
+        expected = [answer.token_ids for answer in threads.map(alone.answer, prompts)]
+        cold = list(threads.map(engine.answer, prompts))
+        assert [answer.token_ids for answer in cold] == expected
+        for prompt in prompts:
+            wait_stored(fleet, prompt, "one")
+        engine.flush()
+        warm = list(threads.map(engine.answer, prompts))
+    assert [answer.token_ids for answer in warm] == expected
+    assert sum(answer.cached_tokens for answer in warm) >= 50 * 400 // 2
+
+
+def test_a_killed_node_costs_a_recompute_and_the_next_one_serves(
+    fleet: Fleet, alone: SglangProcess, engine: SglangProcess
+) -> None:
+    prompts = [make_prompt(seed) for seed in (3, 4)]
+    expected = [alone.answer(prompt).token_ids for prompt in prompts]
+    assert engine.answer(prompts[0]).token_ids == expected[0]
+    wait_stored(fleet, prompts[0], "one")
+    engine.flush()
+    first_pids = fleet.node_pids("one")
+    fleet.kill_node("one")
+    assert engine.answer(prompts[0]).token_ids == expected[0]
+    wait_until(lambda: set(fleet.node_pids("one")) - set(first_pids), "another node runs", STORE_SECONDS)
+    assert engine.answer(prompts[1]).token_ids == expected[1]
+    wait_loaded(engine, prompts[1], expected[1])
+
+
+def test_pages_on_disk_are_loaded_and_damaged_ones_are_computed(
+    fleet: Fleet, alone: SglangProcess, engine: SglangProcess
+) -> None:
+    prompts = [make_prompt(seed) for seed in (5, 6)]
+    expected = [alone.answer(prompt).token_ids for prompt in prompts]
+    for prompt, own in zip(prompts, expected, strict=True):
+        assert engine.answer(prompt).token_ids == own
+        wait_stored(fleet, prompt, "one")
+    waiting = 'lmkv_node_tier_waiting_chunks{tier="disk"}'
+    written = 'lmkv_node_tier_written_chunks_total{tier="disk"}'
+
+    def are_on_disk() -> bool:
+        metrics = fleet.metrics("one")
+        return metrics.get(written, 0) >= 2 * PAGE_COUNT and not metrics.get(waiting)
+
+    wait_until(are_on_disk, "all pages are on disk", STORE_SECONDS)
+    engine.flush()
+    fleet.kill_node("one")  # with all that was in its memory
+    wait_loaded(engine, prompts[0], expected[0])
+    assert found_chunks(fleet, "one", "disk") >= PAGE_COUNT
+    engine.flush()
+    damage(fleet.disk)
+    answer = engine.answer(prompts[1])
+    assert answer.token_ids == expected[1]
+    assert answer.cached_tokens < HIT_TOKENS
+    damaged = 'lmkv_node_tier_damaged_chunks_total{tier="disk"}'
+    wait_until(lambda: fleet.metrics("one").get(damaged, 0) >= 1, "the damage is noticed")
+
+
+def wait_loaded(engine: SglangProcess, prompt: Sequence[int], expected: Sequence[int]) -> None:
+    """Asks until the prompt is a hit, and each time for the expected answer."""
+
+    def is_loaded() -> bool:
+        engine.flush()  # else SGLang has it by itself
+        answer = engine.answer(prompt)
+        assert answer.token_ids == expected
+        return answer.cached_tokens == HIT_TOKENS
+
+    wait_until(is_loaded, "the node serves the prompt", STORE_SECONDS)
+
+
+def damage(folder: Path) -> None:
+    """Inverts one byte of every 256 of each file."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.stat().st_size >= 4096]
+    assert files
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[128::256] = bytes(255 - byte for byte in content[128::256])
+        with file.open("r+b") as open_file:
+            open_file.write(content)
