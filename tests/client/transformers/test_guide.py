@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,10 @@ def test_the_python_of_the_guide_runs(
         monkeypatch.setenv(name, value)
     blocks = BLOCK.findall((ROOT / "docs" / "guides" / "transformers.md").read_text())
     assert len(blocks) == 3
-    names: dict[str, object] = {"__name__": "__main__"}
-    for block in blocks:
-        exec(compile(block.replace("MODEL", str(model_folder("llama"))), "transformers.md", "exec"), names)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for block in blocks:
+            exec(compile(block.replace("MODEL", str(model_folder("llama"))), "transformers.md", "exec"), names)
+    finally:
+        if "cache" in names:  # else it would start another node when this one ends
+            names["cache"].close()

@@ -15,6 +15,9 @@ from lmkv_server.node.engines.change_feed import ChangeFeed
 MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Answers are merged into messages of at most this size."""
 
+MAX_WAITING_BYTES = 64 << 20
+"""Answers that wait for an engine to read them. Beyond it, the node reads nothing more from the engine either, whose
+connection then ends like that of one that does not answer."""
 MAX_COUNT = 2**31 - 1
 """Largest count that a message can carry; a request for more must not break the answer."""
 
@@ -26,18 +29,26 @@ class Outbox:
         """`changes` are sent with the answers; None if the engine does not want them."""
         self._changes = changes
         self._pending: deque[pb.AttachResponse] = deque()
-        self._last_bytes = 0
+        self._sizes: deque[int] = deque()
+        """Bytes of each pending message, as they were added."""
         self._filled = asyncio.Event()
         self._ended = False
         if changes:
             self._filled.set()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine does not read its answers: further ones are dropped, and its stream ends."""
+        return sum(self._sizes) > MAX_WAITING_BYTES
+
     def put(self, part: pb.AttachResponse) -> None:
         """Adds answers to the last message that waits if its size allows, else to a new one."""
         size_bytes = part.ByteSize()
-        if not self._pending or self._last_bytes + size_bytes > MERGED_BYTES:
+        if not self._pending or self._sizes[-1] + size_bytes > MERGED_BYTES:
+            if self.is_full:
+                return
             self._pending.append(pb.AttachResponse())
-            self._last_bytes = 0
+            self._sizes.append(0)
         last = self._pending[-1]
         settled = last.settled_reserve_count + part.settled_reserve_count
         settled_parts = last.settled_part_reserve_counts[:] if part.settled_part_reserve_counts else ()
@@ -48,7 +59,7 @@ class Outbox:
         if part.settled_part_reserve_counts:
             pairs = zip_longest(settled_parts, part.settled_part_reserve_counts, fillvalue=0)
             last.settled_part_reserve_counts[:] = [min(sum(pair), MAX_COUNT) for pair in pairs]
-        self._last_bytes += size_bytes
+        self._sizes[-1] += size_bytes
         self._filled.set()
 
     def changed(self, tier: chunk_pb2.Tier.ValueType, key: ChunkKey, *, held: bool) -> None:
@@ -73,7 +84,10 @@ class Outbox:
         await self._filled.wait()
         if self._ended and not self._pending:
             return None
-        message = self._pending.popleft() if self._pending else pb.AttachResponse()
+        message = pb.AttachResponse()
+        if self._pending:
+            message = self._pending.popleft()
+            self._sizes.popleft()
         if self._changes:
             message.tier_changes.extend(self._changes.take())
         if not self._pending and not self._changes and not self._ended:

@@ -158,7 +158,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 yield message
             await reader  # raises what ended it
         finally:
-            reader.cancel()
+            if not reader.cancel() and not reader.cancelled():
+                reader.exception()  # known, also if the stream ended before it was raised
             self._streams.discard(stream)
             self._followers.discard(stream)
             stream.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmkv import rpc
 from lmkv.attach_order import ATTACH_ORDER
-from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound, LmkvError
+from lmkv.errors import BadChunkKey, BadMessage, Full, GrantNotFound, LmkvError
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import chunk_pb2
@@ -101,8 +101,11 @@ class EngineStream:
     def act(self, message: pb.AttachRequest) -> None:
         """Carries out the acts of one message.
 
-        Raises `BadChunkKey` or `BadMessage` if an act is malformed: that ends the stream.
+        Raises `BadChunkKey` or `BadMessage` if an act is malformed, `Full` if the engine does not read its answers:
+        that ends the stream.
         """
+        if self.outbox.is_full:
+            raise Full("the engine does not read the answers to its messages", retry_seconds=1)
         for field in ATTACH_ORDER:
             if acts := getattr(message, field):
                 self._handlers[field](acts)

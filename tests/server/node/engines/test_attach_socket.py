@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+from contextlib import suppress
 from typing import Any, Self
 
 import grpc
@@ -15,7 +16,7 @@ from lmkv.errors import LmkvError, MessageTooLarge
 from lmkv.keys import join_keys
 from lmkv.rpc.frames import HEADER, FrameBuffer, FrameKind, to_frame
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.engines import attach_socket
+from lmkv_server.node.engines import attach_socket, outbox
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys, small_spec
@@ -240,3 +241,24 @@ async def test_an_engine_that_does_not_answer_a_ping_is_detached(node: Node, mon
             kinds.append(frame[0])
         assert kinds[-1] is FrameKind.PING
     await until(lambda: node.engines.attached_count == 0)
+
+
+async def test_an_engine_that_sends_and_never_reads_is_detached(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_WAITING_BYTES", 1 << 20)
+    monkeypatch.setattr(attach_socket, "KEEPALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(attach_socket, "KEEPALIVE_TIMEOUT_SECONDS", 0.2)
+    ids = [f"{number:0>64}" for number in range(500)]
+    lookups = pb.AttachRequest(lookups=[one for number in ids for one in lookup(number).lookups])
+    releases = pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=number) for number in ids])
+    async with FrameEngine(node) as engine:
+        engine.send(hello())
+        await until(lambda: node.engines.attached_count == 1)
+        with suppress(ConnectionError):
+            async with asyncio.timeout(SECONDS):
+                while node.engines.attached_count:
+                    engine.send(lookups, releases)
+                    await engine.writer.drain()
+        await until(lambda: not node.engines.attached_count)
+    async with FrameEngine(node) as engine:
+        engine.send(hello("next"))
+        await engine.message()

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
 
 from lmkv import rpc
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.registry_service_pb2 import SpecConflict
+from lmkv_server.node.engines import outbox as outbox_module
 from lmkv_server.node.engines.outbox import MERGED_BYTES, Outbox
+
+
+async def messages_of(outbox: Outbox) -> AsyncIterator[pb.AttachResponse]:
+    """What the stream sends, to the end."""
+    while message := await outbox.take():
+        yield message
 
 
 async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
@@ -24,6 +34,23 @@ async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
     assert [found.request_id for message in messages for found in message.found] == [str(n) for n in range(40)]
     assert sum(message.settled_reserve_count for message in messages) == 40
     assert await outbox.take() is None
+
+
+async def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_WAITING_BYTES", 4 * MERGED_BYTES)
+    outbox = Outbox()
+    found = pb.AttachResponse(found=[pb.FoundChunks(peer_instance_id="x" * 100_000)])
+    while not outbox.is_full:
+        outbox.put(found)
+    for _ in range(100):
+        outbox.put(found)
+    assert sum(message.ByteSize() for message in outbox._pending) <= 6 * MERGED_BYTES
+    while outbox.is_full:
+        assert await outbox.take()
+    outbox.put(pb.AttachResponse(reset_counts=[3]))
+    outbox.end()
+    *_, last = [message async for message in messages_of(outbox)]
+    assert list(last.reset_counts) == [3]
 
 
 async def test_settled_credits_of_parts_are_added_up_part_by_part() -> None:
