@@ -35,6 +35,7 @@ REFUSED = {
     "anonymous-pool": "",
     "customized": r"demo-lmkv-(coordinator|engine-llama|engine-qwen)-0: runtimeClassName",
     "default": "",
+    "encryption": "",
     "tls": "",
     "webhook": "",
     "webhook-sidecar": "",

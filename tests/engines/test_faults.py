@@ -14,10 +14,18 @@ VICTIMS = ("coordinator", "node-1", "node-2", "engine-1")
 
 
 @pytest.fixture(scope="module")
-def pair(shared_pair: FaultyPair) -> FaultyPair:
-    """Two engines that share; every test leaves them so."""
+def healed(shared_pair: FaultyPair) -> FaultyPair:
+    """Two engines that share, whatever an earlier module has done to them."""
+    shared_pair.restart()
     shared_pair.heal()
     return shared_pair
+
+
+@pytest.fixture
+def pair(healed: FaultyPair) -> FaultyPair:
+    """Two engines that run; every test leaves their nodes so that they share."""
+    healed.restart()
+    return healed
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -330,10 +330,10 @@ def test_on_a_gpu_chunks_are_token_major(tiny_config: VllmConfig, monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("block_size", "head_size"), [(32, 64), (128, 32), (64, 80)])
 def test_how_this_machines_attention_packs_a_block_is_known(
-    tiny_config: VllmConfig, dtype: torch.dtype, block_size: int, head_size: int
+    tiny_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_size: int, head_size: int
 ) -> None:
     cache = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=head_size, dtype=dtype)
-    tiny_config.model_config.dtype = dtype
+    monkeypatch.setattr(tiny_config.model_config, "dtype", dtype)
     isa = attention_isa(tiny_config, head_size, block_size)
     if isa == "amx":  # bfloat16 on processors with AMX
         with pytest.raises(ConfigError, match=r"kv_format: .*'amx'.*use kv_format native"):

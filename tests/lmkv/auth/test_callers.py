@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_one_token_is_one_callers(tmp_path: Path) -> None:
 
 def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "operate" / "security.md").read_text(encoding="utf-8")
-    text = page.partition("```yaml\n")[2].partition("```")[0]
+    (text,) = re.findall(r"```yaml\n(# auth_tokens.*?)```", page, re.DOTALL)
     for name in ("router-a", "prometheus", "root"):
         (tmp_path / name).write_text(f"{name}-token")
     path = tmp_path / "tokens.yaml"
