@@ -1,5 +1,8 @@
 """A pytest plugin that runs modules, and the tests in each, in random order: no test may need another one before it.
 
+Only modules with the mark `in_order` keep their order: their tests follow one engine from its start to its end, since
+engines are slow to start.
+
     .venv/bin/python -m pytest -p tests.random_order [--order-seed 7] ...
 
 The header of a run has its seed.
@@ -38,5 +41,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     names = list(modules)
     dice.shuffle(names)
     for module in modules.values():
-        dice.shuffle(module)
+        if not module[0].get_closest_marker("in_order"):
+            dice.shuffle(module)
     items[:] = [item for name in names for item in modules[name]]

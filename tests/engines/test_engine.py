@@ -12,6 +12,8 @@ from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.in_order
+
 PROMPT = [2 + (7 * i * i + i) % 500 for i in range(1000)]
 
 

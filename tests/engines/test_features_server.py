@@ -17,7 +17,7 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
 from tests.engines.llm import CALM, READY_TIMEOUT_SECONDS, LlmFleet, LlmProcess, Nursery, make_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.in_order]
 
 NAME = "two"
 RANKS = ("0", "1")

@@ -85,7 +85,7 @@ def test_an_engine_that_verifies_computes_what_is_damaged(
     answers = checker.ask(prompt)
     poison(fleet.node_pid("owner"))
     assert (answers.token_ids, answers.loaded_tokens) == (expected, 0)
-    assert answers.grown["lmkv:load_failures_total"] == 1
+    assert answers.grown["lmkv:load_failures_total"] == 1, answers.grown
     checker.forget()
     assert checker.ask(prompt).token_ids == expected
     again = checker.ask_again(prompt)

@@ -16,7 +16,7 @@ from lmkv_client.demo.process import session_pids
 from tests.engines.llm import CALM, make_prompt
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.in_order]
 
 IDLE_SECONDS = 3.0
 MOST_IDLE_CPU = 0.02

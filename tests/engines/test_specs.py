@@ -19,7 +19,7 @@ import pytest
 from lmkv.errors import LmkvError
 from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.in_order]
 
 REPORT_TIMEOUT_SECONDS = 40.0
 PROMPT = make_prompt(1, 1000)
