@@ -36,7 +36,7 @@ async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
     assert await outbox.take() is None
 
 
-async def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MAX_WAITING_BYTES", 4 * MERGED_BYTES)
     outbox = Outbox()
     found = pb.AttachResponse(found=[pb.FoundChunks(peer_instance_id="x" * 100_000)])
