@@ -13,6 +13,9 @@ LOAD_TIMEOUT_SECONDS = 1.0
 VICTIMS = ("coordinator", "node-1", "node-2", "engine-1")
 
 
+pytestmark = pytest.mark.in_order  # the last tests look at what all have left
+
+
 @pytest.fixture(scope="module")
 def healed(shared_pair: FaultyPair) -> FaultyPair:
     """Two engines that share, whatever an earlier module has done to them."""

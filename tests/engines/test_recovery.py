@@ -25,6 +25,8 @@ from tests.engines.faults import (
     thaw,
 )
 
+pytestmark = pytest.mark.in_order  # the last tests look at what all have left
+
 LEASE_SECONDS = 3.0
 CHAOS_SECONDS = 40.0
 
