@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 KEPT_WHEN_IDLE = 4
 """Most credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
 KEPT_SHARE = 8
-"""It keeps at most 1/8 of its limit, but one: in a small pool, credits take the place of chunks."""
+"""It keeps at most 1/8 of its limit, and at least one: in a small pool, credits take the place of chunks."""
 PARTIAL_SIZES = (1, 2, 3)
 """Quarters of a full chunk that credits for partial chunks are for."""
 

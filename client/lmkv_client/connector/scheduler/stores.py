@@ -153,7 +153,7 @@ class Stores:
         if prompt_done and not self._with_decode:
             done_count = state.token_count
         full = state.keys_up_to(done_count // size)
-        partial = prompt_done and not state.partial_is_stored and not self._will_supersede(state)
+        partial = prompt_done and not state.partial_is_stored and not self._waits_for_answer(state)
         if full <= state.stored_count and not partial and (not self._freed_parts or full <= state.passed_count):
             return
         block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)
@@ -168,9 +168,12 @@ class Stores:
             tokens = state.token_count % size
             state.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
 
-    def _will_supersede(self, state: RequestState) -> bool:
-        """Whether the prompt's partial chunk is left to `plan_tail`, which adds the answer's tokens to it: in a full
-        pool, to store both costs chunks of other prompts. A handoff needs it now."""
+    def _waits_for_answer(self, state: RequestState) -> bool:
+        """Whether `plan_tail` is to store the end of this prompt, together with its answer.
+
+        In a full pool, storing both evicts chunks of other prompts, and the longer one supersedes the shorter. A
+        handoff needs the end of its prompt now.
+        """
         return self.pool_is_full and self._with_tails and self._with_decode and not state.is_handed
 
     def plan_tail(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> list[ChunkCopy]:
