@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ OUTPUT_TOKENS = 16
 ROOT = Path(__file__).parents[2]
 """Where engines find connectors of the tests."""
 REQUEST_TIMEOUT_SECONDS = 60.0
+HANDOFF_ATTEMPTS = 20
 BUFFER_CHUNKS = 16
 
 SETTINGS = {
@@ -140,6 +142,36 @@ class Trio:
         options = {"timeout_seconds": REQUEST_TIMEOUT_SECONDS} | options
         return self._requests.submit(self.proxy.complete, prompt, max_tokens, **options)
 
+    def start_handoff(
+        self, token_count: int, max_tokens: int = OUTPUT_TOKENS
+    ) -> tuple[Future[Completion], tuple[int, ...]]:
+        """Sends a new prompt to the proxy, and returns while the decode's node receives it, with the right answer.
+
+        A fast handoff may end between two samples of the node's metrics: then another prompt is sent.
+        """
+        for _ in range(HANDOFF_ATTEMPTS):
+            prompt = self.prompt(token_count)
+            expected = self.expected(prompt, max_tokens)
+            asked = self.ask(prompt, max_tokens)
+            if self._is_receiving(asked):
+                return asked, expected
+            asked.result(REQUEST_TIMEOUT_SECONDS)
+        raise AssertionError(f"none of {HANDOFF_ATTEMPTS} handoffs was seen while it was received")
+
+    def _is_receiving(self, asked: Future[Completion]) -> bool:
+        """Waits until the decode's node has some chunks of a handoff, and wants more; False if it ends first."""
+        start: float | None = None
+        while not asked.done():
+            time.sleep(0.005)
+            if not self.node_metric("decode", "handoffs_receiving"):
+                start = None
+                continue
+            received = self.node_metric("decode", "handoff_received_bytes_total")
+            start = received if start is None else start
+            if received > start:
+                return True
+        return False
+
     def check(self, prompt: list[int]) -> Completion:
         """Asks, and asserts that the answer is that of one engine."""
         expected = self.expected(prompt)
@@ -171,12 +203,6 @@ class Trio:
         grown: dict[str, float] = {}
         yield grown
         grown.update({name: value - before.get(name, 0.0) for name, value in endpoint.metrics().items()})
-
-    def receiving(self) -> None:
-        """Returns when the decode's node has some chunks of a handoff, and wants more."""
-        eventually(lambda: self.node_metric("decode", "handoffs_receiving") > 0, "a handoff is announced")
-        before = self.node_metric("decode", "handoff_received_bytes_total")
-        eventually(lambda: self.node_metric("decode", "handoff_received_bytes_total") > before, "chunks come")
 
     def check_nothing_is_left(self) -> None:
         """Waits until all requests, handoffs and reservations have ended."""

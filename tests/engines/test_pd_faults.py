@@ -16,6 +16,8 @@ from tests.engines.pd import REQUEST_TIMEOUT_SECONDS, Trio
 
 LONG_TOKENS = 3500
 """Seven steps of a prefill."""
+MANY_TOKENS = 400
+"""An answer that lasts until something is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,7 @@ def error_of(asked: Future[Completion]) -> LmkvError:
 
 
 def test_a_prefill_engine_is_killed_during_a_handoff(trio: Trio) -> None:
-    prompt = trio.prompt(LONG_TOKENS)
-    expected = trio.expected(prompt)
-    asked = trio.ask(prompt)
-    trio.receiving()
+    asked, expected = trio.start_handoff(LONG_TOKENS)
     trio.kill_engine("prefill")
     assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected, "the decode computes what it has not got"
     prompt = trio.prompt(700)
@@ -46,20 +45,14 @@ def test_a_prefill_engine_is_killed_during_a_handoff(trio: Trio) -> None:
 
 
 def test_a_prefill_node_is_killed_during_a_handoff(trio: Trio) -> None:
-    prompt = trio.prompt(LONG_TOKENS)
-    expected = trio.expected(prompt)
-    asked = trio.ask(prompt)
-    trio.receiving()
+    asked, expected = trio.start_handoff(LONG_TOKENS)
     trio.kill_node("prefill")
     assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected
     trio.heal()
 
 
 def test_a_decodes_node_is_killed_while_it_receives(trio: Trio) -> None:
-    prompt = trio.prompt(LONG_TOKENS)
-    expected = trio.expected(prompt)
-    asked = trio.ask(prompt)
-    trio.receiving()
+    asked, expected = trio.start_handoff(LONG_TOKENS)
     trio.kill_node("decode")
     assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected
     trio.heal()
@@ -67,19 +60,14 @@ def test_a_decodes_node_is_killed_while_it_receives(trio: Trio) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_node_is_frozen_during_a_handoff(trio: Trio, side: str) -> None:
-    prompt = trio.prompt(LONG_TOKENS)
-    expected = trio.expected(prompt)
-    asked = trio.ask(prompt)
-    trio.receiving()
+    asked, expected = trio.start_handoff(LONG_TOKENS)
     with trio.frozen_node(side):
         assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected
     trio.heal()
 
 
 def test_a_decode_engine_is_killed_before_it_has_said_anything(trio: Trio) -> None:
-    prompt = trio.prompt(LONG_TOKENS)
-    asked = trio.ask(prompt)
-    trio.receiving()
+    asked, _ = trio.start_handoff(LONG_TOKENS, MANY_TOKENS)
     trio.kill_engine("decode")
     assert "decode" in str(error_of(asked)) or "engine" in str(error_of(asked))
     trio.heal()
@@ -96,8 +84,8 @@ def test_a_decode_engine_is_killed_while_it_answers(trio: Trio) -> None:
 
 
 def test_the_proxy_is_killed_during_requests(trio: Trio) -> None:
-    asked = [trio.ask(trio.prompt(LONG_TOKENS), 200) for _ in range(4)]
-    trio.receiving()
+    asked = [trio.ask(trio.prompt(LONG_TOKENS), MANY_TOKENS) for _ in range(3)]
+    asked.append(trio.start_handoff(LONG_TOKENS, MANY_TOKENS)[0])
     trio.proxy.kill()
     for one in asked:
         error_of(one)
