@@ -23,6 +23,8 @@ BEAT_SECONDS = 0.5
 LEASE_SECONDS = 3.0
 WATCH_SECONDS = 3.0
 """How long lookups are watched after the death."""
+KEPT_SHARE = 0.25
+"""Of the memory that an instance took, the allocator may keep this much: buffers of the messages that reported it."""
 TIMEOUT_SECONDS = 30.0
 
 
@@ -67,7 +69,7 @@ async def _measure_death(run: BenchmarkRun, channel: grpc.aio.Channel, pid: int,
                 raise LmkvError("a lookup found an instance that had been gone")
             if not found:
                 died = died or now
-                if not reclaimed and resident_bytes(pid) < before + taken / 10:
+                if not reclaimed and resident_bytes(pid) < before + taken * KEPT_SHARE:
                     reclaimed = now
             if now > deadline:
                 raise LmkvError("an instance that does not report lives on")

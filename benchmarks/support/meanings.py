@@ -121,6 +121,9 @@ _MEANINGS = {
     r"(picker|in_turn|session_affinity)_(\d+)_prefill_s": "{}, {} engines: mean simulated TTFT",
     r"pick_tokens_cpu_ms": "processor time of the picker for a choice, a prompt of token ids",
     r"pick_(tokens|text|gateway)_p(50|99)_ms": "time of a choice, {}, p{}",
+    r"no_prefetch_(disk|remote|peer)_ttft_ms": "TTFT after a pause, without a prefetch: the prompt is in {}",
+    r"prefetched_(disk|remote|peer)_ttft_ms": "TTFT after a pause and a prefetch from {}",
+    r"prefetch_(disk|remote|peer)_ms": "from the hint until the pool holds a prompt of 4,096 tokens, from {}",
     r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }
 """By pattern of the row's name, without the length of its prompts."""
@@ -134,6 +137,8 @@ _WORDS = {
     "own": "the node's pool",
     "peer": "a peer's pool",
     "prefix": "vLLM's prefix cache",
+    "disk": "the local disk",
+    "remote": "a Redis on this host",
     "gather": "pages to chunks",
     "scatter": "chunks to pages",
     "lmkv": "lmkv",

@@ -39,6 +39,7 @@ BENCHMARKS = (
     "kernels_gpu",
     "multi_turn",
     "pd",
+    "prefetch",
     "rivals",
     "routing",
     "salts",
