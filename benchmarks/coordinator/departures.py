@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 async def measure(run: BenchmarkRun) -> None:
-    """Adds the rows: the longest lookup from the death on, and the time until nothing of its memory is left."""
+    """Adds the rows: the longest lookup from the death on, and the time until its memory is returned."""
     victim = SimulatedInstance(0, random_keys(0, CHUNK_COUNT))
     survivors = [
         SimulatedInstance(number, random_keys(number, CHUNK_COUNT // SURVIVOR_COUNT))
