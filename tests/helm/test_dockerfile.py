@@ -14,6 +14,7 @@ from tests.helm.chart import CHART, NAMES, Manifest, containers, manifests_of, p
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
+LOCKS = ROOT / "docker" / "locks"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -88,6 +89,8 @@ def test_only_vllms_images_have_torch() -> None:
     wanted = [each for names in extras for name in names.split(",") for each in optional(name)]
     assert wanted
     assert not any(re.match("torch|vllm|nixl|lmkv", each) for each in wanted)
+    locked = "".join((LOCKS / f"{name}.txt").read_text() for name in ("lmkv", "lmkv-node"))
+    assert not re.search(r"^(torch|vllm|nixl)\b", locked, re.MULTILINE)
     assert "--no-deps" in next(line for line in stages()["build-node"].splitlines() if "nixl" in line and "pip" in line)
 
 
@@ -95,7 +98,7 @@ def test_what_it_pins_is_what_pyproject_takes() -> None:
     tag = re.search(r"^ARG VLLM_IMAGE=\S+/vllm-openai:v(\d+)\.(\d+)\.\d+$", DOCKERFILE.read_text(), re.MULTILINE)
     assert tag
     assert version_error(f"{tag[1]}.{tag[2]}.0") is None
-    nixl = re.search(r"nixl-cu12==(\d+\.\d+)\.", stages()["build-node"])
+    nixl = re.search(r"^nixl-cu12==(\d+\.\d+)\.", (LOCKS / "nixl.txt").read_text())
     assert nixl
     assert optional("nixl") == [f"nixl-cu12>={nixl[1]}"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
@@ -114,5 +117,5 @@ def test_the_build_is_given_all_that_the_wheel_is_made_of_and_no_more() -> None:
     packages = {Path(folder).parts[0] for folder in PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()}
     named = {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"], "pyproject.toml", "CMakeLists.txt"}
     own = {name for name in named if Path(name).parts[0] not in packages}
-    assert given == packages | own | {"scripts/sbom", "scripts/vllm-metadata"}
+    assert given == packages | own | {"docker/locks", "scripts/sbom", "scripts/vllm-metadata"}
     assert rules[1] == "*"
