@@ -230,3 +230,56 @@ def test_each_action_of_any_envelope_has_exactly_one_place(actions: list[Any]) -
 def test_a_result_in_json_leaves_out_what_is_empty() -> None:
     result = HintResult(action_id="a", action="pin", outcome=HintOutcome.ACCEPTED, chunk_count=3, ttl_seconds=1.5)
     assert result.to_json() == {"action_id": "a", "action": "pin", "outcome": "accepted", "chunk_count": 3, "ttl": 1.5}
+
+
+def test_bounds_belong_to_what_is_accepted() -> None:
+    assert parsed("retain", {"priority": 1}).priority == 1
+    above = parsed("retain", {"priority": hints.MAX_PRIORITY + 1})
+    assert (above.priority, above.is_clipped) == (hints.MAX_PRIORITY, True)
+    assert parsed("pin", {"token_count": 1}).token_count == 1
+    assert parsed("pin", {"ttl": 0.001}).ttl_seconds == 0.001
+    longest = "x" * hints.MAX_ID_LENGTH
+    assert [hint.action_id for hint in hints.parse(envelope(action(action_id=longest))).hints] == [longest]
+    assert rejected(envelope(action(action_id=f"{longest}x"))).reason == HintReason.MALFORMED
+
+
+@pytest.mark.parametrize("version", hints.PROTOCOL_VERSIONS)
+def test_each_supported_version_is_accepted_with_or_without_a_message_id(version: str) -> None:
+    for message_id in ("m", None):
+        found = hints.parse(envelope(action(), protocol_version=version, message_id=message_id))
+        assert (len(found.hints), found.rejected) == (1, [])
+
+
+def test_a_rejected_action_is_named_by_its_id_and_its_type_without_the_prefix() -> None:
+    result = rejected(envelope(action("kv.fetch")))
+    assert (result.action_id, result.action) == ("a", "fetch")
+    result = rejected(envelope({"action_id": 7}))
+    assert (result.action_id, result.action) == ("", "")
+    result = rejected(envelope(action("x" * 1000)))
+    assert result.action == "x" * hints.MAX_ID_LENGTH
+
+
+def test_what_is_missing_or_no_string_is_said_in_words() -> None:
+    assert "action_type is missing" in rejected(envelope(action(None))).detail
+    assert "action_type is not a string" in rejected(envelope(action(7))).detail
+    assert "protocol_version is missing" in rejected({"actions": []}).detail
+
+
+def test_a_payload_with_as_many_fields_as_are_known_is_accepted() -> None:
+    assert parsed("pin", {"tokens": [1], "token_count": 1, "ttl": 1}).ttl_seconds == 1
+    assert rejected(envelope(action("share", {"tokens": [1], "token_count": 1, "x": 1}))).detail.startswith(
+        "unknown field 'x'; share has token_count, tokens"
+    )
+
+
+def test_rejected_tokens_leave_room_for_others() -> None:
+    most = [1] * hints.MAX_TOKENS
+    found = hints.parse(envelope(action("pin", {"tokens": [*most, 1]}), action("pin", {"tokens": most}, action_id="b")))
+    assert [hint.action_id for hint in found.hints] == ["b"]
+
+
+def test_only_an_accepted_result_of_a_clipped_hint_is_clipped() -> None:
+    hint = parsed("retain", {"priority": 1000})
+    for outcome in set(HintOutcome) - {HintOutcome.ACCEPTED}:
+        result = HintResult(action_id="a", action="retain", outcome=outcome)
+        assert hints.settle(hint, result) is result

@@ -151,3 +151,14 @@ def test_credits_for_partial_chunks_are_bounded_and_few_stay_with_an_idle_engine
     parts.settle_partial([1, 1, 2, 2, 3, 3], [(1, 1), (1, 2), (2, 3), (2, 4), (3, 5)])
     assert parts.request_partial(100) == [3], "what the node has not granted is requested again"
     assert sorted(parts.take_surplus()) == [2, 4]
+
+
+@pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (40, 10)])
+def test_partial_chunks_have_a_quarter_of_the_limit_and_at_least_one_credit(limit: int, count: int) -> None:
+    assert PartCredits(1, limit=limit).request_partial(1000) == [size for size in (1, 2, 3) for _ in range(count)]
+
+
+def test_credits_for_partial_chunks_follow_the_number_of_requests() -> None:
+    assert PartCredits(1, limit=40).request_partial(0) == []
+    assert PartCredits(1, limit=40).request_partial(1) == [1, 2, 3]
+    assert PartCredits(1, limit=40).request_partial(3) == [1, 2, 3]

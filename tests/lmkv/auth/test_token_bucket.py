@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv.auth.token_bucket import MAX_DELAYED_REFUSALS, MIN_REFUSALS_PER_SECOND, TokenBucket
+from lmkv.auth.token_bucket import BURST_SECONDS, MAX_DELAYED_REFUSALS, MIN_REFUSALS_PER_SECOND, TokenBucket
 from lmkv.errors import TooManyRequests
 
 
@@ -88,6 +88,26 @@ def test_the_number_of_delayed_refusals_is_bounded() -> None:
     assert sum(delay > 0 for delay in delays) == MAX_DELAYED_REFUSALS
     assert delays[MAX_DELAYED_REFUSALS:] == [0.0] * 100
     assert refused(bucket, 1.0) > 0, "some have been sent"
+
+
+def test_a_bucket_is_kept_while_its_limits_are_the_same() -> None:
+    bucket = TokenBucket(3, 5, 0.0)
+    assert bucket.has_limits(3, 5)
+    assert not bucket.has_limits(5, 3)
+    assert not bucket.has_limits(3, 4)
+
+
+def test_a_refusal_contains_the_limit_and_when_to_retry() -> None:
+    bucket = TokenBucket(4, 1, 0.0)
+    bucket.acquire(0.0)
+    with pytest.raises(TooManyRequests, match=r"^1 requests of this token are in flight") as refusal:
+        bucket.acquire(0.0)
+    assert refusal.value.metadata == {"limit": "1", "retry_seconds": str(BURST_SECONDS)}
+    for _ in range(3):
+        bucket.take(0.0)
+    with pytest.raises(TooManyRequests, match=r"^this token may make 4 requests per second") as refusal:
+        bucket.take(0.125)
+    assert refusal.value.metadata == {"limit": "4", "retry_seconds": "0.125"}
 
 
 def refused(bucket: TokenBucket, now: float) -> float:

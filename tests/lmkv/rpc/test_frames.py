@@ -47,8 +47,15 @@ def test_a_frame_over_the_limit_is_refused_by_its_head() -> None:
     buffer = FrameBuffer(LIMIT)
     buffer.add(to_frame(FrameKind.MESSAGE, b"before", LIMIT) + HEADER.pack(FrameKind.MESSAGE, LIMIT + 1))
     assert buffer.take() == (FrameKind.MESSAGE, b"before")
-    with pytest.raises(MessageTooLarge, match="a frame has 65 bytes; at most 64 are accepted"):
+    with pytest.raises(MessageTooLarge, match="a frame has 65 bytes; at most 64 are accepted") as refusal:
         buffer.take()
+    assert refusal.value.metadata == {"size_bytes": "65", "limit": "64"}
+
+
+def test_a_frame_of_the_largest_size_is_sent_and_accepted() -> None:
+    buffer = FrameBuffer(LIMIT)
+    buffer.add(to_frame(FrameKind.MESSAGE, bytes(LIMIT), LIMIT))
+    assert buffer.take() == (FrameKind.MESSAGE, bytes(LIMIT))
 
 
 def test_another_protocol_is_refused() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.transfer.bandwidth import (
+    DECAY,
     EXPIRY_SECONDS,
     LATE_FACTOR,
     LATE_LEAST_SECONDS,
@@ -83,3 +84,37 @@ def test_the_fastest_counts_only_if_all_bandwidths_are_known() -> None:
     assert shortest_seconds([slow, fast], 1_000_000, 0) == pytest.approx(0.001)
     assert shortest_seconds([slow, Bandwidth(), fast], 1_000_000, 0) is None
     assert shortest_seconds([], 1_000_000, 0) is None
+
+
+def test_a_latency_is_an_average_in_which_earlier_answers_lose_weight() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.record_response(1.0, 0.0)
+    assert bandwidth.latency_seconds(0.0) == 1.0, "the first answer counts alone"
+    bandwidth.record_response(2.0, EXPIRY_SECONDS - 0.5)
+    assert bandwidth.latency_seconds(EXPIRY_SECONDS) == pytest.approx(DECAY * 1.0 + (1 - DECAY) * 2.0)
+    bandwidth.record_response(5.0, 2 * EXPIRY_SECONDS - 0.5)
+    assert bandwidth.latency_seconds(2 * EXPIRY_SECONDS) == 5.0, "the earlier ones have expired"
+
+
+def test_an_answer_is_late_by_the_measured_bandwidth_also_after_that_has_expired() -> None:
+    bandwidth = known(1e6, now=0.0)
+    assert bandwidth.late_after_seconds(round(MB)) == pytest.approx(LATE_FACTOR * 1.0)
+    bandwidth.record_response(1.0, 10 * EXPIRY_SECONDS)
+    assert bandwidth.rate(10 * EXPIRY_SECONDS) is None
+    assert bandwidth.late_after_seconds(round(MB)) == pytest.approx(LATE_FACTOR * 2.0)
+
+
+def test_a_read_without_a_duration_is_ignored_also_as_the_one_that_connects() -> None:
+    bandwidth = Bandwidth()
+    for seconds in (0.0, -1.0, 10.0):
+        bandwidth.record_read(LEAST_BYTES, seconds, 0.0)
+    assert bandwidth.rate(0.0) is None, "the last of these connected"
+    bandwidth.record_read(LEAST_BYTES, 0.5, 0.0)
+    assert bandwidth.rate(0.0) == 2 * LEAST_BYTES
+
+
+def test_a_second_read_counts_together_with_the_earlier_one() -> None:
+    bandwidth = Bandwidth()
+    for seconds in (9.0, 1.0, 2.0):
+        bandwidth.record_read(LEAST_BYTES, seconds, 0.0)
+    assert bandwidth.rate(0.0) == pytest.approx(LEAST_BYTES * (DECAY + 1) / (DECAY * 1.0 + 2.0))

@@ -181,3 +181,65 @@ def test_whatever_happens_one_of_both_is_used_and_the_faster_one_in_the_end(
     slower, faster = sorted(reads.rates, key=lambda name: reads.rates[name])
     if reads.rates[faster] > 1.01 * SWITCH_FACTOR * reads.rates[slower]:
         assert reads.choice.used == faster
+
+
+def test_reads_of_the_least_size_measure_and_those_without_a_duration_do_not() -> None:
+    choice = ChannelChoice("nixl", "tcp")
+    choice.end(choice.begin("nixl", 0.0), LEAST_BYTES, 0.0)  # connects
+    choice.end(choice.begin("nixl", 0.0), SAMPLE_BYTES, 0.0)
+    assert choice.rate("nixl") is None
+    for number in range(SAMPLE_BYTES // LEAST_BYTES):
+        assert choice.rate("nixl") is None
+        choice.end(choice.begin("nixl", number), LEAST_BYTES, number + 1.0)
+    assert choice.rate("nixl") == LEAST_BYTES
+    assert choice.is_trial_due
+
+
+def test_a_sample_begins_after_the_one_before_it() -> None:
+    choice = ChannelChoice("nixl", "tcp")
+    for now, seconds in ((0.0, 1.0), (1.0, 1.0), (2.0, 4.0)):
+        choice.end(choice.begin("nixl", now), SAMPLE_BYTES, now + seconds)
+    assert choice.rate("nixl") == SAMPLE_BYTES / 4.0
+
+
+def test_a_trial_that_is_given_up_is_due_again_once_its_pause_has_passed() -> None:
+    choice = ChannelChoice("nixl", "tcp")
+
+    def is_due_after_a_sample(now: float) -> bool:
+        choice.end(choice.begin("nixl", now - 1.0), SAMPLE_BYTES, now)
+        return choice.is_trial_due
+
+    assert not is_due_after_a_sample(1.0)  # connects
+    assert is_due_after_a_sample(2.0)
+    for pause in (FIRST_PAUSE_SECONDS, 2 * FIRST_PAUSE_SECONDS, 4 * FIRST_PAUSE_SECONDS):
+        choice.end_trial(1000.0)
+        assert not is_due_after_a_sample(1000.0 + pause - 0.5)
+        assert is_due_after_a_sample(1000.0 + pause)
+    for _ in range(10):
+        choice.end_trial(1e6)
+    assert not is_due_after_a_sample(1e6 + LAST_PAUSE_SECONDS - 0.5)
+    assert is_due_after_a_sample(1e6 + LAST_PAUSE_SECONDS)
+
+
+def test_a_failure_of_the_channel_that_is_not_in_use_changes_nothing() -> None:
+    choice = ChannelChoice("nixl", "tcp")
+    choice.fail("tcp", 0.0)
+    assert (choice.used, choice.other_than("nixl"), choice.other_than("tcp")) == ("nixl", "tcp", "nixl")
+    choice.end(choice.begin("nixl", 0.0), SAMPLE_BYTES, 1.0)
+    choice.end(choice.begin("nixl", 1.0), SAMPLE_BYTES, 2.0)
+    assert choice.is_trial_due, "the first trial has no pause before it"
+
+
+def test_a_trial_measures_the_other_channel_again_and_its_first_read_connects() -> None:
+    reads = Reads(nixl=1 * GB, tcp=1 * GB)
+    reads.run(4 * SAMPLE_BYTES)
+    assert reads.choice.rate("tcp") == pytest.approx(1 * GB)
+    reads.rates["tcp"] = 4 * GB
+    reads.now += FIRST_PAUSE_SECONDS
+    while not reads.choice.is_trial:
+        reads.run(READ_BYTES)
+    assert reads.choice.rate("tcp") is None
+    reads.run(SAMPLE_BYTES)
+    assert reads.choice.is_trial, "one read less than a sample was measured"
+    reads.run(READ_BYTES)
+    assert reads.choice.used == "tcp"

@@ -45,3 +45,20 @@ def test_each_token_is_in_the_tier_of_its_chunk(
 )
 def test_the_log_names_the_tiers(found: HitSources, peer_id: str, text: str) -> None:
     assert describe(found.tokens(0, 100, 4), peer_id) == text
+
+
+def test_items_of_a_hit_divide_its_tokens_and_the_rest_is_in_the_tier_with_the_most() -> None:
+    found = HitSources(own=3, runs=(Run(tier=DISK, chunk_count=1), Run(tier=PEERS, chunk_count=1)), hit_chunk_count=2)
+    assert (found.chunk_count, found.absent_count) == (2, 2)
+    assert found.tokens(0, 8, 4) == {OWN: 6, DISK: 1, PEERS: 1}
+    assert found.tokens(2, 100, 4) == {OWN: 4, DISK: 1, PEERS: 1}, "a hit has no tokens behind its last chunk"
+    assert found.tokens(9, 100, 4) == {OWN: 0, DISK: 0, PEERS: 0}
+    runs = tuple(Run(tier=DISK, chunk_count=2) for _ in range(2))
+    assert HitSources(own=1, runs=runs, hit_chunk_count=3).tokens(0, 12, 4) == {OWN: 2, DISK: 10}
+
+
+def test_each_position_has_the_tier_of_its_chunk() -> None:
+    found = sources(1, (DISK, 1), (PEERS, 1))
+    assert [found.tier_at(position, 2) for position in range(7)] == [OWN, OWN, DISK, DISK, PEERS, PEERS, ""]
+    assert found.chunk_count == 3
+    assert sources(0).tier_at(0, 2) == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.connector.scheduler.speeds import LoadCosts, LoadTimes
+from lmkv_client.connector.scheduler.speeds import DOUBT, KEPT, LoadCosts, LoadTimes
 
 RATE = 1000
 """Tokens that are computed per second."""
@@ -84,3 +84,33 @@ def test_everything_is_loaded_while_the_rate_of_computing_is_unknown() -> None:
     costs = LoadCosts()
     costs.own.add(100, 100.0)
     assert costs.choose(100, 50, 0) == 150
+
+
+def test_earlier_loads_lose_weight() -> None:
+    times = times_of((100, 1.0), (100, 3.0))
+    assert times.seconds(100) == pytest.approx((KEPT * 1.0 + 3.0) / (KEPT + 1))
+
+
+def test_a_refusal_lowers_the_expectation_of_every_size_alike() -> None:
+    times = times_of(*[(size, 0.5 + 0.001 * size) for size in (100, 1000, 400, 100)])
+    times.refused()
+    for size in (1, 100, 10_000):
+        assert times.seconds(size) == pytest.approx(DOUBT * (0.5 + 0.001 * size))
+
+
+def test_a_load_that_takes_as_long_as_computing_is_made() -> None:
+    costs = LoadCosts()
+    costs.own.add(RATE, 1.0)
+    assert costs.choose(RATE, 0, RATE) == RATE
+    costs.fetched.add(RATE, 1.0)
+    assert costs.choose(0, RATE, RATE) == RATE
+    assert costs.fetched.seconds(RATE) == costs.own.seconds(RATE) == 1.0, "nothing was refused"
+
+
+def test_what_is_not_fetched_lowers_only_the_expectation_of_fetches() -> None:
+    costs = LoadCosts()
+    costs.own.add(RATE, 0.1)
+    costs.fetched.add(2 * RATE, 9.0)
+    assert costs.choose(RATE, RATE, RATE) == RATE
+    assert costs.fetched.seconds(2 * RATE) == pytest.approx(DOUBT * 9.0)
+    assert costs.own.seconds(RATE) == pytest.approx(0.1)

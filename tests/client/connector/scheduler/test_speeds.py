@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.connector.scheduler.speeds import MAX_STEPS, PrefillRate
+from lmkv_client.connector.scheduler.speeds import KEPT, MAX_STEPS, PrefillRate
 
 
 def test_nothing_is_known_before_the_first_step_has_ended() -> None:
@@ -59,3 +59,23 @@ def test_steps_without_tokens_and_ends_without_a_step_change_nothing() -> None:
         rate.planned(1000, float(number))
     rate.ended(1000.0)
     assert rate.tokens_per_second > 0
+
+
+def test_a_step_of_the_least_size_counts_and_earlier_ones_lose_weight() -> None:
+    rate = PrefillRate(100)
+    rate.planned(100, 0.0)
+    rate.ended(1.0)
+    assert rate.tokens_per_second == 100
+    rate.planned(1000, 1.0)
+    rate.ended(2.0)
+    assert rate.tokens_per_second == round((KEPT * 100 + 1000) / (KEPT + 1))
+
+
+def test_a_step_without_a_duration_does_not_count_but_ends_the_one_before_it() -> None:
+    rate = PrefillRate(100)
+    rate.planned(1000, 5.0)
+    rate.planned(1000, 5.0)
+    rate.ended(5.0)
+    assert rate.tokens_per_second == 0
+    rate.ended(5.5)
+    assert rate.tokens_per_second == 2000

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmkv_server.coordinator.core.history import MAX_INSTANCES, MAX_SAMPLES, MAX_TIERS, PERIOD_SECONDS, History
+from lmkv_server.coordinator.core.history import (
+    MAX_INSTANCES,
+    MAX_SAMPLES,
+    MAX_TIER_NAME,
+    MAX_TIERS,
+    PERIOD_SECONDS,
+    Counts,
+    History,
+    Series,
+)
 from lmkv_server.coordinator.core.instance_info import InstanceInfo, ReportedStats, ReportedTier
 from lmkv_server.coordinator.core.instances import Instance
 
@@ -85,3 +94,50 @@ def test_memory_is_bounded() -> None:
     for time in range(MAX_SAMPLES):
         history.take(many[:1], 2e6 + time)
     assert list(history.fleet.used_bytes) == ["0"], "a tier without bytes in the last hour is forgotten"
+
+
+def test_a_tier_that_appears_later_was_empty_before() -> None:
+    history = History()
+    history.take([instance(used={"host": 5})], 0.0)
+    history.take([instance(used={"host": 5})], 30.0)
+    history.take([instance(used={"host": 5, "disk": 3})], 60.0)
+    assert list(history.series("a").used_bytes["disk"]) == [0, 0, 3]
+    history.take([instance(used={"host": 5})], 90.0)
+    assert list(history.series("a").used_bytes["disk"]) == [0, 0, 3, 0]
+
+
+def test_of_many_new_tiers_the_fullest_are_kept() -> None:
+    series = Series()
+    series.add(0.0, Counts(), {f"t{number}": 100 + number for number in range(MAX_TIERS + 1)})
+    assert series.used_bytes.keys() == {f"t{number}" for number in range(1, MAX_TIERS + 1)}
+
+
+def test_an_instance_counts_with_a_bounded_number_of_tiers_and_of_their_letters() -> None:
+    history = History()
+    used = {f"{number:02}{'x' * MAX_TIER_NAME}": number + 1 for number in range(MAX_TIERS + 1)}
+    history.take([instance(used=used)], 0.0)
+    expected = {f"{number:02}{'x' * (MAX_TIER_NAME - 2)}" for number in range(MAX_TIERS)}
+    assert history.fleet.used_bytes.keys() == history.series("a").used_bytes.keys() == expected
+
+
+def test_one_counter_that_begins_again_restarts_all_of_them() -> None:
+    earlier = Counts(asked_chunks=5, own_chunks=5)
+    assert Counts(asked_chunks=7, own_chunks=5).since(earlier) == Counts(asked_chunks=2)
+    assert Counts(asked_chunks=7, own_chunks=4).since(earlier) == Counts(asked_chunks=7, own_chunks=4)
+    assert earlier.since(earlier) == Counts() == Counts(0, 0, 0, 0, 0, 0)
+
+
+def test_the_last_of_the_instances_with_samples_has_them() -> None:
+    history = History()
+    history.take([instance(f"i{number}", asked_chunks=number) for number in range(MAX_INSTANCES + 1)], 0.0)
+    assert len(history.series(f"i{MAX_INSTANCES - 1}").times) == 1
+    assert len(history.series(f"i{MAX_INSTANCES}").times) == 0
+    history.take([instance(f"i{number}", asked_chunks=number + 1) for number in range(MAX_INSTANCES + 1)], 30.0)
+    assert list(history.fleet.counts["asked_chunks"]) == [0, MAX_INSTANCES + 1], "the fleet has all of them"
+
+
+def test_a_first_sample_is_due_at_once() -> None:
+    history = History()
+    history.take_if_due([], -5.0)
+    history.take_if_due([], -5.0)
+    assert list(history.fleet.times) == [-5.0]

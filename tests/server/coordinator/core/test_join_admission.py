@@ -12,7 +12,14 @@ from lmkv.errors import Full
 from lmkv.v1.registry_service_pb2 import ReportRequest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.join_admission import GUESSED_PACE_SECONDS, TURNS_PER_JOIN, JoinAdmission
+from lmkv_server.coordinator.core.join_admission import (
+    GUESS_WEIGHT,
+    GUESSED_PACE_SECONDS,
+    MAX_JOINING,
+    REMEMBERED_JOINS,
+    TURNS_PER_JOIN,
+    JoinAdmission,
+)
 from lmkv_server.coordinator.registry.registry import RETURN_SECONDS, Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 
@@ -196,3 +203,64 @@ def test_one_bound_holds_for_the_tenants_together() -> None:
     for registry in (ours, theirs):
         with pytest.raises(Full):
             registry.register(said(1), 0.0)
+
+
+def test_by_default_a_bounded_number_joins() -> None:
+    admission = JoinAdmission()
+    for number in range(MAX_JOINING):
+        admission.check(0.0)
+        admission.admit(instance(number))
+    with pytest.raises(Full, match=f"^{MAX_JOINING} instances are joining; retry after the delay$"):
+        admission.check(0.0)
+
+
+def test_the_first_turns_follow_the_guess() -> None:
+    admission, _ = filled()
+    pace = GUESSED_PACE_SECONDS / TURNS_PER_JOIN
+    assert [put_off(admission, 0.0) for _ in range(3)] == [pytest.approx(pace * turn) for turn in (1, 2, 3)]
+    late = put_off(admission, 1.0)
+    waited = (GUESSED_PACE_SECONDS * GUESS_WEIGHT + 1.0) / GUESS_WEIGHT
+    assert late == pytest.approx(waited / TURNS_PER_JOIN, abs=0.001), "turns do not lie in the past"
+
+
+def test_an_instance_that_joins_elsewhere_makes_room() -> None:
+    admission, joining = filled()
+    admission.leave(joining[0])
+    admission.leave(joining[0])
+    admission.check(0.0)
+
+
+def test_a_rush_is_over_once_fewer_than_half_are_joining() -> None:
+    admission, joining = filled()
+    first = put_off(admission, 0.0)
+    for one in joining[: LIMIT // 2]:
+        one.synced = True
+    now = 100.0
+    joining[2].expire_time = joining[3].expire_time = now + LEASE_TTL
+    for number in range(LIMIT // 2):
+        admission.check(now)
+        admission.admit(instance(LIMIT + number, now))
+    assert put_off(admission, now) > first, "half of them are still joining: it continues"
+    later = now + 2 * LEASE_TTL
+    for number in range(LIMIT):
+        admission.check(later)
+        admission.admit(instance(10 * LIMIT + number, later))
+    assert put_off(admission, later) == first
+
+
+def test_old_joins_lose_weight() -> None:
+    """After many quick joins, slow ones count within twice the number of remembered ones."""
+    admission, joining = filled()
+    put_off(admission, 0.0)
+    now, number = 0.0, 0
+    for seconds, count in ((0.001, 20 * REMEMBERED_JOINS), (0.5, 2 * REMEMBERED_JOINS)):
+        for _ in range(count):
+            now += seconds
+            joining[number].synced = True
+            joining.append(instance(LIMIT + number, now))
+            admission.check(now)
+            admission.admit(joining[-1])
+            number += 1
+    put_off(admission, now)
+    first, second = put_off(admission, now), put_off(admission, now)
+    assert second - first > 0.5 * 0.5 / TURNS_PER_JOIN

@@ -8,7 +8,8 @@ import pytest
 
 from lmkv.keys import part_key
 from lmkv.parts import PartItem
-from lmkv_server.node.cache.prompt_items import PromptItems
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.prompt_items import PromptItems, parent_of
 from tests.server.node.hybrid_engine import FULL, HYBRID, PROMPT, STATE, WINDOW, item_key
 
 COUNT = len(PROMPT)
@@ -65,3 +66,42 @@ def test_a_spec_without_a_part_of_which_every_chunk_is_needed_uses_what_it_finds
     items = PromptItems.of_prompt(windows, PROMPT)
     assert items.used_with([3], [2, 3, 4]) == [PROMPT[3]]
     assert items.used_with([], [2, 3, 4]) == []
+
+
+def test_a_part_leaves_before_its_chunk_and_a_chunk_before_the_one_in_front_of_it() -> None:
+    assert WHOLE.parent(index_of(FULL, 0)) is None
+    assert WHOLE.parent(index_of(FULL, 3)) == PROMPT[2]
+    assert WHOLE.parent(index_of(WINDOW, 0)) == PROMPT[0]
+    assert WHOLE.parent(index_of(STATE, 3)) == PROMPT[3]
+
+
+def test_of_a_sliding_window_the_oldest_chunks_leave_first() -> None:
+    windows = replace(HYBRID, rule=HYBRID.more_parts[0].rule, span=40, more_parts=())
+    assert parent_of(windows, 0, PROMPT[1], PROMPT[0]) is None
+    assert parent_of(HYBRID, 0, PROMPT[1], PROMPT[0]) == PROMPT[0]
+
+
+def test_a_chunk_of_the_spec_and_of_the_size_of_an_item_fits_it() -> None:
+    tier, size_bytes = HostTier(1 << 20), HYBRID.part_bytes(WINDOW)
+    found = []
+    for number, fingerprint in enumerate((HYBRID.fingerprint, b"x" * 16)):
+        reserved = tier.reserve(size_bytes)
+        assert reserved
+        chunk = tier.commit(
+            reserved.offset,
+            key=PROMPT[number],
+            fingerprint=fingerprint,
+            size_bytes=size_bytes,
+            checksum=0,
+            token_count=HYBRID.chunk_size,
+        )
+        assert chunk
+        found.append([WHOLE.fits(index_of(part, 1), chunk) for part in (WINDOW, STATE)])
+    assert found == [[True, False], [False, False]]
+
+
+def test_items_can_be_read_from_the_end_and_there_may_be_none() -> None:
+    assert WHOLE.keys[-1] == item_key(STATE, COUNT - 1)
+    assert WHOLE.keys[-COUNT - 1] == item_key(WINDOW, COUNT - 1)
+    nothing = PromptItems.of_hit(HYBRID, PROMPT, 0)
+    assert (len(nothing), list(nothing.keys), nothing.mean_bytes) == (0, [], 1)

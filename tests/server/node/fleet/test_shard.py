@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.node.fleet.shard import primaries
+from lmkv_server.node.fleet.shard import SessionState, StreamRole, current_primaries, outdated, primaries
 
 ADDRESSES = [f"10.0.0.{number}:9000" for number in range(5)]
 INSTANCES = [f"node-{number}" for number in range(2000)]
@@ -68,3 +68,41 @@ def test_the_instances_of_one_that_is_lost_are_spread_evenly_too(count: int) -> 
     spread = Counter(primaries(one, dict.fromkeys(left, "one"))[left[0]] for one in orphans)
     fair = len(orphans) / len(left)
     assert all(0.75 * fair < spread[address] < 1.25 * fair for address in left)
+
+
+def state(map_id: str | None, role: StreamRole | None = None, *, is_synced: bool = True) -> SessionState:
+    return SessionState(map_id=map_id, role=role, is_synced=is_synced)
+
+
+CARRIES, LISTENS = (StreamRole(map_id="one", reports_chunks=reports) for reports in (True, False))
+HOME = primaries("node-0", dict.fromkeys(ADDRESSES[:2], "one"))[ADDRESSES[0]]
+OTHER = next(address for address in ADDRESSES[:2] if address != HOME)
+
+
+def test_a_coordinator_that_cannot_be_reported_to_is_no_primary() -> None:
+    states = {HOME: state(None), OTHER: state("one")}
+    assert current_primaries("node-0", states) == {OTHER: OTHER}
+
+
+def test_streams_with_the_right_roles_stay() -> None:
+    assert outdated("node-0", {HOME: state("one", CARRIES), OTHER: state("one", LISTENS)}) == []
+    assert outdated("node-0", {HOME: state("one"), OTHER: state("one")}) == [], "no stream is open"
+    own = StreamRole(map_id="", reports_chunks=True)
+    assert outdated("node-0", {HOME: state("", own), OTHER: state("", own)}) == []
+
+
+def test_the_primary_receives_chunks_at_once_and_the_other_until_it_has_them() -> None:
+    listening = state("one", LISTENS)
+    assert outdated("node-0", {HOME: listening, OTHER: state("one", LISTENS)}) == [HOME]
+    carrying = state("one", CARRIES)
+    not_yet = {HOME: state("one", CARRIES, is_synced=False), OTHER: carrying}
+    assert outdated("node-0", not_yet) == []
+    assert outdated("node-0", {HOME: carrying, OTHER: carrying}) == [OTHER]
+
+
+def test_a_stream_to_a_coordinator_whose_map_has_changed_is_replaced() -> None:
+    changed = state("two", CARRIES)
+    assert outdated("node-0", {HOME: changed}) == [HOME]
+    assert outdated("node-0", {HOME: state(None, CARRIES)}) == [HOME]
+    waiting = {HOME: state("two", is_synced=False), OTHER: state("two", LISTENS)}
+    assert outdated("node-0", waiting) == [OTHER], "also one without chunks, before the primary has them"

@@ -125,3 +125,32 @@ def test_pools_without_healthy_engines_have_a_reason() -> None:
     assert pools.unavailable_reason() == ""
     decode.engines[0].mark_unhealthy("it is tired")
     assert pools.unavailable_reason() == "both engine http://e-0: it is tired"
+
+
+def test_the_least_loaded_engine_is_a_healthy_one() -> None:
+    engines = pool("round_robin", [3, 1, 2])
+    assert engines.least_loaded() is engines.engines[1]
+    engines.engines[1].mark_unhealthy("test")
+    assert engines.least_loaded() is engines.engines[2]
+    for engine in engines.engines:
+        engine.mark_unhealthy("test")
+    assert engines.least_loaded() is None
+
+
+def test_prefill_engines_are_listed_first_and_their_failures_refuse_no_request() -> None:
+    prefill, decode = pool("round_robin", [0]), pool("round_robin", [0, 0])
+    pools = EnginePools(decode, prefill)
+    assert pools.engines == [*prefill.engines, *decode.engines]
+    assert EnginePools(decode, None).engines == [*decode.engines]
+    prefill.engines[0].mark_unhealthy("test")
+    decode.engines[0].mark_unhealthy("one")
+    assert pools.unavailable_reason() == ""
+    decode.engines[1].mark_unhealthy("other")
+    assert pools.unavailable_reason() == "both engine http://e-0: one; both engine http://e-1: other"
+
+
+def test_a_request_without_a_session_is_with_none() -> None:
+    affinity = SessionAffinity(60.0)
+    engines = pool("round_robin", [0, 0], affinity=affinity)
+    assert engines.choose(0.0, cached={}) is not engines.choose(0.0, cached={})
+    assert len(affinity) == 0

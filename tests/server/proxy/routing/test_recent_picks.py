@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmkv.keys import KEY_BYTES
-from lmkv_server.proxy.routing.recent_picks import RecentPicks
+from lmkv_server.proxy.routing.recent_picks import TTL_SECONDS, RecentPicks
 
 
 def keys(text: str) -> bytes:
@@ -38,3 +38,29 @@ def test_the_oldest_are_dropped_beyond_the_limit() -> None:
     recent.add(keys("xy"), "two", now=0)
     assert recent.matches(keys("abc"), now=1) == {}
     assert recent.matches(keys("xy"), now=1) == {"two": 2}
+
+
+def test_as_many_keys_as_the_limit_are_kept() -> None:
+    recent = RecentPicks(max_keys=4)
+    recent.add(keys("ab"), "one", now=0)
+    recent.add(keys("xy"), "two", now=0)
+    assert recent.matches(keys("ab"), now=1) == {"one": 2}
+    recent.add(keys("z"), "three", now=0)
+    assert recent.matches(keys("ab"), now=1) == {}
+    assert recent.matches(keys("xy"), now=1) == {"two": 2}, "what was dropped makes room"
+    recent.add(keys("w"), "four", now=0)
+    assert recent.matches(keys("xy"), now=1) == {"two": 2}
+
+
+def test_a_pick_counts_until_its_time_is_up() -> None:
+    recent = RecentPicks()
+    recent.add(keys("a"), "one", now=1)
+    assert recent.matches(keys("a"), now=1 + TTL_SECONDS - 0.1) == {"one": 1}
+    assert recent.matches(keys("a"), now=1 + TTL_SECONDS) == {}
+
+
+def test_a_prompt_of_which_a_later_chunk_has_expired_matches_up_to_it() -> None:
+    recent = RecentPicks(ttl_seconds=10)
+    recent.add(keys("abc"), "one", now=0)
+    recent.add(keys("a"), "one", now=5)
+    assert recent.matches(keys("abc"), now=12) == {"one": 1}
