@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-ray test-sglang chaos histories mutants models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
+.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-ray test-sglang chaos histories mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-protos fix-typescript
 
@@ -86,6 +86,9 @@ fuzz-kernels: ## run the C++ kernels with generated inputs and sanitizers for te
 
 mutants: $(STAMP) ## apply seeded faults to a copy, one at a time, and show the test that catches each; ARGS="node-" selects
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+mutation: $(STAMP) build/tools/mutation ## change pure modules at random places and show what no test notices; ARGS="--module lmkv.keys --sample 100"
+	@$(BIN)/python -m tests.mutants.generated $(ARGS)
 
 docs: build/tools/docs ## build the documentation site into build/site; ARGS=--serve serves it while you write
 	@NO_MKDOCS_2_WARNING=1 build/tools/docs/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build)

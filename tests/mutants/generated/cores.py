@@ -1,0 +1,82 @@
+"""The modules that `make mutation` mutates, and the tests of each.
+
+All are pure: their tests open no sockets and start no processes, so that a run takes about a second. Tests that start
+processes would run these without the mutant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_LMKV = "tests/lmkv/"
+_CORE = "tests/server/coordinator/core/"
+_STORE = "tests/server/coordinator/layout_store/"
+_NODE = "tests/server/node/"
+_CACHE = "tests/server/node/cache/"
+_PROXY = "tests/server/proxy/"
+_SCHEDULER = "tests/client/connector/scheduler/"
+
+CORES: Mapping[str, Sequence[str]] = {
+    "lmkv.auth.token_bucket": (f"{_LMKV}auth/test_token_bucket.py",),
+    "lmkv.config.remote_url": (f"{_LMKV}config/test_remote_url.py",),
+    "lmkv.hints": (f"{_LMKV}test_hints.py",),
+    "lmkv.keys": (f"{_LMKV}test_keys.py",),
+    "lmkv.misses.memory": (f"{_LMKV}misses/test_memory.py",),
+    "lmkv.partial_index": (f"{_CORE}test_partial_chunks.py", f"{_CACHE}test_partial_chunks.py"),
+    "lmkv.parts": (f"{_LMKV}test_parts.py", f"{_CORE}test_part_match.py"),
+    "lmkv.rpc.frames": (f"{_LMKV}rpc/test_frames.py",),
+    "lmkv.spec": (f"{_LMKV}test_spec.py", f"{_LMKV}test_parts.py"),
+    "lmkv.transfer.bandwidth": (f"{_LMKV}transfer/test_bandwidth.py",),
+    "lmkv.transfer.choice": (f"{_LMKV}transfer/test_choice.py",),
+    "lmkv_client.connector.scheduler.handoff": (f"{_SCHEDULER}test_handoffs.py",),
+    "lmkv_client.connector.scheduler.hit_sources": (f"{_SCHEDULER}test_hit_sources.py",),
+    "lmkv_client.connector.scheduler.speeds": (f"{_SCHEDULER}test_speeds.py", f"{_SCHEDULER}test_load_costs.py"),
+    "lmkv_client.connector.scheduler.weight_versions": (f"{_SCHEDULER}test_weight_versions.py",),
+    "lmkv_client.engine.write_credits": ("tests/client/engine/test_write_credits.py",),
+    "lmkv_server.coordinator.core.budget": (f"{_CORE}test_budget.py", f"{_CORE}test_registrations.py"),
+    "lmkv_server.coordinator.core.history": (f"{_CORE}test_history.py",),
+    "lmkv_server.coordinator.core.instances": (f"{_CORE}test_instances.py", f"{_CORE}test_registrations.py"),
+    "lmkv_server.coordinator.core.join_admission": (f"{_CORE}test_join_admission.py",),
+    "lmkv_server.coordinator.core.latency_histogram": (f"{_CORE}test_latency_histogram.py",),
+    "lmkv_server.coordinator.core.layout_map": (
+        f"{_CORE}test_layout_queries.py",
+        f"{_CORE}test_partial_chunks.py",
+        f"{_CORE}test_layout_map.py",
+    ),
+    "lmkv_server.coordinator.core.models": (f"{_CORE}test_models.py", f"{_CORE}test_instances.py"),
+    "lmkv_server.coordinator.core.part_match": (f"{_CORE}test_part_match.py",),
+    "lmkv_server.coordinator.core.partial_chunks": (f"{_CORE}test_partial_chunks.py",),
+    "lmkv_server.coordinator.core.tail_match": (f"{_CORE}test_partial_chunks.py",),
+    "lmkv_server.coordinator.layout_store.follower": (f"{_STORE}test_follower.py", f"{_STORE}test_doubts.py"),
+    "lmkv_server.node.cache.allocator": (f"{_CACHE}test_allocator.py",),
+    "lmkv_server.node.cache.batches": (f"{_CACHE}test_batches.py",),
+    "lmkv_server.node.cache.eviction": (f"{_CACHE}test_eviction.py", f"{_CACHE}test_arc.py"),
+    "lmkv_server.node.cache.host": (f"{_CACHE}test_host.py", f"{_CACHE}test_pins.py", f"{_CACHE}test_losses.py"),
+    "lmkv_server.node.cache.learned": (f"{_CACHE}test_learned.py", f"{_CACHE}test_eviction.py"),
+    "lmkv_server.node.cache.ledger": (f"{_CACHE}test_ledger.py", f"{_CACHE}test_warm_start.py"),
+    "lmkv_server.node.cache.losses": (f"{_CACHE}test_losses.py",),
+    "lmkv_server.node.cache.partial_chunks": (f"{_CACHE}test_partial_chunks.py",),
+    "lmkv_server.node.cache.pins": (f"{_CACHE}test_pins.py",),
+    "lmkv_server.node.cache.prompt_items": (f"{_CACHE}test_prompt_items.py",),
+    "lmkv_server.node.cache.reuse_times": (f"{_CACHE}test_learned.py", f"{_CACHE}test_eviction.py"),
+    "lmkv_server.node.commands.journal": (f"{_NODE}commands/test_journal.py",),
+    "lmkv_server.node.fetch.inflight": (f"{_NODE}fetch/test_inflight.py", f"{_NODE}fetch/test_scheduler.py"),
+    "lmkv_server.node.fetch.scheduler": (f"{_NODE}fetch/test_windows.py", f"{_NODE}fetch/test_scheduler.py"),
+    "lmkv_server.node.fleet.shard": (f"{_NODE}fleet/test_shard.py",),
+    "lmkv_server.node.hints.retentions": (f"{_NODE}hints/test_retentions.py",),
+    "lmkv_server.node.serving.read_grants": (f"{_NODE}serving/test_read_grants.py",),
+    "lmkv_server.node.tiers.disk.chunk": (f"{_NODE}tiers/disk/test_chunk.py", f"{_NODE}tiers/disk/test_index.py"),
+    "lmkv_server.node.tiers.disk.index": (f"{_NODE}tiers/disk/test_index.py",),
+    "lmkv_server.node.tiers.encryption.header": (f"{_NODE}tiers/encryption/test_header.py",),
+    "lmkv_server.node.tiers.remote.chunk": (f"{_NODE}tiers/remote/test_chunk.py",),
+    "lmkv_server.proxy.pd.joiner": (f"{_PROXY}pd/test_joined_responses.py",),
+    "lmkv_server.proxy.pd.parameters": (f"{_PROXY}pd/test_parameters.py",),
+    "lmkv_server.proxy.routing.affinity": (f"{_PROXY}routing/test_affinity.py", f"{_PROXY}routing/test_pools.py"),
+    "lmkv_server.proxy.routing.policies": (f"{_PROXY}routing/test_pools.py",),
+    "lmkv_server.proxy.routing.pools": (f"{_PROXY}routing/test_pools.py",),
+    "lmkv_server.proxy.routing.prompt": (f"{_PROXY}routing/test_prompt.py",),
+    "lmkv_server.proxy.routing.recent_picks": (f"{_PROXY}routing/test_recent_picks.py",),
+    "lmkv_server.proxy.statistics": (f"{_PROXY}test_statistics.py",),
+    "lmkv_server.proxy.upstream.events": (f"{_PROXY}upstream/test_events.py",),
+    "lmkv_server.webhook.injection": ("tests/server/webhook/test_injection.py",),
+}
