@@ -9,7 +9,7 @@ preceded by 0xFFFFFFFF, which is not a token id. Keys do not depend on the proce
 
 The pages of SGLang have digests that lmkv can compute, too (`sha256-pages`); the root is then without the cache salt:
 
-    digest_i = SHA-256(digest_{i-1} ‖ tokens of page i)      digest_{-1}: of the cache salt; empty without one
+    digest_i = SHA-256(digest_{i-1} ‖ tokens of page i ‖ extras of page i)      digest_{-1}: of the cache salt, if any
 
 `tests/lmkv/golden_keys.json` has test vectors for other languages.
 """
@@ -131,6 +131,15 @@ class KeyChain:
         parent = self.keys[index - 1] if index else self.root
         return self._key(parent, tokens.data.cast("B"), index)
 
+    @property
+    def namespace(self) -> ChunkKey:
+        """What only prompts of the same spec, tenant and adapter have in common."""
+        return self.root
+
+    def beginning(self) -> KeyChain:
+        """The chain of another prompt in the same namespace, without keys and extras."""
+        return KeyChain(self.root, self.chunk_size)
+
     def _key(self, parent: ChunkKey, tokens: memoryview, index: int) -> ChunkKey:
         digest = _EMPTY.copy()  # a third cheaper than sha256()
         digest.update(parent)
@@ -193,6 +202,44 @@ def page_keys(tokens: Tokens, root: ChunkKey, page_size: int, prior: bytes = b""
         prior = sha256(prior + view[start : start + stride]).digest()
         keys.append(foreign_key(root, prior))
     return b"".join(keys), prior
+
+
+class PageKeyChain(KeyChain):
+    """The keys of one growing prompt whose chunks are named as pages (`sha256-pages`); only full ones have keys.
+
+    Of a chunk without extras they are those of `page_keys`. Extras follow the tokens in its digest, as in `KeyChain`.
+    """
+
+    __slots__ = ("_prior", "_seed")
+
+    def __init__(
+        self, root: ChunkKey, chunk_size: int, extras: Mapping[int, bytes] = _NO_EXTRAS, *, seed: bytes = b""
+    ) -> None:
+        """`root` is without the cache salt, which `seed` is of (`page_seed`)."""
+        super().__init__(root, chunk_size, extras)
+        self._seed = self._prior = seed
+
+    def partial(self, tokens: Tokens) -> ChunkKey | None:  # noqa: ARG002
+        """None: pages are full."""
+        return None
+
+    def behind(self, index: int, tokens: Tokens) -> ChunkKey:
+        """Raises `BadTokens`: pages are full, and keys of full ones are in `keys`."""
+        raise BadTokens(f"page {index} with {tokens.size} of {self.chunk_size} tokens has no key")
+
+    @property
+    def namespace(self) -> ChunkKey:
+        """What only prompts of the same spec, tenant and adapter have in common: the root is without the salt."""
+        return foreign_key(self.root, self._seed) if self._seed else self.root
+
+    def beginning(self) -> KeyChain:
+        """The chain of another prompt in the same namespace, without keys and extras."""
+        return PageKeyChain(self.root, self.chunk_size, seed=self._seed)
+
+    def _key(self, parent: ChunkKey, tokens: memoryview, index: int) -> ChunkKey:  # noqa: ARG002
+        extras = self._extras.get(index)
+        self._prior = sha256(self._prior + tokens + (_EXTRAS_MARK + extras if extras else b"")).digest()
+        return foreign_key(self.root, self._prior)
 
 
 def join_keys(keys: Iterable[ChunkKey]) -> bytes:

@@ -29,6 +29,12 @@ class ConnectorConfig(NodeConfig):
         "Whether engines of other kinds that set it too, such as Hugging Face transformers, may load this engine's KV, "
         "and it theirs.",
     )
+    hash_scheme: str = key(
+        choice("sha256-16", "sha256-pages"),
+        "sha256-16",
+        "How chunks are named: sha256-pages as SGLang names its pages, which share_across_engines with SGLang needs; "
+        "partial chunks are then not stored.",
+    )
     save_partial_chunks: bool = key(
         FLAG,
         True,
@@ -105,6 +111,11 @@ class ConnectorConfig(NodeConfig):
             yield Gap("pd_buffer_device", "workers read into it by nixl, which does not encrypt", "set it to cpu")
         if not self.node_address:  # otherwise the node has a configuration of its own
             yield from super()._unencrypted()
+
+    @property
+    def stores_partial_chunks(self) -> bool:
+        """Whether chunks that are not full are stored and found: only under the scheme that has keys for them."""
+        return self.save_partial_chunks and self.hash_scheme == "sha256-16"
 
     def node_config(self) -> NodeConfig:
         """The configuration of the node that the connector starts."""

@@ -18,6 +18,7 @@ from lmkv.keys import (
     MAX_KEYS,
     ChunkKey,
     KeyChain,
+    PageKeyChain,
     as_tokens,
     chunk_keys,
     foreign_key,
@@ -254,3 +255,28 @@ def test_keys_of_pages_are_the_same_in_slices(tokens: list[int], page_size: int,
     first, prior = page_keys(whole[:split], ROOT, page_size)
     rest, last = page_keys(whole[split:], ROOT, page_size, prior) if split < whole.size else (b"", prior)
     assert (first + rest, last) == page_keys(whole, ROOT, page_size)
+
+
+@given(st.lists(token_ids, max_size=40), st.integers(1, 5), st.integers(0, 40), st.sampled_from(["", "tenant-a"]))
+def test_a_chain_of_pages_grows_to_the_keys_of_the_pages(tokens: list[int], size: int, split: int, salt: str) -> None:
+    whole = as_tokens(tokens)
+    chain = PageKeyChain(ROOT, size, seed=page_seed(salt))
+    chain.extend(whole[:split])
+    chain.extend(whole)
+    expected, _ = page_keys(whole, ROOT, size, page_seed(salt))
+    assert join_keys(chain.keys) == expected
+    assert chain.partial(whole) is None
+    other = chain.beginning()
+    other.extend(whole)
+    assert other.keys == chain.keys
+
+
+def test_inputs_besides_tokens_change_the_keys_of_their_page_and_of_those_behind_it() -> None:
+    tokens = as_tokens(range(12))
+    plain, with_image = PageKeyChain(ROOT, 4), PageKeyChain(ROOT, 4, {1: b"image"})
+    for chain in (plain, with_image):
+        chain.extend(tokens)
+    assert plain.keys[0] == with_image.keys[0]
+    assert not set(plain.keys[1:]) & set(with_image.keys[1:])
+    with pytest.raises(BadTokens, match="page 3 with 1 of 4 tokens has no key"):
+        plain.behind(3, tokens[:1])

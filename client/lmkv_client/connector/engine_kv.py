@@ -9,6 +9,7 @@ from hashlib import sha256
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
+from lmkv.keys import HASH_SCHEME, PAGE_HASH_SCHEME
 from lmkv.packing import pack_fields
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
@@ -116,6 +117,12 @@ def engine_kv(
                 key="share_across_engines",
             )
         model_id = identity_across_engines(vllm_config, kv_dtype=first.kv_dtype, model_id=config.model_id)
+    if config.hash_scheme == PAGE_HASH_SCHEME and not is_plain:
+        raise ConfigError(
+            f"hash_scheme: {PAGE_HASH_SCHEME} is for models whose layers all have full attention, and model "
+            f"{served_names(model)[0]} is another; set it to {HASH_SCHEME}",
+            key="hash_scheme",
+        )
     spec = KvSpec(
         model_name=served_names(model)[0],
         model_id=model_id,
@@ -129,6 +136,7 @@ def engine_kv(
         tile_backend="CPU_ATTN" if native else "",
         tile_isa=first.tile_isa,
         block_size=first.block_size,
+        hash_scheme=config.hash_scheme,
         vocab_size=model.get_vocab_size(),
         rule=first.rule,
         span=first.span,

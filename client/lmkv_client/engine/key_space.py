@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadChunkKey
-from lmkv.keys import FOREIGN_DIGEST_BYTES, ChunkKey, as_tokens, foreign_key, page_keys, page_seed, root_key, split_keys
+from lmkv.keys import (
+    FOREIGN_DIGEST_BYTES,
+    ChunkKey,
+    KeyChain,
+    PageKeyChain,
+    as_tokens,
+    foreign_key,
+    page_keys,
+    page_seed,
+    root_key,
+    split_keys,
+)
 from lmkv.spec import KvSpec
 from lmkv_kernels import chunk_keys
 
@@ -23,6 +34,12 @@ class KeySpace:
     def root(self, salt: str, lora: str) -> ChunkKey:
         """The root of the keys of a tenant's salt and the identity of a LoRA adapter, both possibly empty."""
         return root_key(self._spec.fingerprint, cache_salt=salt, lora=lora, secret=self._secret)
+
+    def chain(self, *, salt: str, lora: str, extras: Mapping[int, bytes]) -> KeyChain:
+        """The chain of a prompt that grows. `extras`: inputs of its chunks' KV other than tokens, by index."""
+        if self._spec.has_page_hashes:
+            return PageKeyChain(self.root("", lora), self._spec.chunk_size, extras, seed=page_seed(salt))
+        return KeyChain(self.root(salt, lora), self._spec.chunk_size, extras)
 
     def of_tokens(
         self, tokens: Sequence[int] | NDArray[np.integer], *, salt: str, lora: str, partial: bool

@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmkv.errors import ConfigError
 from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.packing import pack_fields
 from lmkv.spec import KvSpec
+from lmkv_client.model_identity import shared_identity
 from lmkv_client.sglang.sglang_api import ModelSource
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def make_spec(
     kv_dtype: str,
     page_size: int,
     shards: Mapping[str, tuple[int, int]],
+    weight_version: str = "",
 ) -> KvSpec:
     """The spec of the pages of one rank.
 
@@ -75,6 +77,7 @@ def make_spec(
         chunk_size=page_size,
         mla=len(tensors) == 1,
         hash_scheme=PAGE_HASH_SCHEME,
+        weight_version=weight_version,
     )
 
 
@@ -85,6 +88,36 @@ def identity_of(model: ModelSource) -> str:
     weights = _folder_digest(folder) if folder.is_dir() else f"{model.path}@{model.revision or 'main'}"
     fields = [json.dumps(config, sort_keys=True), model.quantization, weights]
     return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
+
+
+def identity_across_engines(
+    model: ModelSource,
+    config: Mapping[str, Any],
+    *,
+    model_id: str,
+    kv_dtype: str,
+    shards: Mapping[str, tuple[int, int]],
+) -> str:
+    """Identity of KV that engines of other kinds may share (`share_across_engines`).
+
+    `config` is that of `used_config`, `model_id` the configured identity, or empty. Raises `ConfigError` if the KV of
+    this engine is not known to be the same in other engines, or each rank has only a share of it.
+    """
+    if shards:
+        kinds = ", ".join(f"{kind} {size}" for kind, (_, size) in shards.items())
+        raise ConfigError(
+            f"share_across_engines: each rank of SGLang keeps pages of its own share ({kinds}), and other engines keep "
+            "whole chunks; use one rank, or set it to false",
+            key="share_across_engines",
+        )
+    return shared_identity(
+        config,
+        model=model.path,
+        commit=config.get("_commit_hash") or model.revision,
+        model_id=model_id,
+        kv_dtype=kv_dtype,
+        quantization=model.quantization,
+    )
 
 
 def _folder_digest(folder: Path) -> str:

@@ -42,6 +42,7 @@ __all__ = [
     "is_writer",
     "served_model",
     "shards",
+    "used_config",
 ]
 
 
@@ -96,6 +97,19 @@ def served_model(default_path: str) -> ModelSource:
         kv_cache_dtype=str(arguments.kv_cache_dtype or ""),
         config=_read_config(str(arguments.model_path)),
     )
+
+
+def used_config(model: ModelSource) -> Mapping[str, Any]:
+    """All of the model's configuration as SGLang computes with it, and its `_commit_hash` if it is of Hugging Face;
+    outside of SGLang, the content of `config.json`."""
+    try:
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.runtime_context import get_server_args
+
+        used = ModelConfig.from_server_args(get_server_args()).hf_config
+    except (ImportError, RuntimeError):
+        return model.config
+    return {**used.to_dict(), "_commit_hash": getattr(used, "_commit_hash", None)}
 
 
 def _read_config(model_path: str) -> dict[str, Any]:

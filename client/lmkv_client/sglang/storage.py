@@ -18,7 +18,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv_client.engine import Copier, Engine, Written
 from lmkv_client.sglang.host_pool import make_pages, page_numbers, pool_tensors
-from lmkv_client.sglang.kv_spec import identity_of, kv_dtype, make_spec
+from lmkv_client.sglang.kv_spec import identity_across_engines, identity_of, kv_dtype, make_spec
 from lmkv_client.sglang.sglang_api import (
     HiCacheStorage,
     HostPool,
@@ -27,6 +27,7 @@ from lmkv_client.sglang.sglang_api import (
     is_writer,
     served_model,
     shards,
+    used_config,
 )
 
 if TYPE_CHECKING:
@@ -96,13 +97,20 @@ class LmkvStorage(HiCacheStorage):
         model_name = config.model_name or ""
         model = served_model(model_name)
         self._tensors = pool_tensors(pool, is_mla=config.is_mla_model)
+        dtype, own_share = kv_dtype(str(pool.dtype), model.kv_cache_dtype), shards(config)
+        model_id = self._settings.model_id
+        if self._settings.share_across_engines:
+            model_id = identity_across_engines(
+                model, used_config(model), model_id=model_id, kv_dtype=dtype, shards=own_share
+            )
         spec = make_spec(
             self._tensors,
             model_name=model_name,
-            model_id=self._settings.model_id or identity_of(model),
-            kv_dtype=kv_dtype(str(pool.dtype), model.kv_cache_dtype),
+            model_id=model_id or identity_of(model),
+            kv_dtype=dtype,
             page_size=pool.page_size,
-            shards=shards(config),
+            shards=own_share,
+            weight_version=self._settings.weight_version,
         )
         engine = Engine.attach(spec, config=self._settings)
         try:

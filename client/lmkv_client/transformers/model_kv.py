@@ -61,6 +61,7 @@ def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:
         kv_head_count=head_count,
         head_size=head_size,
         chunk_size=config.chunk_size,
+        hash_scheme=config.hash_scheme,
         vocab_size=text_config.vocab_size,
         weight_version=config.weight_version,
     )

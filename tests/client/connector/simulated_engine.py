@@ -23,7 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from lmkv.config import ConnectorConfig
-from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
+from lmkv.keys import ChunkKey, KeyChain, PageKeyChain, as_tokens, page_seed, root_key
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
@@ -99,7 +99,10 @@ class SimulatedEngine:
         caches = kv_cache_config(replace(model, caches=self.caches), vllm_config, block_count)
         fixed: dict[str, Any] = {"model_id": "simulated", "kv_format": model.kv_format, "refuse_slow_fetches": False}
         settings = ConnectorConfig(**({"chunk_size": CHUNK, "save_partial_chunks": False} | fixed | config))
-        plain = replace(ENGINE_KV, spec=replace(SPEC, weight_version=settings.weight_version))
+        plain = replace(
+            ENGINE_KV,
+            spec=replace(SPEC, weight_version=settings.weight_version, hash_scheme=settings.hash_scheme),
+        )
         self.kv = plain if model is PLAIN else engine_kv(vllm_config, caches, settings)
         self.node = ScriptedNode(self.kv.spec, credit_limit=credit_limit)
         self.node.on_commit = self._check_commit
@@ -427,11 +430,13 @@ class SimulatedEngine:
             tokens = as_tokens(list(request.all_token_ids))
             extras = multimodal_extras(request.mm_features, CHUNK)
             chain = KeyChain(root_key(fingerprint, cache_salt=salt), CHUNK, extras)
+            if self.kv.spec.has_page_hashes:
+                chain = PageKeyChain(root_key(fingerprint), CHUNK, extras, seed=page_seed(salt))
             chain.extend(tokens)
             if key in chain.keys:
                 count = (chain.keys.index(key) + 1) * CHUNK
                 return list(kv_values(seen(request), salt + weights))[:count]
-            for count in range(1, len(tokens) + 1):
+            for count in range(1, len(tokens) + 1) if not self.kv.spec.has_page_hashes else ():
                 index, rest = divmod(count, CHUNK)
                 if rest and chain.behind(index, tokens[index * CHUNK : count]) == key:
                     return list(kv_values(seen(request), salt + weights))[:count]

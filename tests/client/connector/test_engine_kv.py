@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
+from lmkv.keys import HASH_SCHEMES, PAGE_HASH_SCHEME
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
@@ -129,6 +130,15 @@ def test_what_engines_of_other_kinds_share_has_no_engine_in_it(tiny_config: Vllm
     named = spec_of(tiny_config, share_across_engines=True, model_id="llama@7").model_id
     assert named.startswith("shared:")
     assert named != identity
+
+
+def test_the_scheme_of_keys_is_part_of_the_spec_and_pages_have_one_part(tiny_config: VllmConfig) -> None:
+    assert {ConnectorConfig(hash_scheme=scheme).hash_scheme for scheme in HASH_SCHEMES} == set(HASH_SCHEMES)
+    pages = spec_of(tiny_config, share_across_engines=True, hash_scheme=PAGE_HASH_SCHEME)
+    shared = spec_of(tiny_config, share_across_engines=True)
+    assert pages.first_difference(shared) == "hash_scheme"
+    with pytest.raises(ConfigError, match="hash_scheme: sha256-pages is for models whose layers all have full"):
+        spec_of(tiny_config, groups_of((FULL, ["f"]), (SLIDING, ["w"])), hash_scheme=PAGE_HASH_SCHEME)
 
 
 def test_kv_that_only_vllm_reads_is_not_shared(tiny_config: VllmConfig, tiny_model: Path) -> None:

@@ -40,6 +40,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "enable_p2p": st.booleans(),
     "local_cpu": st.booleans(),
     "save_partial_chunks": st.booleans(),
+    "hash_scheme": st.sampled_from(["sha256-16", "sha256-pages"]),
     "chunk_size": st.integers(1, 1 << 20),
     "node_address": st.sampled_from(["", "/run/a b.sock"]),
     "cluster_secret": text,

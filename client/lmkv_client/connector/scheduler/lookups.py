@@ -97,7 +97,7 @@ class RequestLookups:
             prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,
             handoff_id=state.handoff_id,
         )
-        if self._config.save_partial_chunks and not state.has_parts:
+        if self._config.stores_partial_chunks and not state.has_parts:
             room = MAX_MESSAGE_BYTES - OTHER_BYTES - len(lookup.chunk_keys)
             lookup.tokens = state.tokens[: room // TOKEN_BYTES].tobytes()
             lookup.root_key = state.chain.root

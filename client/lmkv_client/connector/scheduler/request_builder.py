@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
-from lmkv.keys import KeyChain, as_tokens, root_key
+from lmkv.keys import as_tokens
 from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
@@ -16,6 +16,7 @@ from lmkv_client.connector.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.vllm_api import Request, init_logger
+from lmkv_client.engine.key_space import KeySpace
 from lmkv_client.engine.served_names import ServedNames
 
 logger = init_logger("vllm.lmkv")
@@ -45,14 +46,9 @@ class RequestBuilder:
             return None
 
     def _build(self, request: Request, handoff: HandoffParams | None) -> RequestState:
-        root = root_key(
-            self.spec.fingerprint,
-            cache_salt=request.cache_salt or "",
-            lora=self._lora_identity(request),
-            secret=self._config.cluster_secret.encode(),
-        )
         extras = multimodal_extras(request.mm_features, self.spec.chunk_size)
-        chain = KeyChain(root, self.spec.chunk_size, extras)
+        key_space = KeySpace(self.spec, self._config.cluster_secret)
+        chain = key_space.chain(salt=request.cache_salt or "", lora=self._lora_identity(request), extras=extras)
         config, tokens = self._config, as_tokens(request.prompt_token_ids)
         handed_count = handoff.prompt_token_count or 0 if handoff else 0
         state = RequestState(
@@ -60,7 +56,7 @@ class RequestBuilder:
             tokens[:handed_count] if handed_count else tokens,
             request.all_token_ids,
             chain,
-            partial=config.save_partial_chunks and self.spec.has_plain_parts,
+            partial=config.stores_partial_chunks and self.spec.has_plain_parts,
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
             handoff_id=handoff.request_id if handoff and handed_count else "",
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
@@ -70,7 +66,9 @@ class RequestBuilder:
             weight_version=self.spec.weight_version,
         )
         first = tokens[: self.spec.chunk_size]
-        state.account.seen_elsewhere = self._beginnings.note(request.cache_salt or "", first, extras.get(0, b""), root)
+        state.account.seen_elsewhere = self._beginnings.note(
+            request.cache_salt or "", first, extras.get(0, b""), chain.root
+        )
         return state
 
     def _lora_identity(self, request: Request) -> str:

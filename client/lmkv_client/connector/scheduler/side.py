@@ -107,7 +107,7 @@ class SchedulerSide:
             rank_count=rank_count,
             step_tokens=step_tokens,
             with_decode=config.save_decode_cache,
-            with_partial=config.save_partial_chunks,
+            with_partial=config.stores_partial_chunks,
             skipped=skipped,
         )
         self._accounts = PromptAccounts(self._count_missed)

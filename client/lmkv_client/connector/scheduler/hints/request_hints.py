@@ -12,7 +12,7 @@ from typing import Any
 
 from lmkv import hints, telemetry
 from lmkv.hints import Hint, HintAction, HintOutcome, HintReason, HintResult
-from lmkv.keys import ChunkKey, KeyChain, join_keys
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.hint_messages import ACTIONS, MAX_HINT_KEYS, from_proto
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
@@ -156,7 +156,7 @@ class RequestHints:
         """The keys that a hint of a new request is about. Their root is the request's: its salt and its adapter."""
         if hint.tokens is None:
             return self._cut(hint, state.keys, state.token_count)
-        chain = KeyChain(state.chain.root, self._spec.chunk_size)
+        chain = state.chain.beginning()
         chain.extend(hint.tokens)
         partial = chain.partial(hint.tokens) if self._spec.has_plain_parts else None
         return self._cut(hint, [*chain.keys, partial] if partial else chain.keys, hint.tokens.size)
@@ -183,7 +183,7 @@ class RequestHints:
             action=ACTIONS[hint.action],
             chunk_keys=join_keys(keys),
             priority=hint.priority,
-            root_key=sent.state.chain.root,
+            root_key=sent.state.chain.namespace,
             running=running,
         )
         message.ttl.FromNanoseconds(int(hint.ttl_seconds * 1e9))
