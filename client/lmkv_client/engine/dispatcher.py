@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from lmkv import rpc
 from lmkv.config import ConnectorConfig
+from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Attachment
@@ -19,6 +20,7 @@ from lmkv_client.engine.lookups import HeldChunks, LoadWaiter, Lookup, Lookups
 from lmkv_client.engine.node.client import Event, NodeClient, NodeLost
 from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.pool_mapping import PoolMapping
+from lmkv_client.engine.prompt_account import PromptAccounts
 from lmkv_client.engine.reservations import ExtentRequest, Reservations
 from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.processors import use_processors
@@ -50,6 +52,7 @@ class Dispatcher:
         self._client = NodeClient(config, spec, 1, served)
         self._lock = threading.Lock()
         self._counts = EngineCounts()
+        self._accounts = PromptAccounts(self._count_missed, logger)
         self._outcomes = Outcomes()
         self._attached: _Attached | None = None
         self._attachment: Attachment | None = None
@@ -98,13 +101,17 @@ class Dispatcher:
         """Begins a lookup. Its future gets None if there is nothing to load."""
         now = time.monotonic()
         with self._locked():
-            if lookup.counted:
+            if record := lookup.record:
                 self._counts.add("lookups")
                 self._counts.add("asked_chunks", len(lookup.keys))
+                self._counts.add("asked_tokens", record.account.token_count)
             if self._attached and lookup.keys:
                 self._attached.lookups.begin(lookup, now)
-            else:
-                self._outcomes.add(lookup.future, None)
+                return
+            if record:
+                record.unanswered(MissReason.NODE_LOST if lookup.keys else MissReason.UNCACHEABLE)
+                record.close(self._accounts, self._counts)
+            self._outcomes.add(lookup.future, None)
 
     def load(self, held: HeldChunks, waiter: LoadWaiter, up_to: int) -> None:
         """Begins to wait for chunks. The waiter's future gets those of them that are in the pool in time."""
@@ -115,15 +122,32 @@ class Dispatcher:
             else:
                 self._outcomes.add(waiter.future, held.extents[: waiter.count])
 
-    def delivered(self, size_bytes: int, chunk_count: int) -> None:
-        """EngineCounts chunks that a load has handed out."""
+    def loading(self, held: HeldChunks, chunk_count: int) -> None:
+        """Notes that a caller begins to load the first chunks."""
+        if held.record:
+            with self._lock:
+                held.record.loading(chunk_count)
+
+    def delivered(self, held: HeldChunks, extents: Sequence[Extent], chunk_count: int) -> None:
+        """Counts chunks that a load has handed out, the last of the first `chunk_count`."""
         with self._lock:
-            self._counts.add("loaded_chunks", chunk_count)
-            self._counts.add("loaded_bytes", size_bytes)
+            if held.record:
+                held.record.delivered(chunk_count)
+            self._counts.add("loaded_chunks", len(extents))
+            self._counts.add("loaded_tokens", sum(extent.token_count for extent in extents))
+            self._counts.add("loaded_bytes", sum(extent.size_bytes for extent in extents))
+
+    def fell_short(self, held: HeldChunks, chunk_count: int) -> None:
+        """Notes that a load has ended with the first `chunk_count` chunks only."""
+        if held.record:
+            with self._lock:
+                held.record.fell_short(chunk_count)
 
     def release(self, held: HeldChunks) -> None:
         """Ends a lookup. Idempotent."""
         with self._locked():
+            if held.record:
+                held.record.close(self._accounts, self._counts)
             if lookups := self._lookups_of(held):
                 lookups.release(held)
             held.is_over = True
@@ -280,12 +304,16 @@ class Dispatcher:
         def send(message: pb.AttachRequest) -> None:
             self._client.send(attachment, message)
 
-        lookups = Lookups(pool, send, self._outcomes, self._counts, self._is_intact)
+        name = attachment.engine_id
+        lookups = Lookups(pool, send, self._outcomes, self._counts, self._is_intact, self._accounts, name)
         reservations = Reservations(
             pool, self._spec, self._credit_limit, send, self._outcomes, self._counts, self.put_back
         )
         self._attached = _Attached(attachment, pool, lookups, reservations)
         self._mapped.set()
+
+    def _count_missed(self, reason: MissReason, token_count: int) -> None:
+        self._counts.add("miss_tokens", token_count, label=reason)
 
     def _is_intact(self, extent: Extent) -> bool:
         return not self._verifies or checksum(extent.view) == extent.checksum

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv import config as configuration
+from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
-from lmkv.keys import ChunkKey
-from lmkv.rpc import MAX_MESSAGE_BYTES
+from lmkv.keys import ChunkKey, Tokens, as_tokens
 from lmkv.spec import KvSpec
 from lmkv_client.engine.copier import Copier
 from lmkv_client.engine.counters import EngineCounters
@@ -23,14 +23,13 @@ from lmkv_client.engine.dispatcher import Dispatcher
 from lmkv_client.engine.extent import Extent, Written
 from lmkv_client.engine.held import Held
 from lmkv_client.engine.key_space import KeySpace
+from lmkv_client.engine.lookup_message import MAX_ASKED_KEYS
 from lmkv_client.engine.lookups import HeldChunks, Lookup
+from lmkv_client.engine.prompt_record import PromptRecord
 from lmkv_client.engine.reservations import ExtentRequest
 from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.engine.waiting import await_result
 from lmkv_kernels import Pages
-
-MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // 16
-"""Keys of one lookup; further ones are not looked up."""
 
 
 class Engine:
@@ -82,6 +81,7 @@ class Engine:
         if not isinstance(config, ConnectorConfig):
             config = configuration.load(ConnectorConfig, flags=dict(config or {}), flags_place="Engine.attach")
         own = spec_of_rank(spec, rank, rank_count)
+        telemetry.trace_engine(config.instance_id, engine_traces=False)
         dispatcher = Dispatcher(config, own, ServedNames(names))
         dispatcher.start()
         return cls(own, config, dispatcher)
@@ -121,15 +121,52 @@ class Engine:
         """
         return self._key_space.of_digests(digests, salt=salt)
 
-    def lookup(self, keys: Sequence[ChunkKey], *, timeout: float = 0.1) -> Held:
+    def root(self, *, salt: str = "", lora: str = "") -> ChunkKey:
+        """What the first chunk of a prompt follows: the `Written.parent` of a first chunk that is not full."""
+        return self._key_space.root(salt, lora)
+
+    def lookup(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        tokens: Sequence[int] | NDArray[np.integer] | None = None,
+        salt: str = "",
+        lora: str = "",
+        request_id: str = "",
+        traceparent: str | None = None,
+        is_continued: bool = False,
+        timeout: float = 0.1,
+    ) -> Held:
         """Finds the longest prefix of `keys` that can be loaded from pool, disk, peers or the remote store.
 
-        Blocks for at most `timeout`. Empty if the node does not answer in time. The result must be released.
+        Blocks for at most `timeout`. Empty if the node does not answer in time. The result must be released: then the
+        prompt is counted and reported.
+
+        `tokens` are those of the prompt, of shape `[n]`, from which `keys` were computed with this `salt` and `lora`.
+        With them a hit may end inside a chunk, at the last token that another prompt has stored of this one; the
+        extent's `token_count` is then smaller. Without them, or if `save_partial_chunks` is off, it ends with one of
+        `keys`. Raises `BadTokens` as `keys` does.
+
+        `request_id` names the prompt in the node's reports (`lmkv explain`); empty: a number is made. `traceparent` is
+        the parent of the spans; None: the current span, if any. `is_continued`: the prompt was looked up before, and of
+        this lookup only what it fails to bring is counted.
         """
-        lookup = self._lookup(keys, timeout, counted=True)
+        shown = self._shown(tokens)
+        record = self._record(len(keys), tokens, request_id, traceparent, is_continued=is_continued)
+        lookup = self._lookup(keys, timeout, record, shown, salt, lora)
         return Held(self._dispatcher, await_result(lookup.future, lookup.deadline, self._dispatcher.expire))
 
-    def begin_lookup(self, keys: Sequence[ChunkKey], *, timeout: float = 0.1) -> Future[Held]:
+    def begin_lookup(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        tokens: Sequence[int] | NDArray[np.integer] | None = None,
+        salt: str = "",
+        lora: str = "",
+        request_id: str = "",
+        traceparent: str | None = None,
+        timeout: float = 0.1,
+    ) -> Future[Held]:
         """As `lookup`, without blocking. A future that is cancelled releases what it would have held."""
         result: Future[Held] = Future()
 
@@ -140,7 +177,10 @@ class Engine:
             else:
                 held.release()
 
-        self._lookup(keys, timeout, counted=True).future.add_done_callback(found)
+        shown = self._shown(tokens)
+        record = self._record(len(keys), tokens, request_id, traceparent)
+        lookup = self._lookup(keys, timeout, record, shown, salt, lora)
+        lookup.future.add_done_callback(found)
         return result
 
     def missing(self, keys: Sequence[ChunkKey], *, timeout: float = 0.1) -> list[ChunkKey]:
@@ -148,7 +188,7 @@ class Engine:
 
         Blocks for at most `timeout`; all keys if the node does not answer in time.
         """
-        lookup = self._lookup(keys, timeout, counted=False)
+        lookup = self._lookup(keys, timeout)
         chunks = await_result(lookup.future, lookup.deadline, self._dispatcher.expire)
         with Held(self._dispatcher, chunks) as held:
             return list(keys[held.own_count :])
@@ -203,8 +243,46 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lookup(self, keys: Sequence[ChunkKey], timeout: float, *, counted: bool) -> Lookup:
-        lookup = Lookup(keys=keys[:MAX_ASKED_KEYS], deadline=time.monotonic() + timeout, counted=counted)
+    def _record(
+        self,
+        key_count: int,
+        tokens: Sequence[int] | NDArray[np.integer] | None,
+        request_id: str,
+        traceparent: str | None,
+        *,
+        is_continued: bool = False,
+    ) -> PromptRecord:
+        chunk_size = self.spec.chunk_size
+        return PromptRecord(
+            key_count * chunk_size if tokens is None else len(tokens),
+            chunk_size,
+            request_id=request_id,
+            traceparent=traceparent,
+            is_continued=is_continued,
+        )
+
+    def _shown(self, tokens: Sequence[int] | NDArray[np.integer] | None) -> Tokens | None:
+        """The tokens that the node is to look at; None if no partial chunk can be found by them."""
+        if tokens is None or self.spec.has_page_hashes or not self.config.stores_partial_chunks:
+            return None
+        return as_tokens(tokens, self.spec.vocab_size)
+
+    def _lookup(
+        self,
+        keys: Sequence[ChunkKey],
+        timeout: float,
+        record: PromptRecord | None = None,
+        tokens: Tokens | None = None,
+        salt: str = "",
+        lora: str = "",
+    ) -> Lookup:
+        lookup = Lookup(
+            keys=keys[:MAX_ASKED_KEYS],
+            deadline=time.monotonic() + timeout,
+            record=record,
+            tokens=tokens,
+            root=b"" if tokens is None else self.root(salt=salt, lora=lora),
+        )
         self._dispatcher.lookup(lookup)
         return lookup
 

@@ -29,8 +29,10 @@ class Held:
         """Chunks, the first ones of the keys, that can be loaded: from the pool, the disk, peers, the remote store."""
         self.own_count = chunks.own_count if chunks else 0
         """Those of them that were in the node's pool: `load` yields them without waiting."""
+        self.token_count = chunks.record.hit_tokens if chunks and chunks.record else 0
+        """Tokens of the hit."""
         self.keys: Sequence[ChunkKey] = chunks.keys if chunks else ()
-        """Keys of the hit."""
+        """Keys of the hit; the last is that of another prompt's partial chunk, if the hit ends with one."""
 
     def load(self, count: int | None = None, *, timeout: float = 1.0) -> Iterator[Extent]:
         """Yields the extents of the first `count` chunks, in order, each once it is in the pool.
@@ -40,21 +42,30 @@ class Held:
         until `release`. Never raises.
         """
         deadline = time.monotonic() + timeout
-        wanted = self._wanted(count)
+        wanted, chunks = self._wanted(count), self._chunks
+        if chunks is None:
+            return
+        self._dispatcher.loading(chunks, wanted)
         extents: list[Extent] = []
         for index in range(wanted):
             if index >= len(extents):
-                extents = self._wait(index + 1, wanted, deadline)
+                extents = self._wait(chunks, index + 1, wanted, deadline)
                 if index >= len(extents):
+                    self._dispatcher.fell_short(chunks, index)
                     return
-            self._dispatcher.delivered(extents[index].size_bytes, 1)
+            self._dispatcher.delivered(chunks, [extents[index]], index + 1)
             yield extents[index]
 
     def begin_load(self, count: int | None = None, *, timeout: float = 1.0) -> Future[list[Extent]]:
         """As `load`, without blocking: the extents of the first `count` chunks, or fewer, all at once."""
-        wanted = self._wanted(count)
-        waiter = self._begin(wanted, wanted, time.monotonic() + timeout)
-        waiter.future.add_done_callback(self._count)
+        wanted, chunks = self._wanted(count), self._chunks
+        if chunks is None:
+            nothing: Future[list[Extent]] = Future()
+            nothing.set_result([])
+            return nothing
+        self._dispatcher.loading(chunks, wanted)
+        waiter = self._begin(chunks, wanted, wanted, time.monotonic() + timeout)
+        waiter.future.add_done_callback(lambda loaded: self._count(chunks, loaded, wanted))
         return waiter.future
 
     def release(self) -> None:
@@ -71,23 +82,22 @@ class Held:
     def _wanted(self, count: int | None) -> int:
         return self.hit_count if count is None else max(0, min(count, self.hit_count))
 
-    def _wait(self, count: int, up_to: int, deadline: float) -> list[Extent]:
-        chunks = self._chunks
-        assert chunks
+    def _wait(self, chunks: HeldChunks, count: int, up_to: int, deadline: float) -> list[Extent]:
         if len(chunks.extents) >= up_to:
             return chunks.extents
-        waiter = self._begin(count, up_to, deadline)
+        waiter = self._begin(chunks, count, up_to, deadline)
         await_result(waiter.future, deadline, self._dispatcher.expire)
         return chunks.extents  # perhaps more than waited for; none if they were released
 
-    def _begin(self, count: int, up_to: int, deadline: float) -> LoadWaiter:
+    def _begin(self, chunks: HeldChunks, count: int, up_to: int, deadline: float) -> LoadWaiter:
         waiter = LoadWaiter(count=count, deadline=deadline)
-        if self._chunks is None:
-            waiter.future.set_result([])
-        else:
-            self._dispatcher.load(self._chunks, waiter, up_to)
+        self._dispatcher.load(chunks, waiter, up_to)
         return waiter
 
-    def _count(self, loaded: Future[list[Extent]]) -> None:
-        if not loaded.cancelled() and (extents := loaded.result()):
-            self._dispatcher.delivered(sum(extent.size_bytes for extent in extents), len(extents))
+    def _count(self, chunks: HeldChunks, loaded: Future[list[Extent]], wanted: int) -> None:
+        if loaded.cancelled():
+            return
+        extents = loaded.result()
+        self._dispatcher.delivered(chunks, extents, len(extents))
+        if len(extents) < wanted:
+            self._dispatcher.fell_short(chunks, len(extents))

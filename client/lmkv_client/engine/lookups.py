@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, Tokens
+from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent as ExtentMessage
 from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
+from lmkv_client.engine.lookup_message import lookup_message
 from lmkv_client.engine.outcomes import Outcomes
+from lmkv_client.engine.prompt_account import PromptAccounts, failure_reason
+from lmkv_client.engine.prompt_record import PromptRecord
 
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
@@ -29,6 +33,8 @@ class HeldChunks:
     """Those in the pool, the first ones of the hit."""
     hit_count: int
     own_count: int
+    record: PromptRecord | None = None
+    """What is counted of it; None: nothing."""
     requested_count: int = 0
     """The load that runs brings the first chunks up to this number; 0: none runs."""
     wanted_count: int = 0
@@ -53,8 +59,12 @@ class Lookup:
 
     keys: Sequence[ChunkKey]
     deadline: float
-    counted: bool
-    """Whether it adds to the counters of hits."""
+    record: PromptRecord | None = None
+    """What is counted, traced and reported of it; None: nothing."""
+    tokens: Tokens | None = None
+    """Of the prompt, to find partial chunks that other prompts have stored; None: only `keys` are found."""
+    root: bytes = b""
+    """With `tokens`: the root of the keys."""
     future: Future[HeldChunks | None] = field(default_factory=Future)
 
 
@@ -68,13 +78,18 @@ class Lookups:
         outcomes: Outcomes,
         counts: EngineCounts,
         is_intact: Callable[[Extent], bool],
+        accounts: PromptAccounts,
+        name: str = "",
     ) -> None:
-        """`is_intact`: whether the bytes of a chunk may be handed out."""
+        """`is_intact`: whether the bytes of a chunk may be handed out. `accounts` outlive the attachment; `name` is the
+        engine's, for the reports of prompts without an id."""
         self._pool = pool
         self._send = send
         self._outcomes = outcomes
         self._counts = counts
         self._is_intact = is_intact
+        self._accounts = accounts
+        self._name = name
         self._number = 0
         self._asked: dict[str, Lookup] = {}
         self._held: dict[str, HeldChunks] = {}
@@ -85,12 +100,16 @@ class Lookups:
     def begin(self, lookup: Lookup, now: float) -> None:
         """Sends a lookup, unless the node is suspect."""
         if now < self._suspect_until:
-            self._outcomes.add(lookup.future, None)
+            self._end(lookup, MissReason.NODE_SUSPECT)
             return
         self._number += 1
         lookup_id = str(self._number)
         self._asked[lookup_id] = lookup
-        self._send(pb.AttachRequest(lookups=[pb.LookupChunks(request_id=lookup_id, chunk_keys=join_keys(lookup.keys))]))
+        message = lookup_message(lookup_id, lookup.keys, tokens=lookup.tokens, root=lookup.root)
+        if lookup.record:
+            lookup.record.request_id = lookup.record.request_id or f"{self._name}/{lookup_id}"
+            message.traceparent = lookup.record.lookup_traceparent
+        self._send(pb.AttachRequest(lookups=[message]))
 
     def found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
@@ -100,21 +119,28 @@ class Lookups:
         if lookup is None:
             self._send_release(found.request_id)
             return
-        extents = self._intact(found.own, lookup.keys)
-        is_whole = len(extents) == len(found.own)
-        hit_count = len(extents) + (sum(run.chunk_count for run in found.runs) if is_whole else 0)
-        if lookup.counted:
+        found_count = len(found.own) + sum(run.chunk_count for run in found.runs)
+        keys = [*lookup.keys[: found_count - bool(found.partial_key)]]
+        if found.partial_key:
+            keys.append(ChunkKey(found.partial_key))
+        extents = self._intact(found.own, keys)
+        hit_count = found_count if len(extents) == len(found.own) else len(extents)
+        if record := lookup.record:
+            record.found(found, hit_count)
             self._counts.add("hit_chunks", hit_count)
+            self._counts.add("hit_tokens", record.hit_tokens)
         if not hit_count:
+            self._close(record)
             self._send_release(found.request_id)
             self._outcomes.add(lookup.future, None)
             return
         held = HeldChunks(
             lookup_id=found.request_id,
-            keys=lookup.keys[:hit_count],
+            keys=keys[:hit_count],
             extents=extents,
             hit_count=hit_count,
             own_count=len(extents),
+            record=record,
         )
         self._held[held.lookup_id] = held
         self._outcomes.add(lookup.future, held)
@@ -135,9 +161,14 @@ class Lookups:
             extents = self._intact(loaded.extents, held.keys[loaded.first_chunk :])
             held.extents += extents
             held.is_over = len(extents) < len(loaded.extents)
+            if held.is_over and held.record:
+                held.record.account.unused = MissReason.DAMAGED
         if loaded.done:
             if len(held.extents) < held.requested_count:
                 self._counts.add("failed_loads")
+                if held.record and not held.is_over:
+                    tier = held.record.tier_behind(len(held.extents))
+                    held.record.account.unused = failure_reason(loaded, tier)
                 held.is_over = True
             held.requested_count = 0
             self._request(held, now)
@@ -162,7 +193,7 @@ class Lookups:
             self._timeouts += 1
             if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
                 self._suspect_until = now + SUSPECT_SECONDS
-            self._outcomes.add(lookup.future, None)
+            self._end(lookup, MissReason.LOOKUP_TIMEOUT)
         for held in self._held.values():
             if held.waiting:
                 self._serve(held, now)
@@ -170,10 +201,12 @@ class Lookups:
     def lost(self) -> None:
         """Ends everything: the node is lost. Chunks that were in the pool can still be read."""
         for lookup in self._asked.values():
-            self._outcomes.add(lookup.future, None)
+            self._end(lookup, MissReason.NODE_LOST)
         self._asked.clear()
         for held in self._held.values():
             held.is_over = True
+            if held.record:
+                held.record.account.node_lost()
             self._serve(held, 0.0)
         self._held.clear()
 
@@ -184,6 +217,8 @@ class Lookups:
             return
         load = pb.LoadChunks(request_id=held.lookup_id, first_chunk=first, chunk_count=held.wanted_count - first)
         load.timeout.FromNanoseconds(int((until - now) * 1e9))
+        if held.record:
+            load.traceparent = held.record.load_traceparent
         held.requested_count = held.wanted_count
         self._send(pb.AttachRequest(loads=[load]))
 
@@ -206,5 +241,18 @@ class Lookups:
             intact.append(extent)
         return intact
 
+    def _end(self, lookup: Lookup, reason: MissReason) -> None:
+        """Ends a lookup without an answer."""
+        if lookup.record:
+            lookup.record.unanswered(reason)
+            self._close(lookup.record)
+        self._outcomes.add(lookup.future, None)
+
+    def _close(self, record: PromptRecord | None) -> None:
+        if record:
+            record.close(self._accounts, self._counts)
+
     def _send_release(self, lookup_id: str) -> None:
-        self._send(pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=lookup_id)]))
+        """Also sends the reports of prompts that have ended."""
+        release, reports = pb.ReleaseChunks(request_id=lookup_id), self._accounts.take_reports()
+        self._send(pb.AttachRequest(releases=[release], reports=reports))

@@ -167,7 +167,8 @@ class LmkvStorage(HiCacheStorage):
     def _read(self, keys: Sequence[str], host_indices: torch.Tensor) -> int:
         engine = self._attached()
         pages = page_numbers(host_indices.tolist(), self._page_size, len(keys))
-        with engine.lookup(engine.foreign_keys(keys), timeout=self._settings.lookup_timeout) as held:
+        chunk_keys = engine.foreign_keys(keys)  # which `batch_exists` has looked up and counted
+        with engine.lookup(chunk_keys, is_continued=True, timeout=self._settings.lookup_timeout) as held:
             extents = list(held.load(timeout=self._settings.load_timeout))
             assert self._copier is not None
             self._copier.scatter(extents, [[page] for page in pages[: len(extents)]])
@@ -246,7 +247,9 @@ class LmkvStorage(HiCacheStorage):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+            missed = engine.counters.miss_tokens
             logger.info("pages: %s", ", ".join(f"{name} {count}" for name, count in asdict(self.counts).items()))
+            logger.info("missed tokens: %s", ", ".join(f"{count} {name}" for name, count in missed.items()) or "none")
 
     def _attached(self) -> Engine:
         if self._engine is None:

@@ -88,7 +88,7 @@ class LmkvCache:
         past = new_cache(self._model)
         keys = self._engine.keys(tokens, salt=salt, partial=True)
         loaded = 0
-        with self._engine.lookup(keys, timeout=self._config.lookup_timeout) as held:
+        with self._engine.lookup(keys, tokens=tokens, salt=salt, timeout=self._config.lookup_timeout) as held:
             extents = list(held.load(timeout=self._config.load_timeout))
             chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
             found = min(sum(extent.token_count for extent in extents), tokens.size - 1)
@@ -131,7 +131,7 @@ class LmkvCache:
                     key=keys[first + at],
                     extent=extent,
                     token_count=count,
-                    parent=keys[first + at - 1] if first + at else b"",
+                    parent=keys[first + at - 1] if first + at else self._first_parent(count, salt),
                 )
                 for at, (extent, count) in enumerate(zip(extents, counts, strict=True))
             )
@@ -193,6 +193,10 @@ class LmkvCache:
         """Whether `generate` may leave some of the tokens out: without a mask, it takes these for padding."""
         pad = self._model.generation_config.pad_token_id
         return pad is not None and bool((tokens == pad).any())
+
+    def _first_parent(self, token_count: int, salt: str) -> bytes:
+        """What a first chunk of as many tokens follows: prompts that continue a partial one find it by the root."""
+        return b"" if token_count == self._kv.spec.chunk_size else self._engine.root(salt=salt)
 
     def _count(self, **more: int) -> None:
         with self._lock:

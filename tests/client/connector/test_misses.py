@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from lmkv.keys import ChunkKey, as_tokens
 from lmkv.misses.messages import reason_name, reason_to_proto
 from lmkv.misses.reason import MissReason
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1.chunk_pb2 import PromptSpan
 from lmkv.v1.engine_service_pb2 import AttachRequest
-from lmkv_client.connector.misses import (
-    MAX_BEGINNINGS,
-    MAX_REPORTS,
-    Beginnings,
-    PromptAccount,
-    PromptAccounts,
-    spans_in_answer,
-)
+from lmkv_client.connector.misses import MAX_BEGINNINGS, Beginnings, spans_in_answer
+from lmkv_client.engine.prompt_account import MAX_REPORTS, PromptAccount, PromptAccounts
 
 CHUNK = 4
+LOGGER = logging.getLogger(__name__)
 
 
 def account(token_count: int, hit_tokens: int | None = None, *missed: tuple[MissReason, int]) -> PromptAccount:
@@ -116,7 +113,7 @@ def test_a_load_that_brings_less_is_corrected_and_nothing_else_changes_what_is_t
 
 def test_a_closed_account_is_counted_and_reported_once_and_one_that_never_ran_is_not() -> None:
     counted: list[tuple[MissReason, int]] = []
-    accounts = PromptAccounts(lambda reason, count: counted.append((reason, count)))
+    accounts = PromptAccounts(lambda reason, count: counted.append((reason, count)), LOGGER)
     accounts.close("aborted", account(12, 8, (MissReason.NEVER_STORED, 1)))
     prompt = account(12, 8, (MissReason.NEVER_STORED, 1))
     prompt.take(0, {"own": 8})
@@ -129,7 +126,7 @@ def test_a_closed_account_is_counted_and_reported_once_and_one_that_never_ran_is
 
 
 def test_reports_that_wait_fit_into_a_message_whatever_ids_clients_choose() -> None:
-    accounts = PromptAccounts(lambda reason, count: None)
+    accounts = PromptAccounts(lambda reason, count: None, LOGGER)
     for _ in range(MAX_REPORTS + 1):
         prompt = account(12, 8, (MissReason.NEVER_STORED, 1))
         prompt.take(0, {"own": 8})

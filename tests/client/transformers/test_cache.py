@@ -75,7 +75,22 @@ def test_a_chat_continues_what_was_generated(get_model: GetModel, make_cache: Ma
     first = generate(cache, make_prompt(1))
     prompt = make_prompt(2, 400, prefix=first)
     assert generate(cache, prompt) == compute(model, prompt)
-    assert cache.statistics.loaded_tokens >= COMPUTED_TOKENS // CHUNK * CHUNK
+    assert cache.statistics.loaded_tokens == COMPUTED_TOKENS, "to the last token of the answer that has KV"
+    assert sum(cache.engine.counters.miss_tokens.values()) == PROMPT_TOKENS + 400 - COMPUTED_TOKENS
+    third = make_prompt(3, 450, prefix=generate(cache, prompt))
+    before = cache.statistics.loaded_tokens
+    assert generate(cache, third) == compute(model, third)
+    assert cache.statistics.loaded_tokens - before == 400 + NEW_TOKENS - 1
+
+
+def test_a_chat_that_began_with_less_than_a_chunk_continues(get_model: GetModel, make_cache: MakeCache) -> None:
+    model, cache = get_model("llama"), make_cache(get_model("llama"))
+    first = generate(cache, make_prompt(1, 10), max_new_tokens=4, salt="tenant")
+    prompt = make_prompt(2, 100, prefix=first)
+    assert generate(cache, prompt, salt="tenant") == compute(model, prompt)
+    assert cache.statistics.loaded_tokens == 13
+    assert generate(cache, prompt) == compute(model, prompt)
+    assert cache.statistics.loaded_tokens == 13, "another tenant finds nothing"
 
 
 def test_one_token_is_left_to_compute(get_model: GetModel, make_cache: MakeCache) -> None:

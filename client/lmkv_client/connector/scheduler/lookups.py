@@ -6,21 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
-from lmkv.errors import Unreachable
-from lmkv.keys import KEY_BYTES, ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.misses.memory import LossMemory
 from lmkv.misses.messages import reason_name, reason_to_proto
 from lmkv.misses.reason import MissReason
-from lmkv.rpc import from_status
-from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.telemetry import SpanKind
-from lmkv.tiers import PEERS, Run
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, PromptSpan
-from lmkv_client.connector.scheduler.hit_sources import HitSources
 from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
 from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
+from lmkv_client.engine.hit_sources import HitSources
+from lmkv_client.engine.lookup_message import lookup_message
+from lmkv_client.engine.prompt_account import failure_reason
 
 HOLD_SECONDS = 10.0
 """A request that waits longer for pages releases its chunks at the node, and is looked up again."""
@@ -28,11 +26,6 @@ GRACE_SECONDS = 0.001
 """Time that a step waits for the answer of a lookup: another step may be much later."""
 LONE_GRACE_SECONDS = 0.005
 """The same where the request is the only one: the step has nothing else to do."""
-MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // KEY_BYTES
-"""Most chunks of a prompt in one lookup, so that it fits into a message; the others are computed."""
-OTHER_BYTES = 64 << 10
-"""Room in the message of a lookup for everything but keys and tokens."""
-TOKEN_BYTES = 4
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0
 """After `TIMEOUTS_UNTIL_SUSPECT` lookups in a row without an answer, no lookups are sent for this time."""
@@ -88,20 +81,20 @@ class RequestLookups:
             state.traceparent or state.lookup_span.traceparent
         )  # the first span of a request is the root of the others
         wanted = reserve_counts()
-        lookup = pb.LookupChunks(
-            request_id=state.lookup_id,
-            chunk_keys=join_keys(asked[:MAX_ASKED_KEYS]),
-            reserve_count=wanted[0],
-            part_reserve_counts=wanted[1:],
-            traceparent=state.lookup_span.traceparent,
-            prefill_tokens_per_second=self._prefill.tokens_per_second if self._config.refuse_slow_fetches else 0,
-            handoff_id=state.handoff_id,
+        has_tokens = self._config.stores_partial_chunks and not state.has_parts
+        lookup = lookup_message(
+            state.lookup_id,
+            asked,
+            tokens=state.tokens if has_tokens else None,
+            root=state.chain.root,
+            extras=state.extras,
         )
-        if self._config.stores_partial_chunks and not state.has_parts:
-            room = MAX_MESSAGE_BYTES - OTHER_BYTES - len(lookup.chunk_keys)
-            lookup.tokens = state.tokens[: room // TOKEN_BYTES].tobytes()
-            lookup.root_key = state.chain.root
-            lookup.chunk_extras.update(state.extras)
+        lookup.reserve_count = wanted[0]
+        lookup.part_reserve_counts.extend(wanted[1:])
+        lookup.traceparent = state.lookup_span.traceparent
+        lookup.handoff_id = state.handoff_id
+        if self._config.refuse_slow_fetches:
+            lookup.prefill_tokens_per_second = self._prefill.tokens_per_second
         self._send(pb.AttachRequest(lookups=[lookup]))
 
     def postpone(self, state: RequestState) -> None:
@@ -124,7 +117,7 @@ class RequestLookups:
         state.waited_seconds = self._clock() - state.looked_up_at
         self._counters.add("lookup_seconds", state.waited_seconds)
         self._counters.add("refused_fetch_tokens", found.refused_chunk_count * state.chunk_size)
-        sources = _sources(found)
+        sources = HitSources.of_answer(found)
         partial = _partial(found, sources)
         if found.missed:
             self._refine(state, partial.index if partial else sources.chunk_count, found.missed)
@@ -241,20 +234,9 @@ class RequestLookups:
         state.lookup_state = LookupState.FOUND
 
 
-def failure_reason(loaded: pb.LoadedChunks, tier: str) -> MissReason:
-    """Why chunks of a load that has ended did not arrive; `tier` was to bring the first of them."""
-    is_unreachable = tier == PEERS and isinstance(from_status(loaded.status), Unreachable)
-    return MissReason.PEER_UNREACHABLE if is_unreachable else MissReason.LOAD_FAILED
-
-
 def _partial(found: pb.FoundChunks, sources: HitSources) -> PartialChunk | None:
     """The partial chunk at the end of the hit that is not the prompt's own."""
     if not found.partial_key:
         return None
     index = sources.own + sources.absent_count - 1
     return PartialChunk(key=ChunkKey(found.partial_key), index=index, token_count=found.partial_token_count)
-
-
-def _sources(found: pb.FoundChunks) -> HitSources:
-    runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
-    return HitSources(own=len(found.own), runs=runs, hit_chunk_count=found.hit_chunk_count)

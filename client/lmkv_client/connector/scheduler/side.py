@@ -17,7 +17,7 @@ from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import StepPlan, WorkerReport
-from lmkv_client.connector.misses import PromptAccount, PromptAccounts, spans_in_answer
+from lmkv_client.connector.misses import spans_in_answer
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
@@ -48,6 +48,7 @@ from lmkv_client.connector.vllm_api import (
 )
 from lmkv_client.engine.attachment import Attachment
 from lmkv_client.engine.node.client import NodeClient, NodeLost
+from lmkv_client.engine.prompt_account import PromptAccount, PromptAccounts
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
@@ -110,7 +111,7 @@ class SchedulerSide:
             with_partial=config.stores_partial_chunks,
             skipped=skipped,
         )
-        self._accounts = PromptAccounts(self._count_missed)
+        self._accounts = PromptAccounts(self._count_missed, logger)
         self._last_account: tuple[str, PromptAccount] | None = None
         """That of the request that has ended last, for `identity`."""
         self._tails: dict[str, list[ChunkCopy]] = {}

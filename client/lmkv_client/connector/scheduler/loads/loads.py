@@ -13,14 +13,15 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.messages import LoadPlan, LoadResult
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
-from lmkv_client.connector.scheduler.hit_sources import describe
 from lmkv_client.connector.scheduler.loads.items import load_items
 from lmkv_client.connector.scheduler.loads.state import LoadState
-from lmkv_client.connector.scheduler.lookups import RequestLookups, failure_reason
+from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
 from lmkv_client.connector.scheduler.speeds import LoadCosts
 from lmkv_client.connector.stats import ConnectorCounters, tier_tokens
 from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
+from lmkv_client.engine.hit_sources import describe
+from lmkv_client.engine.prompt_account import failure_reason
 
 logger = init_logger("vllm.lmkv")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmkv.tiers import DISK, HANDOFF, OWN, PEERS, REMOTE, Run
+from lmkv.v1 import engine_service_pb2 as pb
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,12 @@ class HitSources:
     runs: tuple[Run, ...] = ()
     hit_chunk_count: int = 0
     """Chunks of the hit, if items are counted."""
+
+    @classmethod
+    def of_answer(cls, found: pb.FoundChunks) -> HitSources:
+        """Those of the node's answer to a lookup."""
+        runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
+        return cls(own=len(found.own), runs=runs, hit_chunk_count=found.hit_chunk_count)
 
     @property
     def absent_count(self) -> int:
