@@ -4,6 +4,7 @@ A page marks the place of a table by a pair of comments; this program writes wha
 
     <!-- benchmark data_path -->                       all rows, and the report's notes
     <!-- benchmark data_path: peer_ttft_ratio ... -->  these rows
+    <!-- benchmark eviction as matrix -->              a column for each policy of eviction
     <!-- end of benchmark -->
 
 Below its first table of a benchmark a page has the command and the machine.
@@ -16,7 +17,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.support import bar_chart
+from benchmarks.support import bar_chart, policy_table
 from benchmarks.support.charts import CHARTS
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report, markdown_table, read_report
@@ -28,7 +29,7 @@ PICTURES = {ROOT / "docs" / "images" / f"{name}.svg": name for name in CHARTS}
 """By file: the name of the chart that it shows."""
 
 _PLACE = re.compile(
-    r"(?P<open><!-- benchmark (?P<name>[a-z_]+)(?:: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
+    r"(?P<open><!-- benchmark (?P<name>[a-z_]+?)(?: as (?P<layout>matrix)|: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
     r".*?(?P<close><!-- end of benchmark -->)",
     re.DOTALL,
 )
@@ -45,7 +46,10 @@ def fill(page: str, results: Path = RESULTS) -> str:
             raise ValueError(f"there is no {file.name}; make it with: {make_command(place['name'])}")
         report = read_report(file)
         names = place["rows"].split() if place["rows"] else []
-        text = render(report, names, with_origin=report.benchmark not in named)
+        body = policy_table.render(report) if place["layout"] else render(report, names)
+        text = body if report.benchmark in named else f"{body}\n\n{origin(report)}"
+        if not place["layout"] and not names and report.notes:
+            text = "\n\n".join([text, *(f"- {note}" for note in report.notes)])
         named.add(report.benchmark)
         return f"{place['open']}\n{text}\n\n{place['close']}"
 
@@ -61,19 +65,14 @@ def draw(file: Path, results: Path = RESULTS) -> str:
         raise ValueError(f"{name} has no row {missing}") from None
 
 
-def render(report: Report, names: list[str], *, with_origin: bool = True) -> str:
-    """The rows of these names, or all of them, and their origin. Raises `ValueError` if one is missing."""
+def render(report: Report, names: list[str]) -> str:
+    """The rows of these names, or all of them. Raises `ValueError` if one is missing."""
     rows = {row.name: row for row in report.rows}
     if missing := [name for name in names if name not in rows]:
         raise ValueError(f"{report.benchmark} has no row {', '.join(missing)}")
     chosen = [rows[name] for name in names] if names else report.rows
     meanings = {row.name: meaning_of(row.name, report.benchmark) for row in chosen}
-    parts = [markdown_table(chosen, meanings)]
-    if with_origin:
-        parts.append(origin(report))
-    if not names:
-        parts += [f"- {note}" for note in report.notes]
-    return "\n\n".join(parts)
+    return markdown_table(chosen, meanings)
 
 
 def origin(report: Report) -> str:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from benchmarks.support.bar_chart import Bar, Chart, Group, Series
+from benchmarks.support.meanings import word
+from benchmarks.support.policy_table import hit_rates
 from benchmarks.support.rows import Report, Row
 
 LMKV = Series("lmkv", "#2f8f6b")
@@ -174,23 +176,30 @@ def agents(report: Report) -> Chart:
 
 
 def eviction(report: Report) -> Chart:
-    """Hit rate of each policy in a pool of two million tokens."""
-    labels = {
-        "conversation": "conversations",
-        "tool_agent": "agents with tools",
-        "api": "programs",
-        "scan": "conversations and documents read once",
-        "loop": "documents in turn",
-    }
+    """Hit rates of the default policy and of LRU, by trace and size of the pool."""
+    lru, learned = Series("lru", VLLM.colour), Series("learned, the default", LMKV.colour)
+    groups = [
+        Group(
+            f"{word(trace)}, {word(pool).removeprefix('a ')}",
+            (Bar(((lru, rates["lru"]),), rates["opt"]), Bar(((learned, rates["learned"]),), rates["opt"])),
+        )
+        for (trace, pool), rates in hit_rates(report.rows).items()
+    ]
+    return Chart(title="Hit rate in tokens", unit="%", groups=groups, limit="OPT, which knows all later requests")
+
+
+def prefetch(report: Report) -> Chart:
+    """TTFT after a pause, with and without a prefetch."""
     rows = _by_name(report)
-    lru, arc = Series("lru", "#3b78c2"), Series("arc", "#2f8f6b")
+    pool, after = Series("hit in the pool", VLLM.colour), Series("after a prefetch", LMKV.colour)
+    without = Series("without a prefetch", ALONE.colour)
+    labels = {"disk": "on disk", "peer": "in a peer's pool", "remote": "in a remote store"}
     groups = []
-    for trace, label in labels.items():
-        row, bound = rows[f"{trace}_2m_arc"], rows[f"{trace}_unbounded"].value
-        bars = (Bar(((lru, row.baseline_value or 0.0),), bound), Bar(((arc, row.value),), bound))
-        groups.append(Group(label, bars))
-    title = "Hit rate in tokens, pool of 2 million tokens"
-    return Chart(title=title, unit="%", groups=groups, limit="pool without a bound")
+    for source, label in labels.items():
+        if row := rows.get(f"prefetched_{source}_ttft_ms"):
+            bars = (_baseline(pool, row), _bar(after, row), _bar(without, rows[f"no_prefetch_{source}_ttft_ms"]))
+            groups.append(Group(label, bars))
+    return Chart(title="TTFT of a prompt of 4,097 tokens that left the pool", unit="ms", groups=groups)
 
 
 def scale(report: Report) -> Chart:
@@ -247,6 +256,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "multi-turn": ("multi_turn", multi_turn),
     "agents": ("agents", agents),
     "eviction": ("eviction", eviction),
+    "prefetch": ("prefetch", prefetch),
     "scale": ("scale", scale),
     "shared-map": ("shared_map", shared_map),
     "hybrid": ("hybrid", hybrid),

@@ -180,6 +180,7 @@ _WORDS = {
     "2m": "a pool of 2 million tokens",
     "8m": "a pool of 8 million tokens",
     "learned": "learned",
+    "lru": "LRU",
     "arc": "ARC",
     "s3_fifo": "S3-FIFO",
     "sieve": "SIEVE",
@@ -199,6 +200,11 @@ _WORDS = {
     "fetched": "bytes that a hit in a peer's pool fetches",
 }
 _LENGTH = re.compile(r"_(\d{3,})(?=_|$)")
+
+
+def word(name: str) -> str:
+    """What a part of a row's name stands for. Raises `KeyError` if there is nothing."""
+    return _WORDS[name]
 
 
 def meaning_of(name: str, benchmark: str = "") -> str:

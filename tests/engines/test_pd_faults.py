@@ -84,8 +84,8 @@ def test_a_decode_engine_is_killed_while_it_answers(trio: Trio) -> None:
 
 
 def test_the_proxy_is_killed_during_requests(trio: Trio) -> None:
-    asked = [trio.ask(trio.prompt(LONG_TOKENS), MANY_TOKENS) for _ in range(3)]
-    asked.append(trio.start_handoff(LONG_TOKENS, MANY_TOKENS)[0])
+    asked = [trio.start_handoff(LONG_TOKENS, MANY_TOKENS)[0]]
+    asked += [trio.ask(trio.prompt(LONG_TOKENS), MANY_TOKENS) for _ in range(3)]
     trio.proxy.kill()
     for one in asked:
         error_of(one)
