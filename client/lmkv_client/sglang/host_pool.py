@@ -48,7 +48,8 @@ def layer_tensors(buffer: torch.Tensor, layout: str, page_size: int) -> list[tor
 
 
 def pool_tensors(pool: HostPool, *, is_mla: bool) -> LayerTensors:
-    """The layers of keys and of values, or of latents, as `layer_tensors` has them."""
+    """The layers of keys and of values, or of latents, as `layer_tensors` has them. The pool must have tensors."""
+    assert pool.kv_buffer is not None
     buffers = (pool.kv_buffer,) if is_mla else (pool.kv_buffer[0], pool.kv_buffer[1])
     return [layer_tensors(buffer, pool.layout, pool.page_size) for buffer in buffers]
 

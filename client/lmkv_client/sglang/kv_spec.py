@@ -6,17 +6,13 @@ KV cache are separated by the spec. The layout of the host pool is not: chunks h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmkv.errors import ConfigError
 from lmkv.keys import PAGE_HASH_SCHEME
-from lmkv.packing import pack_fields
 from lmkv.spec import KvSpec
-from lmkv_client.model_identity import shared_identity
+from lmkv_client.model_identity import architecture, digest_of, shared_identity, weights_identity
 from lmkv_client.sglang.sglang_api import ModelSource
 
 if TYPE_CHECKING:
@@ -25,11 +21,6 @@ if TYPE_CHECKING:
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 STORED_AS_BYTES = ("fp8_e4m3", "fp8_e5m2")
 """Values of `--kv-cache-dtype` whose elements SGLang keeps as `uint8`."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-SAMPLE_COUNT = 256
-SAMPLE_BYTES = 16 << 10
-VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
-"""Entries of `config.json` that do not change what the model computes, or that the spec holds by itself."""
 
 
 def kv_dtype(stored: str, flag: str) -> str:
@@ -63,7 +54,7 @@ def make_spec(
     """The spec of the pages of one rank.
 
     `tensors` are those of `pool_tensors`, and `shards` are the ranks and sizes by which the engine divides its KV cache
-    (`sglang_api.shards`).
+    (`sglang_api.shards`). `weight_version` is as configured.
     """
     layer = tensors[0][0]
     shown = "".join(f" {kind} {rank}/{size}" for kind, (rank, size) in shards.items())
@@ -82,12 +73,14 @@ def make_spec(
 
 
 def identity_of(model: ModelSource) -> str:
-    """Identity of the weights: of a local folder from its files, of a model of Hugging Face from name and revision."""
-    config = {name: value for name, value in model.config.items() if name not in VOLATILE}
-    folder = Path(model.path)
-    weights = _folder_digest(folder) if folder.is_dir() else f"{model.path}@{model.revision or 'main'}"
-    fields = [json.dumps(config, sort_keys=True), model.quantization, weights]
-    return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
+    """Identity of the weights: of a local folder from its files, of a model of Hugging Face from name and revision.
+
+    Those of a draft model are part of it.
+    """
+    weights = [weights_identity(model.path, model.revision)]
+    if model.draft_path:
+        weights.append(weights_identity(model.draft_path, None))
+    return digest_of(architecture(model.config), model.quantization, *weights)
 
 
 def identity_across_engines(
@@ -118,16 +111,3 @@ def identity_across_engines(
         kv_dtype=kv_dtype,
         quantization=model.quantization,
     )
-
-
-def _folder_digest(folder: Path) -> str:
-    """Digest over the weight files of a folder: names, sizes, and samples spread over each file."""
-    digest = sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES):
-        size = path.stat().st_size
-        digest.update(pack_fields([path.name.encode(), str(size).encode()]))
-        with path.open("rb") as file:
-            for sample in range(SAMPLE_COUNT):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLE_COUNT - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -5,11 +5,13 @@ Without SGLang the base class is empty, so that all else of the backend can be t
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +41,24 @@ __all__ = [
     "ModelSource",
     "PoolTransferResult",
     "StorageConfig",
+    "WeightWatcher",
     "is_writer",
     "served_model",
     "shards",
     "used_config",
+    "watch_weight_updates",
 ]
+
+WEIGHT_UPDATES = (
+    "begin_weight_update",
+    "load_weights_from_distributed",
+    "update_weights_from_disk",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
+)
+"""Methods of SGLang's `WeightUpdater` that change weights in place, or announce it."""
+WATCHED = "lmkv_watched"
+"""Attribute of a method that is watched already."""
 
 
 class StorageConfig(Protocol):
@@ -65,8 +80,13 @@ class HostPool(Protocol):
     """Tokens of a page."""
     dtype: torch.dtype
     """Of the elements as they are stored: `uint8` for 8-bit floats."""
-    kv_buffer: torch.Tensor
-    """Keys and values, `[2, ...]`, or with MLA one latent; the other dimensions follow from the layout."""
+
+    @property
+    def kv_buffer(self) -> torch.Tensor | None:
+        """Keys and values, `[2, ...]`, or with MLA one latent; the other dimensions follow from the layout.
+
+        None where further pools have all tensors, and this one only numbers their pages.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +98,8 @@ class ModelSource:
     quantization: str = ""
     kv_cache_dtype: str = ""
     """As the flag names it."""
+    draft_path: str = ""
+    """Of a draft model, whose layers may be in the same pages; empty if there is none."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Content of `config.json`, if the model is a local folder."""
 
@@ -95,6 +117,7 @@ def served_model(default_path: str) -> ModelSource:
         revision=str(arguments.revision or ""),
         quantization=str(arguments.quantization or ""),
         kv_cache_dtype=str(arguments.kv_cache_dtype or ""),
+        draft_path=str(arguments.speculative_draft_model_path or ""),
         config=_read_config(str(arguments.model_path)),
     )
 
@@ -135,3 +158,40 @@ def shards(config: StorageConfig) -> Mapping[str, tuple[int, int]]:
         if size > 1:
             found[kind] = (int(getattr(config, f"{prefix}_rank")), size)
     return found
+
+
+class WeightWatcher(Protocol):
+    """What is to know when weights change in place."""
+
+    def weights_change(self) -> None:
+        """Called before they change, on the thread that schedules."""
+
+
+_watchers: WeakSet[WeightWatcher] = WeakSet()
+
+
+def watch_weight_updates(watcher: WeightWatcher) -> None:
+    """Has `watcher` informed of each change of weights in this process, as long as it lives. Outside of SGLang: never.
+
+    SGLang tells storage backends nothing of them: its own keep and find the pages of the old weights.
+    """
+    try:
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    except ImportError:
+        return
+    for name in WEIGHT_UPDATES:
+        method = getattr(WeightUpdater, name)
+        if not hasattr(method, WATCHED):
+            setattr(WeightUpdater, name, _announced(method))
+    _watchers.add(watcher)
+
+
+def _announced(method: Any) -> Any:
+    @functools.wraps(method)
+    def announced(self: Any, *args: Any, **options: Any) -> Any:
+        for watcher in list(_watchers):
+            watcher.weights_change()
+        return method(self, *args, **options)
+
+    setattr(announced, WATCHED, True)
+    return announced

@@ -28,6 +28,7 @@ from lmkv_client.sglang.sglang_api import (
     served_model,
     shards,
     used_config,
+    watch_weight_updates,
 )
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class LmkvStorage(HiCacheStorage):
         """Keep the memory of the pages alive."""
         self._page_size = 0
         self._other_pools: set[str] = set()
+        self._weights_changed = False
         self.counts = PageCounts()
         self._lock = threading.Lock()
         """Of the counts."""
@@ -94,6 +96,9 @@ class LmkvStorage(HiCacheStorage):
         """
         super().register_mem_pool_host(mem_pool_host)
         pool, config = mem_pool_host, self._storage_config
+        if pool.kv_buffer is None:
+            self._add_other_pool("that only numbers the pages of others")
+            return
         model_name = config.model_name or ""
         model = served_model(model_name)
         self._tensors = pool_tensors(pool, is_mla=config.is_mla_model)
@@ -120,6 +125,7 @@ class LmkvStorage(HiCacheStorage):
             raise ConfigError(f"LmkvStorage: this version of lmkv cannot copy the host pool: {error}") from None
         self._page_size = pool.page_size
         self._engine = engine
+        watch_weight_updates(self)
         logger.info(
             "pages of %d tokens, layout %s, %d bytes each; model %s",
             pool.page_size,
@@ -132,14 +138,28 @@ class LmkvStorage(HiCacheStorage):
         """Notes a pool. Of models with other pools than that of keys and values, nothing is stored."""
         name = str(host_pool_name)
         if name != "kv" and name not in self._other_pools:
-            self._other_pools.add(name)
-            logger.warning("this version of lmkv stores nothing of models with a host pool %s", name)
+            self._add_other_pool(name)
+
+    def _add_other_pool(self, name: str) -> None:
+        self._other_pools.add(name)
+        logger.warning("this version of lmkv stores nothing of models with a host pool %s", name)
+
+    def weights_change(self) -> None:
+        """Loads and stores nothing from now on: the keys name the weights that the engine has started with."""
+        if not self._weights_changed:
+            self._weights_changed = True
+            logger.warning("weights change in place: nothing is loaded or stored until the engine restarts")
+
+    @property
+    def _is_of_use(self) -> bool:
+        """Whether there are pages that can be loaded and stored."""
+        return not self._other_pools and not self._weights_changed
 
     # ---- what is held
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Number of the first `keys` that can be read."""
-        return self._attempt(self._found, keys, default=0) if not self._other_pools else 0
+        return self._attempt(self._found, keys, default=0) if self._is_of_use else 0
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """As `batch_exists`; 0 if pages of other pools are needed, too."""
@@ -160,7 +180,7 @@ class LmkvStorage(HiCacheStorage):
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Copies pages into the host pool: for each key, whether its page was read. `host_indices` are their slots."""
-        read_count = self._attempt(self._read, keys, host_indices, default=0)
+        read_count = self._attempt(self._read, keys, host_indices, default=0) if self._is_of_use else 0
         self._count(read=read_count, failed_reads=len(keys) - read_count)
         return [index < read_count for index in range(len(keys))]
 
@@ -176,7 +196,7 @@ class LmkvStorage(HiCacheStorage):
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool: for each key, whether its page is held now. `host_indices` are their slots."""
-        if not self._is_writer or self._other_pools:
+        if not self._is_writer or not self._is_of_use:
             return [True] * len(keys)
         before = list(getattr(extra_info, "prefix_keys", None) or [])
         held_count = self._attempt(self._write, keys, host_indices, before[-1:], default=0)

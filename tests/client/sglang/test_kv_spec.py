@@ -13,7 +13,7 @@ from lmkv.spec import KvSpec
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.sglang.host_pool import pool_tensors
 from lmkv_client.sglang.kv_spec import identity_of, kv_dtype, make_spec
-from lmkv_client.sglang.sglang_api import is_writer, served_model, shards
+from lmkv_client.sglang.sglang_api import ModelSource, is_writer, served_model, shards
 from tests.client.sglang.contract import (
     HEADS,
     LATENT,
@@ -59,6 +59,7 @@ def test_layouts_of_the_host_pool_share_chunks() -> None:
         {"kv_dtype": "fp8_e4m3"},
         {"shards": {"tp": (0, 2)}},
         {"shards": {"pp": (0, 2)}},
+        {"weight_version": "42"},
     ],
     ids=str,
 )
@@ -104,3 +105,15 @@ def test_the_weights_identify_a_model_and_its_name_does_not(tmp_path: Path) -> N
     identities = [identity_of(served_model(str(folder))) for folder in (one, same, other)]
     assert identities[0] == identities[1] != identities[2]
     assert identity_of(served_model("organization/model")) != identity_of(served_model("organization/other"))
+
+
+def test_the_identity_of_a_model_never_changes() -> None:
+    """It is in keys: engines of another version of lmkv would not find what these have stored."""
+    model = ModelSource(path="organization/model", revision="main", config={"model_type": "llama", "hidden_size": 64})
+    assert identity_of(model) == "d5d0f7178fecfa966aee6cf45d9fd911"
+
+
+def test_a_draft_model_separates_engines() -> None:
+    drafts = ["", "organization/draft", "organization/other"]
+    models = [ModelSource(path="organization/model", draft_path=draft) for draft in drafts]
+    assert len({identity_of(model) for model in models}) == 3

@@ -199,6 +199,24 @@ def test_of_models_with_further_pools_nothing_is_stored(start: Start) -> None:
     assert storage.batch_exists_v2(HASHES, [object()]).kv_hit_pages == 0
 
 
+def test_a_model_whose_tensors_are_all_in_further_pools_is_served_and_not_stored(start: Start) -> None:
+    storage = start(HostPoolFields(layout="layer_first", kv_buffer=None))  # type: ignore[arg-type]
+    storage.register_mem_host_pool_v2(object(), "deepseek_v4_c4")
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_set_v1(HASHES, slots(FIRST)) == [True] * 6
+
+
+def test_once_weights_change_nothing_is_loaded_or_stored(start: Start) -> None:
+    storage, other = start(host_pool("page_first")), start(host_pool("page_first"))
+    assert all(storage.batch_set_v1(HASHES[:3], slots(FIRST[:3])))
+    storage.weights_change()
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_get_v1(HASHES[:3], slots(SECOND[:3])) == [False] * 3
+    assert storage.batch_set_v1(HASHES[3:], slots(FIRST[3:])) == [True] * 3, "SGLang need not try again"
+    assert other.batch_exists(HASHES) == 3, "of the old weights"
+    assert storage.counts.failed_calls == 0
+
+
 def test_a_host_pool_that_cannot_be_copied_is_refused(start: Start) -> None:
     pool = host_pool("page_first_direct")
     pool.kv_buffer = pool.kv_buffer[..., :3].contiguous()  # rows of 6 bytes
