@@ -22,12 +22,13 @@ from lmkv import rpc
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest, LookupStreamResponse
 from tests.chaos.schedule import Kind
 
 REGISTER = "/lmkv.v1.RegistryService/Register"
 REPORT = "/lmkv.v1.RegistryService/Report"
 LOOKUP = "/lmkv.v1.CacheService/Lookup"
+LOOKUP_STREAM = "/lmkv.v1.CacheService/LookupStream"
 INIT = "/lmkv.v1.PeerService/Init"
 
 AddressOf = Callable[[str, str], str]
@@ -110,6 +111,8 @@ class CoordinatorRelay(Relay):
         """See `Relay`."""
         if details.method == REPORT:
             return grpc.stream_stream_rpc_method_handler(self._report)
+        if details.method == LOOKUP_STREAM:
+            return grpc.stream_stream_rpc_method_handler(self._look_up)
         return super().service(details)
 
     def begin(self, node: str, kind: Kind) -> None:
@@ -134,6 +137,19 @@ class CoordinatorRelay(Relay):
         for holder in found.holders:
             holder.peer_address = self._address_of(node, holder.instance_id)
         return found.SerializeToString()
+
+    async def _look_up(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """Passes each lookup of a node on as a call of its own, whose failure ends the stream."""
+        async for message in messages:
+            answer = LookupStreamResponse()
+            for one in LookupStreamRequest.FromString(message).requests:
+                request = one.SerializeToString()
+                try:
+                    said = await self._channel.unary_unary(LOOKUP)(request)
+                except grpc.aio.AioRpcError as error:
+                    await _abort(context, error)
+                answer.results.add().response.ParseFromString(self._answer(LOOKUP, request, said))
+            yield answer.SerializeToString()
 
     async def _report(self, reports: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         call = self._channel.stream_stream(REPORT)()

@@ -149,6 +149,20 @@ async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outc
     assert reports[2].start <= drop.start <= reports[3].start <= drop.end
 
 
+async def test_each_lookup_of_a_stream_passes_a_relay_as_a_call(recorder: Recorder, address: str) -> None:
+    relay = CoordinatorRelay(recorder.relay_channel(address, "coordinator-1"), lambda _, peer: peer)
+    async with relay, rpc.open_channel(f"127.0.0.1:{relay.port}") as channel:
+        call: Any = pb_grpc.CacheServiceStub(channel).LookupStream()  # type: ignore[call-arg]
+        for count in (2, 1):
+            await call.write(pb.LookupStreamRequest(requests=[pb.LookupRequest(chunk_keys=KEYS)] * count))
+            assert len((await call.read()).results) == count
+        await call.done_writing()
+        assert not isinstance(await call.read(), pb.LookupStreamResponse)
+    lookups = recorded(recorder)
+    assert [(lookup.call, lookup.outcome) for lookup in lookups] == [("Lookup", Outcome.OK)] * 3
+    assert all(lookup.answer.items() >= FOUND.items() for lookup in lookups)
+
+
 async def test_calls_that_are_open_at_the_end_have_no_known_outcome(recorder: Recorder) -> None:
     with recorder:
         recorder.orders["o1"] = recorder.open("Drop", "node-1", {"keys": []})

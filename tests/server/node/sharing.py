@@ -152,7 +152,6 @@ class _Cache(cache_service_pb2_grpc.CacheServiceServicer):
     Hint: Any = None
     ListPins: Any = None
     Explain: Any = None
-    LookupStream: Any = None
     Move: Any = None
     Pin: Any = None
     Unpin: Any = None
@@ -163,6 +162,15 @@ class _Cache(cache_service_pb2_grpc.CacheServiceServicer):
     ) -> cache_service_pb2.LookupResponse:
         self._coordinator.counts["lookup"] += 1
         return cache_service_pb2.LookupResponse()
+
+    async def LookupStream(  # noqa: N802
+        self, request_iterator: AsyncIterator[cache_service_pb2.LookupStreamRequest], context: Any
+    ) -> AsyncIterator[cache_service_pb2.LookupStreamResponse]:
+        async for message in request_iterator:
+            answer = cache_service_pb2.LookupStreamResponse()
+            for request in message.requests:
+                answer.results.add().response.CopyFrom(await self.Lookup(request, context))
+            yield answer
 
 
 class _Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,8 +10,10 @@ from typing import Any, cast
 from lmkv import rpc
 from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.telemetry.spans import current_ids
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.node.fleet.lookup_call import LookupCall
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ class CoordinatorLookup:
         """Whether a lookup had no answer in time; the session resets it with the coordinator's next message."""
         self._failure_count = 0
         self._coordinator_address = coordinator_address
+        self._call: LookupCall | None = None
 
     @property
     def failure_count(self) -> int:
@@ -47,17 +51,46 @@ class CoordinatorLookup:
         request = cache_service_pb2.LookupRequest(
             chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id, **fields
         )
-        method = "lmkv.v1.CacheService/Lookup"
         try:
-            return cast(
-                cache_service_pb2.LookupResponse,
-                await rpc.call(cache.Lookup, method, self._coordinator_address, request, deadline_seconds),
-            )
+            return await self._send(cache, request, deadline_seconds)
         except LmkvError as error:
             self._failure_count += 1
             self.is_suspended = self.is_suspended or isinstance(error, Unreachable)
             logger.debug("lookup failed: %s", error)
             return None
+
+    async def aclose(self) -> None:
+        """Ends lookups that wait for an answer."""
+        if self._call is not None:
+            await self._call.aclose()
+
+    async def _send(
+        self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
+    ) -> cache_service_pb2.LookupResponse:
+        """Raises the coordinator's error, or `Unreachable`. A lookup that is traced is a call of its own: only calls
+        have spans."""
+        if current_ids() is None:
+            return await self._send_on_stream(cache, request, deadline_seconds)
+        method = "lmkv.v1.CacheService/Lookup"
+        return cast(
+            cache_service_pb2.LookupResponse,
+            await rpc.call(cache.Lookup, method, self._coordinator_address, request, deadline_seconds),
+        )
+
+    async def _send_on_stream(
+        self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
+    ) -> cache_service_pb2.LookupResponse:
+        if self._call is None or self._call.has_ended:
+            self._call = LookupCall(cache, self._coordinator_address)
+        call = self._call
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                return await call.lookup(request)
+        except TimeoutError:
+            call.end()  # its next answers would be late, too
+            raise Unreachable(
+                f"the coordinator at {self._coordinator_address} did not answer in {deadline_seconds:g} s"
+            ) from None
 
     async def locate(self, registry: Any, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
         """The node of an instance; None if it is not registered. Raises `Unreachable` if there is no answer."""

@@ -107,6 +107,7 @@ class CoordinatorSession:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._settled.set()
+        await self._lookups.aclose()
         channel, self._channel = self._channel, None
         if channel is not None:
             if self._registrar.lease is not None and not self.is_refused:

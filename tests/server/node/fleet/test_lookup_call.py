@@ -1,0 +1,171 @@
+"""Lookups of a node over one stream to a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from lmkv import rpc
+from lmkv.errors import BadChunkKey, Unreachable
+from lmkv.keys import ChunkKey
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
+from lmkv_server.node.fleet.lookup import CoordinatorLookup
+from lmkv_server.node.fleet.lookup_call import LookupCall
+from tests.waiting import WAIT_SECONDS, until
+
+KEY = ChunkKey(bytes(16))
+BAD = b"bad"
+LATE = b"late"
+
+
+class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic at run time
+    """A coordinator that answers lookups in order with their number, an error for `BAD`, and for `LATE` only once
+    `released` is set."""
+
+    def __init__(self) -> None:
+        self.stream_count = self.open_count = self.unary_count = self.request_count = 0
+        self.ends = asyncio.Event()
+        self.released = asyncio.Event()
+
+    def service(self, details: Any) -> Any:
+        """See `grpc.GenericRpcHandler`."""
+        if details.method.endswith("/LookupStream"):
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream,
+                request_deserializer=pb.LookupStreamRequest.FromString,
+                response_serializer=pb.LookupStreamResponse.SerializeToString,
+            )
+        self.unary_count += 1
+        return None
+
+    async def _stream(self, messages: AsyncIterator[pb.LookupStreamRequest], context: Any) -> AsyncIterator[Any]:
+        self.stream_count += 1
+        self.open_count += 1
+        try:
+            async for message in messages:
+                answer = pb.LookupStreamResponse()
+                for request in message.requests:
+                    if self.ends.is_set():
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, "it ends")
+                    if request.chunk_keys == LATE:
+                        await self.released.wait()
+                    self.request_count += 1
+                    result = answer.results.add()
+                    if request.chunk_keys == BAD:
+                        result.error.CopyFrom(rpc.to_status(BadChunkKey("it is bad")))
+                    else:
+                        result.response.revision = self.request_count
+                yield answer
+        finally:
+            self.open_count -= 1
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Lookups, Any, str]]:
+    """A coordinator, a stub of it, and its address."""
+    lookups = Lookups()
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((lookups,))
+    address = f"127.0.0.1:{rpc.add_port(server, '127.0.0.1:0')}"
+    await server.start()
+    channel = rpc.open_channel(address)
+    try:
+        yield lookups, pb_grpc.CacheServiceStub(channel), address
+    finally:
+        lookups.released.set()
+        await channel.close(None)
+        await server.stop(None)
+
+
+async def test_all_lookups_of_a_node_are_on_one_stream_and_each_gets_its_own_answer() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address)
+        one = await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        others = await asyncio.gather(*(coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) for _ in range(20)))
+        assert [found.revision if found else 0 for found in (one, *others)] == list(range(1, 22))
+        assert (lookups.stream_count, lookups.unary_count, coordinator.failure_count) == (1, 0, 0)
+        await coordinator.aclose()
+        await until(lambda: lookups.open_count == 0)
+
+
+async def test_a_refused_lookup_does_not_affect_the_others() -> None:
+    async with serving() as (_, stub, address):
+        call = LookupCall(stub, address)
+        bad = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=BAD)))
+        good = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY)))
+        with pytest.raises(BadChunkKey):
+            await bad
+        assert (await good).revision == 2
+        assert not call.has_ended
+        await call.aclose()
+
+
+async def test_a_lookup_that_is_cancelled_does_not_take_the_answer_of_the_next() -> None:
+    async with serving() as (lookups, stub, address):
+        call = LookupCall(stub, address)
+        late = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
+        await until(lambda: lookups.open_count == 1)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        lookups.released.set()
+        assert (await call.lookup(pb.LookupRequest(chunk_keys=KEY))).revision in (1, 2)  # the late one may be unsent
+        await call.aclose()
+
+
+async def test_a_late_answer_ends_the_stream_and_the_next_lookup_opens_another() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address)
+        call = LookupCall(stub, address)
+        coordinator._call = call
+        late = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
+        await until(lambda: lookups.open_count == 1)
+        assert await coordinator.lookup(stub, "a", [KEY], 0.01) is None
+        assert coordinator.is_suspended
+        with pytest.raises(Unreachable):
+            await late
+        lookups.released.set()
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert (lookups.stream_count, coordinator.failure_count) == (2, 1)
+        await coordinator.aclose()
+
+
+async def test_lookups_on_a_stream_that_breaks_fail_and_the_next_opens_another() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address)
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        lookups.ends.set()
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
+        assert coordinator.is_suspended
+        lookups.ends.clear()
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert lookups.stream_count == 2
+        await coordinator.aclose()
+
+
+async def test_a_stream_without_lookups_ends_and_the_next_lookup_opens_another() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address)
+        coordinator._call = LookupCall(stub, address, idle_seconds=0.01)
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        await until(lambda: lookups.stream_count > 0 and lookups.open_count == 0)
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert lookups.stream_count == 2
+        assert not coordinator.is_suspended
+        await coordinator.aclose()
+
+
+async def test_lookups_that_wait_end_with_the_stream() -> None:
+    async with serving() as (lookups, stub, address):
+        call = LookupCall(stub, address)
+        waiting = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE))) for _ in range(3)]
+        await until(lambda: lookups.open_count == 1)
+        await call.aclose()
+        for one in waiting:
+            with pytest.raises(Unreachable):
+                await one
