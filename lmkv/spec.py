@@ -176,14 +176,6 @@ class KvSpec:
         """Bytes of part 0 of a chunk of `token_count` tokens: of the whole chunk, if it has one part."""
         return self.part_bytes(0, token_count)
 
-    def quarters(self, token_count: int) -> int:
-        """The quarters of a full chunk, 1 to 4, that a chunk of `token_count` tokens takes."""
-        return -(-4 * token_count // self.chunk_size)
-
-    def tokens_in(self, quarters: int) -> int:
-        """The most tokens of a chunk that takes as many quarters of a full one."""
-        return quarters * self.chunk_size // 4
-
     def fits(self, size_bytes: int, token_count: int) -> bool:
         """Whether some part of a chunk of `token_count` tokens has this size."""
         if token_count == self.chunk_size:

@@ -53,6 +53,7 @@ class AttachRequest(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
     PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
+    OPTIONAL_PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
     reserve_count: _builtins.int
     """Write credits wanted besides those that lookups ask for."""
     reset: _builtins.bool
@@ -121,8 +122,14 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Write credits wanted for partial chunks: for each the quarters of a full chunk's tokens that it is for, 1 to 3. Only
-        if chunks have one part.
+        """Write credits wanted for partial chunks: the tokens of each, from 1 to one fewer than a full chunk has. Only if chunks
+        have one part.
+        """
+
+    @_builtins.property
+    def optional_partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As `partial_reserves`, for partial chunks that a longer one is likely to supersede. They are granted only while the
+        pool has free memory for a full chunk: nothing is evicted for them.
         """
 
     def __init__(
@@ -146,10 +153,11 @@ class AttachRequest(_message.Message):
         reports: _abc.Iterable[_chunk_pb2.RequestReport] | None = ...,
         hints: _abc.Iterable[Global___HintChunks] | None = ...,
         partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
+        optional_partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "hints", b"hints", "loads", b"loads", "lookups", b"lookups", "part_reserve_counts", b"part_reserve_counts", "partial_reserves", b"partial_reserves", "releases", b"releases", "reports", b"reports", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "hints", b"hints", "loads", b"loads", "lookups", b"lookups", "optional_partial_reserves", b"optional_partial_reserves", "part_reserve_counts", b"part_reserve_counts", "partial_reserves", b"partial_reserves", "releases", b"releases", "reports", b"reports", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,13 +182,8 @@ class AttachResponse(_message.Message):
     TIER_CHANGES_FIELD_NUMBER: _builtins.int
     HINTED_FIELD_NUMBER: _builtins.int
     SETTLED_PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
-    POOL_IS_FULL_FIELD_NUMBER: _builtins.int
     settled_reserve_count: _builtins.int
     """Number of requested write credits, by lookups or by `reserve_count`, that this message answers, granted or not."""
-    pool_is_full: _builtins.bool
-    """With `settled_partial_reserves`: whether the pool has no free memory for another chunk, so that each new one takes the
-    place of others. Engines then store the last partial chunk of a prompt only if no longer one supersedes it.
-    """
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to `hello`."""
@@ -195,8 +198,8 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Write credits: extents for one part of one full chunk each, or, if `token_count` is set, for a partial chunk of at most
-        that many tokens.
+        """Write credits: extents for one part of one full chunk each, or, if `token_count` is set, for a partial chunk of that
+        number of tokens.
         """
 
     @_builtins.property
@@ -229,7 +232,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def settled_partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The values of `partial_reserves` that this message answers, granted or not."""
+        """The values of `partial_reserves` and of `optional_partial_reserves` that this message answers, granted or not."""
 
     def __init__(
         self,
@@ -247,11 +250,10 @@ class AttachResponse(_message.Message):
         tier_changes: _abc.Iterable[Global___TierChange] | None = ...,
         hinted: _abc.Iterable[Global___HintedChunks] | None = ...,
         settled_partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
-        pool_is_full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "pool_is_full", b"pool_is_full", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_partial_reserves", b"settled_partial_reserves", "settled_reserve_count", b"settled_reserve_count", "tier_changes", b"tier_changes", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_partial_reserves", b"settled_partial_reserves", "settled_reserve_count", b"settled_reserve_count", "tier_changes", b"tier_changes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

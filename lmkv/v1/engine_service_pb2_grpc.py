@@ -99,7 +99,8 @@ class EngineServiceServicer:
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
         hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
         in use; its `tokens` are not whole ids, or too many;
-        `partial_reserves` has another value than 1 to 3, or more than 1,024 of them, or chunks have several parts.
+        `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
+        or chunks have several parts.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
         lookup with `tokens` has another length than 16.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 KEPT_WHEN_IDLE = 4
 """Most credits for each part that an idle engine keeps, for the first chunks of its next prompts."""
 KEPT_SHARE = 8
-"""It keeps at most 1/8 of its limit, and at least one: in a small pool, credits take the place of chunks."""
-PARTIAL_SIZES = (1, 2, 3)
-"""Quarters of a full chunk that credits for partial chunks are for."""
+"""It keeps at most 1/8 of its limit, or one: in a small pool, credits take the place of chunks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +32,10 @@ class WriteCredits:
         self.requested_count += count
         return count
 
+    def request_another(self) -> bool:
+        """Whether to request one more than there are; it counts as requested."""
+        return self.request(len(self._offsets) + self.requested_count + 1) > 0
+
     def settle(self, count: int, granted: Iterable[int]) -> None:
         """Records the node's answer to `count` requested credits, and the offsets that it granted."""
         self.requested_count -= count
@@ -55,49 +57,39 @@ class WriteCredits:
         self.writing_count -= 1
         self._offsets.append(offset)
 
-    def take_surplus(self) -> list[int]:
-        """Removes and returns the credits that an idle engine returns to its node."""
-        extra = self._offsets[self.kept_count :]
-        del self._offsets[self.kept_count :]
+    def take_surplus(self, wanted_count: int = 0) -> list[int]:
+        """Removes and returns the credits that an idle engine returns to its node; `wanted_count` it will need."""
+        kept_count = max(self.kept_count, wanted_count)
+        extra = self._offsets[kept_count:]
+        del self._offsets[kept_count:]
         return extra
 
 
 class PartCredits:
-    """The write credits of one engine: for each part of its chunks, and for each size of partial chunks."""
+    """The write credits of one engine: for each part of its chunks, and for each length of partial chunks.
 
-    def __init__(self, part_count: int, limit: int = 0) -> None:
-        """`limit` holds for each part, and a quarter of it for each size of partial chunks."""
-        kept_count = max(1, min(KEPT_WHEN_IDLE, limit // KEPT_SHARE))
+    Credits for partial chunks are requested one by one, when their length is known, and returned if they are not used.
+    """
+
+    def __init__(self, part_count: int, limit: int = 0, *, kept_when_idle: int = KEPT_WHEN_IDLE) -> None:
+        """`limit` holds for each part, and for each length of partial chunks. `kept_when_idle`: most credits for each
+        part that an idle engine keeps."""
+        kept_count = min(kept_when_idle, max(1, limit // KEPT_SHARE))
+        self._limit = limit
         self._parts = [WriteCredits(limit=limit, kept_count=kept_count) for _ in range(part_count)]
-        self._partial = {
-            quarters: WriteCredits(limit=max(1, limit // 4) if limit else 0, kept_count=1) for quarters in PARTIAL_SIZES
-        }
+        self._partial: dict[int, WriteCredits] = {}
+        """By number of tokens."""
 
     def __getitem__(self, part: int) -> WriteCredits:
         return self._parts[part]
 
+    def partial(self, token_count: int) -> WriteCredits:
+        """The credits for partial chunks of `token_count` tokens."""
+        return self._partial.setdefault(token_count, WriteCredits(limit=self._limit, kept_count=0))
+
     def request(self, wanted_counts: Sequence[int]) -> list[int]:
         """The numbers to request so that as many as wanted become available, by part."""
         return [part.request(wanted) for part, wanted in zip(self._parts, wanted_counts, strict=True)]
-
-    def for_partial(self, quarters: int) -> WriteCredits:
-        """The credits that a partial chunk of as many quarters takes from: of the smallest size that has one."""
-        sizes = (self._partial[size] for size in PARTIAL_SIZES if size >= quarters)
-        return next(filter(len, sizes), self._parts[0])
-
-    def request_partial(self, running_count: int) -> list[int]:
-        """The sizes, in quarters, of partial chunks for which to request credits: some for requests that run."""
-        wanted = -(-running_count // len(PARTIAL_SIZES))
-        return [size for size, kind in self._partial.items() for _ in range(kind.request(wanted))]
-
-    def settle_partial(self, sizes: Iterable[int], granted: Iterable[tuple[int, int]]) -> None:
-        """Records the node's answer to requests for partial chunks; `granted` has the quarters and offset of each."""
-        for size in sizes:
-            if size in self._partial:
-                self._partial[size].settle(1, ())
-        for size, offset in granted:
-            if size in self._partial:
-                self._partial[size].settle(0, (offset,))
 
     def settle(self, counts: Sequence[int], granted: Iterable[tuple[int, int]]) -> None:
         """Records the node's answer to requested credits, by part; `granted` has the part and offset of each."""
@@ -107,7 +99,25 @@ class PartCredits:
             if 0 <= number < len(self._parts):
                 self._parts[number].settle(0, (offset,))
 
-    def take_surplus(self) -> list[int]:
-        """Removes and returns the credits that an idle engine returns to its node."""
-        kinds = (*self._parts, *self._partial.values())
-        return [offset for kind in kinds for offset in kind.take_surplus()]
+    def settle_partial(self, token_counts: Iterable[int], granted: Iterable[tuple[int, int]]) -> None:
+        """Records the node's answer to requests for partial chunks; `granted` has the tokens and offset of each."""
+        for token_count in token_counts:
+            self.partial(token_count).settle(1, ())
+        for token_count, offset in granted:
+            self.partial(token_count).settle(0, (offset,))
+
+    def take_unused(self, wanted_counts: Mapping[int, int]) -> list[int]:
+        """Removes and returns the credits for partial chunks beyond those wanted, by number of tokens."""
+        return [
+            offset
+            for token_count, kind in self._partial.items()
+            if len(kind)
+            for offset in kind.take_surplus(wanted_counts.get(token_count, 0))
+        ]
+
+    def take_surplus(self, wanted_count: int = 0) -> list[int]:
+        """Removes and returns the credits for full chunks that an idle engine returns to its node; it will need
+        `wanted_count` of those for part 0."""
+        wanted_counts = [wanted_count, *[0] * (len(self._parts) - 1)]
+        pairs = zip(self._parts, wanted_counts, strict=True)
+        return [offset for kind, wanted in pairs for offset in kind.take_surplus(wanted)]

@@ -61,9 +61,13 @@ class ScriptedNode:
         self.generous = True
         """Whether credits are granted."""
         self.pool_is_full = False
-        """Whether it says so with credits for partial chunks."""
+        """Whether it grants no optional credits."""
+        self.grants_partial = True
+        """Whether it grants credits for partial chunks that are not optional."""
         self.granted_tokens: dict[int, int] = {}
-        """Most tokens of each extent that was granted for a partial chunk."""
+        """Tokens of each extent that was granted for a partial chunk."""
+        self.partial_grants: list[int] = []
+        """Tokens of all of these, in order."""
         self.grudged_parts: set[int] = set()
         """Parts for which none are."""
         self.fetches_at_once = True
@@ -262,7 +266,8 @@ class ScriptedNode:
             self.evict()
             self.chunks.clear()
             self.inbox.append(pb.AttachResponse(reset_counts=[count]))
-        self._reserve_partial(list(message.partial_reserves))
+        self._reserve_partial(list(message.partial_reserves), is_granted=self.grants_partial)
+        self._reserve_partial(list(message.optional_partial_reserves), is_granted=not self.pool_is_full)
         self.reports += message.reports
         if message.weight_version:
             self.weight_versions.append(message.weight_version)
@@ -395,24 +400,24 @@ class ScriptedNode:
                 )
             )
 
-    def _reserve_partial(self, sizes: list[int]) -> None:
-        """Grants write credits for partial chunks of one to three quarters."""
+    def _reserve_partial(self, token_counts: list[int], *, is_granted: bool) -> None:
+        """Grants write credits for partial chunks."""
         granted = []
-        for quarters in sizes if self.generous else ():
-            offset, token_count = self._new_offset(), self.spec.tokens_in(quarters)
+        for token_count in token_counts if self.generous and is_granted else ():
+            assert 0 < token_count < self.spec.chunk_size
+            offset = self._new_offset()
             self.credits_out[offset] = PARTIAL
             self.granted_tokens[offset] = token_count
+            self.partial_grants.append(token_count)
             size_bytes = self.spec.part_bytes(0, token_count)
             granted.append(Extent(offset=offset, size_bytes=size_bytes, token_count=token_count))
-        if sizes:
-            self.inbox.append(
-                pb.AttachResponse(credits=granted, settled_partial_reserves=sizes, pool_is_full=self.pool_is_full)
-            )
+        if token_counts:
+            self.inbox.append(pb.AttachResponse(credits=granted, settled_partial_reserves=token_counts))
 
     def _commit(self, commit: pb.CommitChunk) -> None:
         assert max(0, self.credits_out.pop(commit.offset)) == commit.part, "the credit is for another part"
-        limit = self.granted_tokens.get(commit.offset, self.spec.chunk_size)
-        assert commit.token_count <= limit, "the credit is for fewer tokens"
+        granted_tokens = self.granted_tokens.pop(commit.offset, self.spec.chunk_size)
+        assert commit.token_count == granted_tokens, "the credit is for another number of tokens"
         assert commit.size_bytes == self.spec.part_bytes(commit.part, commit.token_count)
         assert self.spec.has_plain_parts or commit.token_count == self.spec.chunk_size
         key = part_key(ChunkKey(commit.chunk_key), commit.part)

@@ -134,31 +134,35 @@ def test_an_idle_engine_keeps_few_credits_of_a_small_pool(limit: int, kept: int)
     assert len(parts[0]) == kept
 
 
-def test_a_partial_chunk_takes_the_smallest_credit_that_it_fits_into() -> None:
+def test_where_no_credits_are_kept_an_idle_engine_returns_all_but_those_that_it_will_need() -> None:
+    parts = PartCredits(1, limit=40, kept_when_idle=0)
+    parts.settle(parts.request([5]), [(0, offset) for offset in range(5)])
+    assert parts.take_surplus(2) == [2, 3, 4]
+    assert parts.take_surplus() == [0, 1]
+
+
+def test_credits_for_partial_chunks_are_of_one_length_each() -> None:
     parts = PartCredits(1, limit=40)
-    assert parts.request_partial(4) == [1, 1, 2, 2, 3, 3]
-    parts.settle_partial([1, 1, 2, 2, 3, 3], [(1, 10), (3, 30), (7, 70)])
-    assert parts.request([1]) == [1]
-    parts.settle([1], [(0, 40)])
-    taken = [parts.for_partial(quarters).take() for quarters in (1, 1, 2, 3)]
-    assert taken == [10, 30, 40, None], "what no small credit fits takes one for a full chunk"
+    assert all(parts.partial(token_count).request_another() for token_count in (7, 7, 9))
+    parts.settle_partial([7, 7, 9], [(7, 10), (9, 30)])
+    assert [parts.partial(token_count).take() for token_count in (7, 7, 8, 9)] == [10, None, None, 30]
+    assert parts[0].take() is None
 
 
-def test_credits_for_partial_chunks_are_bounded_and_few_stay_with_an_idle_engine() -> None:
-    assert PartCredits(1).request_partial(5) == []
-    parts = PartCredits(1, limit=8)
-    assert parts.request_partial(100) == [1, 1, 2, 2, 3, 3], "a quarter of the limit for each size"
-    parts.settle_partial([1, 1, 2, 2, 3, 3], [(1, 1), (1, 2), (2, 3), (2, 4), (3, 5)])
-    assert parts.request_partial(100) == [3], "what the node has not granted is requested again"
-    assert sorted(parts.take_surplus()) == [2, 4]
+def test_credits_for_partial_chunks_that_nothing_waits_for_are_returned() -> None:
+    parts = PartCredits(1, limit=40)
+    for token_count in (7, 7, 9):
+        parts.partial(token_count).request_another()
+    parts.settle_partial([7, 7, 9], [(7, 10), (7, 11), (9, 30)])
+    assert parts.take_unused({7: 1, 5: 3}) == [11, 30]
+    assert parts.partial(7).take() == 10
+    assert parts.take_unused({}) == []
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (40, 10)])
-def test_partial_chunks_have_a_quarter_of_the_limit_and_at_least_one_credit(limit: int, count: int) -> None:
-    assert PartCredits(1, limit=limit).request_partial(1000) == [size for size in (1, 2, 3) for _ in range(count)]
+def test_without_a_node_no_credit_for_a_partial_chunk_is_requested() -> None:
+    assert not PartCredits(1).partial(5).request_another()
 
 
-def test_credits_for_partial_chunks_follow_the_number_of_requests() -> None:
-    assert PartCredits(1, limit=40).request_partial(0) == []
-    assert PartCredits(1, limit=40).request_partial(1) == [1, 2, 3]
-    assert PartCredits(1, limit=40).request_partial(3) == [1, 2, 3]
+def test_credits_for_partial_chunks_are_bounded() -> None:
+    parts = PartCredits(1, limit=2)
+    assert [parts.partial(5).request_another() for _ in range(3)] == [True, True, False]

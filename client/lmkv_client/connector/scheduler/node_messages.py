@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
@@ -22,7 +21,6 @@ class NodeMessages:
 
     def __init__(
         self,
-        spec: KvSpec,
         lookups: RequestLookups,
         loads: Loads,
         stores: Stores,
@@ -31,7 +29,6 @@ class NodeMessages:
         events: BlockEvents,
         counters: ConnectorCounters,
     ) -> None:
-        self._spec = spec
         self._lookups = lookups
         self._loads = loads
         self._stores = stores
@@ -49,7 +46,6 @@ class NodeMessages:
         if message.HasField("welcome"):
             self.welcome = message.welcome
             self._stores.reset_credits(message.welcome.credit_limit)
-            self._stores.request_partial(1)
         self._handle_credits(message)
         for found in message.found:
             self._lookups.handle_found(found)
@@ -72,13 +68,9 @@ class NodeMessages:
     def _handle_credits(self, message: pb.AttachResponse) -> None:
         settled = (message.settled_reserve_count, *message.settled_part_reserve_counts)
         full = [(extent.part, extent.offset) for extent in message.credits if not extent.token_count]
-        partial = [
-            (self._spec.quarters(extent.token_count), extent.offset) for extent in message.credits if extent.token_count
-        ]
+        partial = [(extent.token_count, extent.offset) for extent in message.credits if extent.token_count]
         self._stores.credits.settle(settled, full)
         self._stores.credits.settle_partial(message.settled_partial_reserves, partial)
-        if message.settled_partial_reserves:
-            self._stores.pool_is_full = message.pool_is_full
 
     def _handle_conflicts(self, message: pb.AttachResponse) -> None:
         if message.HasField("conflicts"):

@@ -52,6 +52,7 @@ class RequestState:
         "chain",
         "chosen_tokens",
         "computed_count",
+        "end_is_requested",
         "extras",
         "found_at",
         "found_partial",
@@ -61,6 +62,7 @@ class RequestState:
         "is_handed",
         "keys",
         "lacked_credit",
+        "lacking_count",
         "load_failed",
         "load_timeout",
         "loads_in_step",
@@ -82,6 +84,7 @@ class RequestState:
         "state_chunks",
         "store_failures",
         "stored_count",
+        "tail_is_lost",
         "token_count",
         "tokens",
         "traceparent",
@@ -170,6 +173,10 @@ class RequestState:
         """The last chunk whose state is stored, by part."""
         self.partial_is_stored = self.partial_key is None
         """Whether the prompt's partial chunk, if there is one, needs no storing any more."""
+        self.end_is_requested = False
+        """Whether a write credit for it was requested."""
+        self.tail_is_lost = False
+        """Whether the last tokens of the finished request were to be stored and were not."""
         self.found_partial: PartialChunk | None = None
         """The partial chunk at the end of the last hit, unless it is the prompt's own."""
         self.partials: dict[int, ChunkKey] = {}
@@ -180,7 +187,9 @@ class RequestState:
         """Indices of chunks of which a part was not stored and never will be."""
         self.store_failures = 0
         self.lacked_credit = False
-        """Whether a chunk was not stored because there was no write credit."""
+        """Whether a chunk was not stored in its step because there was no write credit."""
+        self.lacking_count = 0
+        """Decoded chunks that wait for write credits."""
         self.load_failed = False
         """Whether a load has failed: the same is not offered to vLLM again."""
 
@@ -196,8 +205,8 @@ class RequestState:
 
     @property
     def unstored_count(self) -> int:
-        """Chunks of the prompt that may still need storing."""
-        return (max(0, self.full_count - self.stored_count) + (not self.partial_is_stored)) * self.may_store
+        """Full chunks of the prompt that may still need storing."""
+        return max(0, self.full_count - self.stored_count) * self.may_store
 
     @property
     def asked_keys(self) -> list[ChunkKey]:

@@ -110,14 +110,13 @@ class SchedulerSide:
             with_decode=config.save_decode_cache,
             with_partial=config.stores_partial_chunks,
             skipped=skipped,
+            clock=clock,
         )
         self._accounts = PromptAccounts(self._count_missed, logger)
         self._last_account: tuple[str, PromptAccount] | None = None
         """That of the request that has ended last, for `identity`."""
-        self._tails: dict[str, list[ChunkCopy]] = {}
-        """Stores of finished requests that the workers have not been given yet."""
         self._postponed: RequestState | None = None
-        """A request whose lookup waits for these."""
+        """A request whose lookup waits until the last tokens of finished ones are stored."""
         self._handoffs = RequestHandoffs(config, self._send, self._counters, self._stores.is_writing)
         self._hints = RequestHints(
             spec, self._send, self._counters, clock, self._stores.is_writing, is_enabled=config.accept_hints
@@ -127,7 +126,6 @@ class SchedulerSide:
             config, spec, self._lookups, self._loads, self._step_loads, self._counters, self._prefill
         )
         self._node_messages = NodeMessages(
-            spec,
             self._lookups,
             self._loads,
             self._stores,
@@ -149,6 +147,8 @@ class SchedulerSide:
             self._hints.begin(request.request_id, envelope, state, is_attached=self._attachment is not None)
         if handoff and handoff.is_prefill:
             self._handoffs.begin(handoff, request.request_id, state)
+            if state is not None and self._attachment and self._may_store:
+                self._stores.request_end(state)
         elif handoff and not (state and state.handoff_id and state.lookup_id):
             self._handoffs.drop(handoff)  # no lookup will load it
 
@@ -228,21 +228,42 @@ class SchedulerSide:
             plan.loads = self._loads.plan()
         if output.num_scheduled_tokens and self._attachment and self._may_store:
             plan.stores = self._stores.plan(output, self._states)
-        plan.tails, self._tails = self._tails, {}
+        plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
         return plan
+
+    def _plan_tails(self, *, is_idle: bool) -> dict[str, list[ChunkCopy]]:
+        """The copies of finished requests. A step that computes nothing waits for their credits: the next one may be
+        much later."""
+        while is_idle and (seconds := self._stores.grace_seconds()) > 0:
+            self._node_client.wait(seconds)
+            self.drain_events()
+        tails = self._stores.plan_ended()
+        for request_id in tails.keys() - self._states.keys():
+            self._events.forget(request_id)
+        if tails:
+            self._settle_ends()
+        return tails
+
+    def _settle_ends(self) -> None:
+        """Ends what waits until the last tokens of a request are stored, or never will be."""
+        self._handoffs.settle()
+        self._hints.settle()
+        self._stores.settle(self._states.values())
 
     def handle_report(self, output: KVConnectorOutput) -> None:
         """Handles the workers' report of a step."""
         self._prefill.ended(self._clock())
         self.drain_events()  # the step may have been long: nothing may be sent to a node that was lost meanwhile
         report = output.kv_connector_worker_meta
-        if not isinstance(report, WorkerReport):
-            return
+        if isinstance(report, WorkerReport):
+            self._handle_report(report)
+        if self._postponed and not self._stores.has_ended:
+            self._look_up_postponed(self._postponed)
+
+    def _handle_report(self, report: WorkerReport) -> None:
         is_current = self._attachment is not None and report.engine_id == self._attachment.engine_id
         if is_current and self._stores.handle_report(report):
             self._step_loads.workers_copy()
-        if self._postponed and not self._tails:
-            self._look_up_postponed(self._postponed)
         self._handoffs.settle()
         self._hints.settle()
         for request_id, loaded in report.loaded.items():
@@ -263,22 +284,19 @@ class SchedulerSide:
         self._last_account = request.request_id, state.account
         if not self._loads.finished(state):
             self._lookups.release(state)
-            if request.status not in NO_ANSWER and self._attachment and self._may_store:
-                self._plan_tail(request, state, block_ids)
-        self._events.forget(request.request_id)
-        self._stores.finished(state)
-        self._stores.request_partial(max(1, len(self._states)))
+        has_tail = False
+        if request.status not in NO_ANSWER and self._attachment and self._may_store:
+            computed_count = min(processed_tokens(request), request.num_tokens)
+            has_tail = self._stores.end(state, computed_count, block_ids)
+        if not has_tail:
+            self._events.forget(request.request_id)
+            self._stores.finished(state)
         self._hints.finished(state)
         self._handoffs.finished(state, is_aborted=request.status in NO_ANSWER)
+        self._stores.settle(self._states.values())
         if not self._states:
-            self._stores.idle()
             self._send_reports()
-        return request.request_id in self._tails
-
-    def _plan_tail(self, request: Request, state: RequestState, block_ids: BlockIds) -> None:
-        computed_count = min(processed_tokens(request), request.num_tokens)
-        if tail := self._stores.plan_tail(state, computed_count, block_ids):
-            self._tails[request.request_id] = tail
+        return has_tail
 
     def identity(self, request: Request) -> dict[str, Any] | None:
         """For requests with lmkv's parameters or hints: the instance id of this engine's node, why a handoff was
@@ -304,13 +322,13 @@ class SchedulerSide:
 
     @property
     def is_storing(self) -> bool:
-        """Whether workers still write chunks."""
+        """Whether workers write chunks, or are still to write some of finished requests."""
         return len(self._stores) > 0
 
     @property
     def has_tails(self) -> bool:
-        """Whether finished requests have pages that the next step stores."""
-        return bool(self._tails)
+        """Whether finished requests have pages that a later step stores."""
+        return self._stores.has_ended
 
     def reset(self) -> bool:
         """Drops every chunk of this engine's spec on its node. Unless the version of the weights is named, chunks that
@@ -415,7 +433,6 @@ class SchedulerSide:
         self._step_loads.node_lost()
         self._lookups.node_lost()
         self._stores.node_lost()
-        self._tails = {request_id: [] for request_id in self._tails}  # workers still release the pages
         self._handoffs.fail("the node of this engine is lost")
         self._hints.node_lost()
         self._loads.node_lost()
@@ -437,7 +454,7 @@ class SchedulerSide:
         if self._attachment is None:
             state.account.unanswered(MissReason.NODE_LOST)
             state.end_lookup()
-        elif self._tails and len(self._states) == 1:
+        elif self._stores.has_ended and len(self._states) == 1:
             self._postponed = state
             self._lookups.postpone(state)
         else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmkv import telemetry
 from lmkv.keys import ChunkKey
@@ -16,11 +17,12 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.messages import StoreResult, WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
+from lmkv_client.connector.scheduler.ended_requests import EndedRequest, EndedRequests
 from lmkv_client.connector.scheduler.events import BlockEvents, ChunkBlocks
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
-from lmkv_client.engine.write_credits import PartCredits, WriteCredits
+from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE, PartCredits, WriteCredits
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
@@ -59,6 +61,9 @@ class Stores:
     Parts of full attention are stored when there is a credit, since a request keeps their pages. vLLM frees pages of
     windows and local chunks while the request runs: they are stored in the step that completes a chunk, or not at all.
     States are stored where vLLM offers them.
+
+    A partial chunk is stored in an extent of exactly its size: the end of a prompt if its credit is there in time and
+    costs no other chunk, the last tokens of a request when it has finished.
     """
 
     def __init__(
@@ -73,17 +78,17 @@ class Stores:
         with_decode: bool,
         with_partial: bool,
         skipped: LossMemory,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`with_decode`: whether generated tokens are stored, `with_partial`: whether partial chunks are.
 
         `skipped` is to have the chunks that were computed and not stored.
         """
         spec = blocks.spec
-        self.credits = PartCredits(len(spec.parts))
-        self.pool_is_full = False
-        """Whether each new chunk takes the place of others, as the node has said last."""
-        self._blocks = blocks
+        self._with_tails = with_partial and spec.has_plain_parts
         self._spec = spec
+        self.credits = self._no_credits()
+        self._blocks = blocks
         self._send = send
         self._counters = counters
         self._events = events
@@ -91,7 +96,6 @@ class Stores:
         self._rank_count = rank_count
         self._step_chunks = -(-step_tokens // spec.chunk_size)
         self._with_decode = with_decode
-        self._with_tails = with_partial and spec.has_plain_parts
         self._kept_parts = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_ALL]
         self._states = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_END]
         self._freed_parts = [
@@ -103,24 +107,39 @@ class Stores:
         """By offset of the extent."""
         self._discarded: set[int] = set()
         """Offsets of writes that are not committed."""
+        self._ended = EndedRequests(clock)
+        self._asked: dict[bool, list[int]] = {True: [], False: []}
+        """Lengths of partial chunks for which to request credits, by whether they are optional."""
 
     def __len__(self) -> int:
-        return len(self._writes)
+        """Chunks that workers write, and finished requests whose last tokens they are still to write."""
+        return len(self._writes) + len(self._ended)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether finished requests have pages that a later step stores."""
+        return len(self._ended) > 0
 
     def is_writing(self, state: RequestState) -> bool:
-        """Whether workers still write chunks of this request."""
-        return any(write.state is state for write in self._writes.values())
+        """Whether workers still write chunks of this request, or are still to write its last tokens."""
+        return state in self._ended or any(write.state is state for write in self._writes.values())
 
     def reset_credits(self, limit: int = 0) -> None:
         """Begins without credits, as granted by another node."""
-        self.credits = PartCredits(len(self._spec.parts), limit)
-        self.pool_is_full = False
+        self.credits = self._no_credits(limit)
+
+    def _no_credits(self, limit: int = 0) -> PartCredits:
+        """Where pages stay until their chunks are stored, none is needed before the answer to a lookup brings it."""
+        return PartCredits(len(self._spec.parts), limit, kept_when_idle=0 if self._with_tails else KEPT_WHEN_IDLE)
 
     def reserve_counts(self, states: Collection[RequestState]) -> list[int]:
-        """Credits to request, by part: enough for two steps of these requests, and for a decoded chunk of each."""
+        """Credits to request, by part: enough for two steps of these requests, and for chunks that wait for one. Where
+        pages do not stay until their chunks are stored, also for a decoded chunk of each."""
         unstored = min(sum(state.unstored_count for state in states), 2 * self._step_chunks)
-        wanted = [len(states) + (0 if part in self._states else unstored) for part in range(len(self._spec.parts))]
-        return self.credits.request(wanted)
+        lacking = sum(state.lacking_count for state in states) + self._ended.missing_count
+        spare = 0 if self._with_tails else len(states)
+        counts = [0 if part in self._states else unstored + lacking for part in range(len(self._spec.parts))]
+        return self.credits.request([spare + count for count in counts])
 
     def plan(self, output: SchedulerOutput, states: dict[str, RequestState]) -> list[ChunkCopy]:
         """The copies of chunks that this step completes, and of those that found no credit before."""
@@ -135,17 +154,43 @@ class Stores:
             if state and state.may_store and state.store_failures < MAX_FAILURES:
                 self._plan(state, computed[request_id] + count, output, copies)
         if copies or self._lacks_credits:
-            wanted = self.reserve_counts(states.values())
-            if any(wanted):
-                self._lacks_credits = False
-                self._send(pb.AttachRequest(reserve_count=wanted[0], part_reserve_counts=wanted[1:]))
+            self._request(states.values())
+        else:
+            self._request_partial()
         return copies
 
-    def request_partial(self, running_count: int) -> None:
-        """Requests credits for the partial chunks of requests that run, or that come next: not during a step, which
-        the node would delay."""
-        if self._with_tails and (sizes := self.credits.request_partial(running_count)):
-            self._send(pb.AttachRequest(partial_reserves=sizes))
+    def _request(self, states: Collection[RequestState], returned: Sequence[int] = ()) -> None:
+        """Requests the credits that these and the finished requests lack, and returns others."""
+        full, *others = wanted = self.reserve_counts(states)
+        if any(wanted):
+            self._lacks_credits = False
+        self._request_partial(
+            reserve_count=full, part_reserve_counts=others if any(wanted) else (), returned_credits=returned
+        )
+
+    def _request_partial(self, **others: Any) -> None:
+        """Requests the credits for partial chunks that were asked for, in one message with others."""
+        message = pb.AttachRequest(
+            partial_reserves=self._asked[False], optional_partial_reserves=self._asked[True], **others
+        )
+        self._asked = {True: [], False: []}
+        if message.ByteSize():
+            self._send(message)
+
+    def request_end(self, state: RequestState) -> None:
+        """Requests a credit for the end of a prompt that a handoff sends: the step that completes it stores it."""
+        self._ask_for_end(state)
+        self._request_partial()
+
+    def _ask_for_end(self, state: RequestState) -> None:
+        """Asks for a credit for the end of a prompt, once. It is optional if the answer's end is to supersede it."""
+        if not state.partial_is_stored and not state.end_is_requested and state.may_store:
+            state.end_is_requested = True
+            self._ask(state.token_count % self._spec.chunk_size, is_optional=self._with_decode and not state.is_handed)
+
+    def _ask(self, token_count: int, *, is_optional: bool = False) -> None:
+        if self.credits.partial(token_count).request_another():
+            self._asked[is_optional].append(token_count)
 
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
         size = self._spec.chunk_size
@@ -153,7 +198,9 @@ class Stores:
         if prompt_done and not self._with_decode:
             done_count = state.token_count
         full = state.keys_up_to(done_count // size)
-        partial = prompt_done and not state.partial_is_stored and not self._waits_for_answer(state)
+        self._ask_for_end(state)
+        tokens = state.token_count % size
+        partial = prompt_done and not state.partial_is_stored and len(self.credits.partial(tokens)) > 0
         if full <= state.stored_count and not partial and (not self._freed_parts or full <= state.passed_count):
             return
         block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)
@@ -162,40 +209,59 @@ class Stores:
         for index in range(state.stored_count, full):
             for part in self._kept_parts:
                 if not self._write(state, part, index, size, block_ids, copies):
+                    state.lacking_count = max(0, full - max(index, state.full_count))
                     return
             state.stored_count = index + 1
+        state.lacking_count = 0
         if partial:
-            tokens = state.token_count % size
             state.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
 
-    def _waits_for_answer(self, state: RequestState) -> bool:
-        """Whether `plan_tail` is to store the end of this prompt, together with its answer.
-
-        In a full pool, storing both evicts chunks of other prompts, and the longer one supersedes the shorter. A
-        handoff needs the end of its prompt now.
+    def end(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> bool:
+        """Begins to store what a finished request has computed and not stored: its last tokens, and chunks that found
+        no credit before. Whether there is any: then its pages must stay until `plan_ended` has returned its copies, and
+        these are made.
         """
-        return self.pool_is_full and self._with_tails and self._with_decode and not state.is_handed
-
-    def plan_tail(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> list[ChunkCopy]:
-        """The copies of what a finished request has computed and not stored: its last tokens, and chunks that found no
-        credit before. Its pages must stay until the copies are made.
-        """
-        copies: list[ChunkCopy] = []
         if not self._with_tails or not state.may_store or state.store_failures >= MAX_FAILURES:
-            return copies
+            return False
         size = self._spec.chunk_size
         done_count = computed_count if self._with_decode else min(computed_count, state.token_count)
         full = state.keys_up_to(done_count // size)
-        for index in range(state.stored_count, full):
-            if not self._write(state, 0, index, size, block_ids, copies):
-                return copies
-            state.stored_count = index + 1
         rest = done_count - full * size
-        is_prompt = done_count == state.token_count
-        if rest and not (is_prompt and state.partial_is_stored):
-            is_written = self._write(state, 0, full, rest, block_ids, copies)
-            state.partial_is_stored |= is_prompt and is_written
+        if done_count == state.token_count and state.partial_is_stored:
+            rest = 0
+        if full <= state.stored_count and not rest:
+            return False
+        self._ended.add(state, full, rest, block_ids)
+        if rest and len(self.credits.partial(rest)) < self._ended.rest_counts[rest]:
+            self._ask(rest)
+        return True
+
+    def grace_seconds(self) -> float:
+        """How long a step that computes nothing may still wait for the credits of finished requests."""
+        return self._ended.grace_seconds(self.credits)
+
+    def plan_ended(self) -> dict[str, list[ChunkCopy]]:
+        """The copies of finished requests that `end` has begun, by request. Of those that it returns, once."""
+        return {ended.state.request_id: self._store_ended(ended) for ended in self._ended.take_ready(self.credits)}
+
+    def _store_ended(self, ended: EndedRequest) -> list[ChunkCopy]:
+        state, copies = ended.state, list[ChunkCopy]()
+        if not ended.is_discarded:
+            state.tail_is_lost = ended.rest_count > 0
+            self._write_ended(ended, copies)
+        self.finished(state)
         return copies
+
+    def _write_ended(self, ended: EndedRequest, copies: list[ChunkCopy]) -> None:
+        state = ended.state
+        for index in range(state.stored_count, ended.full_count):
+            if not self._write(state, 0, index, self._spec.chunk_size, ended.block_ids, copies):
+                return
+            state.stored_count = index + 1
+        if ended.rest_count and self._write(state, 0, ended.full_count, ended.rest_count, ended.block_ids, copies):
+            state.tail_is_lost = False
+            if ended.full_count * self._spec.chunk_size + ended.rest_count == state.token_count:
+                state.partial_is_stored = True
 
     def _plan_freed(self, state: RequestState, full: int, block_ids: BlockIds, copies: list[ChunkCopy]) -> None:
         """The parts whose pages vLLM may free in the next step. Chunks that vLLM has freed already are passed over."""
@@ -243,7 +309,7 @@ class Stores:
     ) -> bool:
         """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
         is_full = token_count == self._spec.chunk_size
-        source = self.credits[part] if is_full else self.credits.for_partial(self._spec.quarters(token_count))
+        source = self.credits[part] if is_full else self.credits.partial(token_count)
         offset = self._take_credit(state, source)
         if offset is None:
             if part in self._freed_parts:
@@ -353,26 +419,42 @@ class Stores:
         skipped = state.skipped_chunks
         if state.lacked_credit or state.store_failures:
             skipped |= set(range(state.stored_count, state.full_count)) if state.may_store else set()
-            self._counters.add("skipped_chunks", int(state.may_store and not state.partial_is_stored))
-        self._counters.add("skipped_chunks", len(skipped))
+        if state.store_failures >= MAX_FAILURES and state.may_store:
+            state.tail_is_lost |= not state.partial_is_stored
+        self._counters.add("skipped_chunks", len(skipped) + state.tail_is_lost)
         for index in skipped:
             if index < len(state.chain.keys):
                 self._skipped.add(state.chain.keys[index], OWN, MissReason.SKIPPED, time.time())
 
-    def idle(self) -> None:
-        """Returns the credits that an engine without requests does not need."""
-        if take_surplus := self.credits.take_surplus():
-            self._send(pb.AttachRequest(returned_credits=take_surplus))
+    def settle(self, states: Collection[RequestState]) -> None:
+        """Returns credits that are not needed, and requests those that finished requests lack; `states` are of the
+        requests that run."""
+        wanted = self._ended.rest_counts
+        wanted.update(
+            state.token_count % self._spec.chunk_size
+            for state in states
+            if state.end_is_requested and not state.partial_is_stored
+        )
+        returned = self.credits.take_unused(wanted)
+        if not states:
+            returned += self.credits.take_surplus(self._ended.missing_count)
+        if self._ended.missing_count:
+            self._request(states, returned)
+        else:
+            self._request_partial(returned_credits=returned)
 
     def discard(self) -> None:
         """What the workers still write is not committed: it is of no use any more."""
         self._discarded = set(self._writes)
+        self._ended.discard()
 
     def node_lost(self) -> None:
         """Drops all credits: the node is lost. What the workers still write is not committed."""
         self._undo(self._writes.values())
         self._writes.clear()
         self._discarded.clear()
+        self._ended.discard()
+        self._asked = {True: [], False: []}
         self.reset_credits()
 
     def _undo(self, writes: Collection[PendingStore]) -> None:

@@ -27,15 +27,6 @@ class Reservation:
     offset: int
     size_bytes: int
     generation: int
-    is_kept_whole: bool = False
-    """Whether a smaller chunk keeps all of the extent."""
-
-    def kept_bytes(self, size_bytes: int) -> int:
-        """Bytes of the extent that a chunk of `size_bytes` keeps."""
-        if self.is_kept_whole:
-            return self.size_bytes
-        quarter = align(-(-self.size_bytes // 4))
-        return min(self.size_bytes, -(-size_bytes // quarter) * quarter)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -207,12 +198,10 @@ class HostTier:
         *,
         evict: bool = True,
         reason: MissReason = MissReason.EVICTED_BY_STORE,
-        is_kept_whole: bool = False,
     ) -> Reservation | None:
         """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed.
 
-        Without `evict` only free memory is used. `reason` is why the others are evicted. `is_kept_whole`: a smaller
-        chunk keeps all of the extent, so that the next of the same size fits where it was.
+        Without `evict` only free memory is used. `reason` is why the others are evicted.
         """
         size = align(size_bytes)
         if self.sealed or size > self._free.size_bytes:
@@ -223,17 +212,19 @@ class HostTier:
                 return None
             self._forget(self._chunks[key], reason)
             self._evicted_count += 1
-        return self._reserve(offset, size, is_kept_whole=is_kept_whole)
+        return self._reserve(offset, size)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether an extent of this size can be reserved without an eviction."""
+        return not self.sealed and align(size_bytes) <= self._free.longest_bytes
 
     def reserve_at(self, offset: int, size_bytes: int) -> Reservation | None:
         """Reserves the extent at `offset`, whose content is kept; None if a part of it is taken."""
         return self._reserve(offset, align(size_bytes)) if self._free.take_at(offset, size_bytes) else None
 
-    def _reserve(self, offset: int, size_bytes: int, *, is_kept_whole: bool = False) -> Reservation:
+    def _reserve(self, offset: int, size_bytes: int) -> Reservation:
         self._generation += 1
-        reserved = Reservation(
-            offset=offset, size_bytes=size_bytes, generation=self._generation, is_kept_whole=is_kept_whole
-        )
+        reserved = Reservation(offset=offset, size_bytes=size_bytes, generation=self._generation)
         self._reserved[offset] = reserved
         return reserved
 
@@ -248,8 +239,8 @@ class HostTier:
         token_count: int,
         parent: ChunkKey | None = None,
     ) -> Chunk | None:
-        """Makes the bytes at a reserved `offset` visible as a chunk; the quarters of the extent beyond `size_bytes` are
-        freed, unless it is kept whole. A smaller rest would fit no other chunk.
+        """Makes the bytes at a reserved `offset` visible as a chunk; whole pages of the extent beyond `size_bytes` are
+        freed.
 
         `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
         None if the chunk is held already: then the whole extent is freed. Raises `GrantNotFound` if nothing is
@@ -262,7 +253,7 @@ class HostTier:
             self.give_back(offset)
             return None
         del self._reserved[offset]
-        used = reserved.kept_bytes(size_bytes)
+        used = align(size_bytes)
         self._free.give(offset + used, reserved.size_bytes - used)
         chunk = Chunk(
             key=key,

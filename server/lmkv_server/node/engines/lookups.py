@@ -86,18 +86,17 @@ class EngineLookups:
         ]
         self._outbox.put(pb.AttachResponse(credits=granted, settled_part_reserve_counts=settled))
 
-    def reserve_partial(self, sizes: Sequence[int]) -> None:
-        """Grants write credits for partial chunks of these quarters of a chunk; raises `BadMessage` for other ones."""
-        if len(sizes) > MAX_PARTIAL_RESERVES:
-            raise BadMessage(f"{len(sizes)} credits for partial chunks are too many", field="partial_reserves")
-        spec = self._session.spec
+    def reserve_partial(self, token_counts: Sequence[int], *, is_optional: bool = False) -> None:
+        """Grants write credits for partial chunks of these lengths, in tokens; raises `BadMessage` for too many, or for
+        a length that no partial chunk has."""
+        if len(token_counts) > MAX_PARTIAL_RESERVES:
+            raise BadMessage(f"{len(token_counts)} credits for partial chunks are too many", field="partial_reserves")
         granted = [
-            credit(reserved, token_count=spec.tokens_in(quarters))
-            for quarters in sizes
-            if (reserved := self._session.reserve_partial(quarters))
+            credit(reserved, token_count=token_count)
+            for token_count in token_counts
+            if (reserved := self._session.reserve_partial(token_count, is_optional=is_optional))
         ]
-        full = self._session.pool_is_full
-        self._outbox.put(pb.AttachResponse(credits=granted, settled_partial_reserves=sizes, pool_is_full=full))
+        self._outbox.put(pb.AttachResponse(credits=granted, settled_partial_reserves=token_counts))
 
     def _check_parts(self, counts: Sequence[int]) -> None:
         if counts and len(counts) >= (part_count := len(self._session.spec.parts)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lmkv import rpc
@@ -81,6 +82,7 @@ class EngineStream:
             "reports": on_reports,
             "hints": each(self._hints.hint),
             "partial_reserves": self._lookups.reserve_partial,
+            "optional_partial_reserves": partial(self._lookups.reserve_partial, is_optional=True),
         }
         """Carries out each field of `AttachRequest`."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from lmkv.errors import BadMessage, GrantNotFound
 from lmkv.keys import ChunkKey, part_key
@@ -18,12 +17,8 @@ HOLD_SHARE = 2
 """The chunks that are held for one engine take at most 1/2 of the pool."""
 
 
-class CreditKind(NamedTuple):
-    """What a write credit is for."""
-
-    part: int
-    quarters: int = 4
-    """Of a full chunk's tokens: fewer than 4 are for partial chunks."""
+PARTIAL = -1
+"""What write credits for partial chunks are for, among numbers of parts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,9 +55,10 @@ class EngineSession:
         """Connections by rank that have the pool mapped; a worker that connects again has two for a moment."""
         self._tier = tier
         self._leases: dict[str, LookupLease] = {}
-        self._credits: dict[int, CreditKind] = {}
-        """By offset."""
-        self._credit_counts: Counter[CreditKind] = Counter()
+        self._credits: dict[int, int] = {}
+        """The part that each is for, or `PARTIAL`, by offset."""
+        self._credit_counts: Counter[int] = Counter()
+        """By part."""
         self._held_bytes = 0
 
     @property
@@ -171,41 +167,35 @@ class EngineSession:
         """
         granted: list[Reservation] = []
         size_bytes = self.spec.part_bytes(part)
-        kind = CreditKind(part)
-        for _ in range(min(count, self.credit_limit - self._credit_counts[kind])):
+        for _ in range(min(count, self.credit_limit - self._credit_counts[part])):
             reserved = self._tier.reserve(size_bytes)
             if reserved is None:
                 break
-            self._grant(reserved, kind)
+            self._grant(reserved, part)
             granted.append(reserved)
         return granted
 
-    def reserve_partial(self, quarters: int) -> Reservation | None:
-        """Grants a write credit for a partial chunk that takes at most 1, 2 or 3 quarters of a full one.
+    def reserve_partial(self, token_count: int, *, is_optional: bool = False) -> Reservation | None:
+        """Grants a write credit for a partial chunk of `token_count` tokens.
 
-        None beyond the pool's free space, or a quarter of `credit_limit` for each of these sizes. Raises `BadMessage`
-        for other sizes, or if chunks have several parts.
+        None beyond the pool's free space, or `credit_limit` partial chunks. One that `is_optional` evicts nothing, and
+        leaves free memory for a full chunk to others: None unless there is a free run of that size. Raises `BadMessage`
+        if no partial chunk has this number of tokens.
         """
-        if not 1 <= quarters <= 3 or not self.spec.has_plain_parts:
-            raise BadMessage(
-                f"there are no partial chunks of {quarters} quarters of this spec", field="partial_reserves"
-            )
-        kind = CreditKind(0, quarters)
-        token_count = self.spec.tokens_in(quarters)
-        if not token_count or self._credit_counts[kind] >= max(1, self.credit_limit // 4):
+        spec = self.spec
+        if not 0 < token_count < spec.chunk_size or not spec.has_plain_parts:
+            raise BadMessage(f"no partial chunk of this spec has {token_count} tokens", field="partial_reserves")
+        if self._credit_counts[PARTIAL] >= self.credit_limit:
             return None
-        if reserved := self._tier.reserve(self.spec.part_bytes(0, token_count), is_kept_whole=True):
-            self._grant(reserved, kind)
+        if is_optional and not self._tier.has_room(spec.chunk_bytes):
+            return None
+        if reserved := self._tier.reserve(spec.part_bytes(0, token_count)):
+            self._grant(reserved, PARTIAL)
         return reserved
 
-    @property
-    def pool_is_full(self) -> bool:
-        """Whether a further full chunk takes the place of others."""
-        return self._tier.size_bytes - self._tier.used_bytes < self.spec.chunk_bytes
-
-    def _grant(self, reserved: Reservation, kind: CreditKind) -> None:
-        self._credits[reserved.offset] = kind
-        self._credit_counts[kind] += 1
+    def _grant(self, reserved: Reservation, part: int) -> None:
+        self._credits[reserved.offset] = part
+        self._credit_counts[part] += 1
 
     def return_credit(self, offset: int) -> None:
         """Returns an unused credit to the pool. Raises `GrantNotFound` if the engine does not hold it."""
@@ -235,7 +225,7 @@ class EngineSession:
             raise BadMessage(f"chunks of this spec have no part {part}", part=part)
         if not spec.fits(size_bytes, token_count) or (len(spec.parts) > 1 and size_bytes != spec.part_bytes(part)):
             raise BadMessage(f"{size_bytes} bytes are not {token_count} tokens of this spec", size_bytes=size_bytes)
-        if self._kind(offset).part != part:
+        if max(0, self._part(offset)) != part:
             raise GrantNotFound(f"the credit at offset {offset} is not for part {part}", offset=offset)
         committed = self._tier.commit(
             offset,
@@ -259,15 +249,16 @@ class EngineSession:
         """Bytes of the pool that the chunks take; those in a device buffer take none."""
         return sum(chunk.size_bytes for chunk in chunks if chunk.tier is self._tier)
 
-    def _kind(self, offset: int) -> CreditKind:
-        """What the credit at an offset is for. Raises `GrantNotFound` if the engine does not hold it."""
-        kind = self._credits.get(offset)
-        if kind is None:
+    def _part(self, offset: int) -> int:
+        """The part that the credit at an offset is for, or `PARTIAL`. Raises `GrantNotFound` if the engine does not
+        hold it."""
+        part = self._credits.get(offset)
+        if part is None:
             raise GrantNotFound(f"engine {self.engine_id} holds no credit at offset {offset}", offset=offset)
-        return kind
+        return part
 
     def _spend(self, offset: int) -> None:
-        self._credit_counts[self._kind(offset)] -= 1
+        self._credit_counts[self._part(offset)] -= 1
         del self._credits[offset]
 
     def revoke(self) -> None:

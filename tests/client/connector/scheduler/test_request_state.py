@@ -135,9 +135,9 @@ def test_decoded_tokens_get_keys_once_they_fill_a_chunk() -> None:
 
 def test_what_the_node_holds_needs_no_storing() -> None:
     prompt = prompt_of(200, partial=True)
-    assert prompt.unstored_count == 4
+    assert prompt.unstored_count == 3
     prompt.mark_held(2)
-    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (2, False, 2)
+    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (2, False, 1)
     prompt.mark_held(1)
     assert prompt.stored_count == 2
     prompt.mark_held(4)
@@ -148,7 +148,7 @@ def test_a_found_partial_chunk_stores_nothing_of_the_prompt_but_the_chunks_befor
     prompt = prompt_of(200, partial=True)
     chunk = found(3, 5)
     prompt.set_found(extents(4), HitSources(own=4), "", 5.0, chunk)
-    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, False, 1)
+    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, False, 0)
     assert prompt.hit_keys == [*prompt.keys[:3], chunk.key]
     assert prompt.partials == {3: chunk.key}
     prompt.mark_held(4)

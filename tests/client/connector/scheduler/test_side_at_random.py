@@ -142,9 +142,9 @@ class RandomLife(RuleBasedStateMachine):
         free = sorted(key for key, chunk in self.node.chunks.items() if not chunk.holds)
         self.node.drop(data.draw(st.sampled_from(free)))
 
-    @rule(full=st.booleans())
-    def pool_fills(self, full: bool) -> None:
-        self.node.pool_is_full = full
+    @rule(full=st.booleans(), grants_partial=st.booleans())
+    def pool_fills(self, full: bool, grants_partial: bool) -> None:
+        self.node.pool_is_full, self.node.grants_partial = full, grants_partial
 
     @precondition(lambda self: len(self.model.caches) > 1)
     @rule(parts=st.sets(st.integers(0, 1)))

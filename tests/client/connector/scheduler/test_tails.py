@@ -98,11 +98,99 @@ def test_the_tail_comes_from_a_peer(make_chat: MakeChat) -> None:
     engine.check_nothing_is_left()
 
 
-def test_tails_take_extents_of_about_their_size(make_chat: MakeChat) -> None:
-    engine = make_chat()
-    tail = engine.node.chunks[engine.node.commits[-1]]
-    assert tail.token_count == STORED % CHUNK
-    assert engine.node.granted_tokens[tail.offset] == engine.kv.spec.tokens_in(engine.kv.spec.quarters(STORED % CHUNK))
+def test_tails_take_extents_of_exactly_their_size(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.serve("a", PROMPT, output=OUTPUT)
+    engine.settle()
+    assert engine.node.partial_grants == [REST, STORED % CHUNK]
+    assert [engine.node.chunks[key].token_count for key in engine.node.commits[-2:]] == [REST, STORED % CHUNK]
+    assert not engine.node.credits_out, "an idle engine keeps none"
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_pages_stay_until_the_node_has_answered_with_a_credit(make_engine: MakeEngine, running: bool) -> None:
+    engine = make_engine(save_partial_chunks=True, lookup_timeout=0.001)
+    free = engine.free_block_count
+    engine.serve("a", PROMPT, output=OUTPUT - 1)
+    engine.settle()
+    engine.node.prompt = False
+    engine.add("b", PROMPT, output=OUTPUT)
+    if running:
+        engine.add("c", [5, *PROMPT], output=3 * OUTPUT)
+    engine.run("b")
+    for _ in range(3):
+        engine.step()
+    assert engine.side.has_tails
+    assert engine.free_block_count < free
+    engine.node.prompt = True
+    engine.node.answer()
+    until(engine, lambda: STORED % CHUNK in [engine.node.chunks[key].token_count for key in engine.node.commits])
+    engine.run()
+    engine.settle()
+    assert engine.free_block_count == free
+    assert engine.count("skipped_chunks") == 0
+    engine.check_nothing_is_left()
+
+
+def test_a_node_that_refuses_a_credit_costs_the_tail_only(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.node.grants_partial = False
+    engine.serve("a", PROMPT, output=OUTPUT)
+    engine.settle()
+    assert [chunk.token_count for chunk in engine.node.chunks.values()] == [CHUNK] * 3 + [REST]
+    assert engine.count("skipped_chunks") == 1
+    engine.check_nothing_is_left()
+
+
+def test_a_node_that_does_not_answer_keeps_pages_for_a_second_at_most(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True, lookup_timeout=0.001)
+    free = engine.free_block_count
+    engine.node.prompt = False
+    engine.serve("a", PROMPT, output=OUTPUT)
+    assert engine.side.has_tails
+    engine.clock.now += 1
+    engine.step()
+    engine.step()
+    assert not engine.side.has_tails
+    assert engine.free_block_count == free
+    assert engine.count("skipped_chunks") > 0
+    engine.serve("b", [9, *PROMPT])
+    engine.settle()
+    engine.serve("c", [8, *PROMPT])
+    engine.check_nothing_is_left()
+
+
+def test_weights_that_change_before_a_tail_is_stored_cost_the_tail_only(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.serve("a", PROMPT, output=OUTPUT)
+    assert engine.side.has_tails
+    count = len(engine.node.commits)
+    engine.change_weights("others")
+    engine.serve("b", [9, *PROMPT])
+    assert len(engine.node.commits) == count + 3 + 1
+    engine.check_nothing_is_left()
+
+
+def test_a_handed_prompt_is_stored_to_its_end_by_the_step_that_computes_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.node.pool_is_full = True
+    engine.add("a", PROMPT, output=OUTPUT, transfer={"lmkv": {"request_id": "r", "decode_instance": "decode"}})
+    until(engine, lambda: len(engine.said["a"]) > 0)
+    assert [engine.node.chunks[key].token_count for key in engine.node.commits] == [CHUNK] * 3 + [REST]
+    engine.run("a")
+    engine.check_nothing_is_left()
+
+
+def test_a_decoded_chunk_needs_no_credit_ahead(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.serve("a", PROMPT, output=2 * CHUNK)
+    engine.settle()
+    assert engine.count("skipped_chunks") == 0
+    turn = next_turn(engine, "a")
+    forget_pages(engine)
+    assert engine.serve("b", turn) == len(turn) - (len(PROMPT) + 2 * CHUNK - 1) + DECODED
+    engine.check_nothing_is_left()
 
 
 def test_a_tail_supersedes_the_end_of_the_prompt_and_is_superseded_by_what_continues_it(make_chat: MakeChat) -> None:
@@ -167,7 +255,6 @@ def test_the_tail_of_a_chat_shorter_than_a_chunk_is_behind_the_root_of_its_keys(
 def test_an_answer_that_fills_its_last_chunk_has_no_partial_chunk(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=True)
     engine.serve("a", PROMPT, output=CHUNK - REST + 1)
-    assert not engine.side.has_tails
     engine.settle()
     assert [chunk.token_count for chunk in engine.node.chunks.values()] == [CHUNK] * 3 + [REST, CHUNK]
     engine.check_nothing_is_left()

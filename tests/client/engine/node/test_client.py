@@ -339,6 +339,7 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
         "hints": [pb.HintChunks(hint_id=str(number))],
         "reports": [RequestReport(request_id=str(number))],
         "partial_reserves": [number % 3 + 1],
+        "optional_partial_reserves": [number % 5 + 1],
     }
     return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]
 

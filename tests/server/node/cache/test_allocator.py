@@ -68,6 +68,8 @@ class FreeListAgainstPages(RuleBasedStateMachine):
     def adds_up(self) -> None:
         self.free.check()
         assert self.free.free_bytes == sum(self.is_free) * ALIGNMENT
+        runs = "".join("x" if is_free else " " for is_free in self.is_free).split()
+        assert self.free.longest_bytes == max(map(len, runs), default=0) * ALIGNMENT
         assert self.free.size_bytes == (sum(self.is_free) + sum(count for _, count in self.taken)) * ALIGNMENT
 
 

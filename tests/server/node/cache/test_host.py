@@ -111,18 +111,16 @@ class HostTierAgainstModel(RuleBasedStateMachine):
     def known(self, number: int) -> Record | None:
         return next((record for record in self.records if record.chunk.key == chunk_key(number)), None)
 
-    @rule(
-        size_bytes=st.sampled_from([1, ALIGNMENT, 2 * ALIGNMENT, 4 * ALIGNMENT, 8 * ALIGNMENT]),
-        is_kept_whole=st.booleans(),
-    )
-    def reserve(self, size_bytes: int, is_kept_whole: bool) -> None:
+    @rule(size_bytes=st.sampled_from([1, ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT, 4 * ALIGNMENT, 8 * ALIGNMENT]))
+    def reserve(self, size_bytes: int) -> None:
         count = align(size_bytes) // ALIGNMENT
+        assert self.tier.has_room(size_bytes) is (self.first_page(count) is not None)
         while (page := self.first_page(count)) is None:
             oldest = next((record for record in self.records if not record.holds), None)
             if oldest is None:
                 break
             self.lose(oldest)
-        reserved = self.tier.reserve(size_bytes, is_kept_whole=is_kept_whole)
+        reserved = self.tier.reserve(size_bytes)
         if page is None:
             assert reserved is None
             return
@@ -161,9 +159,7 @@ class HostTierAgainstModel(RuleBasedStateMachine):
             return
         assert chunk is not None
         assert (chunk.offset, chunk.generation) == (reserved.offset, reserved.generation)
-        quarter = -(-reserved.size_bytes // (4 * ALIGNMENT)) * ALIGNMENT
-        extent_bytes = reserved.size_bytes if reserved.is_kept_whole else -(-size_bytes // quarter) * quarter
-        self.records.append(Record(chunk, pages_of(chunk.offset, extent_bytes)))
+        self.records.append(Record(chunk, pages_of(chunk.offset, align(size_bytes))))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -374,27 +370,16 @@ def test_a_partial_chunk_returns_the_room_it_does_not_need() -> None:
     tier.check()
 
 
-@pytest.mark.parametrize(("pages", "kept"), [(1, 2), (2, 2), (3, 4), (5, 6), (7, 8), (8, 8)])
-def test_a_smaller_chunk_frees_whole_quarters_of_its_extent(pages: int, kept: int) -> None:
-    tier = HostTier(8 * ALIGNMENT)
-    reserved = tier.reserve(8 * ALIGNMENT)
-    assert reserved is not None
-    chunk = commit(tier, reserved, 1, pages * ALIGNMENT)
-    assert chunk is not None
-    assert (chunk.extent_bytes, tier.used_bytes) == (kept * ALIGNMENT, kept * ALIGNMENT)
-    tier.check()
-
-
-def test_a_partial_chunk_in_an_extent_that_is_kept_whole_leaves_room_for_the_next_of_its_size() -> None:
+def test_a_superseded_partial_chunk_leaves_first_and_the_next_one_takes_its_room() -> None:
     tier = HostTier(8 * ALIGNMENT)
     admit(tier, 0, 4 * ALIGNMENT)
     for number in (1, 2):
-        reserved = tier.reserve(2 * ALIGNMENT, is_kept_whole=True)
-        assert reserved is not None
-        assert commit(tier, reserved, number, ALIGNMENT - 1)
-    assert (tier.used_bytes, tier.chunk_bytes) == (8 * ALIGNMENT, 8 * ALIGNMENT)
+        admit(tier, number, 2 * ALIGNMENT)
     tier.supersede(chunk_key(1))
-    assert tier.reserve(2 * ALIGNMENT, is_kept_whole=True), "the superseded one has left, and no other"
+    assert not tier.has_room(ALIGNMENT)
+    reserved = tier.reserve(2 * ALIGNMENT - 1)
+    assert reserved is not None
+    assert reserved.size_bytes == 2 * ALIGNMENT
     assert [chunk.key for chunk in tier] == [chunk_key(0), chunk_key(2)]
     tier.check()
 
@@ -402,7 +387,7 @@ def test_a_partial_chunk_in_an_extent_that_is_kept_whole_leaves_room_for_the_nex
 def test_partial_chunks_do_not_break_the_room_for_full_ones_up() -> None:
     tier = HostTier(40 * ALIGNMENT)
     full = [admit(tier, number, 4 * ALIGNMENT) for number in range(5)]
-    partial = [tier.reserve(ALIGNMENT, is_kept_whole=True) for _ in range(4)]
+    partial = [tier.reserve(ALIGNMENT) for _ in range(4)]
     assert [reserved.offset // ALIGNMENT for reserved in partial if reserved] == [39, 38, 37, 36]
     full += [admit(tier, number, 4 * ALIGNMENT) for number in range(5, 9)]
     assert [chunk.offset // ALIGNMENT for chunk in full] == list(range(0, 36, 4))

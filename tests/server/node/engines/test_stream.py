@@ -33,6 +33,7 @@ def test_every_field_of_a_message_is_carried_out_in_the_order_of_its_number() ->
     stream._handlers = {name: lambda _, name=name: done.append(name) for name in ATTACH_ORDER}  # type: ignore[misc]
     stream.act(
         pb.AttachRequest(
+            optional_partial_reserves=[1],
             partial_reserves=[1],
             reports=[RequestReport()],
             weight_version="1",

@@ -198,42 +198,54 @@ async def test_a_tail_that_may_not_be_held_is_not_offered(node: Node, engine: En
     assert (await look_up(engine, "2", tokens)).partial_token_count == 8
 
 
-async def test_credits_for_partial_chunks_are_granted_by_size_and_committed(node: Node, engine: EngineClient) -> None:
-    await engine.say(partial_reserves=[1, 3, 3])
-    assert list(await engine.hear("settled_partial_reserves")) == [1, 3, 3]
+async def test_credits_for_partial_chunks_have_exactly_their_size(node: Node, engine: EngineClient) -> None:
+    await engine.say(partial_reserves=[21, SIZE - 1], optional_partial_reserves=[1])
+    assert list(await engine.hear("settled_partial_reserves")) == [21, SIZE - 1, 1]
     small, *_ = granted = list(engine.heard.credits)
-    assert [extent.token_count for extent in granted][:2] == [SIZE // 4, SIZE * 3 // 4]
-    assert small.size_bytes == SPEC.size_bytes(SIZE // 4)
-    tokens = prompt(SIZE // 4)
+    assert [extent.token_count for extent in granted] == [21, SIZE - 1, 1]
+    assert [extent.size_bytes for extent in granted] == [align(SPEC.size_bytes(n)) for n in (21, SIZE - 1, 1)]
+    tokens = prompt(21)
     (key,) = keys_of(tokens)
-    size_bytes = SPEC.size_bytes(SIZE // 4)
-    commit = pb.CommitChunk(chunk_key=key, size_bytes=size_bytes, token_count=SIZE // 4, parent_key=ROOT)
-    commit.offset = small.offset
+    commit = pb.CommitChunk(
+        chunk_key=key, offset=small.offset, size_bytes=SPEC.size_bytes(21), token_count=21, parent_key=ROOT
+    )
     await engine.say(commits=[commit], returned_credits=[extent.offset for extent in granted[1:]])
     await until(lambda: not node.tier.reserved_count)
     assert node.tier.get(key)
-    assert node.tier.used_bytes == align(SPEC.size_bytes(SIZE // 4))
+    assert node.tier.used_bytes == align(SPEC.size_bytes(21))
 
 
-async def test_with_credits_for_partial_chunks_the_node_says_whether_its_pool_is_full(
+async def test_in_a_full_pool_optional_credits_are_refused_and_the_others_evict(
     node: Node, engine: EngineClient
 ) -> None:
-    await engine.say(partial_reserves=[1])
-    await engine.hear("settled_partial_reserves")
-    assert not engine.heard.pool_is_full
-    taken = []
-    while reserved := node.tier.reserve(SPEC.chunk_bytes, evict=False):
-        taken.append(reserved)
-    await engine.say(partial_reserves=[2])
-    await engine.hear("settled_partial_reserves")
-    assert engine.heard.pool_is_full
-    for reserved in taken:
-        node.tier.give_back(reserved.offset)
+    number = 0
+    while node.tier.has_room(SPEC.chunk_bytes):
+        number += 1
+        await store_prompt(engine, node.pool, prompt(SIZE, seed=number))
+    await engine.say(optional_partial_reserves=[2])
+    assert list(await engine.hear("settled_partial_reserves")) == [2]
+    assert (list(engine.heard.credits), node.tier.evicted_count) == ([], 0)
+    while node.tier.has_room(SPEC.size_bytes(SIZE - 1)):
+        assert node.tier.reserve(SPEC.size_bytes(SIZE - 1))
+    await engine.say(partial_reserves=[SIZE - 1])
+    assert list(await engine.hear("settled_partial_reserves")) == [SIZE - 1]
+    assert [extent.token_count for extent in engine.heard.credits] == [SIZE - 1]
+    assert node.tier.evicted_count == 1
 
 
-@pytest.mark.parametrize("sizes", [[0], [4], [-1], [1] * 1025])
-async def test_other_sizes_of_partial_chunks_end_the_stream(node: Node, engine: EngineClient, sizes: list[int]) -> None:
-    await engine.say(partial_reserves=sizes)
+async def test_credits_for_partial_chunks_are_bounded(node: Node, engine: EngineClient) -> None:
+    limit = node.engines.session("engine").credit_limit
+    await engine.say(partial_reserves=[1] * (limit + 3))
+    assert len(await engine.hear("settled_partial_reserves")) == limit + 3
+    assert len(engine.heard.credits) == limit
+
+
+@pytest.mark.parametrize("field", ["partial_reserves", "optional_partial_reserves"])
+@pytest.mark.parametrize("sizes", [[0], [SIZE], [-1], [1] * 1025])
+async def test_other_sizes_of_partial_chunks_end_the_stream(
+    node: Node, engine: EngineClient, field: str, sizes: list[int]
+) -> None:
+    await engine.say(**{field: sizes})
     assert isinstance(await engine.ending(), BadMessage)
     await until(lambda: node.engines.attached_count == 0)
     assert is_clean(node)
