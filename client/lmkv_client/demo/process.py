@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar, Protocol, Self
@@ -20,6 +21,10 @@ from typing import IO, ClassVar, Protocol, Self
 from lmkv.errors import LmkvError
 
 POLL_SECONDS = 0.05
+PORT_CLASSES = 32
+"""Number of disjoint sets of ports, of which a process chooses from one."""
+
+_returned_ports: deque[int] = deque(maxlen=100)
 
 _CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): (?!.*See root cause).+(?:\n +Value error, .+)?")
 """The last line of a Python traceback, also of pydantic's; not vLLM's reference to an earlier one."""
@@ -165,7 +170,7 @@ class ServerProcess:
 class CheckedServer(ServerProcess, ABC):
     """A server with a readiness check. Entering it starts it and waits until it is ready."""
 
-    ready_timeout_seconds = 60.0
+    ready_timeout_seconds = 120.0
     """Deadline for it to become ready."""
 
     @abstractmethod
@@ -187,16 +192,23 @@ class CheckedServer(ServerProcess, ABC):
 
 
 def free_port() -> int:
-    """A free TCP port on loopback, outside the range that the system assigns to connections."""
+    """A free TCP port on loopback, outside the range that the system assigns to connections.
+
+    A port that was returned may not be in use yet: none is returned again soon, and processes with close ids choose
+    from different ports.
+    """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    own = range(10_000 + os.getpid() % PORT_CLASSES, max(lowest, 20_000), PORT_CLASSES)
     while True:
-        port = random.SystemRandom().randrange(10_000, max(lowest, 10_100))
+        port = random.SystemRandom().choice(own)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        return port
+        if port not in _returned_ports:
+            _returned_ports.append(port)
+            return port
 
 
 def available_memory_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.process import (
+    PORT_CLASSES,
     ServerProcess,
     end_processes,
     free_port,
@@ -44,7 +46,7 @@ def test_a_process_that_ends_early_is_reported_with_the_cause_from_its_log(tmp_p
     with server("raise ValueError('no such port')", tmp_path) as process:
         process.start()
         with pytest.raises(LmkvError, match=r"server exited before it was ready: ValueError: no such port") as caught:
-            process.wait_until(lambda: False, "ready", 20)
+            process.wait_until(lambda: False, "ready", 60)
     assert "Traceback" in caught.value.__notes__[0]
 
 
@@ -68,14 +70,14 @@ def test_the_cause_is_what_a_person_would_pick_from_the_log(log: str, cause: str
     with server(f"print({log!r})", tmp_path) as process:
         process.start()
         with pytest.raises(LmkvError) as caught:
-            process.wait_until(lambda: False, "ready", 20)
+            process.wait_until(lambda: False, "ready", 60)
     assert str(caught.value) == f"server exited before it was ready: {cause}"
 
 
 def test_a_process_that_never_gets_ready_is_reported_after_the_timeout(tmp_path: Path) -> None:
     with server(f"print('loading', flush=True); {SLEEP}", tmp_path) as process:
         process.start()
-        process.wait_until(lambda: "loading" in process.log(), "up", 20)
+        process.wait_until(lambda: "loading" in process.log(), "up", 60)
         with pytest.raises(LmkvError, match="server was not ready within 0 s: loading"):
             process.wait_until(lambda: False, "ready", 0.2)
 
@@ -83,7 +85,7 @@ def test_a_process_that_never_gets_ready_is_reported_after_the_timeout(tmp_path:
 def test_stopping_ends_its_children_too_and_twice_is_once(tmp_path: Path) -> None:
     process = server(WITH_CHILD, tmp_path)
     process.start()
-    process.wait_until(lambda: len(session_pids(process.pid)) == 2, "a parent", 20)
+    process.wait_until(lambda: len(session_pids(process.pid)) == 2, "a parent", 60)
     process.stop()
     process.stop()
     assert session_pids(process.pid) == []
@@ -93,7 +95,7 @@ def test_stopping_ends_its_children_too_and_twice_is_once(tmp_path: Path) -> Non
 def test_a_process_that_ignores_the_signal_is_killed_after_the_timeout(tmp_path: Path) -> None:
     process = server(STUBBORN, tmp_path)
     process.start()
-    process.wait_until(lambda: "up" in process.log(), "up", 20)
+    process.wait_until(lambda: "up" in process.log(), "up", 60)
     begin = time.monotonic()
     process.stop(timeout_seconds=0.3)
     assert time.monotonic() - begin >= 0.3
@@ -105,7 +107,7 @@ def test_a_child_in_a_session_of_its_own_outlives_a_kill_and_is_found_by_its_env
     process = server(WITH_DAEMON, tmp_path, **mark)
     process.start()
     try:
-        process.wait_until(lambda: len(pids_with_environment(mark, "node")) == 1, "a parent", 20)
+        process.wait_until(lambda: len(pids_with_environment(mark, "node")) == 1, "a parent", 60)
         (child,) = pids_with_environment(mark, "node")
         process.kill()
         assert session_pids(process.pid) == []
@@ -137,3 +139,16 @@ def test_a_free_port_is_free() -> None:
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port()))
+
+
+def test_a_port_is_not_returned_again_soon() -> None:
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == 50
+
+
+def test_processes_with_close_ids_choose_from_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    for pid in range(1000, 1000 + PORT_CLASSES):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        chosen.append(free_port())
+    assert len({port % PORT_CLASSES for port in chosen}) == PORT_CLASSES
