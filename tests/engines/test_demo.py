@@ -14,7 +14,7 @@ from lmkv_client.demo.process import pids_with_environment
 MARK = "TEST_OF_DEMO"
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_the_demo_takes_a_prompt_from_the_peer_and_leaves_only_what_was_asked_for(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, end_processes, free_port, pids_with_environment
 
-RPC_TIMEOUT_SECONDS = 20.0
+RPC_TIMEOUT_SECONDS = 60.0
 """Deadline of an RPC; a busy host may respond only after seconds."""
 HEALTH_TIMEOUT_SECONDS = 2.0
 """Deadline of one health check."""
@@ -28,7 +28,7 @@ HEALTH_TIMEOUT_SECONDS = 2.0
 class CoordinatorProcess(CheckedServer):
     """An `lmkv coordinator` process with a synchronous client."""
 
-    ready_timeout_seconds = 30.0
+    ready_timeout_seconds = 120.0
 
     def __init__(
         self,

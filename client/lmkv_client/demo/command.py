@@ -103,7 +103,10 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
         "LMKV_MAX_LOCAL_CPU_SIZE": f"{_pool_mib(args.rounds, prompt_bytes)}MiB",
         "LMKV_NODE_LINGER": "5",
         # A busy machine makes the demo slow, but must not make it fail.
+        "LMKV_LOOKUP_TIMEOUT": "5",
+        "LMKV_COORDINATOR_TIMEOUT": "2",
         "LMKV_LOAD_TIMEOUT": "10",
+        "LMKV_REFUSE_SLOW_FETCHES": "false",
     }
     with Cluster(folder, model, logs=logs, settings=settings) as cluster:
         assert cluster.coordinator is not None

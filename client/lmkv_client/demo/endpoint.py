@@ -93,7 +93,7 @@ class Endpoint:
         from prometheus_client.parser import text_string_to_metric_families
 
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self._request("GET", "/metrics", timeout_seconds=10.0).decode()):
+        for family in text_string_to_metric_families(self._request("GET", "/metrics", timeout_seconds=60.0).decode()):
             for sample in family.samples:
                 if labels.items() <= sample.labels.items():
                     tier = sample.labels.get("tier")

@@ -33,7 +33,7 @@ _ENVIRONMENT = {
 class EngineProcess(Endpoint, CheckedServer):
     """A vLLM server. To start several concurrently, call `start` on each, then `wait_ready` on each."""
 
-    ready_timeout_seconds = 180.0
+    ready_timeout_seconds = 600.0
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EngineProcess(Endpoint, CheckedServer):
         super().kill()
         self._remove_scratch()
 
-    def reset_prefix_cache(self, *, external: bool = False, timeout_seconds: float = 10.0) -> None:
+    def reset_prefix_cache(self, *, external: bool = False, timeout_seconds: float = 60.0) -> None:
         """Clears vLLM's prefix cache, and with `external` also lmkv's through the connector.
 
         vLLM rejects that while blocks are in use; retries until the timeout, then raises `LmkvError`.

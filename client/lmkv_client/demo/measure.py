@@ -20,8 +20,8 @@ from lmkv_client.demo.process import POLL_SECONDS
 
 COMPLETION_TOKENS = 16
 WARM_UP_TOKENS = 1024
-STORE_TIMEOUT_SECONDS = 10.0
-COUNT_TIMEOUT_SECONDS = 10.0
+STORE_TIMEOUT_SECONDS = 60.0
+COUNT_TIMEOUT_SECONDS = 60.0
 """Deadline for metrics: an engine exports those of a request after its response, some only with its next step."""
 
 

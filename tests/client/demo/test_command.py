@@ -20,6 +20,7 @@ from lmkv_client.demo.command import command
 from lmkv_client.demo.process import ServerProcess, launch, pids_with_environment
 
 ENGINE = "vllm.entrypoints.openai.api_server"
+EXIT_SECONDS = 120.0
 
 
 def run(*arguments: str) -> int:
@@ -64,7 +65,7 @@ def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: signa
     with started(tmp_path) as (demo, terminal):
         demo.send_signal(number)
         output = read_all(terminal)
-        assert demo.wait(60) == 130
+        assert demo.wait(EXIT_SECONDS) == 130
     assert output.endswith("lmkv demo: interrupted; all its processes have exited\r\n")
     assert left(tmp_path) == [[]] * 4
     assert not list(tmp_path.iterdir())
@@ -73,7 +74,7 @@ def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: signa
 def test_a_terminal_that_is_closed_ends_everything_that_was_started(tmp_path: Path) -> None:
     with started(tmp_path) as (demo, terminal):
         os.close(terminal)  # the kernel sends SIGHUP, and nothing can be printed any more
-        assert demo.wait(60) == 130
+        assert demo.wait(EXIT_SECONDS) == 130
     assert left(tmp_path) == [[]] * 4
     assert not list(tmp_path.iterdir())
 
@@ -84,7 +85,7 @@ def test_a_demo_that_is_started_with_nohup_outlives_its_terminal(tmp_path: Path)
         with pytest.raises(subprocess.TimeoutExpired):
             demo.wait(1.0)
         demo.send_signal(signal.SIGTERM)
-        assert demo.wait(60) == 130
+        assert demo.wait(EXIT_SECONDS) == 130
     assert left(tmp_path) == [[]] * 4
 
 
@@ -109,7 +110,7 @@ def started(folder: Path, *wrapper: str) -> Iterator[tuple[subprocess.Popen[byte
     ) as demo:
         os.close(its_end)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + EXIT_SECONDS
             while len(pids_with_environment({"TEST_OF_DEMO": str(folder)}, ENGINE)) < 2:
                 assert demo.poll() is None, read_all(terminal)
                 assert time.monotonic() < deadline
