@@ -30,9 +30,10 @@ from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.sessions.sessions import EngineSessions
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 
-LEASE_SECONDS = 0.4
+LEASE_SECONDS = 2.0
+"""Short enough to be waited for, and longer than a busy machine stands still."""
 HOST = chunk_pb2.TIER_HOST
 LLAMA = KvSpec(
     model_name="llama",
@@ -194,13 +195,13 @@ class Asker:
         async with rpc.open_channel(self.address) as channel:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
             request = LookupRequest(chunk_keys=join_keys(keys))
-            response = await cache.Lookup(request, timeout=5, wait_for_ready=True)
+            response = await cache.Lookup(request, timeout=WAIT_SECONDS, wait_for_ready=True)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
     async def instances(self) -> list[Instance]:
         async with rpc.open_channel(self.address) as channel:
             registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
-            response = await registry.ListInstances(ListInstancesRequest(), timeout=5)
+            response = await registry.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)
         return list(response.instances)
 
     async def until(self, expected: dict[str, int], keys: Sequence[ChunkKey] = KEYS) -> None:
@@ -213,7 +214,8 @@ class Asker:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
 
             async def is_partial() -> bool:
-                response = await cache.Lookup(LookupRequest(chunk_keys=join_keys(KEYS)), timeout=5, wait_for_ready=True)
+                request = LookupRequest(chunk_keys=join_keys(KEYS))
+                response = await cache.Lookup(request, timeout=WAIT_SECONDS, wait_for_ready=True)
                 return bool(response.partial)
 
             await eventually(is_partial, expected=False)

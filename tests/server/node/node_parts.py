@@ -16,6 +16,8 @@ from lmkv.config import NodeConfig
 from tests.waiting import WAIT_SECONDS, wait_until
 
 SIZE = "16MB"
+COORDINATOR_SECONDS = 20.0
+"""Of a node's lookups at its coordinator: on a busy machine they take longer than they may by default."""
 
 
 class NodeProcess:
@@ -23,7 +25,7 @@ class NodeProcess:
 
     def __init__(self, folder: Path, flags: Sequence[str], settings: Mapping[str, str]) -> None:
         values = {"instance_id": "n", "runtime_dir": str(folder), "max_local_cpu_size": SIZE, "enable_p2p": "false"}
-        values |= settings
+        values |= {"coordinator_timeout": str(COORDINATOR_SECONDS)} | dict(settings)
         self.config = NodeConfig(**values)  # type: ignore[arg-type]  # as people write them
         self.socket = self.config.engine_socket
         self._log = folder / f"{time.monotonic_ns()}.log"
@@ -79,5 +81,9 @@ def is_locked(path: Path) -> bool:
 
 
 def node_config(runtime_dir: Path, instance_id: str, **settings: object) -> NodeConfig:
-    values: dict[str, object] = {"max_local_cpu_size": SIZE, "runtime_dir": str(runtime_dir)}
+    values: dict[str, object] = {
+        "max_local_cpu_size": SIZE,
+        "runtime_dir": str(runtime_dir),
+        "coordinator_timeout": COORDINATOR_SECONDS,
+    }
     return NodeConfig(instance_id=instance_id, **(values | settings))  # type: ignore[arg-type]

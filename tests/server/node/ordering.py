@@ -32,7 +32,7 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer):
         self.stream_count = 0
         self.acking = True
         """Whether reports are acknowledged."""
-        self.lease_seconds = 0.4
+        self.lease_seconds = 2.0
         self.map_id = ""
         self._orders: asyncio.Queue[pb.Order | None] = asyncio.Queue()
 

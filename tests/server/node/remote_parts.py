@@ -76,7 +76,7 @@ class S3Server(Server):
     def url(self) -> str:
         return f"s3://{BUCKET}/of/tests"
 
-    def store(self, url: str = "", *, timeout_seconds: float = 5.0) -> RemoteStore:
+    def store(self, url: str = "", *, timeout_seconds: float = 30.0) -> RemoteStore:
         return S3Store(
             parse_remote_url(url or self.url), endpoint_url=self.endpoint_url, timeout_seconds=timeout_seconds
         )

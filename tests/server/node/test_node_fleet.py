@@ -72,7 +72,7 @@ class TwoNodes:
         )
 
         async def known() -> int:
-            return absent_count(await self.asking.stub.Lookup(request, timeout=5.0))
+            return absent_count(await self.asking.stub.Lookup(request, timeout=WAIT_SECONDS))
 
         await eventually(known, len(numbers))
 
@@ -167,7 +167,7 @@ async def test_a_load_that_is_released_brings_nothing_more_and_holds_nothing(fle
     await fleet.store([0, 1, 2, 3])
     await fleet.asking.lookup("1", chunk_keys(0, 1, 2, 3))
     load = pb.LoadChunks(request_id="1", first_chunk=0, chunk_count=4)
-    load.timeout.FromSeconds(5)
+    load.timeout.FromSeconds(60)
     await fleet.asking.say(loads=[load], releases=[])
     await fleet.asking.release("1")
     await fleet.asking.lookup("2", chunk_keys(9))
@@ -190,7 +190,7 @@ async def test_when_the_holder_is_gone_the_load_says_so_in_time(fleet: TwoNodes)
 async def test_a_person_may_have_chunks_brought_in(fleet: TwoNodes) -> None:
     await fleet.store([0, 1])
     request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1, 2)))
-    answer = await fleet.asking.stub.Load(request, timeout=10.0)
+    answer = await fleet.asking.stub.Load(request, timeout=WAIT_SECONDS)
     assert (answer.chunk_count, answer.transferred_bytes) == (2, 2 * SPEC.chunk_bytes)
     assert not any(chunk.holds for chunk in fleet.asker.tier)
 
@@ -280,10 +280,14 @@ async def test_what_the_coordinator_wants_done_is_done_by_whole_nodes(fleet: Two
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         operations: Any = operations_pb2_grpc.OperationsStub(channel)
         here, there = chunk_pb2.Position(instance_id="asker"), chunk_pb2.Position(instance_id="holder")
-        pin = await cache.Pin(PinRequest(position=there, chunk_keys=keys[:16], ttl=Duration(seconds=60)), timeout=5)
+        pin = await cache.Pin(
+            PinRequest(position=there, chunk_keys=keys[:16], ttl=Duration(seconds=60)), timeout=WAIT_SECONDS
+        )
         assert pin.pin.chunk_count == 1
-        move = await cache.Move(MoveRequest(old_position=there, new_position=here, chunk_keys=keys), timeout=5)
-        move = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=10)
+        move = await cache.Move(
+            MoveRequest(old_position=there, new_position=here, chunk_keys=keys), timeout=WAIT_SECONDS
+        )
+        move = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=WAIT_SECONDS)
     result = MoveResult()
     assert move.response.Unpack(result)
     assert (result.chunk_count, result.dropped_chunk_count) == (4, 3)

@@ -44,7 +44,7 @@ async def two_nodes(folder: Path) -> AsyncIterator[tuple[Coordinator, Pair]]:
 async def known(engine: HybridEngine) -> list[tuple[str, int]]:
     """What a node would answer."""
     request = pb.EngineServiceLookupRequest(fingerprint=HYBRID.fingerprint, chunk_keys=join_keys(PROMPT))
-    return places(await engine.stub.Lookup(request, timeout=5.0))
+    return places(await engine.stub.Lookup(request, timeout=WAIT_SECONDS))
 
 
 async def test_a_hit_at_a_peer_is_loaded_from_there(runtime_dir: Path) -> None:
@@ -137,7 +137,7 @@ def stored(*hits: int) -> set[str]:
 
 async def test_what_one_node_has_put_another_loads(runtime_dir: Path) -> None:
     with RedisServer() as redis:
-        more: dict[str, Any] = {"remote_url": redis.url, "remote_lookup_timeout": 5.0}
+        more: dict[str, Any] = {"remote_url": redis.url, "remote_lookup_timeout": 20.0}
         async with engine_at_node(runtime_dir, "a", **more) as (node, engine):
             await ready(node)
             await engine.store_hits(3, 6)
@@ -168,7 +168,7 @@ async def test_nodes_share_a_bucket_too(runtime_dir: Path, monkeypatch: pytest.M
         more: dict[str, Any] = {
             "remote_url": s3.url,
             "remote_endpoint_url": s3.endpoint_url,
-            "remote_lookup_timeout": 5.0,
+            "remote_lookup_timeout": 20.0,
         }
         async with engine_at_node(runtime_dir, "a", **more) as (node, engine):
             await ready(node)

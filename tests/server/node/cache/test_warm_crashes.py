@@ -27,7 +27,7 @@ from tests.support.small_tmpfs import on_small_tmpfs
 
 ROUNDS = 5
 NUMBERS = 3 * POOL_CHUNKS
-BEGIN_TIMEOUT_SECONDS = 30.0
+BEGIN_TIMEOUT_SECONDS = 120.0
 
 
 async def keep_storing(socket: Path, choose: random.Random, begun: asyncio.Event) -> None:
@@ -123,8 +123,11 @@ ledger = Ledger(file.table)
 for record in ledger.records:
     ledger.drop(record.offset)
 tier = HostTier(file.pool.size_bytes, ledger)
-print("ready", flush=True)
+count = 0
 while True:
+    if count == 2 * pool_bytes // size:  # the tier was full
+        print("ready", flush=True)
+    count += 1
     reserved = tier.reserve(size)
     number = choose.randrange(1, 1 << 60)
     content = number.to_bytes(8, "little") * (size // 8)
@@ -147,7 +150,7 @@ def test_a_tier_that_is_killed_during_changes_leaves_only_whole_chunks(tmp_path:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         threading.Timer(random.Random(seed).uniform(0.01, 0.2), process.kill).start()
-        process.wait(20)
+        process.wait(60)
     with PoolFile.open(path, POOL_BYTES, ledger_bytes(POOL_BYTES), stamp=STAMP) as file:
         assert file.replaced_because == ""
         records = Ledger(file.table).records

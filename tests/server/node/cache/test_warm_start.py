@@ -19,7 +19,7 @@ from tests.server.node.disk_parts import until
 from tests.server.node.warm_parts import verified
 
 POOL_BYTES = 16 * ALIGNMENT
-GATE_SECONDS = 20.0
+GATE_SECONDS = 60.0
 
 
 class GatedStart(WarmStart):

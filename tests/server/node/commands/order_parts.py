@@ -31,14 +31,14 @@ SPEC = small_spec()
 OTHER_SPEC = small_spec(layer_count=4)
 
 
-def order(seconds: float = 10.0, **action: Any) -> pb.Order:
+def order(seconds: float = 60.0, **action: Any) -> pb.Order:
     """An order that expires in this number of seconds."""
     made = pb.Order(order_id=f"o{next(NUMBERS)}", **action)
     made.expire_time.FromNanoseconds(time.time_ns() + round(seconds * 1e9))
     return made
 
 
-def fetch(holder: Holder, keys: Iterable[ChunkKey] = KEYS, spec: KvSpec = SMALL, seconds: float = 10.0) -> pb.Order:
+def fetch(holder: Holder, keys: Iterable[ChunkKey] = KEYS, spec: KvSpec = SMALL, seconds: float = 60.0) -> pb.Order:
     """An order to fetch from a holder."""
     return order(
         seconds,

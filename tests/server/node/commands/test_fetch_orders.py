@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from functools import partial
 
 import pytest
 
@@ -139,18 +140,23 @@ async def test_what_an_order_claims_is_evicted_last(owner: Parts) -> None:
 
 
 async def test_when_the_source_is_killed_the_outcome_claims_what_came() -> None:
-    with Remote("owner") as remote:
-        listener = AtFirst(lambda: remote.signal(signal.SIGKILL))
-        async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
-            outcome = await here.carried_out(fetch(remote.holder, spec=LARGE))
-            assert reason(outcome) == ""
-            came = claimed(outcome)
-            assert 0 < len(came) < 16
-            assert list(failed(outcome)) == ["UNREACHABLE"]
-            assert all(reader.tier.get(key) for key in came)
-            assert outcome.transferred_bytes == len(came) * LARGE.chunk_bytes
-            again = await here.carried_out(fetch(remote.holder, spec=LARGE))
-            assert claimed(again) == came
+    for _ in range(10):  # on a machine that is busy all may be here before it is killed
+        with Remote("owner") as remote:
+            listener = AtFirst(partial(remote.signal, signal.SIGKILL))
+            async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
+                outcome = await here.carried_out(fetch(remote.holder, spec=LARGE))
+                assert reason(outcome) == ""
+                came = claimed(outcome)
+                assert all(reader.tier.get(key) for key in came)
+                assert outcome.transferred_bytes == len(came) * LARGE.chunk_bytes
+                if len(came) == 16:
+                    continue
+                assert len(came) > 0
+                assert list(failed(outcome)) == ["UNREACHABLE"]
+                again = await here.carried_out(fetch(remote.holder, spec=LARGE))
+                assert claimed(again) == came
+                return
+    raise AssertionError("it was never killed in time")
 
 
 async def test_an_order_ends_at_its_deadline_and_reports_its_progress() -> None:

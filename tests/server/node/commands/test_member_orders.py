@@ -123,7 +123,7 @@ async def test_an_expired_pin_is_no_longer_reported() -> None:
     ordering, shelf = Ordering(), Shelf()
     shelf.keep(KEYS[:1])
     async with serving(ordering) as address, shelf.join(address):
-        pin = PinOrder(pin_id="short", chunk_keys=join_keys(KEYS[:1]), ttl=Duration(nanos=200_000_000))
+        pin = PinOrder(pin_id="short", chunk_keys=join_keys(KEYS[:1]), ttl=Duration(seconds=2))
         ordering.give(pin=pin)
         await until(lambda: [len(report.pins) for report in ordering.pin_lists] == [0, 1, 0])
         assert not len(shelf.orders.pins)

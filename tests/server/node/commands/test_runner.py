@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,18 +61,23 @@ async def test_a_fetch_may_be_cancelled_at_any_moment(owner: Parts, reader: Part
 
 
 async def test_what_came_before_a_fetch_was_cancelled_is_kept_and_claimed() -> None:
-    with Remote("owner") as remote:
-        listener = AtFirst(lambda: remote.signal(signal.SIGSTOP))
-        async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
-            given = fetch(remote.holder, spec=LARGE)
-            here.orders.start(given, GIVER)
-            await until(lambda: len(reader.tier) > 0)
-            here.orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
-            outcome = await here.ended(given)
-            assert (reason(outcome), list(failed(outcome))) == ("OPERATION_CANCELLED", ["OPERATION_CANCELLED"])
-            assert 0 < len(claimed(outcome)) == len(reader.tier) < 16
-            assert outcome.transferred_bytes == len(reader.tier) * LARGE.chunk_bytes
-            remote.signal(signal.SIGCONT)
+    for _ in range(10):  # on a machine that is busy all may be here before it is frozen
+        with Remote("owner") as remote:
+            listener = AtFirst(partial(remote.signal, signal.SIGSTOP))
+            async with Parts("reader", spec=LARGE, listener=listener) as reader, coordinating(reader) as here:
+                given = fetch(remote.holder, spec=LARGE)
+                here.orders.start(given, GIVER)
+                await until(lambda reader=reader: len(reader.tier) > 0)  # type: ignore[misc]
+                here.orders.start(order(cancel=pb.CancelOrder(order_id=given.order_id)), GIVER)
+                outcome = await here.ended(given)
+                came = len(reader.tier)
+                remote.signal(signal.SIGCONT)
+                assert 0 < len(claimed(outcome)) == came
+                assert outcome.transferred_bytes == came * LARGE.chunk_bytes
+                if came < 16:
+                    assert (reason(outcome), list(failed(outcome))) == ("OPERATION_CANCELLED", ["OPERATION_CANCELLED"])
+                    return
+    raise AssertionError("it was never frozen in time")
 
 
 async def test_cancelling_is_idempotent(owner: Parts, here: Coordinating) -> None:

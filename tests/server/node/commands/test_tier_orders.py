@@ -132,7 +132,7 @@ async def test_a_pin_ends_by_itself(shelf: Shelf) -> None:
         news += 1
 
     await shelf.here.carried_out(pin(chunk_keys(0), seconds=3600, pin_id="long"))
-    await shelf.here.carried_out(pin(chunk_keys(0, 1), seconds=0.1, pin_id="short"))
+    await shelf.here.carried_out(pin(chunk_keys(0, 1), seconds=2.0, pin_id="short"))
     shelf.here.orders.add_listener(GIVER, heard)
     pins = shelf.here.orders.pins
     await until(lambda: len(pins) == 1)

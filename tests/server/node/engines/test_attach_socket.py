@@ -24,7 +24,7 @@ from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import SPEC
 from tests.waiting import until
 
-SECONDS = 20.0
+SECONDS = 40.0
 
 
 def hello(engine_id: str = "engine", **fields: Any) -> pb.AttachRequest:
@@ -252,7 +252,7 @@ async def test_an_engine_that_sends_and_never_reads_is_detached(node: Node, monk
     releases = pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=number) for number in ids])
     async with FrameEngine(node) as engine:
         engine.send(hello())
-        await until(lambda: node.engines.attached_count == 1)
+        await engine.message()
         with suppress(ConnectionError):
             async with asyncio.timeout(SECONDS):
                 while node.engines.attached_count:

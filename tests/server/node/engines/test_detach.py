@@ -49,7 +49,7 @@ async def test_an_engine_that_ends_its_side_politely_is_gone_too(node: Node) -> 
 WORKER = """
 import sys
 from lmkv.pool.socket import attach
-pool = attach(sys.argv[1], sys.argv[2], 0, int(sys.argv[3]), 10.0)
+pool = attach(sys.argv[1], sys.argv[2], 0, int(sys.argv[3]), 60.0)
 print("mapped", flush=True)
 sys.stdin.read()
 """
@@ -108,7 +108,7 @@ async def main():
         lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
         await call.write(pb.AttachRequest(hello=hello, lookups=[lookup], reserve_count=3))
         welcome = (await call.read()).welcome
-        pool = attach(welcome.pool_socket, "killed", 0, welcome.epoch, 10.0)
+        pool = attach(welcome.pool_socket, "killed", 0, welcome.epoch, 60.0)
         credits = 0
         while not credits:
             credits = len((await call.read()).credits)

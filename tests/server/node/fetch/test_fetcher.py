@@ -20,12 +20,14 @@ from tests.waiting import WAIT_SECONDS, until
 KEYS = keys_of(16)
 FOREVER = 600.0
 """What a fetch may take that must end long before."""
+LONG = 60.0
+"""What a fetch may take on a busy machine."""
 
 
 async def test_chunks_arrive_bit_for_bit_from_another_process_and_in_order(large_reader: Parts) -> None:
     with Remote("owner") as owner:
         taken = Taken(large_reader)
-        fetched = await large_reader.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
+        fetched = await large_reader.fetch(LARGE, KEYS, [owner.holder], LONG, taken)
         assert taken.keys() == KEYS
         assert (fetched.chunk_count, fetched.error, fetched.instance_ids) == (16, None, ("owner",))
         assert fetched.size_bytes == large_reader.pipeline.stats().transferred_bytes == 16 * LARGE.chunk_bytes
@@ -42,7 +44,7 @@ async def test_the_first_chunks_are_handed_out_while_the_last_are_on_their_way(l
     with Remote("owner") as owner:
         for _ in range(10):  # on a machine that is busy the last may be here before the first has been verified
             taken = Taken(large_reader)
-            await large_reader.fetch(LARGE, KEYS, [owner.holder], 10.0, taken)
+            await large_reader.fetch(LARGE, KEYS, [owner.holder], LONG, taken)
             taken.let_go()
             if taken.call_count > 2:
                 return
@@ -53,7 +55,7 @@ async def test_the_first_chunks_are_handed_out_while_the_last_are_on_their_way(l
 async def test_only_what_is_asked_for_and_not_here_yet_is_transferred(owner: Parts, reader: Parts) -> None:
     own = reader.put(KEYS[4])
     taken = Taken(reader, first=3)
-    fetched = await reader.fetch(SMALL, KEYS[:8], [owner.holder(16)], 5.0, taken, first=3)
+    fetched = await reader.fetch(SMALL, KEYS[:8], [owner.holder(16)], LONG, taken, first=3)
     assert taken.keys() == KEYS[3:8]
     assert own in taken.chunks
     assert fetched.chunk_count == 5
@@ -66,14 +68,14 @@ async def test_a_partial_chunk_keeps_its_token_count(owner: Parts, reader: Parts
     owner.tier.drop([KEYS[15]])
     owner.put(KEYS[15], token_count=100)
     taken = Taken(reader)
-    assert (await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)).error is None
+    assert (await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)).error is None
     assert taken.chunks[-1].token_count == 100
     taken.let_go()
 
 
 async def test_a_holder_matches_only_the_reported_prefix(owner: Parts, reader: Parts) -> None:
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(5)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(5)], LONG, taken)
     assert (fetched.chunk_count, fetched.error) == (5, None)
     taken.let_go()
 
@@ -85,7 +87,7 @@ async def test_what_one_holder_has_lost_another_gives(owner: Parts, reader: Part
             second.put(key)
         taken = Taken(reader)
         holders = [second.holder(10), owner.holder(16)]
-        fetched = await reader.fetch(SMALL, KEYS, holders, 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, holders, LONG, taken)
         assert taken.keys() == KEYS
         assert fetched.error is None
         assert set(fetched.instance_ids) == {"owner", "second"}
@@ -95,7 +97,7 @@ async def test_what_one_holder_has_lost_another_gives(owner: Parts, reader: Part
 async def test_nothing_is_assigned_behind_a_missing_chunk(owner: Parts, reader: Parts) -> None:
     owner.tier.drop([KEYS[6]])
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)
     assert (fetched.chunk_count, fetched.error) == (6, None)
     assert taken.keys() == KEYS[:6]
     taken.let_go()
@@ -103,13 +105,20 @@ async def test_nothing_is_assigned_behind_a_missing_chunk(owner: Parts, reader: 
 
 async def test_a_long_prompt_is_split_over_those_who_hold_it(large_reader: Parts) -> None:
     with Remote("one") as one, Remote("other") as other:
-        taken = Taken(large_reader)
-        fetched = await large_reader.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
-        assert taken.keys() == KEYS
-        assert (fetched.error, set(fetched.instance_ids)) == (None, {"one", "other"})
-        counts = {name: traffic.chunk_count for name, traffic in large_reader.traffic().items()}
-        assert sum(counts.values()) == 16, "nothing was brought twice"
-        taken.let_go()
+        for attempt in range(10):  # on a machine that is busy one may bring all before the other begins
+            taken = Taken(large_reader)
+            fetched = await large_reader.fetch(LARGE, KEYS, [one.holder, other.holder], LONG, taken)
+            assert taken.keys() == KEYS
+            assert fetched.error is None
+            taken.let_go()
+            if not large_reader.fetcher.stats().hedge_count:  # no holder was late
+                counts = {name: traffic.chunk_count for name, traffic in large_reader.traffic().items()}
+                assert sum(counts.values()) == 16 * (attempt + 1), "nothing was brought twice"
+            if set(fetched.instance_ids) == {"one", "other"}:
+                break
+            large_reader.tier.drop(KEYS)
+        else:
+            raise AssertionError("it is never split")
         for owner in (one, other):
             await lets_go(owner)
 
@@ -119,7 +128,7 @@ async def test_a_short_prompt_is_asked_of_one_holder_alone(owner: Parts, reader:
         for key in KEYS:
             second.put(key)
         taken = Taken(reader)
-        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16), second.holder(16)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16), second.holder(16)], LONG, taken)
         assert (fetched.chunk_count, len(fetched.instance_ids)) == (16, 1)
         taken.let_go()
 
@@ -141,7 +150,7 @@ async def test_a_peer_at_the_own_address_or_at_loopback_is_near(reader: Parts) -
 async def test_a_damaged_chunk_is_a_miss_and_never_committed(owner: Parts, reader: Parts) -> None:
     owner.damage(KEYS[5])
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)
     assert (fetched.chunk_count, taken.keys()) == (5, KEYS[:5])
     assert reader.pipeline.stats().checksum_mismatches == 1
     assert reader.tier.get(KEYS[5]) is None
@@ -149,7 +158,7 @@ async def test_a_damaged_chunk_is_a_miss_and_never_committed(owner: Parts, reade
         second.put(KEYS[5])
         rest = Taken(reader)
         holders = [owner.holder(16), second.holder(6)]
-        fetched = await reader.fetch(SMALL, KEYS, holders, 5.0, rest)
+        fetched = await reader.fetch(SMALL, KEYS, holders, LONG, rest)
         assert (fetched.chunk_count, fetched.error) == (16, None)
     taken.let_go()
     rest.let_go()
@@ -184,7 +193,7 @@ async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
     async with Parts("reader", spec=other) as reader:
         for _ in range(3):
             taken = Taken(reader)
-            fetched = await reader.fetch(other, KEYS, [owner.holder(16)], 5.0, taken)
+            fetched = await reader.fetch(other, KEYS, [owner.holder(16)], LONG, taken)
             assert isinstance(fetched.error, KvSpecMismatch)
             assert fetched.error.metadata["field"] == "kv_dtype"
             assert (fetched.chunk_count, fetched.size_bytes, taken.chunks) == (0, 0, [])
@@ -196,7 +205,7 @@ async def test_unlike_specs_never_exchange_a_byte_and_are_not_asked_again(
 
 async def test_two_fetches_of_the_same_keys_share_one_transfer(owner: Parts, reader: Parts) -> None:
     both = [Taken(reader), Taken(reader)]
-    fetched = await asyncio.gather(*(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken) for taken in both))
+    fetched = await asyncio.gather(*(reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken) for taken in both))
     assert [taken.keys() for taken in both] == [KEYS, KEYS]
     assert [one.chunk_count for one in fetched] == [16, 16]
     assert reader.pipeline.stats().chunk_count == 16
@@ -209,10 +218,10 @@ async def test_when_the_fetch_that_brings_is_cancelled_the_one_that_waits_takes_
 ) -> None:
     for delay in (0.0, 0.001, 0.003, 0.006):
         first = Taken(reader)
-        bringing = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, first))
+        bringing = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, first))
         await asyncio.sleep(delay)
         second = Taken(reader)
-        waiting = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, second))
+        waiting = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, second))
         await asyncio.sleep(0)
         bringing.cancel()
         await asyncio.wait([bringing])
@@ -226,7 +235,7 @@ async def test_when_the_fetch_that_brings_is_cancelled_the_one_that_waits_takes_
 async def test_a_cancelled_fetch_leaves_nothing_behind(owner: Parts, reader: Parts) -> None:
     for step in range(25):
         taken = Taken(reader)
-        fetch = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken))
+        fetch = asyncio.create_task(reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken))
         await asyncio.sleep(step * 0.0007)
         fetch.cancel()
         await asyncio.wait([fetch])
@@ -241,7 +250,7 @@ async def test_a_cancelled_fetch_from_several_holders_leaves_nothing_behind(larg
     with Remote("one") as one, Remote("other") as other:
         for step in range(12):
             taken = Taken(large_reader)
-            fetching = large_reader.fetch(LARGE, KEYS, [one.holder, other.holder], 10.0, taken)
+            fetching = large_reader.fetch(LARGE, KEYS, [one.holder, other.holder], LONG, taken)
             fetch = asyncio.create_task(fetching)
             await asyncio.sleep(step * 0.005)
             fetch.cancel()
@@ -267,7 +276,7 @@ async def test_what_was_read_before_a_peer_failed_is_kept(large_reader: Parts) -
 async def test_a_full_tier_takes_what_fits_and_reserves_nothing_more(owner: Parts) -> None:
     async with Parts("reader", chunk_count=5) as reader:
         taken = Taken(reader)
-        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)
         assert isinstance(fetched.error, NoFreeExtents)
         assert (fetched.chunk_count, taken.keys()) == (5, KEYS[:5])
         taken.let_go()
@@ -279,7 +288,7 @@ async def test_an_owner_that_grants_little_at_a_time_gives_everything_in_the_end
         for key in KEYS:
             owner.put(key)
         taken = Taken(reader)
-        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)
         assert (fetched.chunk_count, fetched.error) == (16, None)
         taken.let_go()
         await no_grants(owner)
@@ -295,11 +304,11 @@ async def test_a_restarted_holder_is_introduced_again_and_its_old_epoch_is_not_u
     assert fetched.chunk_count == 0
     assert fetched.error is not None
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, taken)  # no back-off: another epoch
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, taken)  # no back-off: another epoch
     assert fetched.chunk_count == 16
     taken.let_go()
     reader.tier.drop(KEYS)
-    assert (await reader.fetch(SMALL, KEYS, [gone], 5.0, Taken(reader))).chunk_count == 0
+    assert (await reader.fetch(SMALL, KEYS, [gone], LONG, Taken(reader))).chunk_count == 0
 
 
 async def test_no_node_fetches_from_itself_or_without_holders(reader: Parts) -> None:
@@ -310,7 +319,7 @@ async def test_no_node_fetches_from_itself_or_without_holders(reader: Parts) -> 
     assert fetched.chunk_count == 0
     assert isinstance(fetched.error, Unreachable)
     assert reader.fetcher.stats().failure_count == 1
-    assert (await reader.fetch(SMALL, [], [], 5.0, Taken(reader))).chunk_count == 0
+    assert (await reader.fetch(SMALL, [], [], LONG, Taken(reader))).chunk_count == 0
 
 
 @pytest.mark.parametrize("present", [[99], [-1], [1, 0], [0, 0]])
@@ -326,7 +335,7 @@ async def test_a_peer_that_grants_other_chunks_has_failed_and_its_grant_is_relea
         return response
 
     monkeypatch.setattr(PeerConnection, "acquire", twisted)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], 5.0, Taken(reader))
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(16)], LONG, Taken(reader))
     assert (fetched.chunk_count, reader.fetcher.stats().failure_count) == (0, 1)
     assert isinstance(fetched.error, BadMessage)
     await no_grants(owner)

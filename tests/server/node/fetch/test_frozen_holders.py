@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
 SPEC = small_spec(head_size=1024)
 """Its chunks have 1 MiB: enough of them to measure."""
@@ -34,7 +35,7 @@ def settings(name: str, runtime_dir: Path, coordinator: Coordinator) -> dict[str
         "runtime_dir": str(runtime_dir),
         "max_local_cpu_size": "256MiB",
         "coordinator_address": coordinator.address,
-        "coordinator_timeout": "5",
+        "coordinator_timeout": "20",
         "transfer_channel": "tcp",
     }
 
@@ -61,7 +62,7 @@ async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
             processes[name] = stack.enter_context(process)
             process.start()
             socket = runtime_dir / name / "engine.sock"
-            await asyncio.to_thread(process.wait_until, socket.exists, "ready", 30.0)
+            await asyncio.to_thread(process.wait_until, partial(is_listening, socket), "ready", 120.0)
             await store(await stack.enter_async_context(EngineClient(socket, f"at-{name}", SPEC)))
         values: dict[str, Any] = settings("asker", runtime_dir, coordinator)
         node = await stack.enter_async_context(Node(NodeConfig(**values)))
@@ -74,10 +75,10 @@ async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
 
         async def load() -> int:
             request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(KEYS))
-            return int((await engine.stub.Load(request, timeout=40.0)).chunk_count)
+            return int((await engine.stub.Load(request, timeout=120.0)).chunk_count)
 
         async def holder_count() -> int:
-            return len((await node.fleet.lookup(KEYS, 5.0)).holders)
+            return len((await node.fleet.lookup(KEYS, WAIT_SECONDS)).holders)
 
         await eventually(holder_count, 2)
         assert await load() == len(KEYS)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
-from tests.waiting import eventually
+from tests.waiting import eventually, is_listening
 
 SPEC = small_spec(head_size=1024)
 """Its chunks have 1 MiB: enough of them to measure."""
@@ -58,7 +59,7 @@ class Pair:
     async def fetch(self) -> None:
         """Brings everything, and forgets it again."""
         request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(KEYS))
-        answer = await self.engine.stub.Load(request, timeout=30.0)
+        answer = await self.engine.stub.Load(request, timeout=120.0)
         assert answer.transferred_bytes == len(KEYS) * SPEC.chunk_bytes
         assert self.node.tier.drop(KEYS) == len(KEYS)
 
@@ -94,7 +95,7 @@ def config(name: str, runtime_dir: Path, coordinator: Coordinator, **settings: s
         "runtime_dir": str(runtime_dir),
         "max_local_cpu_size": "256MiB",
         "coordinator_address": coordinator.address,
-        "coordinator_timeout": "5",
+        "coordinator_timeout": "20",
         **settings,
     }
 
@@ -171,7 +172,7 @@ async def test_a_peer_that_becomes_slow_is_refused_by_an_engine_that_it_was_quic
         with ServerProcess("holder", command, tmp_path / "holder.log", environment) as process:
             process.start()
             socket = runtime_dir / "holder" / "engine.sock"
-            await asyncio.to_thread(process.wait_until, socket.exists, "ready", 30.0)
+            await asyncio.to_thread(process.wait_until, partial(is_listening, socket), "ready", 120.0)
             async with EngineClient(socket, "storing", SPEC) as storing:
                 await store(storing)
                 async with asking(runtime_dir, coordinator, transfer_channel="tcp") as pair:

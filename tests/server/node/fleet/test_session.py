@@ -119,7 +119,7 @@ async def test_a_restarted_coordinator_learns_everything_again(asker: Asker, coo
             await asker.until({"a": 768})
             shelf.put(KEYS[3:4])
             await asker.until({"a": 1024})
-            assert fleet.connected
+            await until(lambda: fleet.connected)
 
 
 async def test_a_dead_node_leaves_lookups_within_its_lease(coordinator: Coordinator, asker: Asker) -> None:

@@ -16,8 +16,9 @@ from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.fleet_parts import KEYS, Shelf, Wire
 from tests.server.node.ordering import Ordering, serving, until
 from tests.server.node.sharing import Sharing
+from tests.waiting import WAIT_SECONDS
 
-SHORT_LEASE_SECONDS = 0.4
+SHORT_LEASE_SECONDS = 1.5
 
 
 @asynccontextmanager
@@ -87,7 +88,7 @@ async def test_both_are_asked_and_both_hear_how_full_it_is() -> None:
         await until(lambda: receiving(all_) == [True, False])
         await until(lambda: all(one.counts["usage"] > 3 for one in all_))
         for _ in range(4):
-            await fleet.lookup(KEYS, 5)
+            await fleet.lookup(KEYS, WAIT_SECONDS)
         assert [one.counts["lookup"] for one in all_] == [2, 2]
         assert fleet.stats().connected_count == 2
 
@@ -177,7 +178,7 @@ async def test_a_receiver_stays_until_the_next_one_has_a_snapshot() -> None:
             await until(lambda: receiving(all_)[1] is True)
             all_[0].acking = False
             await all_[0].start()
-            await until(lambda: all_[0].counts["snapshot"] == 2)  # it was given up once already, and is tried again
+            await until(lambda: all_[0].counts["snapshot"] >= 2)  # it was given up once already, and is tried again
             shelf.put(KEYS[3:5])
             await until(lambda: all_[1].held == set(KEYS[:5]))
             assert all_[1].counts["stream"] == 1
@@ -231,7 +232,7 @@ async def test_one_that_is_put_off_is_no_home_but_is_asked() -> None:
         asked = all_[0].counts["lookup"]
         assert fleet.stats().connected_count == 2
         for _ in range(2):
-            await fleet.lookup(KEYS, 5)
+            await fleet.lookup(KEYS, WAIT_SECONDS)
         assert all_[0].counts["lookup"] == asked + 1
         assert all_[1].counts["snapshot"] == 1
         all_[0].put_off_seconds = 0.0
@@ -332,9 +333,12 @@ async def test_one_that_refuses_for_good_is_not_asked_too_often() -> None:
     shelf.put(KEYS[:3])
     async with coordinators("m", "m", lease_seconds=SHORT_LEASE_SECONDS) as all_:
         all_[1].refuses_elsewhere = True
+        loop = asyncio.get_running_loop()
         async with joined(shelf, all_):
-            await until(lambda: all_[0].counts["usage"] > 15)  # two seconds or more
-            assert 3 < all_[1].counts["refused"] < 30
+            began = loop.time()
+            await until(lambda: all_[0].counts["usage"] > 4)  # two seconds or more
+            await until(lambda: all_[1].counts["refused"] > 3)
+            assert all_[1].counts["refused"] < 10 + 10 * (loop.time() - began)
             assert all_[0].held == set(KEYS[:3])
             all_[1].refuses_elsewhere = False
             await until(lambda: receiving(all_) == [True, False])

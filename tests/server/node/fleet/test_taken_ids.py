@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import stat
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from lmkv.v1.registry_service_pb2 import (
     ReportRequest,
 )
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.instance_lock import instance_secret
 from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import NodeProcess
 from tests.server.node.whole_nodes import mapped, store
-from tests.waiting import WAIT_SECONDS
+from tests.waiting import WAIT_SECONDS, eventually
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ class Fleet:
         self.registry: Any = RegistryServiceStub(channel)
 
     async def listed(self) -> dict[str, Instance]:
-        response = await self.registry.ListInstances(ListInstancesRequest(), timeout=10)
+        response = await self.registry.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)
         return {instance.instance_id: instance for instance in response.instances}
 
     async def joined(self, *, after: int = 0) -> Instance:
@@ -72,7 +73,7 @@ class Fleet:
                 await asyncio.sleep(0.05)
 
     async def register(self, instance: Instance, secret: bytes = b"") -> None:
-        await self.registry.Register(RegisterRequest(instance=instance, secret=secret), timeout=10)
+        await self.registry.Register(RegisterRequest(instance=instance, secret=secret), timeout=WAIT_SECONDS)
 
     @asynccontextmanager
     async def taken(self, instance: Instance, secret: bytes) -> AsyncIterator[None]:
@@ -122,11 +123,6 @@ def start(nodes: list[NodeProcess], folder: Path, fleet: Fleet, **settings: str)
     return nodes[-1]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.parametrize("secret", [b"", b"a secret of a stranger"])
 async def test_another_caller_cannot_take_report_for_or_end_an_id(
     nodes: list[NodeProcess], runtime_dir: Path, secret: bytes
@@ -147,7 +143,7 @@ async def test_another_caller_cannot_take_report_for_or_end_an_id(
         )
         assert (await error_of(stream.read())).reason == "INSTANCE_ID_IN_USE"
         farewell = DeregisterRequest(instance_id="n", epoch=instance.epoch, secret=secret)
-        refused = await error_of(fleet.registry.Deregister(farewell, timeout=10))
+        refused = await error_of(fleet.registry.Deregister(farewell, timeout=WAIT_SECONDS))
         assert refused.reason == "INSTANCE_ID_IN_USE"
         async with EngineClient(node.socket) as engine:  # which makes the node register again
             async with asyncio.timeout(WAIT_SECONDS):
@@ -174,7 +170,7 @@ async def test_a_node_that_lost_its_id_keeps_its_engines_and_cache_and_takes_it_
     nodes: list[NodeProcess], runtime_dir: Path
 ) -> None:
     port = free_port()
-    async with fleet_of(lease_ttl=1.0) as fleet:
+    async with fleet_of(lease_ttl=3.0) as fleet:
         node = start(nodes, runtime_dir, fleet, metrics_port=str(port))
         instance = await fleet.joined()
         node.ready()
@@ -189,21 +185,22 @@ async def test_a_node_that_lost_its_id_keeps_its_engines_and_cache_and_takes_it_
                     async with asyncio.timeout(WAIT_SECONDS):
                         while "lost its registration" not in node.output:  # noqa: ASYNC110
                             await asyncio.sleep(0.05)
-                    assert "lmkv_node_coordinators_refusing 1.0" in await asyncio.to_thread(metrics, port)
+                    await eventually(partial(asyncio.to_thread, refusing, port), 1.0)
                     found = await engine.lookup("ticket", chunk_keys(1, 2, 3))
                     assert len(found.own) == 3
                     assert node.process.poll() is None
                 await fleet.left()
                 again = await fleet.joined(after=instance.epoch - 1)
                 assert again.epoch == instance.epoch
-                assert "lmkv_node_coordinators_refusing 0.0" in await asyncio.to_thread(metrics, port)
+                await eventually(partial(asyncio.to_thread, refusing, port), 0.0)
         assert node.output.count("lost its registration") == 1
         assert node.stop() == 0, node.output
 
 
-def metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        return str(response.read().decode())
+def refusing(port: int) -> float:
+    """How many coordinators refuse the node, by its metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as response:
+        return float(response.read().decode().partition("\nlmkv_node_coordinators_refusing ")[2].split()[0])
 
 
 def test_the_secret_is_kept_for_its_user_only_and_one_that_others_can_read_is_replaced(tmp_path: Path) -> None:

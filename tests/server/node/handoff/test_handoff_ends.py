@@ -39,7 +39,7 @@ async def test_a_refused_handoff_is_known_to_the_decode_at_once(
     waiting = asyncio.create_task(follow(decode, "second", keys_of(24)[16:], seconds=FOREVER))
     prefill.senders.end("second")
     assert isinstance((await second).error, NoFreeExtents)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_SECONDS):
         assert (await waiting).chunks == []
     assert decode.receiver.promised("second", 0, 8) == (0, "")
     prefill.senders.end("first")
@@ -159,7 +159,7 @@ async def test_damaged_chunks_are_thrown_away_and_dropped_at_their_source(prefil
 
 
 async def test_a_silent_prefill_expires_and_one_at_work_does_not() -> None:
-    silence = 1.5
+    silence = 4.0  # longer than a busy machine stands still
     async with Parts("decode", chunk_count=32, pd_timeout=silence, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", spec="small", chunk_count=1) as prefill:
             prefill.ask("hand r decode 8")
@@ -208,10 +208,10 @@ async def test_a_handoff_does_not_expire_while_the_decode_reads_from_a_prefill_t
 
 
 async def test_a_prefill_that_is_killed_leaves_nothing() -> None:
-    async with Parts("decode", spec=LARGE, chunk_count=32, pd_timeout=0.3, pd_abandon_timeout=0.3) as decode:
+    async with Parts("decode", spec=LARGE, chunk_count=32, pd_timeout=1.0, pd_abandon_timeout=0.3) as decode:
         with Remote("prefill", chunk_count=12) as prefill:
             prefill.ask("hand r decode 16")
-            await until(lambda: state_of(decode) in (HandoffState.ALLOCATED, HandoffState.TRANSFERRING))
+            await until(lambda: state_of(decode) is not None)
             prefill.signal(signal.SIGKILL)
         await until(lambda: len(decode.receiver.handoffs) == 0)
         await until(lambda: decode.tier.reserved_count == 0)

@@ -19,6 +19,7 @@ from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_server.node.handoff.state import HandoffState
 from tests.server.node.handoff_parts import state_of
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
+from tests.waiting import WAIT_SECONDS
 
 KEYS = keys_of(8)
 FOREVER = 10_000.0
@@ -33,7 +34,7 @@ async def stub(decode: Parts) -> AsyncIterator[pb_grpc.PeerServiceAsyncStub]:
 async def session_of(stub: pb_grpc.PeerServiceAsyncStub, instance_id: str = "prefill") -> str:
     """The id of a new session."""
     request = pb.InitRequest(instance_id=instance_id, epoch=1, spec=SMALL.to_proto())
-    return (await stub.Init(request, timeout=5)).session_id
+    return (await stub.Init(request, timeout=WAIT_SECONDS)).session_id
 
 
 def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.AllocateRequest:

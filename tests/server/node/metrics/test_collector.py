@@ -20,9 +20,9 @@ from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.base import TierStats, TierUsage
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.waiting import WAIT_SECONDS
 
 SPEC = small_spec()
-WAIT_SECONDS = 10.0
 
 
 def node_config(runtime_dir: Path, **settings: object) -> NodeConfig:

@@ -23,11 +23,13 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.registry_service_pb2 import LocateInstanceRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.fleet import membership
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.whole_nodes import SPEC, store
 from tests.support.tokens import entry, write
+from tests.waiting import WAIT_SECONDS
 
 TOKEN = "engine-of-a-token"
 
@@ -35,6 +37,11 @@ TOKEN = "engine-of-a-token"
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
     return write(tmp_path / "tokens.yaml", *(entry("engine", tenant) for tenant in ("a", "b")))
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LOCATE_SECONDS", WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -103,9 +110,9 @@ async def test_an_instance_is_located_within_its_tenant(coordinator: Coordinator
     credentials = Credentials(token=BearerToken(text=TOKEN))
     async with rpc.open_channel(coordinator.address, credentials) as channel:
         registry: Any = RegistryServiceStub(channel)
-        found = await registry.LocateInstance(LocateInstanceRequest(instance_id="decode"), timeout=10)
+        found = await registry.LocateInstance(LocateInstanceRequest(instance_id="decode"), timeout=WAIT_SECONDS)
         assert (found.epoch, found.peer_address) == (nodes["decode"].epoch, nodes["decode"].peer_address)
         for name in ("foreign", "unknown", "x" * 10_000):
             with pytest.raises(grpc.RpcError) as refusal:
-                await registry.LocateInstance(LocateInstanceRequest(instance_id=name), timeout=10)
+                await registry.LocateInstance(LocateInstanceRequest(instance_id=name), timeout=WAIT_SECONDS)
             assert isinstance(rpc.from_rpc_error(refusal.value), InstanceNotFound)

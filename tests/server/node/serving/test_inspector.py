@@ -55,7 +55,7 @@ async def test_chunks_damaged_at_their_owner_are_dropped_and_logged_there(
     owner.damage(KEYS[2])
     owner.damage(KEYS[5])
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(8)], 60.0, taken)
     assert (fetched.chunk_count, reader.pipeline.stats().checksum_mismatches) == (2, 2)
     await until(lambda: owner.inspector.damaged_count == 2)
     assert sorted(gone.keys) == [KEYS[2], KEYS[5]]
@@ -72,7 +72,7 @@ async def test_a_pinned_chunk_is_dropped_too_and_its_bytes_stay_until_the_pin_en
     owner.tier.pin([chunk])
     owner.damage(KEYS[2])
     taken = Taken(reader)
-    await reader.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
+    await reader.fetch(SMALL, KEYS, [owner.holder(8)], 60.0, taken)
     await until(lambda: chunk.dropped)
     await until(lambda: chunk.holds == 1)
     owner.tier.check([chunk])
@@ -107,7 +107,7 @@ async def test_transfers_that_are_not_verified_bring_what_there_is(owner: Parts)
     async with Parts("reader", verify_transfers=False) as reader:
         owner.damage(KEYS[2])
         taken = Taken(reader)
-        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(8)], 5.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(8)], 60.0, taken)
         assert (fetched.chunk_count, fetched.error, reader.pipeline.stats().checksum_mismatches) == (8, None, 0)
         assert [reader.holds_right(chunk) for chunk in taken.chunks].count(False) == 1
         reader.tier.unhold(taken.chunks)

@@ -52,7 +52,7 @@ async def fetch_all(owner: Parts, reader: Parts) -> str:
         if owner.tier.get(key) is None:
             owner.put(key)
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 60.0, taken)
     assert (fetched.chunk_count, fetched.error) == (len(KEYS), None)
     taken.let_go()
     reader.check_nothing_left()
@@ -175,7 +175,7 @@ async def test_bytes_that_their_owner_has_changed_meanwhile_are_a_miss(channel: 
             owner.put(key)
         owner.damage(KEYS[3])
         taken = Taken(reader)
-        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 20.0, taken)
+        fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 60.0, taken)
         assert (fetched.chunk_count, taken.keys()) == (3, KEYS[:3])
         assert reader.pipeline.stats().checksum_mismatches == 1
         taken.let_go()
@@ -195,7 +195,7 @@ class Stranger:
     async def introduce(self) -> None:
         """Calls `Init` and connects."""
         request = pb.InitRequest(instance_id="stranger", epoch=1, spec=SMALL.to_proto(), channels=["tcp"])
-        response = await self.stub.Init(request, timeout=10)
+        response = await self.stub.Init(request, timeout=WAIT_SECONDS)
         self.session_id = response.session_id
         await self._channel.add_peer(self._name, response.channel_metadata)
 
@@ -207,14 +207,14 @@ class Stranger:
             fingerprint=SMALL.fingerprint,
             chunk_keys=join_keys(keys),
         )
-        return (await self.stub.Acquire(request, timeout=10)).grant.grant_id
+        return (await self.stub.Acquire(request, timeout=WAIT_SECONDS)).grant.grant_id
 
     async def read(self, grant_id: str, offset: int, size_bytes: int) -> bytes:
         """Bytes of the owner's pool."""
         copy = Copy(
             remote_address=self.owner.pool.address + offset, local_address=self._memory.address, size_bytes=size_bytes
         )
-        await self._channel.read(self._name, [copy], 10.0, lambda: None, grant_id)
+        await self._channel.read(self._name, [copy], WAIT_SECONDS, lambda: None, grant_id)
         return bytes(self._memory.pool.buffer[:size_bytes])
 
 
@@ -237,7 +237,9 @@ async def test_over_tcp_a_caller_of_init_reads_what_it_was_granted_and_nothing_e
             assert read == words_of(KEYS[0], SMALL).tobytes()
             with pytest.raises(Unreachable, match="no live grant covers it"):
                 await stranger.read(own, chunks[2].offset, SMALL.chunk_bytes)
-            await stranger.stub.Release(pb.ReleaseRequest(session_id=stranger.session_id, grant_id=own), timeout=10)
+            await stranger.stub.Release(
+                pb.ReleaseRequest(session_id=stranger.session_id, grant_id=own), timeout=WAIT_SECONDS
+            )
             with pytest.raises(Unreachable, match="no live grant covers it"):
                 await stranger.read(own, chunks[0].offset, SMALL.chunk_bytes)
             assert owner.channels.access.refused_count == 5

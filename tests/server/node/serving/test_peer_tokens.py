@@ -26,6 +26,7 @@ from tests.server.coordinator.scripted_instance import until
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
 from tests.support.metrics import SAMPLE, serving_metrics
 from tests.support.tokens import entry, write
+from tests.waiting import WAIT_SECONDS
 
 KEYS = keys_of(2)
 
@@ -44,7 +45,7 @@ def node(name: str, path: str, token: str) -> Parts:
 
 async def fetched_count(reader: Parts, owner: Parts) -> int:
     taken = Taken(reader)
-    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 5.0, taken)
+    fetched = await reader.fetch(SMALL, KEYS, [owner.holder(len(KEYS))], 60.0, taken)
     taken.let_go()
     return fetched.chunk_count
 
@@ -116,7 +117,7 @@ async def test_metrics_are_for_those_who_may_look(path: str) -> None:
     gate = Authenticator(path, BearerToken(text="engine-of-a-token"))
     async with (
         serving_metrics(authenticator=gate) as server,
-        httpx.AsyncClient(trust_env=False, timeout=10) as http,
+        httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as http,
     ):
         answers = {}
         for token in ("", "made-up", "reader-of-a-token", "reader-of-b-token"):

@@ -30,7 +30,7 @@ from lmkv.transfer.access import PeerReader
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
-from tests.waiting import eventually, until, wake_ups
+from tests.waiting import WAIT_SECONDS, eventually, until, wake_ups
 
 KEYS = keys_of(8)
 CLOCK_SECONDS = 1.0
@@ -71,7 +71,7 @@ def introduction(owner: Parts, **changes: object) -> pb.InitRequest:
 
 async def session_of(owner: Parts, stub: pb_grpc.PeerServiceAsyncStub) -> str:
     """The id of a new session."""
-    return (await stub.Init(introduction(owner, channels=[]), timeout=5)).session_id
+    return (await stub.Init(introduction(owner, channels=[]), timeout=WAIT_SECONDS)).session_id
 
 
 def acquisition(owner: Parts, session: str, **changes: object) -> pb.AcquireRequest:
@@ -100,7 +100,7 @@ async def test_init_answers_with_the_first_channel_that_is_shared_and_the_pool_a
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
     for _ in range(2):
-        response = await stub.Init(introduction(owner), timeout=5)
+        response = await stub.Init(introduction(owner), timeout=WAIT_SECONDS)
     assert response.channel == "nixl"
     channel = await owner.channels.offer(["nixl"])
     assert response.channel_metadata == channel.metadata_for(PeerReader(peer_name="reader:5"))
@@ -113,7 +113,7 @@ async def test_init_answers_with_the_first_channel_that_is_shared_and_the_pool_a
 async def test_init_meant_for_another_instance_or_epoch_is_wrong_here(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, changes: dict[str, object]
 ) -> None:
-    error = await error_of(stub.Init(introduction(owner, **changes), timeout=5))
+    error = await error_of(stub.Init(introduction(owner, **changes), timeout=WAIT_SECONDS))
     assert isinstance(error, WrongInstance)
     assert error.metadata == {"instance_id": "owner", "epoch": str(owner.epoch)}
 
@@ -123,14 +123,16 @@ async def test_a_spec_that_lies_about_its_fingerprint_is_refused(
 ) -> None:
     spec = SMALL.to_proto()
     spec.layer_count += 1
-    assert isinstance(await error_of(stub.Init(introduction(owner, spec=spec), timeout=5)), BadKvSpec)
+    assert isinstance(await error_of(stub.Init(introduction(owner, spec=spec), timeout=WAIT_SECONDS)), BadKvSpec)
 
 
 async def test_another_spec_of_the_same_model_is_refused_by_field_before_the_metadata_is_looked_at(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
     other = replace(SMALL, kv_dtype="bfloat16")
-    error = await error_of(stub.Init(introduction(owner, spec=other.to_proto(), channels=["smoke"]), timeout=5))
+    error = await error_of(
+        stub.Init(introduction(owner, spec=other.to_proto(), channels=["smoke"]), timeout=WAIT_SECONDS)
+    )
     assert isinstance(error, KvSpecMismatch)
     assert error.metadata == {
         "model_name": "m",
@@ -144,13 +146,13 @@ async def test_a_spec_of_a_model_that_is_not_here_is_no_mismatch(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
     other = replace(SMALL, model_name="another", layer_count=3)
-    assert (await stub.Init(introduction(owner, spec=other.to_proto()), timeout=5)).regions
+    assert (await stub.Init(introduction(owner, spec=other.to_proto()), timeout=WAIT_SECONDS)).regions
 
 
 async def test_without_a_shared_channel_both_sides_channels_are_named(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub
 ) -> None:
-    error = await error_of(stub.Init(introduction(owner, channels=["smoke", "drums"]), timeout=5))
+    error = await error_of(stub.Init(introduction(owner, channels=["smoke", "drums"]), timeout=WAIT_SECONDS))
     assert isinstance(error, ChannelUnsupported)
     assert error.metadata == {"channels": "nixl", "wanted": "smoke, drums"}
     assert "set the same transfer_channel on both nodes" in str(error)
@@ -162,7 +164,7 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
     owner.tier.drop([KEYS[1]])
     short = owner.put(KEYS[6], token_count=100)
     before = time.time()
-    response = await stub.Acquire(acquisition(owner, session, ttl=seconds(20)), timeout=5)
+    response = await stub.Acquire(acquisition(owner, session, ttl=seconds(20)), timeout=WAIT_SECONDS)
     assert list(response.present) == [0, 2, 3, 6]
     assert before + 20 - CLOCK_SECONDS < response.grant.expire_time.ToNanoseconds() / 1e9
     assert response.grant.expire_time.ToNanoseconds() / 1e9 < time.time() + 20 + CLOCK_SECONDS
@@ -174,7 +176,9 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
         assert (extent.checksum, extent.generation) == (chunk.checksum, chunk.generation)
     assert response.grant.extents[3].token_count == short.token_count == 100
     for _ in range(2):  # idempotent
-        await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
+        await stub.Release(
+            pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=WAIT_SECONDS
+        )
         assert not any(chunk.holds for chunk in owner.tier)
 
 
@@ -187,7 +191,7 @@ async def test_acquire_of_nothing_grants_nothing(
         acquisition(owner, session, fingerprint=b"x" * 16),
     )
     for request in others:
-        response = await stub.Acquire(request, timeout=5)
+        response = await stub.Acquire(request, timeout=WAIT_SECONDS)
         assert response == pb.AcquireResponse()
     assert len(owner.service.grants) == 0
 
@@ -195,17 +199,20 @@ async def test_acquire_of_nothing_grants_nothing(
 async def test_bad_requests_get_their_status_and_the_server_keeps_serving(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
-    assert isinstance(await error_of(stub.Acquire(acquisition(owner, session, peer_epoch=1), timeout=5)), WrongInstance)
+    assert isinstance(
+        await error_of(stub.Acquire(acquisition(owner, session, peer_epoch=1), timeout=WAIT_SECONDS)), WrongInstance
+    )
     for packed in (b"x" * 15, b"x" * 16 * 4097):
         assert isinstance(
-            await error_of(stub.Acquire(acquisition(owner, session, chunk_keys=packed), timeout=5)), BadChunkKey
+            await error_of(stub.Acquire(acquisition(owner, session, chunk_keys=packed), timeout=WAIT_SECONDS)),
+            BadChunkKey,
         )
-    await stub.Release(pb.ReleaseRequest(grant_id="never was", session_id=session), timeout=5)
+    await stub.Release(pb.ReleaseRequest(grant_id="never was", session_id=session), timeout=WAIT_SECONDS)
     for name in ("", "never was"):
-        assert isinstance(await error_of(stub.Acquire(acquisition(owner, name), timeout=5)), SessionNotFound)
-    assert isinstance(await error_of(stub.Allocate(pb.AllocateRequest(), timeout=5)), WrongInstance)
-    assert isinstance(await error_of(stub.Commit(pb.CommitRequest(), timeout=5)), GrantNotFound)
-    assert list((await stub.Acquire(acquisition(owner, session), timeout=5)).present) == [0, 1, 2, 3]
+        assert isinstance(await error_of(stub.Acquire(acquisition(owner, name), timeout=WAIT_SECONDS)), SessionNotFound)
+    assert isinstance(await error_of(stub.Allocate(pb.AllocateRequest(), timeout=WAIT_SECONDS)), WrongInstance)
+    assert isinstance(await error_of(stub.Commit(pb.CommitRequest(), timeout=WAIT_SECONDS)), GrantNotFound)
+    assert list((await stub.Acquire(acquisition(owner, session), timeout=WAIT_SECONDS)).present) == [0, 1, 2, 3]
 
 
 async def test_a_peer_beyond_its_share_gets_a_retry_delay(
@@ -214,26 +221,26 @@ async def test_a_peer_beyond_its_share_gets_a_retry_delay(
     for key in KEYS[4:]:
         owner.put(key)
     more = [owner.put(key) for key in keys_of(9)[8:]]
-    first = await stub.Acquire(acquisition(owner, session), timeout=5)
+    first = await stub.Acquire(acquisition(owner, session), timeout=WAIT_SECONDS)
     assert len(first.present) == 8  # a quarter of the pool
     other = acquisition(owner, session, chunk_keys=join_keys([chunk.key for chunk in more]))
-    assert isinstance(await error_of(stub.Acquire(other, timeout=5)), Full)
-    await stub.Release(pb.ReleaseRequest(grant_id=first.grant.grant_id, session_id=session), timeout=5)
-    assert len((await stub.Acquire(other, timeout=5)).present) == 1
+    assert isinstance(await error_of(stub.Acquire(other, timeout=WAIT_SECONDS)), Full)
+    await stub.Release(pb.ReleaseRequest(grant_id=first.grant.grant_id, session_id=session), timeout=WAIT_SECONDS)
+    assert len((await stub.Acquire(other, timeout=WAIT_SECONDS)).present) == 1
 
 
 async def test_a_grant_is_released_by_the_session_that_has_it_and_unknown_to_every_other(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
-    response = await stub.Acquire(acquisition(owner, session), timeout=5)
+    response = await stub.Acquire(acquisition(owner, session), timeout=WAIT_SECONDS)
     assert len(response.grant.grant_id) >= 32
     others = ["", "never was", await session_of(owner, stub)]
     for other in others:
         request = pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=other, damaged=[0])
-        assert await stub.Release(request, timeout=5) == pb.ReleaseResponse()
+        assert await stub.Release(request, timeout=WAIT_SECONDS) == pb.ReleaseResponse()
     assert len(owner.service.grants) == 1
     assert [chunk.holds for chunk in owner.tier] == [1] * 4, "another session had a chunk looked at"
-    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
+    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=WAIT_SECONDS)
     assert len(owner.service.grants) == 0
 
 
@@ -241,17 +248,19 @@ async def test_a_grant_is_released_by_the_session_that_has_it_and_unknown_to_eve
 async def test_a_caller_whose_name_cannot_be_an_instance_id_opens_no_session(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, name: str
 ) -> None:
-    assert isinstance(await error_of(stub.Init(introduction(owner, instance_id=name), timeout=5)), BadMessage)
+    assert isinstance(
+        await error_of(stub.Init(introduction(owner, instance_id=name), timeout=WAIT_SECONDS)), BadMessage
+    )
 
 
 async def test_a_session_continues_only_for_the_caller_that_opened_it(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
-    again = await stub.Init(introduction(owner, session_id=session), timeout=5)
+    again = await stub.Init(introduction(owner, session_id=session), timeout=WAIT_SECONDS)
     assert again.session_id == session
     for changes in ({"epoch": 6}, {"instance_id": "another"}, {"session_id": "never was"}, {"session_id": ""}):
         changed = introduction(owner, **{"session_id": session, **changes})
-        assert (await stub.Init(changed, timeout=5)).session_id not in ("", "never was", session)
+        assert (await stub.Init(changed, timeout=WAIT_SECONDS)).session_id not in ("", "never was", session)
 
 
 async def test_names_that_a_caller_gives_itself_add_nothing_to_its_share(
@@ -263,19 +272,19 @@ async def test_names_that_a_caller_gives_itself_add_nothing_to_its_share(
     granted = 0
     for number in range(32):
         introduced = introduction(owner, instance_id=f"reader-{number}", channels=[])
-        name = (await stub.Init(introduced, timeout=5)).session_id
+        name = (await stub.Init(introduced, timeout=WAIT_SECONDS)).session_id
         wanted = acquisition(owner, name, chunk_keys=join_keys(keys[granted:]))
         with suppress(grpc.RpcError):
-            granted += len((await stub.Acquire(wanted, timeout=5)).present)
+            granted += len((await stub.Acquire(wanted, timeout=WAIT_SECONDS)).present)
     assert granted == 16, "all of them together may keep half of the pool in place"
 
 
 async def test_a_grant_that_is_never_released_expires() -> None:
-    async with Parts("owner", grant_ttl_seconds=0.2) as owner, rpc.open_channel(owner.address) as channel:
+    async with Parts("owner", grant_ttl_seconds=2.0) as owner, rpc.open_channel(owner.address) as channel:
         chunk = owner.put(KEYS[0])
         stub: pb_grpc.PeerServiceAsyncStub = pb_grpc.PeerServiceStub(channel)
         session = await session_of(owner, stub)
-        await stub.Acquire(acquisition(owner, session, ttl=seconds(60)), timeout=5)
+        await stub.Acquire(acquisition(owner, session, ttl=seconds(60)), timeout=WAIT_SECONDS)
         assert chunk.holds == 1
         await until(lambda: chunk.holds == 0)
         assert not len(owner.service.grants)
@@ -291,8 +300,8 @@ async def test_the_channel_makes_progress_while_there_are_grants_and_a_little_lo
         return wake_ups("lmkv-nixl") - before > 5
 
     await eventually(polls, expected=False)
-    response = await stub.Acquire(acquisition(owner, session), timeout=5)
+    response = await stub.Acquire(acquisition(owner, session), timeout=WAIT_SECONDS)
     await eventually(polls, expected=True)
-    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=5)
+    await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=WAIT_SECONDS)
     assert owner.channels._serving, "a reader that asked late may still read"
     await eventually(polls, expected=False)

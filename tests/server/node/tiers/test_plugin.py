@@ -27,7 +27,7 @@ from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient, runs
 from tests.server.node.whole_nodes import SPEC, load, store, until_free
 from tests.support.encryption_keys import write_keys
-from tests.waiting import eventually
+from tests.waiting import WAIT_SECONDS, eventually
 
 PACKAGE = Path(__file__).parent / "plugin"
 
@@ -116,7 +116,7 @@ async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
                 registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
 
                 async def reported() -> list[tuple[str, int, int, int]]:
-                    (instance,) = (await registry.ListInstances(ListInstancesRequest(), timeout=5)).instances
+                    (instance,) = (await registry.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)).instances
                     return [(one.name, one.tier, one.used_bytes, one.chunk_count) for one in instance.tiers]
 
                 host = ("host", TIER_HOST, node.tier.used_bytes, 3)
@@ -128,7 +128,7 @@ async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
             assert 'lmkv_coordinator_chunks{instance_id="n",tier="0"}' not in metrics
             command = [sys.executable, "-m", "lmkv", "instances", "--coordinator", coordinator.address]
             process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-            shown, _ = await asyncio.wait_for(process.communicate(), 60)
+            shown, _ = await asyncio.wait_for(process.communicate(), 120)
             assert f"example 3 chunks {format_bytes(used_bytes)}" in shown.decode()
 
 

@@ -30,7 +30,7 @@ from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
 from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
-from tests.waiting import eventually, is_listening
+from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
 DISK, HOST = chunk_pb2.TIER_DISK, chunk_pb2.TIER_HOST
 START_SECONDS = 30.0
@@ -44,6 +44,7 @@ def settings(folder: Path, instance_id: str, **more: object) -> dict[str, Any]:
         "local_disk": f"{folder}/disk",
         "max_local_disk_size": "64MB",
         "enable_p2p": False,
+        "coordinator_timeout": 20.0,
     } | more
 
 
@@ -203,9 +204,11 @@ async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
             operations: Any = operations_pb2_grpc.OperationsStub(channel)
             await until_listed(cache, HOST, 3)
             clear = await cache.Clear(
-                cache_service_pb2.ClearRequest(instance_id="holder", tier=tier, all=True), timeout=5
+                cache_service_pb2.ClearRequest(instance_id="holder", tier=tier, all=True), timeout=WAIT_SECONDS
             )
-            clear = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=clear.name), timeout=10)
+            clear = await operations.WaitOperation(
+                operations_pb2.WaitOperationRequest(name=clear.name), timeout=WAIT_SECONDS
+            )
         result = cache_service_pb2.ClearResult()
         assert clear.response.Unpack(result)
         assert (result.chunk_count, result.token_count) == (3, 3 * SPEC.chunk_size)
@@ -227,9 +230,13 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
             await until_listed(cache, DISK, 3)
             ends = []
             for old, new in ((there, here), (here, there)):
-                move = await cache.Move(MoveRequest(old_position=old, new_position=new, chunk_keys=keys), timeout=5)
+                move = await cache.Move(
+                    MoveRequest(old_position=old, new_position=new, chunk_keys=keys), timeout=WAIT_SECONDS
+                )
                 ends.append(
-                    await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=10)
+                    await operations.WaitOperation(
+                        operations_pb2.WaitOperationRequest(name=move.name), timeout=WAIT_SECONDS
+                    )
                 )
         result = MoveResult()
         assert ends[0].response.Unpack(result)
@@ -244,7 +251,7 @@ async def until_listed(cache: Any, tier: chunk_pb2.Tier.ValueType, count: int) -
     request = cache_service_pb2.LookupRequest(chunk_keys=join_keys(chunk_keys(*range(count))))
 
     async def runs() -> list[tuple[chunk_pb2.Tier.ValueType, int]]:
-        holders = (await cache.Lookup(request, timeout=5)).holders
+        holders = (await cache.Lookup(request, timeout=WAIT_SECONDS)).holders
         return [(run.tier, run.chunk_count) for holder in holders for run in holder.runs]
 
     await eventually(runs, [(tier, count)])

@@ -241,7 +241,7 @@ async def test_a_slow_disk_delays_nothing_and_is_used_again(folder: Path, caplog
     trouble = Trouble()
     host = Host(8)
     async with DiskTier(
-        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, events=host.events, io=trouble, stall_seconds=0.05
+        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, events=host.events, io=trouble, stall_seconds=1.0
     ) as disk:
         host.disk = disk
         host.store(0)
@@ -357,7 +357,7 @@ def test_without_permission_the_node_continues(tmp_path: Path) -> None:
     asyncio.run(main())
     """)
     done = subprocess.run(
-        [sys.executable, "-c", body, str(tmp_path / "kept")], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", body, str(tmp_path / "kept")], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Permission denied") == 1, "it says so, once"

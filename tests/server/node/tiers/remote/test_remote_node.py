@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.remote_parts import AWS, S3Server, names_of
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 from tests.support.redis_server import RedisServer
-from tests.waiting import is_listening
+from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
 HOST, REMOTE = chunk_pb2.TIER_HOST, chunk_pb2.TIER_REMOTE
 
@@ -50,8 +51,9 @@ def settings(folder: Path, instance_id: str, url: str, **more: object) -> dict[s
         "runtime_dir": str(folder),
         "max_local_cpu_size": "16MB",
         "remote_url": url,
-        "remote_lookup_timeout": 5.0,  # a busy machine is no dead store
+        "remote_lookup_timeout": 20.0,  # a busy machine is no dead store
         "enable_p2p": False,
+        "coordinator_timeout": 20.0,
     } | more
 
 
@@ -135,7 +137,7 @@ async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: P
         request = pb.EngineServiceLookupRequest(
             fingerprint=engine.spec.fingerprint, chunk_keys=join_keys(chunk_keys(*range(7)))
         )
-        asked = await engine.stub.Lookup(request, timeout=10.0)
+        asked = await engine.stub.Lookup(request, timeout=WAIT_SECONDS)
         assert (asked.own_chunk_count, runs(asked)) == (2, {"disk": 2, "remote": 2})
         counts = node._service.lookups.stats().found_chunks
         assert (counts["own"], counts["disk"], counts["remote"]) == (2, 2, 2)
@@ -223,7 +225,9 @@ async def fleet(folder: Path, url: str) -> AsyncIterator[tuple[Coordinator, AtNo
 
 
 async def ended(operations: Any, operation: Any) -> Any:
-    return await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=10)
+    return await operations.WaitOperation(
+        operations_pb2.WaitOperationRequest(name=operation.name), timeout=WAIT_SECONDS
+    )
 
 
 @pytest.mark.parametrize(("tier", "left", "count"), [(REMOTE, 3, 3), (HOST, 0, 3), (chunk_pb2.TIER_UNSPECIFIED, 0, 3)])
@@ -237,7 +241,7 @@ async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
             operations: Any = operations_pb2_grpc.OperationsStub(channel)
             clear = cache_service_pb2.ClearRequest(instance_id="a", tier=tier, all=True)
-            end = await ended(operations, await cache.Clear(clear, timeout=5))
+            end = await ended(operations, await cache.Clear(clear, timeout=WAIT_SECONDS))
         result = cache_service_pb2.ClearResult()
         assert end.response.Unpack(result)
         assert result.chunk_count == count
@@ -254,7 +258,7 @@ async def test_a_move_to_the_store_is_refused(runtime_dir: Path, redis: RedisSer
             chunk_keys=join_keys(chunk_keys(0)),
         )
         with pytest.raises(grpc.aio.AioRpcError, match="'b' has no TIER_REMOTE"):
-            await cache.Move(move, timeout=5)
+            await cache.Move(move, timeout=WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -262,7 +266,7 @@ async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
     runtime_dir: Path, redis: RedisServer, how: signal.Signals
 ) -> None:
     async with Coordinator(port=0) as coordinator:
-        more = {"coordinator_address": coordinator.address, "enable_p2p": True, "coordinator_timeout": 5}
+        more = {"coordinator_address": coordinator.address, "enable_p2p": True}
         process = NodeProcess(settings(runtime_dir, "a", redis.url, **more))
         try:
             await until(lambda: is_listening(process.socket))
@@ -271,14 +275,17 @@ async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
                     with mapped(storing) as attached:
                         await store(storing, attached.pool, 0, 1, 2)
                     await until(lambda: redis.names() == names_of(0, 1, 2))
-                    for number in range(100):  # until the coordinator has heard
-                        found = await engine.lookup(str(number), chunk_keys(0, 1, 2))
-                        if found.peer_instance_id == "a":
-                            break
-                        await engine.release(found.request_id)
-                assert found.peer_instance_id == "a"
+                    numbers = itertools.count()
+
+                    async def source() -> str:
+                        found = await engine.lookup(str(next(numbers)), chunk_keys(0, 1, 2))
+                        if found.peer_instance_id != "a":
+                            await engine.release(found.request_id)
+                        return found.peer_instance_id
+
+                    await eventually(source, "a")  # once the coordinator has heard
                 process.process.send_signal(how)
-                assert await load(engine, node.pool, found.request_id, 0, 3) == [0, 1, 2]
+                assert await load(engine, node.pool, str(next(numbers) - 1), 0, 3) == [0, 1, 2]
         finally:
             process.kill()
 

@@ -19,7 +19,7 @@ from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, Sil
 from tests.support.certificates import issue
 from tests.support.redis_server import RedisServer
 
-LOST_SECONDS = 0.3
+LOST_SECONDS = 1.0
 """A store that says nothing for so long is lost, in tests."""
 AnyServer = RedisServer | S3Server
 
@@ -291,7 +291,7 @@ async def test_tls_is_spoken_and_the_certificate_verified(tmp_path: Path) -> Non
 
 
 async def test_a_frozen_store_costs_one_lookup_its_time_and_the_others_nothing(redis: RedisServer) -> None:
-    async with host_with(redis.store(), lookup_seconds=0.05) as host:
+    async with host_with(redis.store(), lookup_seconds=1.0) as host:
         host.store(0)
         await host.flushed()
         redis.freeze()
@@ -326,7 +326,7 @@ async def test_a_chunk_that_is_dropped_while_it_is_read_does_not_come_back(redis
 
 async def test_a_store_that_stays_frozen_is_lost_and_back_when_it_thaws(redis: RedisServer) -> None:
     store = redis.store(timeout_seconds=LOST_SECONDS)
-    async with host_with(store, lookup_seconds=0.05, retry_seconds=0.05) as host:
+    async with host_with(store, lookup_seconds=1.0, retry_seconds=0.05) as host:
         host.store(0)
         await host.flushed()
         host.drop(0)
@@ -351,7 +351,7 @@ async def test_a_store_that_never_says_a_word_holds_up_no_start(monkeypatch: pyt
 
 async def test_a_full_store_keeps_what_it_has_and_is_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
     with RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
-        async with host_with(server.store(), chunk_count=600, full_seconds=0.2) as host:
+        async with host_with(server.store(), chunk_count=600, full_seconds=2.0) as host:
             host.store(*range(512))
             await until(lambda: host.remote.stats().skipped_chunks > 0)
             assert host.remote.usable
