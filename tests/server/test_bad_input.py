@@ -39,7 +39,7 @@ NODE_SERVICES = ("lmkv.v1.EngineService", "lmkv.v1.PeerService")
 
 SPEC = small_spec()
 REPORTER = registry_pb.Instance(instance_id="reporter", epoch=1, peer_address="127.0.0.1:1", specs=[SPEC.to_proto()])
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 40.0
 ROUNDS = 100
 """Random requests to each RPC."""
 SECRETS_OF_THE_LOG = ("unexpectedly", "Traceback")

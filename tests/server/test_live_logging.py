@@ -16,7 +16,7 @@ from lmkv_client.demo.process import ServerProcess
 
 
 @pytest.mark.parametrize("command", ["coordinator", "node", "proxy"])
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_process_applies_changed_logging_keys_of_its_file_without_a_restart(
     command: str, runtime_dir: Path, free_port: Callable[[], int]
 ) -> None:
@@ -39,7 +39,7 @@ def test_a_process_applies_changed_logging_keys_of_its_file_without_a_restart(
     with ServerProcess(command, arguments, runtime_dir / "log") as process:
         process.start()
         pid = process.pid
-        process.wait_until(lambda: serves(values, runtime_dir), "serving", 60.0)
+        process.wait_until(lambda: serves(values, runtime_dir), "serving", 120.0)
 
         def logs_json() -> bool:
             write(
@@ -47,10 +47,11 @@ def test_a_process_applies_changed_logging_keys_of_its_file_without_a_restart(
             )  # again: it may have read the first one before it follows the file
             return any(line["level"] == "info" for line in json_lines(process))
 
-        process.wait_until(logs_json, "logging JSON", 60.0)
+        process.wait_until(logs_json, "logging JSON", 120.0)
         write(log_level="loud")
-        process.wait_until(lambda: "log_level must be one of" in process.log(), "refusing the new file", 60.0)
-        assert json_lines(process)[-1]["level"] == "warning", "an invalid file changes nothing"
+        process.wait_until(lambda: "log_level must be one of" in process.log(), "refusing the new file", 120.0)
+        (refusal, *_) = [line for line in json_lines(process) if "log_level must be one of" in str(line)]
+        assert refusal["level"] == "warning", "an invalid file changes nothing"
         assert process.alive
         assert process.pid == pid
 

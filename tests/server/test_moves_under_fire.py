@@ -71,7 +71,7 @@ async def held(engine: EngineClient) -> set[ChunkKey]:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
     coordinator: CoordinatorProcess, tmp_path: Path, short_folder: Path
 ) -> None:
@@ -98,7 +98,7 @@ async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
 async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]:
     """Begins a move of all chunks of a node, once it has reported them; returns that node and the move."""
     turns = itertools.cycle(NAMES if number % 2 == 0 else NAMES[::-1])
-    async with asyncio.timeout(20), rpc.open_channel(coordinator.address) as channel:
+    async with asyncio.timeout(60), rpc.open_channel(coordinator.address) as channel:
         stub: Any = CacheServiceStub(channel)
         for source in turns:
             (destination,) = {*NAMES} - {source}
@@ -108,7 +108,7 @@ async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]
                 chunk_keys=join_keys(KEYS),
             )
             with suppress(grpc.RpcError):  # no node is back yet
-                operation = await stub.Move(request, timeout=5)
+                operation = await stub.Move(request, timeout=60)
                 progress = pb.MoveProgress()
                 assert operation.metadata.Unpack(progress)
                 if progress.chunk_count:
@@ -119,7 +119,7 @@ async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]
 
 async def state_of(coordinator: CoordinatorProcess, name: str) -> str:
     """What becomes of an operation of an earlier coordinator."""
-    async with sdk.Coordinator(coordinator.address) as asked, asyncio.timeout(60):
+    async with sdk.Coordinator(coordinator.address) as asked, asyncio.timeout(120):
         while True:
             with suppress(Unreachable):  # its nodes have not reported it yet
                 move = await asked.operation(name)

@@ -36,7 +36,7 @@ def promtool(*arguments: str) -> str:
     """What promtool says, whose exit code must be 0."""
     program = shutil.which("promtool")
     assert program, "promtool is missing: `make setup` installs it (Debian's package prometheus)"
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

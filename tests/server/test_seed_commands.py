@@ -19,6 +19,7 @@ from lmkv_client.demo.process import ServerProcess, free_port
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.waiting import WAIT_SECONDS
 
 TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 SPEC: KvSpec = small_spec(chunk_size=256, vocab_size=128_256)
@@ -78,7 +79,7 @@ class Manual:
         """What the manual's curl command prints."""
         command = ["curl", "-s", "-X", "POST", f"http://localhost:{self.port}{path}"]
         command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-        return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=20).stdout)
+        return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=WAIT_SECONDS).stdout)
 
     def answers(self) -> bool:
         """Whether the coordinator is there, and knows both instances."""
@@ -91,7 +92,7 @@ class Manual:
         """Moves the tokens from the first instance to the second; what the call answered."""
         old, new = (["lmcache_instance_1", "LocalCPUBackend"], ["lmcache_instance_2", "LocalCPUBackend"])
         answer = self.curl("/move", {"old_position": old, "new_position": new, "tokens": TOKENS} | fields)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_SECONDS
         while self.curl("/check_finish", {"event_id": answer["event_id"]})["status"] == "running":
             assert time.monotonic() < deadline
         return answer
@@ -106,9 +107,9 @@ def manual(tmp_path: Path, short_folder: Path) -> Iterator[Manual]:
             process.start()
         for process in manual.nodes:
             stack.callback(process.request_stop)
-        manual.coordinator.wait_until(manual.answers, "ready, with both instances", 40.0)
+        manual.coordinator.wait_until(manual.answers, "ready, with both instances", 120.0)
         for number, process in enumerate(manual.nodes, 1):  # which serve engines once they are registered
-            process.wait_until(manual.socket(number).exists, "ready for engines", 40.0)
+            process.wait_until(manual.socket(number).exists, "ready for engines", 120.0)
         yield manual
 
 
@@ -127,7 +128,7 @@ async def stored(manual: Manual) -> AsyncIterator[Manual]:
         commit = first.commit(key, credit, checksum=of_zeros)
         commit.size_bytes, commit.token_count = size_bytes, len(TOKENS)
         await first.say(commits=[commit])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_SECONDS
         while not manual.curl("/lookup", {"tokens": TOKENS}).get("lmcache_instance_1"):
             assert time.monotonic() < deadline
         yield manual
@@ -167,7 +168,7 @@ def test_the_manuals_second_file_has_the_first_ones_id_and_is_refused(manual: Ma
         env=impostor.environment | {"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=120,
     )
     assert done.returncode == 2
     assert "lmcache_instance_1" in done.stderr

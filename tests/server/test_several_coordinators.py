@@ -19,6 +19,7 @@ from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.support.nodes import NodeProcesses
+from tests.waiting import WAIT_SECONDS
 
 SPEC = small_spec()
 CHUNK_COUNT = 48
@@ -27,7 +28,7 @@ TOKENS = [number % 1000 for number in range(CHUNK_COUNT * SPEC.chunk_size)]
 KEYS = chunk_keys(as_tokens(TOKENS), root_key(SPEC.fingerprint), SPEC.chunk_size)
 NAMES = ("node-1", "node-2")
 
-pytestmark = pytest.mark.timeout(180)  # five processes, and leases that have to end
+pytestmark = pytest.mark.timeout(600)  # five processes, and leases that have to end
 
 
 class World:
@@ -67,7 +68,7 @@ class World:
             for name in names:
                 await until_known(coordinator, name)
                 move = await coordinator.operation(name)
-                result = await move.wait(60)
+                result = await move.wait(120)
                 assert (move.name, result.chunk_count, list(result.failures)) == (name, CHUNKS_PER_MOVE, [])
             listed = await coordinator.operations()
         assert {move.name for move in listed if move.state == "done"} >= set(names)
@@ -121,7 +122,7 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
 
 async def until_known(coordinator: Coordinator, name: str) -> None:
     """Waits until a coordinator knows an operation: after its start, its nodes must reconnect first."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_SECONDS):
         while True:
             with suppress(Unreachable):
                 await coordinator.operation(name)
@@ -131,7 +132,7 @@ async def until_known(coordinator: Coordinator, name: str) -> None:
 
 async def served(coordinator: cluster.CoordinatorProcess) -> None:
     """Waits until a coordinator knows that both nodes serve the spec: a frozen node cannot report it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_SECONDS):
         while True:
             instances = await asyncio.to_thread(coordinator.instances)
             if [name for name in NAMES if name in instances and instances[name].specs] == list(NAMES):
@@ -141,7 +142,7 @@ async def served(coordinator: cluster.CoordinatorProcess) -> None:
 
 async def known(world: World, address: str, expected: dict[str, int]) -> None:
     """Waits until a coordinator has it so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_SECONDS):
         while True:
             if await world.holders(address) == expected:
                 return
@@ -150,7 +151,7 @@ async def known(world: World, address: str, expected: dict[str, int]) -> None:
 
 async def test_a_node_finds_and_fetches_what_its_peers_hold_without_either_coordinator(world: World) -> None:
     world.coordinators[0].kill()
-    async with asyncio.timeout(20):  # a lookup that the connection's end interrupts may miss
+    async with asyncio.timeout(WAIT_SECONDS):  # a lookup that the connection's end interrupts may miss
         while absent_count(await world.engines[1].lookup("1", KEYS)) != CHUNK_COUNT:
             await world.engines[1].release("1")
     world.coordinators[0].start()
@@ -163,7 +164,7 @@ async def test_moves_whose_coordinator_is_killed_are_seen_through_by_the_other(w
         with world.frozen(world.pid("node-2")):
             names = await world.book_many(world.addresses[0])
             moves = [await coordinator.operation(name) for name in names]
-            waiting = asyncio.gather(*(move.wait(60) for move in moves))
+            waiting = asyncio.gather(*(move.wait(120) for move in moves))
             world.coordinators[0].kill()
         assert [result.chunk_count for result in await waiting] == [CHUNKS_PER_MOVE] * len(names)
         assert [move.name for move in moves] == names
@@ -194,7 +195,7 @@ async def test_a_coordinator_that_was_frozen_meanwhile_does_no_harm(world: World
         await world.all_done(world.addresses[1], names)
         assert await world.held() == [set(), set(KEYS)]
         async with Coordinator(world.addresses[1]) as coordinator:  # what the frozen one knows is wrong from here on
-            await (await coordinator.move(TOKENS, source="node-2", destination="node-1")).wait(60)
+            await (await coordinator.move(TOKENS, source="node-2", destination="node-1")).wait(120)
     await world.all_done(world.addresses[0], names)
     await known(world, world.addresses[0], {"node-1": CHUNK_COUNT})
     assert await world.held() == [set(KEYS), set()]
@@ -204,13 +205,14 @@ async def test_a_move_can_be_followed_and_cancelled_at_another_coordinator(world
     with world.frozen(world.pid("node-2")):
         (name, *_) = await world.book_many(world.addresses[0])
         async with Coordinator(world.addresses[1]) as elsewhere:
+            await until_known(elsewhere, name)
             move = await elsewhere.operation(name)
             assert (move.state, move.progress.chunk_count) == ("running", CHUNKS_PER_MOVE)
             await move.cancel()
     async with Coordinator(*world.addresses) as coordinator, Coordinator(world.addresses[1]) as elsewhere:
         with pytest.raises(OperationCancelled):
-            await (await coordinator.operation(name)).wait(60)
+            await (await coordinator.operation(name)).wait(120)
         with pytest.raises(OperationCancelled):
-            await (await elsewhere.operation(name)).wait(60)
+            await (await elsewhere.operation(name)).wait(120)
     first, second = await world.held()
     assert first | second == set(KEYS)

@@ -32,7 +32,7 @@ from tests.waiting import WAIT_SECONDS, until
 NAMES = ("node-1", "node-2")
 Answer = TypeVar("Answer")
 
-pytestmark = pytest.mark.timeout(240)  # six processes, leases that have to end, and a store that has to be missed
+pytestmark = pytest.mark.timeout(600)  # six processes, leases that have to end, and a store that has to be missed
 
 
 class Host:
@@ -153,7 +153,9 @@ class World:
 
     def shares(self, number: int) -> bool:
         """Whether a coordinator says that it shares its layout map."""
-        with urllib.request.urlopen(f"http://{self.coordinators[number].http_address}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(
+            f"http://{self.coordinators[number].http_address}/metrics", timeout=WAIT_SECONDS
+        ) as page:
             text = page.read().decode()
         return re.search(r"^lmkv_coordinator_layout_map_shared 1\.0$", text, re.MULTILINE) is not None
 
@@ -225,6 +227,7 @@ async def test_whichever_process_is_killed_nothing_is_lost(tmp_path: Path, short
 
 async def compare(world: World) -> None:
     """What nodes hold is what both coordinators say, no more and no less, of all chunks there ever were."""
+    await until(lambda: all(len(host.stored) > 20 for host in world.hosts))
     for host in world.hosts:
         await host.rest()
     held = {host.name: await host.held() for host in world.hosts}

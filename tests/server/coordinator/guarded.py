@@ -61,7 +61,7 @@ class Guarded:
     def http(self, token: str, **headers: str) -> httpx.AsyncClient:
         """A client that shows a token; none if it is empty."""
         shown = {"Authorization": f"Bearer {token}"} if token else {}
-        return httpx.AsyncClient(base_url=self.coordinator.url, headers=shown | headers, trust_env=False, timeout=10)
+        return httpx.AsyncClient(base_url=self.coordinator.url, headers=shown | headers, trust_env=False, timeout=60)
 
 
 def token_of(role: str, tenant: str = "") -> str:

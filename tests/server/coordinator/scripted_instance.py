@@ -100,7 +100,7 @@ class ScriptedInstance:
                 for name, identity in self.served.items()
             ],
         )
-        await self._registry.Register(pb.RegisterRequest(instance=instance), timeout=5)
+        await self._registry.Register(pb.RegisterRequest(instance=instance), timeout=60)
         self._stream = self._registry.Report()
         self._sequence = 0
         await self._report(

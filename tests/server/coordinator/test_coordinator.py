@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import grpc
@@ -16,25 +15,19 @@ from lmkv.errors import ConfigError
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest, ReportRequest
+from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
-from tests.waiting import eventually
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.waiting import WAIT_SECONDS, eventually
 
 
 async def test_every_service_is_healthy_and_reflected(channel: grpc.aio.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     for name in ("", *SERVICE_NAMES):
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=WAIT_SECONDS)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    stream = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+    stream = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=40)
     async for answer in stream:
         assert set(SERVICE_NAMES) <= {service.name for service in answer.list_services_response.service}
 
@@ -45,7 +38,7 @@ async def test_all_grpc_ports_serve_the_same() -> None:
         for port in (coordinator.port, further):
             async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
-                await stub.ListInstances(ListInstancesRequest(), timeout=5)
+                await stub.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)
 
 
 async def test_a_port_in_use_is_named_with_the_fix() -> None:
@@ -58,7 +51,7 @@ async def test_a_port_in_use_is_named_with_the_fix() -> None:
             await Coordinator(port=0, http_ports={"http_port": first.port}).__aenter__()
         async with rpc.open_channel(first.address) as channel:
             stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
-            await stub.ListInstances(ListInstancesRequest(), timeout=5)
+            await stub.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
@@ -80,26 +73,26 @@ async def test_closing_is_idempotent_and_frees_the_port() -> None:
 
 
 async def test_lookups_are_partial_until_all_instances_could_have_reported() -> None:
-    async with Coordinator(port=0, lease_ttl=2.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+    async with Coordinator(port=0, lease_ttl=4.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
         request = LookupRequest(chunk_keys=bytes(16))
-        assert (await cache.Lookup(request, timeout=5)).partial
+        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
 
         async def is_partial() -> bool:
-            return bool((await cache.Lookup(request, timeout=5)).partial)
+            return bool((await cache.Lookup(request, timeout=WAIT_SECONDS)).partial)
 
         await eventually(is_partial, expected=False)
         instance = Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-        await registry.Register(RegisterRequest(instance=instance), timeout=5)
-        assert (await cache.Lookup(request, timeout=5)).partial
+        await registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
         stream = registry.Report()
         await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=1, snapshot=True))
         await stream.read()
-        assert (await cache.Lookup(request, timeout=5)).partial
+        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
         await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=2, snapshot=True, snapshot_end=True))
         await stream.read()
-        assert not (await cache.Lookup(request, timeout=5)).partial
+        assert not (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
         assert chunk_pb2.TIER_HOST == 2  # LayoutMap counts tiers as the proto does
 
 
@@ -109,5 +102,5 @@ async def test_a_bound_port_is_known_and_revisions_rise_across_restarts() -> Non
         async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
             assert coordinator.port > 0
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
-            revisions.append((await cache.Lookup(LookupRequest(), timeout=5)).revision)
+            revisions.append((await cache.Lookup(LookupRequest(), timeout=WAIT_SECONDS)).revision)
     assert revisions[0] < revisions[1]

@@ -53,12 +53,12 @@ def attack(address: str) -> None:
         good = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:1", specs=[spec], version=f"1{FORGED}")
         for instance in (good, pb.Instance(instance_id=f"a{FORGED}", epoch=1), pb.Instance(instance_id="x" * 900_000)):
             with suppress(grpc.RpcError):
-                stub.Register(pb.RegisterRequest(instance=instance), timeout=10)
+                stub.Register(pb.RegisterRequest(instance=instance), timeout=60)
         for instance_id in (f"a{FORGED}", "x" * 900_000):
             with suppress(grpc.RpcError):
-                list(stub.Report(iter([pb.ReportRequest(instance_id=instance_id, epoch=1, sequence=1)]), timeout=10))
+                list(stub.Report(iter([pb.ReportRequest(instance_id=instance_id, epoch=1, sequence=1)]), timeout=60))
             with suppress(grpc.RpcError):
-                stub.Deregister(pb.DeregisterRequest(instance_id=instance_id, epoch=1), timeout=10)
+                stub.Deregister(pb.DeregisterRequest(instance_id=instance_id, epoch=1), timeout=60)
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -110,7 +110,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
     async with make("a", KEYS[:1]) as a, make("b") as b:
         for number in range(45):  # they fail, for the source holds nothing of that
             move.request_id = str(number)
-            await cache.Move(move, timeout=30)
+            await cache.Move(move, timeout=60)
         assert core.used_bytes <= operation_table.MAX_BYTES
         a.going.clear()
         b.going.clear()
@@ -119,7 +119,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
         for number in range(75):
             move.request_id = f"running {number}"
             try:
-                await cache.Move(move, timeout=30)
+                await cache.Move(move, timeout=60)
             except grpc.RpcError as error:
                 errors.append(rpc.from_rpc_error(error))
         assert errors
@@ -131,7 +131,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
 
 async def test_a_long_request_id_is_refused(make: Make, cache: Any) -> None:
     async with make("a", KEYS):
-        error = await error_of(cache.Clear(cache_pb.ClearRequest(all=True, request_id="x" * 1000), timeout=10))
+        error = await error_of(cache.Clear(cache_pb.ClearRequest(all=True, request_id="x" * 1000), timeout=60))
         assert isinstance(error, BadMessage)
         assert "request_id has 1000 bytes" in str(error)
 
@@ -163,7 +163,7 @@ async def test_orders_that_an_instance_does_not_carry_out_are_bounded_in_bytes(
 @pytest.fixture
 async def instance(registry: Any) -> pb.Instance:
     said = pb.Instance(instance_id="evil", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
-    await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+    await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
     return said
 
 
@@ -182,7 +182,7 @@ async def refused(registry: Any, **fields: Any) -> LmkvError:
 
 async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance: pb.Instance) -> None:
     instance.version = "v" * (600 << 10)
-    error = await error_of(registry.Register(pb.RegisterRequest(instance=instance), timeout=10))
+    error = await error_of(registry.Register(pb.RegisterRequest(instance=instance), timeout=60))
     assert isinstance(error, BadInstance)
     assert error.metadata["field"] == "instance"
 
@@ -223,7 +223,7 @@ async def test_what_instances_say_of_themselves_is_counted_and_forgotten_with_th
     await stream.write(report)
     assert (await stream.read()).acked_sequence == 1
     assert registered + pins.ByteSize() <= budget.used_bytes <= MAX_OWNER_BYTES
-    await registry.Deregister(pb.DeregisterRequest(instance_id="evil", epoch=1), timeout=10)
+    await registry.Deregister(pb.DeregisterRequest(instance_id="evil", epoch=1), timeout=60)
     assert budget.used_bytes == 0
 
 
@@ -239,7 +239,7 @@ async def test_the_names_of_models_in_a_fleet_are_bounded(registry: Any) -> None
             served_models=served,
         )
         try:
-            await registry.Register(pb.RegisterRequest(instance=instance), timeout=10)
+            await registry.Register(pb.RegisterRequest(instance=instance), timeout=60)
         except grpc.RpcError as caught:
             error = rpc.from_rpc_error(caught)
     assert isinstance(error, Full)

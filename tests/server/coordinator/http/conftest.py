@@ -29,5 +29,5 @@ async def coordinator(lease_ttl: float, tokenizers: dict[str, str]) -> AsyncIter
 
 @pytest.fixture
 async def http(coordinator: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", trust_env=False, timeout=60) as client:
         yield client

@@ -12,14 +12,14 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http import bodies
 from lmkv_server.http import protocol
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 HEAD = b"POST /lookup HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 1.0)
 
 
 @asynccontextmanager

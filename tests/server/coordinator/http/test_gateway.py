@@ -17,11 +17,11 @@ INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
 
 async def test_an_rpc_answers_what_grpc_answers(http: httpx.AsyncClient, registry: Any) -> None:
     said = registry_service_pb2.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-    await registry.Register(registry_service_pb2.RegisterRequest(instance=said), timeout=5)
+    await registry.Register(registry_service_pb2.RegisterRequest(instance=said), timeout=60)
     response = await http.post(INSTANCES, json={"page_size": 5})
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
-    over_grpc = await registry.ListInstances(registry_service_pb2.ListInstancesRequest(page_size=5), timeout=5)
+    over_grpc = await registry.ListInstances(registry_service_pb2.ListInstancesRequest(page_size=5), timeout=60)
     over_http = json_format.ParseDict(response.json(), registry_service_pb2.ListInstancesResponse())
     for listed in (over_grpc, over_http):  # times of expiry are counted from now
         listed.instances[0].ClearField("expire_time")

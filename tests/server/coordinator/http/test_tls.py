@@ -35,7 +35,7 @@ def make_client(coordinator: Coordinator, credentials: Credentials) -> httpx.Asy
     context = ssl.create_default_context(cafile=credentials.ca or None)
     if credentials.cert:
         context.load_cert_chain(credentials.cert, credentials.key)
-    return httpx.AsyncClient(base_url=coordinator.url, verify=context, trust_env=False, timeout=10)
+    return httpx.AsyncClient(base_url=coordinator.url, verify=context, trust_env=False, timeout=60)
 
 
 async def test_both_ports_speak_tls_and_nothing_else(certificates: Certificates) -> None:
@@ -45,7 +45,7 @@ async def test_both_ports_speak_tls_and_nothing_else(certificates: Certificates)
             assert (await http.post(INSTANCES, headers={"Origin": coordinator.url})).status_code == 200
         async with rpc.open_channel(coordinator.address, certificates.client) as channel:
             stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
-            await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=5)
+            await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=60)
         async with httpx.AsyncClient(trust_env=False) as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(f"http://{coordinator.http_address}/healthz")
@@ -96,4 +96,4 @@ async def test_a_certificate_that_is_replaced_counts_on_both_ports_at_once(tmp_p
                     await http.get("/healthz")
             async with rpc.open_channel(coordinator.address, current.known_client) as channel:
                 stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
-                await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=5)
+                await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=60)

@@ -99,7 +99,7 @@ class RedisCluster:
                 stack.enter_context(server)
             addresses = [f"127.0.0.1:{server.port}" for server in self.servers]
             command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
             # Some learn a second later that all are there.
             wait_until(lambda: all(map(_serves_cluster, self.servers)), "the cluster is up")

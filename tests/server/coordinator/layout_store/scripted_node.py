@@ -136,7 +136,7 @@ class ScriptedNode:
         try:
             while True:
                 answer = await registry.Register(
-                    pb.RegisterRequest(instance=said), timeout=5, wait_for_ready=True, metadata=self._metadata
+                    pb.RegisterRequest(instance=said), timeout=60, wait_for_ready=True, metadata=self._metadata
                 )
                 self._map_ids[address] = answer.layout_map_id
                 self._choose()

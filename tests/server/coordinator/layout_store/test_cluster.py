@@ -22,7 +22,7 @@ from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
 NODES = 6
 CHUNKS = 200
 
-pytestmark = pytest.mark.timeout(180)  # a cluster takes its time to notice that a process is gone, or back
+pytestmark = pytest.mark.timeout(600)  # a cluster takes its time to notice that a process is gone, or back
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ class Load:
         async with rpc.open_channel(coordinator.address) as channel:
             cache = cache_service_pb2_grpc.CacheServiceStub(channel)
             while True:
-                await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=10)
+                await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=60)
                 self.answers += 1
                 await asyncio.sleep(0.005)
 

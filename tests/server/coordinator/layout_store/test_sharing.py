@@ -110,7 +110,7 @@ async def test_lookups_count_the_tokens_of_partial_chunks_everywhere(pair: tuple
         for coordinator in pair:
             async with rpc.open_channel(coordinator.address) as channel:
                 cache = cache_service_pb2_grpc.CacheServiceStub(channel)
-                answer = await cache.Lookup(cache_service_pb2.LookupRequest(tokens=PROMPT), timeout=10)
+                answer = await cache.Lookup(cache_service_pb2.LookupRequest(tokens=PROMPT), timeout=60)
             assert [(holder.instance_id, holder.matched_token_count) for holder in answer.holders] == [("a", 40)]
 
 
@@ -125,7 +125,7 @@ async def test_a_late_coordinator_knows_all_chunks_without_direct_reports(start:
             said = pb.Instance(
                 instance_id="a", epoch=node.epoch, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()]
             )
-            answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+            answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
             assert answer.layout_map_id == map_id(first)
             stream: Any = registry.Report()  # type: ignore[call-arg]
             await stream.write(pb.ReportRequest(instance_id="a", epoch=node.epoch, sequence=1, reported_elsewhere=True))
@@ -203,7 +203,7 @@ async def test_who_leaves_at_its_home_is_gone_there_and_elsewhere_when_its_lease
     for coordinator in pair:
         async with rpc.open_channel(coordinator.address) as channel:
             farewell = pb.DeregisterRequest(instance_id="a", epoch=node.epoch)
-            await RegistryServiceStub(channel).Deregister(farewell, timeout=10)
+            await RegistryServiceStub(channel).Deregister(farewell, timeout=60)
     for coordinator in pair:
         assert not coordinator.tenants.unnamed.core.followers
         assert not coordinator.tenants.unnamed.core.publications
@@ -249,7 +249,7 @@ async def look_up(address: str) -> None:
     async with rpc.open_channel(address) as channel:
         cache = cache_service_pb2_grpc.CacheServiceStub(channel)
         for _ in itertools.count():
-            await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=10)
+            await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=60)
             await asyncio.sleep(0.01)
 
 
@@ -432,7 +432,7 @@ async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple
     async with rpc.open_channel(pair[0].address) as channel:
         registry = RegistryServiceStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
-        await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+        await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
         stream: Any = registry.Report()  # type: ignore[call-arg]
         change = pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
         first = pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True)
@@ -448,7 +448,7 @@ async def test_a_coordinator_without_a_shared_map_needs_its_own_reports() -> Non
     async with Coordinator(port=0) as alone, rpc.open_channel(alone.address) as channel:
         registry = RegistryServiceStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-        answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+        answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
         assert answer.layout_map_id == ""
         stream: Any = registry.Report()  # type: ignore[call-arg]
         await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
@@ -466,7 +466,7 @@ async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(sta
     async with rpc.open_channel(late.address) as channel:
         registry = RegistryServiceStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-        await registry.Register(pb.RegisterRequest(instance=said), timeout=10)
+        await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
         stream: Any = registry.Report()  # type: ignore[call-arg]
         await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
         await stream.read()

@@ -59,15 +59,15 @@ async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Gua
     cache = await fleet.cache(token_of("operator", "a"))
     operations = await fleet.operations(token_of("operator", "a"))
     n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
-    copied = await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=5)
-    await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=copied.name), timeout=10)
-    pin = (await cache.Pin(PinRequest(position=n2, tokens=PROMPT), timeout=5)).pin
-    await cache.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=5)
-    moved = await cache.Move(MoveRequest(old_position=n1, new_position=n2, chunk_keys=b"".join(KEYS)), timeout=5)
-    await operations.CancelOperation(operations_pb2.CancelOperationRequest(name=moved.name), timeout=5)
-    cleared = await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
-    drained = await cache.Drain(DrainRequest(instance_id="n1", destination_instance_ids=["n2"], evict=True), timeout=5)
-    await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=5)  # looking is no act
+    copied = await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=60)
+    await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=copied.name), timeout=60)
+    pin = (await cache.Pin(PinRequest(position=n2, tokens=PROMPT), timeout=60)).pin
+    await cache.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=60)
+    moved = await cache.Move(MoveRequest(old_position=n1, new_position=n2, chunk_keys=b"".join(KEYS)), timeout=60)
+    await operations.CancelOperation(operations_pb2.CancelOperationRequest(name=moved.name), timeout=60)
+    cleared = await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=60)
+    drained = await cache.Drain(DrainRequest(instance_id="n1", destination_instance_ids=["n2"], evict=True), timeout=60)
+    await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=60)  # looking is no act
     entries = lines(log)
     assert [line["act"] for line in entries] == ["copy", "pin", "unpin", "move", "cancel", "clear", "drain"]
     assert {(line["caller"], line["role"], line["tenant"]) for line in entries} == {("operator-of-a", "operator", "a")}
@@ -94,7 +94,7 @@ async def test_refusals_are_logged_without_the_salt(fleet: Guarded, log: Path) -
     cache = await fleet.cache(token_of("operator", "a"))
     pin = PinRequest(position=Position(instance_id="unknown"), tokens=PROMPT, cache_salt="pepper")
     with pytest.raises(grpc.RpcError):
-        await cache.Pin(pin, timeout=5)
+        await cache.Pin(pin, timeout=60)
     (line,) = lines(log)
     assert (line["act"], line["outcome"]) == ("pin", "INSTANCE_NOT_FOUND")
     assert line["request"]["cache_salt"] == "hidden"
@@ -122,7 +122,7 @@ async def test_http_leaves_the_same_lines(fleet: Guarded, log: Path) -> None:
 
 async def test_without_tokens_the_caller_is_anonymous(coordinator: Any, cache: Any, log: Path) -> None:
     with pytest.raises(grpc.RpcError):
-        await cache.Clear(ClearRequest(instance_id="n1", all=True), timeout=5)
+        await cache.Clear(ClearRequest(instance_id="n1", all=True), timeout=60)
     (line,) = lines(log)
     assert (line["caller"], line["outcome"]) == ("anonymous", "INSTANCE_NOT_FOUND")
 
@@ -131,7 +131,7 @@ async def test_a_file_that_was_moved_away_is_recreated(fleet: Guarded, log: Path
     cache = await fleet.cache(token_of("operator", "a"))
     old = log.with_suffix(".old")
     for _ in range(2):
-        await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
+        await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=60)
         shutil.move(log, old)
     assert len(lines(old)) == 1
 
@@ -139,7 +139,7 @@ async def test_a_file_that_was_moved_away_is_recreated(fleet: Guarded, log: Path
 async def test_without_a_file_it_goes_where_the_process_logs(fleet: Guarded, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lmkv.audit"):
         cache = await fleet.cache(token_of("operator", "a"))
-        await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=5)
+        await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=60)
     assert json.loads(caplog.messages[-1])["act"] == "clear"
 
 
@@ -153,7 +153,7 @@ async def test_the_documentation_shows_a_line_as_it_is(fleet: Guarded, log: Path
     shown = json.loads(page.partition("```json\n")[2].partition("\n```")[0])
     cache = await fleet.cache(token_of("operator", "a"))
     n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
-    await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=5)
+    await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=60)
     (line,) = lines(log)
     assert list(line) == list(shown)
     assert shown["request"].keys() < line["request"].keys()

@@ -26,10 +26,10 @@ def operations(channel: grpc.aio.Channel) -> Any:
 
 
 async def ended(cache: Any, operations: Any, **fields: Any) -> operations_pb2.Operation:
-    operation = await cache.Clear(ClearRequest(**fields), timeout=5)
+    operation = await cache.Clear(ClearRequest(**fields), timeout=60)
     assert operation.name.startswith("clear-")
     done: operations_pb2.Operation = await operations.WaitOperation(
-        operations_pb2.WaitOperationRequest(name=operation.name), timeout=20
+        operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
     )
     assert done.done
     return done
@@ -44,7 +44,7 @@ async def cleared(cache: Any, operations: Any, **fields: Any) -> ClearResult:
 
 async def refused(cache: Any, **fields: Any) -> LmkvError:
     with pytest.raises(grpc.RpcError) as caught:
-        await cache.Clear(ClearRequest(**fields), timeout=5)
+        await cache.Clear(ClearRequest(**fields), timeout=60)
     return from_rpc_error(caught.value)
 
 
@@ -131,7 +131,7 @@ async def test_tokens_select_nothing_else_while_no_engine_has_registered(cache: 
 
 async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS) as a:
-        await cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16]), timeout=5)
+        await cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16]), timeout=60)
         result = await cleared(cache, operations, tokens=PROMPT)
         assert result.chunk_count == 2
         (failure,) = result.failures
@@ -144,7 +144,7 @@ async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operatio
 async def test_pinned_chunks_outside_the_request_are_counted(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS), make("b", CHUNKS):
         for instance_id, length in (("a", 16), ("b", 32)):
-            await cache.Pin(PinRequest(position=Position(instance_id=instance_id), tokens=PROMPT[:length]), timeout=5)
+            await cache.Pin(PinRequest(position=Position(instance_id=instance_id), tokens=PROMPT[:length]), timeout=60)
         result = await cleared(cache, operations, all=True)
         assert (result.chunk_count, result.pinned_chunk_count) == (2 * len(CHUNKS) - 3, 3)
         assert not result.failures
@@ -157,7 +157,7 @@ async def test_an_instance_that_dies_meanwhile_is_named_and_the_others_are_clear
     await b.join()
     b.going.clear()
     async with make("a", CHUNKS) as a:
-        operation = await cache.Clear(ClearRequest(all=True, request_id="once"), timeout=5)
+        operation = await cache.Clear(ClearRequest(all=True, request_id="once"), timeout=60)
         await until(lambda: not a.chunks)
         await b.leave()
         successor = make("b")
@@ -165,7 +165,7 @@ async def test_an_instance_that_dies_meanwhile_is_named_and_the_others_are_clear
         result = await cleared(cache, operations, all=True, request_id="once")
         assert result.chunk_count == 3
         assert [failure.instance_id for failure in result.failures] == ["b"]
-        found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=5)
+        found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=60)
         progress = unpacked(found.metadata, ClearProgress)
         assert (progress.instance_count, progress.done_instance_count) == (2, 2)
         assert (progress.instance_id, progress.dry_run) == ("", False)

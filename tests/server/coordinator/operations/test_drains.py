@@ -33,7 +33,7 @@ class Drainer:
 
     async def start(self, instance_id: str = "a", *to: str, **fields: Any) -> operations_pb2.Operation:
         request = DrainRequest(instance_id=instance_id, destination_instance_ids=to, **fields)
-        operation: operations_pb2.Operation = await self.cache.Drain(request, timeout=5)
+        operation: operations_pb2.Operation = await self.cache.Drain(request, timeout=60)
         return operation
 
     async def finish(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
@@ -45,12 +45,12 @@ class Drainer:
 
     async def get(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
         found: operations_pb2.Operation = await self.operations.GetOperation(
-            operations_pb2.GetOperationRequest(name=operation.name), timeout=5
+            operations_pb2.GetOperationRequest(name=operation.name), timeout=60
         )
         return found
 
     async def cancel(self, operation: operations_pb2.Operation) -> None:
-        await self.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=5)
+        await self.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=60)
 
     async def drain(self, instance_id: str = "a", *to: str, **fields: Any) -> DrainResult:
         """A drain from start to end that copies something, or has nothing to copy."""
@@ -183,7 +183,7 @@ async def test_chunks_that_are_stored_meanwhile_are_found_by_the_next_pass(make:
         b.before = store
         operation = await drainer.start()
         await until(lambda: bool(stored) and stored[0].done())
-        await drainer.cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT), timeout=5)
+        await drainer.cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT), timeout=60)
         b.going.set()  # what `a` has stored was reported before the pin
         ended = await drainer.finish(operation)
         result = unpacked(ended.response, DrainResult)
@@ -322,7 +322,7 @@ async def test_a_drain_ends_at_its_deadline(make: Make, drainer: Drainer, monkey
                 b.going.clear()
 
         b.before = stop
-        result = await drainer.drain(timeout=Duration(nanos=500_000_000))
+        result = await drainer.drain(timeout=Duration(seconds=3))
         assert (result.chunk_count, result.remaining_chunk_count) == (1, 2)
         assert {from_status(failure.status).reason for failure in result.failures} == {"UNREACHABLE"}
         b.going.set()

@@ -22,7 +22,7 @@ from tests.server.coordinator.scripted_instance import Make
 
 
 async def explain(cache: Any, **fields: Any) -> list[InstanceExplanation]:
-    return list((await cache.Explain(ExplainRequest(**fields), timeout=10)).explanations)
+    return list((await cache.Explain(ExplainRequest(**fields), timeout=60)).explanations)
 
 
 async def refused(cache: Any, **fields: Any) -> LmkvError:

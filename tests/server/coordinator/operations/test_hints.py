@@ -19,7 +19,7 @@ from tests.server.coordinator.scripted_instance import Make
 
 async def hint(cache: Any, action: int = chunk_pb2.HINT_ACTION_PIN, **fields: Any) -> HintResponse:
     request = HintRequest(**({"instance_id": "a", "tokens": PROMPT} | fields), action=action)  # type: ignore[arg-type]
-    response: HintResponse = await cache.Hint(request, timeout=10)
+    response: HintResponse = await cache.Hint(request, timeout=60)
     return response
 
 

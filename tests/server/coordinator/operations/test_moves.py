@@ -41,13 +41,13 @@ class Asker:
         request = MoveRequest(
             old_position=Position(instance_id=source), new_position=Position(instance_id=destination), **fields
         )
-        operation: operations_pb2.Operation = await self.cache.Move(request, timeout=5)
+        operation: operations_pb2.Operation = await self.cache.Move(request, timeout=60)
         return operation
 
     async def finish(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
         """The operation once it is over."""
         ended: operations_pb2.Operation = await self.operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=operation.name), timeout=20
+            operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
         )
         assert ended.done
         return ended
@@ -73,7 +73,7 @@ class Asker:
 
     async def holders(self) -> dict[str, int]:
         """Who holds how many tokens of the prompt."""
-        response = await self.cache.Lookup(LookupRequest(tokens=PROMPT), timeout=5)
+        response = await self.cache.Lookup(LookupRequest(tokens=PROMPT), timeout=60)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
 
@@ -183,7 +183,7 @@ async def test_a_key_that_is_named_twice_moves_once(make: Make, asker: Asker) ->
 async def test_a_pinned_chunk_arrives_and_stays(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
         pin = PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16])
-        await asker.cache.Pin(pin, timeout=5)
+        await asker.cache.Pin(pin, timeout=60)
         result = await asker.move()
         assert (result.chunk_count, result.dropped_chunk_count) == (3, 2)
         assert [from_status(failure.status).reason for failure in result.failures] == ["CHUNK_PINNED"]
@@ -217,7 +217,7 @@ async def test_what_cannot_begin_says_why(make: Make, asker: Asker) -> None:
         disk = Position(instance_id="b", tier=chunk_pb2.TIER_DISK)
         request = MoveRequest(old_position=Position(instance_id="a"), new_position=disk, tokens=PROMPT)
         with pytest.raises(grpc.RpcError) as caught:
-            await asker.cache.Move(request, timeout=5)
+            await asker.cache.Move(request, timeout=60)
         assert from_rpc_error(caught.value).reason == "TIER_UNSUPPORTED"
 
 
@@ -275,11 +275,11 @@ async def test_a_move_that_is_cancelled_stops_and_loses_nothing(make: Make, aske
         b.going.clear()
         operation = await asker.start()
         await until(lambda: bool(b.orders))
-        await asker.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=5)
+        await asker.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=60)
         ended = await asker.finish(operation)
         assert from_status(ended.error).reason == "OPERATION_CANCELLED"
         assert a.chunks == CHUNKS
-        await asker.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=5)
+        await asker.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=60)
 
 
 async def test_a_cancel_between_two_batches_leaves_whole_chunks(
@@ -295,7 +295,7 @@ async def test_a_cancel_between_two_batches_leaves_whole_chunks(
         b.before = stop
         operation = await asker.start()
         await until(lambda: not b.going.is_set())
-        await asker.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=5)
+        await asker.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=60)
         ended = await asker.finish(operation)
         progress = unpacked(ended.metadata, MoveProgress)
         assert a.chunks | b.chunks == CHUNKS
@@ -343,7 +343,7 @@ async def test_whatever_moves_where_no_chunk_is_lost(
             running.append(operation)
             if cancel:
                 await asker.operations.CancelOperation(
-                    operations_pb2.CancelOperationRequest(name=operation.name), timeout=5
+                    operations_pb2.CancelOperationRequest(name=operation.name), timeout=60
                 )
         for operation in running:
             await asker.finish(operation)

@@ -45,7 +45,7 @@ class Operator:
 
     async def ended(self, operation: operations_pb2.Operation) -> operations_pb2.Operation:
         over: operations_pb2.Operation = await self.operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=operation.name), timeout=20
+            operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
         )
         assert over.done
         return over
@@ -55,7 +55,7 @@ class Operator:
         request = MoveRequest(
             old_position=Position(instance_id="a"), new_position=Position(instance_id="b"), **named, **fields
         )
-        operation: operations_pb2.Operation = await self.cache.Move(request, timeout=5)
+        operation: operations_pb2.Operation = await self.cache.Move(request, timeout=60)
         return operation
 
     async def move(self, keys: list[ChunkKey] | None = None, **fields: Any) -> MoveResult:
@@ -66,7 +66,7 @@ class Operator:
 
     async def clear(self, keys: list[ChunkKey] | None = None, **fields: Any) -> ClearResult:
         named: dict[str, Any] = {"chunk_keys": join_keys(keys)} if keys else {"tokens": PROMPT}
-        over = await self.ended(await self.cache.Clear(ClearRequest(**(named | fields)), timeout=5))
+        over = await self.ended(await self.cache.Clear(ClearRequest(**(named | fields)), timeout=60))
         assert not over.HasField("error"), over.error.message
         result: ClearResult = unpacked(over.response, ClearResult)
         return result
@@ -74,12 +74,12 @@ class Operator:
     async def pin(self, keys: list[ChunkKey] | None = None) -> PinnedChunks:
         named: dict[str, Any] = {"chunk_keys": join_keys(keys)} if keys else {"tokens": PROMPT}
         pinned: PinnedChunks = (
-            await self.cache.Pin(PinRequest(position=Position(instance_id="a"), **named), timeout=5)
+            await self.cache.Pin(PinRequest(position=Position(instance_id="a"), **named), timeout=60)
         ).pin
         return pinned
 
     async def found(self, model_name: str = "") -> dict[str, int]:
-        response = await self.cache.Lookup(LookupRequest(tokens=PROMPT, model_name=model_name), timeout=5)
+        response = await self.cache.Lookup(LookupRequest(tokens=PROMPT, model_name=model_name), timeout=60)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
 
@@ -205,7 +205,7 @@ async def test_a_drain_copies_all_parts(make: Make, operator: Operator, monkeypa
     monkeypatch.setattr(drains, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)  # scripted instances report nothing by themselves
     async with make("a", ALL, HYBRID), make("b", [item(FULL, 0)], HYBRID) as b:
-        over = await operator.ended(await operator.cache.Drain(DrainRequest(instance_id="a"), timeout=5))
+        over = await operator.ended(await operator.cache.Drain(DrainRequest(instance_id="a"), timeout=60))
         result = unpacked(over.response, DrainResult)
         assert (result.chunk_count, result.remaining_chunk_count) == (len(ALL) - 1, 0)
         assert set(b.chunks) == set(ALL)

@@ -24,7 +24,7 @@ from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 
 async def pin(cache: Any, instance_id: str = "a", **fields: Any) -> PinnedChunks:
     fields.setdefault("tokens", PROMPT)
-    response = await cache.Pin(PinRequest(position=Position(instance_id=instance_id), **fields), timeout=10)
+    response = await cache.Pin(PinRequest(position=Position(instance_id=instance_id), **fields), timeout=60)
     pinned: PinnedChunks = response.pin
     return pinned
 
@@ -36,7 +36,7 @@ async def refused(cache: Any, *args: str, **fields: Any) -> LmkvError:
 
 
 async def listed(cache: Any, **fields: Any) -> list[str]:
-    response = await cache.ListPins(ListPinsRequest(**fields), timeout=5)
+    response = await cache.ListPins(ListPinsRequest(**fields), timeout=60)
     return [each.pin_id for each in response.pins]
 
 
@@ -74,19 +74,19 @@ async def test_an_unpin_ends_it_and_may_be_repeated(make: Make, cache: Any) -> N
     async with make("a", CHUNKS) as a:
         pinned = await pin(cache)
         for _ in range(2):
-            await cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=5)
+            await cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=60)
         assert a.pins == {}
         assert await listed(cache) == []
         for gone in ("", "nonsense", "unknown/123"):
-            await cache.Unpin(UnpinRequest(pin_id=gone), timeout=5)
+            await cache.Unpin(UnpinRequest(pin_id=gone), timeout=60)
 
 
 async def test_pins_are_listed_in_pages_and_by_instance(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS), make("b", CHUNKS):
         pin_ids = sorted([(await pin(cache, name)).pin_id for name in ("a", "b", "a", "b", "a")])
-        first = await cache.ListPins(ListPinsRequest(page_size=2), timeout=5)
+        first = await cache.ListPins(ListPinsRequest(page_size=2), timeout=60)
         assert [each.pin_id for each in first.pins] == pin_ids[:2]
-        rest = await cache.ListPins(ListPinsRequest(page_token=first.next_page_token), timeout=5)
+        rest = await cache.ListPins(ListPinsRequest(page_token=first.next_page_token), timeout=60)
         assert [each.pin_id for each in rest.pins] == pin_ids[2:]
         assert rest.next_page_token == ""
         assert await listed(cache, instance_id="b") == pin_ids[3:]
@@ -107,7 +107,7 @@ async def test_a_restarted_coordinator_learns_of_pins_from_their_owners(make: Ma
             async with successor:
                 stub: Any = CacheServiceStub(channel)
                 assert await listed(stub) == [pinned.pin_id]
-                await stub.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=5)
+                await stub.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=60)
                 assert successor.pins == {}
 
 

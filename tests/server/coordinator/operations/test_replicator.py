@@ -47,20 +47,20 @@ class Elsewhere:
     async def hear(self, record: OperationRecord, *, orphaned: bool = False) -> operations_pb2.Operation:
         """Makes `b` report a record; returns the operation after that."""
         await self.b.report_record(record, orphaned=orphaned)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 with suppress(grpc.RpcError):
                     return await self.get(record.operation.name)
 
     async def get(self, name: str) -> operations_pb2.Operation:
         found: operations_pb2.Operation = await self.operations.GetOperation(
-            operations_pb2.GetOperationRequest(name=name), timeout=5
+            operations_pb2.GetOperationRequest(name=name), timeout=60
         )
         return found
 
     async def wait(self, name: str) -> operations_pb2.Operation:
         ended: operations_pb2.Operation = await self.operations.WaitOperation(
-            operations_pb2.WaitOperationRequest(name=name), timeout=20
+            operations_pb2.WaitOperationRequest(name=name), timeout=60
         )
         assert ended.done
         return ended
@@ -95,7 +95,7 @@ async def opened_elsewhere(
 async def booked(cache: Any, b: ScriptedInstance, request: MoveRequest = MOVE) -> OperationRecord:
     """The record of a move that does not get on."""
     b.going.clear()
-    operation = await cache.Move(request, timeout=5)
+    operation = await cache.Move(request, timeout=60)
     await until(lambda: operation.name in b.records)
     return b.records[operation.name]
 
@@ -132,18 +132,18 @@ async def test_operations_of_another_coordinator_are_listed_and_end_when_reporte
         name = record.operation.name
         assert (await elsewhere.refusal(name)).reason == "UNREACHABLE", "it may be reported later"
         assert await elsewhere.hear(record) == record.operation
-        assert (await elsewhere.cache.Move(MOVE, timeout=5)).name == name, "by its request_id"
+        assert (await elsewhere.cache.Move(MOVE, timeout=60)).name == name, "by its request_id"
         waiting = asyncio.create_task(elsewhere.wait(name))
         b.going.set()
         await until(lambda: b.records[name].operation.done)
         await elsewhere.hear(b.records[name])
         assert await waiting == b.records[name].operation
-        listed = await elsewhere.operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=5)
+        listed = await elsewhere.operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=60)
         assert list(listed.operations) == [b.records[name].operation]
         await elsewhere.hear(record)  # older news
         assert (await elsewhere.get(name)).done
         await until(lambda: elsewhere.b.records[name].operation.done)  # which is reported to it
-        await elsewhere.operations.DeleteOperation(operations_pb2.DeleteOperationRequest(name=name), timeout=5)
+        await elsewhere.operations.DeleteOperation(operations_pb2.DeleteOperationRequest(name=name), timeout=60)
         await elsewhere.b.report_record(b.records[name])
         assert (await elsewhere.refusal(name)).reason == "OPERATION_NOT_FOUND"
 
@@ -211,7 +211,7 @@ async def test_what_runs_elsewhere_is_cancelled_by_way_of_those_that_keep_it(
         record = await booked(cache, b)
         name = record.operation.name
         await elsewhere.hear(record)
-        await elsewhere.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=5)
+        await elsewhere.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=name), timeout=60)
         assert elsewhere.b.orders[-1].cancel.operation_name == name
         record.cancelled = True
         await b.report_record(record)
@@ -228,7 +228,7 @@ async def test_who_hears_that_another_took_over_stops(make: Make, cache: Any, el
         await elsewhere.wait(name)
         await until(lambda: elsewhere.b.records[name].operation.done)
         await b.report_record(elsewhere.b.records[name])
-        again = await cache.Move(MOVE, timeout=5)
+        again = await cache.Move(MOVE, timeout=60)
         assert (again.name, again.done) == (name, True)
         b.going.set()
         assert a.chunks == CHUNKS, "it has not dropped anything itself"
@@ -239,7 +239,7 @@ async def test_an_instance_that_has_cleared_repeats_its_outcome_to_the_next_coor
 ) -> None:
     async with make("a", CHUNKS), make("b", CHUNKS) as b:
         b.going.clear()
-        name = (await cache.Clear(ClearRequest(all=True), timeout=5)).name
+        name = (await cache.Clear(ClearRequest(all=True), timeout=60)).name
         await until(lambda: bool(b.orders))
         record = b.records[name]
     await elsewhere.hear(record, orphaned=True)
@@ -255,7 +255,7 @@ async def test_an_orphaned_drain_continues_with_what_only_its_instance_holds(
     a.epoch = elsewhere.a.epoch  # it is the same process
     async with a, make("b") as b:
         b.going.clear()
-        operation = await cache.Drain(DrainRequest(instance_id="a", request_id="d"), timeout=5)
+        operation = await cache.Drain(DrainRequest(instance_id="a", request_id="d"), timeout=60)
         await until(lambda: bool(b.orders) and operation.name in b.records)
         record = b.records[operation.name]
     assert record.drain == DrainRequest(instance_id="a", request_id="d")
@@ -266,7 +266,7 @@ async def test_an_orphaned_drain_continues_with_what_only_its_instance_holds(
     assert (result.chunk_count, result.remaining_chunk_count) == (2, 0)
     assert elsewhere.a.chunks == elsewhere.b.chunks == CHUNKS
     assert {order.attempt for order in elsewhere.b.orders} == {2}
-    assert (await elsewhere.cache.Drain(record.drain, timeout=5)).name == operation.name
+    assert (await elsewhere.cache.Drain(record.drain, timeout=60)).name == operation.name
 
 
 async def test_an_orphaned_drain_of_an_instance_that_restarted_fails(
@@ -274,7 +274,7 @@ async def test_an_orphaned_drain_of_an_instance_that_restarted_fails(
 ) -> None:
     async with make("a", CHUNKS), make("b") as b:
         b.going.clear()
-        operation = await cache.Drain(DrainRequest(instance_id="a"), timeout=5)
+        operation = await cache.Drain(DrainRequest(instance_id="a"), timeout=60)
         await until(lambda: operation.name in b.records)
     await elsewhere.hear(b.records[operation.name], orphaned=True)
     ended = await elsewhere.wait(operation.name)

@@ -52,7 +52,7 @@ async def holds(
             for name, identity in (served or {}).items()
         ],
     )
-    await registry.Register(RegisterRequest(instance=instance), timeout=5)
+    await registry.Register(RegisterRequest(instance=instance), timeout=60)
     change = ChunkChange(
         tier=chunk_pb2.TIER_HOST,
         fingerprint=spec.fingerprint,
@@ -69,7 +69,7 @@ async def holds(
 
 
 async def lookup(cache: Any, **fields: Any) -> LookupResponse:
-    response: LookupResponse = await cache.Lookup(LookupRequest(**fields), timeout=5)
+    response: LookupResponse = await cache.Lookup(LookupRequest(**fields), timeout=60)
     return response
 
 
@@ -296,7 +296,7 @@ async def test_served_models_are_bounded_and_of_the_instance(
         instance_id="a", epoch=1, peer_address="127.0.0.1:1", specs=[LLAMA.to_proto()], served_models=served
     )
     with pytest.raises(grpc.RpcError) as caught:
-        await registry.Register(RegisterRequest(instance=instance), timeout=5)
+        await registry.Register(RegisterRequest(instance=instance), timeout=60)
     error = from_rpc_error(caught.value)
     assert error.reason == "BAD_KV_SPEC"
     assert said in str(error)
@@ -391,7 +391,7 @@ async def test_an_oversized_message_is_refused_and_the_next_one_served(
 
 
 async def test_many_lookups_in_one_message_are_answered_in_parts(cache: Any) -> None:
-    stream = cache.LookupStream(timeout=20)
+    stream = cache.LookupStream(timeout=60)
     await stream.write(LookupStreamRequest(requests=[LookupRequest()] * 1000))
     await stream.done_writing()
     parts = [len(message.results) async for message in stream]
@@ -401,7 +401,7 @@ async def test_many_lookups_in_one_message_are_answered_in_parts(cache: Any) -> 
 
 async def test_a_stream_answers_each_lookup_in_order_and_continues_after_an_error(registry: Any, cache: Any) -> None:
     _a = await holds(registry, "a", keys_of(PROMPT), last_tokens=8)
-    stream = cache.LookupStream(timeout=10)
+    stream = cache.LookupStream(timeout=60)
     requests = [
         LookupRequest(tokens=PROMPT),
         LookupRequest(tokens=[-1]),

@@ -36,7 +36,7 @@ CLIENTS = 16
 OTHER_LOOKUPS = 50
 """Lookups of another tenant in the meantime."""
 DEADLINE_SECONDS = 60.0
-SHORT_DEADLINE_SECONDS = 4.0
+SHORT_DEADLINE_SECONDS = 8.0
 LOOKUP = LookupRequest(chunk_keys=join_keys(KEYS))
 HTTP_LOOKUP = "/lmkv.v1.CacheService/Lookup"
 

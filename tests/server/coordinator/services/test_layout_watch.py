@@ -33,7 +33,7 @@ class Watcher:
 
     async def read(self) -> WatchResponse:
         """Takes one response in."""
-        response: WatchResponse = await asyncio.wait_for(self._call.read(), 10)
+        response: WatchResponse = await asyncio.wait_for(self._call.read(), 60)
         assert response is not grpc.aio.EOF  # type: ignore[attr-defined]
         assert response.revision >= self.revision
         self.revision = response.revision
@@ -63,7 +63,7 @@ class Watcher:
 
 @asynccontextmanager
 async def watching(cache: Any, **fields: Any) -> AsyncIterator[Watcher]:
-    call = cache.Watch(WatchRequest(**fields), timeout=30)
+    call = cache.Watch(WatchRequest(**fields), timeout=300)
     try:
         yield Watcher(call)
     finally:

@@ -45,7 +45,7 @@ async def join(fleet: Guarded, own: Sequence[KvSpec], name: str = "evil") -> Any
     instance = Instance(
         instance_id=name, epoch=1, peer_address="127.0.0.1:7000", specs=[spec.to_proto() for spec in own]
     )
-    await registry.Register(RegisterRequest(instance=instance), timeout=30)
+    await registry.Register(RegisterRequest(instance=instance), timeout=120)
     return registry
 
 
@@ -59,7 +59,7 @@ async def hold(registry: Any, own: Sequence[KvSpec], name: str = "evil") -> Any:
     await stream.write(
         ReportRequest(instance_id=name, epoch=1, sequence=1, snapshot=True, snapshot_end=True, changes=changes)
     )
-    assert (await asyncio.wait_for(stream.read(), 30)).acked_sequence == 1
+    assert (await asyncio.wait_for(stream.read(), 120)).acked_sequence == 1
     return stream
 
 
@@ -88,7 +88,7 @@ async def test_a_part_with_a_long_text_is_refused(fleet: Guarded, field: str) ->
     setattr(message.more_parts[1], field, "x" * 600)
     registry = await fleet.registry(token_of("engine", "a"))
     instance = Instance(instance_id="evil", epoch=1, specs=[message])
-    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=30))
+    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=120))
     assert isinstance(error, BadInstance)
     assert f"specs.more_parts.{field} has 600 bytes" in str(error)
 
@@ -98,7 +98,7 @@ async def test_a_spec_with_too_many_parts_is_refused(fleet: Guarded) -> None:
     message.more_parts.extend([message.more_parts[0]] * 1000)
     registry = await fleet.registry(token_of("engine", "a"))
     instance = Instance(instance_id="evil", epoch=1, specs=[message])
-    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=30))
+    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=120))
     assert isinstance(error, BadInstance)
     assert "specs.more_parts has 1002 parts; at most 7 are allowed" in str(error)
 
@@ -116,9 +116,9 @@ async def test_a_lookup_computes_keys_under_specs_that_have_chunks(fleet: Guarde
     own = specs(MAX_SPECS)
     registry = await join(fleet, own)
     cache = await fleet.cache(token_of("reader", "a"))
-    assert not (await cache.Lookup(LONG, timeout=30)).holders  # 64 x 65,000 keys, if it were for what is registered
+    assert not (await cache.Lookup(LONG, timeout=120)).holders  # 64 x 65,000 keys, if it were for what is registered
     stream = await hold(registry, own)
-    error = await error_of(cache.Lookup(LONG, timeout=30))
+    error = await error_of(cache.Lookup(LONG, timeout=120))
     assert isinstance(error, BadTokens)
     assert "under the 16 specs and adapters of model 'attacked'" in str(error)
     stream.cancel()
@@ -130,11 +130,11 @@ async def test_long_lookups_stall_no_other_tenant(fleet: Guarded) -> None:
     theirs = await fleet.cache(token_of("engine", "b"))
     health = health_pb2_grpc.HealthStub(await fleet.channel(""))
     attacker = await fleet.cache(token_of("reader", "a"))
-    long = [asyncio.ensure_future(attacker.Lookup(LONG, timeout=60)) for _ in range(MAX_WAITING)]
+    long = [asyncio.ensure_future(attacker.Lookup(LONG, timeout=120)) for _ in range(MAX_WAITING)]
     for _ in range(10):
-        found = await theirs.Lookup(LookupRequest(tokens=PROMPT), timeout=30)
+        found = await theirs.Lookup(LookupRequest(tokens=PROMPT), timeout=120)
         assert found.holders[0].matched_chunk_count == len(KEYS)
-        probed = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        probed = await health.Check(health_pb2.HealthCheckRequest(), timeout=120)
         assert probed.status == health_pb2.HealthCheckResponse.SERVING
     done = sum(one.done() for one in long)
     assert done < len(long), "all of that came between their slices"
@@ -147,12 +147,12 @@ async def test_long_lookups_stall_no_other_tenant(fleet: Guarded) -> None:
 async def test_long_lookups_wait_for_each_other_in_a_bounded_queue(fleet: Guarded) -> None:
     stream = await hold(await join(fleet, specs(2)), specs(2))
     attacker = await fleet.cache(token_of("reader", "a"))
-    long = [asyncio.ensure_future(attacker.Lookup(LONG, timeout=60)) for _ in range(3 * MAX_WAITING)]
+    long = [asyncio.ensure_future(attacker.Lookup(LONG, timeout=120)) for _ in range(3 * MAX_WAITING)]
     done, waiting = await asyncio.wait(long, return_when=asyncio.FIRST_EXCEPTION)
     refused = [one for one in done if one.exception()]
     assert isinstance(rpc.from_rpc_error(refused[0].exception()), Full)
     for one in waiting:
         one.cancel()
     await asyncio.gather(*long, return_exceptions=True)
-    assert not (await attacker.Lookup(LONG, timeout=60)).holders, "a call that was cancelled waits no longer"
+    assert not (await attacker.Lookup(LONG, timeout=120)).holders, "a call that was cancelled waits no longer"
     stream.cancel()

@@ -36,29 +36,29 @@ async def refused(call: Any) -> LmkvError:
 
 
 async def clear(cache: Any) -> str:
-    operation = await cache.Clear(ClearRequest(all=True), timeout=5)
+    operation = await cache.Clear(ClearRequest(all=True), timeout=WAIT_SECONDS)
     return str(operation.name)
 
 
 async def names(operations: Any, **fields: Any) -> list[str]:
-    response = await operations.ListOperations(pb.ListOperationsRequest(**fields), timeout=5)
+    response = await operations.ListOperations(pb.ListOperationsRequest(**fields), timeout=WAIT_SECONDS)
     return [operation.name for operation in response.operations]
 
 
 async def test_operations_are_listed_newest_first_in_pages(cache: Any, operations: Any) -> None:
     begun = [await clear(cache) for _ in range(5)]
-    page = await operations.ListOperations(pb.ListOperationsRequest(page_size=2), timeout=5)
+    page = await operations.ListOperations(pb.ListOperationsRequest(page_size=2), timeout=WAIT_SECONDS)
     listed = [operation.name for operation in page.operations]
     while page.next_page_token:
         request = pb.ListOperationsRequest(page_size=2, page_token=page.next_page_token)
-        page = await operations.ListOperations(request, timeout=5)
+        page = await operations.ListOperations(request, timeout=WAIT_SECONDS)
         listed += [operation.name for operation in page.operations]
     assert listed == begun[::-1]
 
 
 async def test_a_filter_separates_running_from_ended_operations(make: Make, cache: Any, operations: Any) -> None:
     over = await clear(cache)
-    await operations.WaitOperation(pb.WaitOperationRequest(name=over), timeout=5)
+    await operations.WaitOperation(pb.WaitOperationRequest(name=over), timeout=WAIT_SECONDS)
     async with make("a", CHUNKS) as a:
         a.going.clear()
         running = await clear(cache)
@@ -66,7 +66,7 @@ async def test_a_filter_separates_running_from_ended_operations(make: Make, cach
         assert await names(operations, filter="done=false") == [running]
         assert await names(operations) == [running, over]
         a.going.set()
-    error = await refused(operations.ListOperations(pb.ListOperationsRequest(filter="name=x"), timeout=5))
+    error = await refused(operations.ListOperations(pb.ListOperationsRequest(filter="name=x"), timeout=WAIT_SECONDS))
     assert "done=true" in str(error)
 
 
@@ -75,18 +75,18 @@ async def test_waiting_ends_with_the_operation_or_the_time(make: Make, cache: An
         a.going.clear()
         name = await clear(cache)
         request = pb.WaitOperationRequest(name=name, timeout=Duration(nanos=20_000_000))
-        assert not (await operations.WaitOperation(request, timeout=5)).done
-        assert not (await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=0.2)).done
-        waiting = asyncio.ensure_future(operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=10))
+        assert not (await operations.WaitOperation(request, timeout=WAIT_SECONDS)).done
+        assert not (await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=3.0)).done
+        waiting = asyncio.ensure_future(operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=40))
         a.going.set()
         assert (await waiting).done
 
 
 async def test_an_operation_that_is_over_can_be_forgotten(cache: Any, operations: Any) -> None:
     name = await clear(cache)
-    await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=5)
-    await operations.DeleteOperation(pb.DeleteOperationRequest(name=name), timeout=5)
-    assert (await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=5))).reason == (
+    await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=WAIT_SECONDS)
+    await operations.DeleteOperation(pb.DeleteOperationRequest(name=name), timeout=WAIT_SECONDS)
+    assert (await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS))).reason == (
         "OPERATION_NOT_FOUND"
     )
 
@@ -96,20 +96,20 @@ async def test_a_request_id_is_free_again_once_its_operation_is_deleted(
 ) -> None:
     async with make("a", CHUNKS) as a:
         request = ClearRequest(all=True, request_id="once")
-        first = await cache.Clear(request, timeout=5)
+        first = await cache.Clear(request, timeout=WAIT_SECONDS)
         await operations.WaitOperation(pb.WaitOperationRequest(name=first.name), timeout=WAIT_SECONDS)
-        assert (await cache.Clear(request, timeout=5)).name == first.name
-        await operations.DeleteOperation(pb.DeleteOperationRequest(name=first.name), timeout=5)
+        assert (await cache.Clear(request, timeout=WAIT_SECONDS)).name == first.name
+        await operations.DeleteOperation(pb.DeleteOperationRequest(name=first.name), timeout=WAIT_SECONDS)
         a.chunks.update(dict.fromkeys(KEYS, LLAMA.chunk_size))
-        second = await cache.Clear(request, timeout=5)
+        second = await cache.Clear(request, timeout=WAIT_SECONDS)
         assert second.name != first.name
         assert (
             await operations.WaitOperation(pb.WaitOperationRequest(name=second.name), timeout=WAIT_SECONDS)
         ).HasField("response")
         assert not a.chunks, "it was done again"
         other = ClearRequest(instance_id="a", all=True, request_id="once")
-        await operations.DeleteOperation(pb.DeleteOperationRequest(name=second.name), timeout=5)
-        assert (await cache.Clear(other, timeout=5)).name not in (first.name, second.name)
+        await operations.DeleteOperation(pb.DeleteOperationRequest(name=second.name), timeout=WAIT_SECONDS)
+        assert (await cache.Clear(other, timeout=WAIT_SECONDS)).name not in (first.name, second.name)
 
 
 async def test_a_request_id_is_free_again_once_its_operation_has_expired() -> None:
@@ -119,10 +119,10 @@ async def test_a_request_id_is_free_again_once_its_operation_has_expired() -> No
     ):
         cache: Any = CacheServiceStub(channel)
         request = ClearRequest(all=True, request_id="once")
-        first = await cache.Clear(request, timeout=5)
+        first = await cache.Clear(request, timeout=WAIT_SECONDS)
 
         async def is_another() -> bool:
-            return bool((await cache.Clear(request, timeout=5)).name != first.name)
+            return bool((await cache.Clear(request, timeout=WAIT_SECONDS)).name != first.name)
 
         await eventually(is_another, expected=True)
 
@@ -130,10 +130,10 @@ async def test_a_request_id_is_free_again_once_its_operation_has_expired() -> No
 async def test_unknown_names_are_not_found(operations: Any) -> None:
     for name in ("", "x", "move-zz", "move-" + "f" * 16):
         for call in (
-            operations.GetOperation(pb.GetOperationRequest(name=name), timeout=5),
-            operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=5),
-            operations.CancelOperation(pb.CancelOperationRequest(name=name), timeout=5),
-            operations.DeleteOperation(pb.DeleteOperationRequest(name=name), timeout=5),
+            operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS),
+            operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=WAIT_SECONDS),
+            operations.CancelOperation(pb.CancelOperationRequest(name=name), timeout=WAIT_SECONDS),
+            operations.DeleteOperation(pb.DeleteOperationRequest(name=name), timeout=WAIT_SECONDS),
         ):
             assert (await refused(call)).reason == "OPERATION_NOT_FOUND"
 
@@ -145,10 +145,10 @@ async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytes
     ):
         name = await clear(CacheServiceStub(channel))
         operations: Any = operations_pb2_grpc.OperationsStub(channel)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_SECONDS):
             while await names(operations):  # noqa: ASYNC110 # it happens on the other side of a socket
                 await asyncio.sleep(0.005)
-        error = await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=5))
+        error = await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS))
         assert error.reason == "OPERATION_NOT_FOUND"
     monkeypatch.setattr(operation_table, "MAX_ENDED", 2)
     async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
@@ -156,7 +156,7 @@ async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytes
         begun = []
         for _ in range(4):
             begun.append(await clear(CacheServiceStub(channel)))
-            await operations.WaitOperation(pb.WaitOperationRequest(name=begun[-1]), timeout=5)
+            await operations.WaitOperation(pb.WaitOperationRequest(name=begun[-1]), timeout=WAIT_SECONDS)
         assert await names(operations) == begun[:1:-1]
 
 
@@ -167,10 +167,10 @@ async def test_too_many_at_once_are_refused(
     async with make("a", CHUNKS) as a:
         a.going.clear()
         begun = [await clear(cache) for _ in range(2)]
-        assert (await refused(cache.Clear(ClearRequest(all=True), timeout=5))).reason == "FULL"
+        assert (await refused(cache.Clear(ClearRequest(all=True), timeout=WAIT_SECONDS))).reason == "FULL"
         for name in begun:
-            await operations.CancelOperation(pb.CancelOperationRequest(name=name), timeout=5)
-            done = await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=10)
+            await operations.CancelOperation(pb.CancelOperationRequest(name=name), timeout=WAIT_SECONDS)
+            done = await operations.WaitOperation(pb.WaitOperationRequest(name=name), timeout=WAIT_SECONDS)
             assert done.error.code == grpc.StatusCode.CANCELLED.value[0]
         assert a.chunks == CHUNKS
         a.going.set()

@@ -44,7 +44,7 @@ async def lookup(cache: Any, keys: Sequence[ChunkKey] = (), **fields: Any) -> Lo
         fields["chunk_keys"] = join_keys(keys)
     else:
         fields.setdefault("tokens", PROMPT)
-    response: LookupResponse = await cache.Lookup(LookupRequest(**fields), timeout=5)
+    response: LookupResponse = await cache.Lookup(LookupRequest(**fields), timeout=60)
     return response
 
 
@@ -148,7 +148,7 @@ async def test_a_model_with_plain_and_other_specs_is_looked_up_under_each(make: 
 async def test_a_stream_answers_prompts_with_and_without_parts(make: Make, cache: Any) -> None:
     async with make("a", items(4), HYBRID), make("b", keys_of(PROMPT)[:2], LLAMA):
         requests = [LookupRequest(tokens=PROMPT, model_name=one) for one in (HYBRID.model_name, LLAMA.model_name)]
-        stream = cache.LookupStream(timeout=5)
+        stream = cache.LookupStream(timeout=60)
         await stream.write(LookupStreamRequest(requests=requests * 2))
         answer = await stream.read()
         assert [found(result.response) for result in answer.results] == [{"a": 4}, {"b": 2}] * 2

@@ -60,7 +60,7 @@ async def register(
         specs=[spec.to_proto() for spec in specs],
         **fields,
     )
-    response: RegisterResponse = await registry.Register(RegisterRequest(instance=instance), timeout=5)
+    response: RegisterResponse = await registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
     return response
 
 
@@ -72,7 +72,7 @@ def report(sequence: int = 1, *, epoch: int = 1, **fields: Any) -> ReportRequest
 
 
 async def listed(registry: Any, **fields: Any) -> ListInstancesResponse:
-    response: ListInstancesResponse = await registry.ListInstances(ListInstancesRequest(**fields), timeout=5)
+    response: ListInstancesResponse = await registry.ListInstances(ListInstancesRequest(**fields), timeout=WAIT_SECONDS)
     return response
 
 
@@ -84,7 +84,7 @@ async def refusal(call: Any) -> LmkvError:
 
 async def refused_report(registry: Any, *reports: ReportRequest) -> LmkvError:
     """The error that the last of some reports gets; those before it must be acknowledged."""
-    stream = registry.Report(timeout=5)
+    stream = registry.Report(timeout=WAIT_SECONDS)
     for sent in reports[:-1]:
         await stream.write(sent)
         await stream.read()
@@ -93,7 +93,7 @@ async def refused_report(registry: Any, *reports: ReportRequest) -> LmkvError:
 
 
 async def is_held(cache: Any) -> bool:
-    response = await cache.Lookup(LookupRequest(chunk_keys=KEY), timeout=5)
+    response = await cache.Lookup(LookupRequest(chunk_keys=KEY), timeout=WAIT_SECONDS)
     return bool(response.holders)
 
 
@@ -125,7 +125,7 @@ async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> 
     ],
 )
 async def test_a_bad_instance_is_refused(registry: Any, instance: Instance) -> None:
-    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=5))
+    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_INSTANCE")
     assert not (await listed(registry)).instances
 
@@ -134,7 +134,7 @@ async def test_a_spec_that_lies_is_refused(registry: Any) -> None:
     spec = LLAMA.to_proto()
     spec.kv_dtype = "float32"
     instance = Instance(instance_id="a", epoch=1, peer_address="host:1", specs=[spec])
-    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=5))
+    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_KV_SPEC")
 
 
@@ -160,7 +160,7 @@ async def test_a_stale_epoch_is_refused_everywhere(registry: Any) -> None:
     await register(registry, "a", 2)
     for call in (
         register(registry, "a", 1),
-        registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=5),
+        registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=WAIT_SECONDS),
     ):
         error = await refusal(call)
         assert (error.code, error.reason) == ("FAILED_PRECONDITION", "STALE_EPOCH")
@@ -214,7 +214,7 @@ async def test_heartbeats_keep_an_instance_alive(registry: Any, cache: Any) -> N
     assert await is_held(cache)
 
 
-@pytest.mark.parametrize("lease_ttl", [0.5])
+@pytest.mark.parametrize("lease_ttl", [2.0])
 async def test_a_silent_instance_expires_though_its_stream_is_open(registry: Any, cache: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     stream = registry.Report()
@@ -227,17 +227,17 @@ async def test_a_silent_instance_expires_though_its_stream_is_open(registry: Any
     assert (error.code, error.reason) == ("NOT_FOUND", "INSTANCE_NOT_FOUND")
 
 
-@pytest.mark.parametrize("lease_ttl", [0.5])
+@pytest.mark.parametrize("lease_ttl", [2.0])
 async def test_a_cut_connection_expires_within_its_lease(coordinator: Coordinator, registry: Any, cache: Any) -> None:
     async with rpc.open_channel(coordinator.address) as doomed:
         stub: Any = registry_service_pb2_grpc.RegistryServiceStub(doomed)
         await register(stub, "a", 1, 7000, LLAMA)
         stream = stub.Report()
+        last_report = time.monotonic()
         await stream.write(report(changes=HELD))
         await stream.read()
-        last_report = time.monotonic()
     await eventually(partial(is_held, cache), expected=False)
-    assert time.monotonic() - last_report >= 0.45, "not with the connection but with the lease"
+    assert time.monotonic() - last_report >= 1.9, "not with the connection but with the lease"
 
 
 async def test_reports_of_the_unregistered_are_refused(registry: Any) -> None:
@@ -261,7 +261,7 @@ async def test_a_lost_report_requires_a_resync(registry: Any, reports: list[Repo
     await register(registry, "a", 1, 7000, LLAMA)
     error = await refused_report(registry, *reports)
     assert (error.code, error.reason) == ("FAILED_PRECONDITION", "RESYNC_REQUIRED")
-    stream = registry.Report(timeout=5)
+    stream = registry.Report(timeout=WAIT_SECONDS)
     await stream.write(report())
     assert (await stream.read()).acked_sequence == 1
 
@@ -271,7 +271,7 @@ async def test_a_broken_key_list_is_refused_and_the_server_keeps_serving(registr
     bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=b"short")
     error = await refused_report(registry, report(changes=[bad]))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_CHUNK_KEY")
-    stream = registry.Report(timeout=5)
+    stream = registry.Report(timeout=WAIT_SECONDS)
     await stream.write(report())
     assert (await stream.read()).acked_sequence == 1
 
@@ -280,7 +280,7 @@ async def test_an_oversized_report_ends_its_stream_only(registry: Any, boundless
     await register(registry, "a", 1, 7000, LLAMA)
     bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=bytes(16 * 65_537))
     stub: Any = registry_service_pb2_grpc.RegistryServiceStub(boundless)
-    stream = stub.Report(timeout=5)
+    stream = stub.Report(timeout=WAIT_SECONDS)
     await stream.write(report(changes=[bad]))
     with pytest.raises(grpc.RpcError) as caught:
         await stream.read()
@@ -290,7 +290,7 @@ async def test_an_oversized_report_ends_its_stream_only(registry: Any, boundless
 
 async def test_a_second_stream_supersedes_the_first(registry: Any, cache: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
-    first, second = registry.Report(timeout=5), registry.Report(timeout=5)
+    first, second = registry.Report(timeout=WAIT_SECONDS), registry.Report(timeout=WAIT_SECONDS)
     await first.write(report())
     await first.read()
     await second.write(report(changes=HELD))
@@ -305,9 +305,9 @@ async def test_leaving_forgets_everything_at_once(registry: Any, cache: Any) -> 
     stream = registry.Report()
     await stream.write(report(changes=HELD))
     await stream.read()
-    await registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=5)
+    await registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=WAIT_SECONDS)
     assert not await is_held(cache)
-    error = await refusal(registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=5))
+    error = await refusal(registry.Deregister(DeregisterRequest(instance_id="a", epoch=1), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("NOT_FOUND", "INSTANCE_NOT_FOUND")
 
 
@@ -315,7 +315,7 @@ async def test_many_instances_come_and_go_at_once(registry: Any) -> None:
     await asyncio.gather(*(register(registry, f"instance-{i}", 1, 7000 + i, LLAMA) for i in range(MAX_JOINING)))
     assert len((await listed(registry)).instances) == MAX_JOINING
     leaving = [DeregisterRequest(instance_id=f"instance-{i}", epoch=1) for i in range(MAX_JOINING)]
-    await asyncio.gather(*(registry.Deregister(request, timeout=5) for request in leaving))
+    await asyncio.gather(*(registry.Deregister(request, timeout=WAIT_SECONDS) for request in leaving))
     assert len((await listed(registry)).instances) == 0
 
 
@@ -368,5 +368,5 @@ async def test_a_page_ends_early_rather_than_outgrow_a_message(registry: Any) ->
 
 @pytest.mark.parametrize("token", ["a", "nonsense", "größe", "YQ=="])
 async def test_a_page_token_from_elsewhere_is_refused(registry: Any, token: str) -> None:
-    error = await refusal(registry.ListInstances(ListInstancesRequest(page_token=token), timeout=5))
+    error = await refusal(registry.ListInstances(ListInstancesRequest(page_token=token), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN")

@@ -18,7 +18,7 @@ from tests.server.coordinator.guarded import Guarded, guarded
 from tests.support.certificates import issue
 from tests.support.tokens import entry
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 LOOKUP = "/lmkv.v1.CacheService/Lookup"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 TLS = b"\x16\x03\x01\x02\x00" + bytes(100)

@@ -86,7 +86,7 @@ async def test_a_drain_is_shown_with_its_instance_and_progress(
     for instance in fleet.values():
         instance.going.clear()
     page = await visitor.open()
-    await cache.Drain(DrainRequest(instance_id="a"), timeout=5)
+    await cache.Drain(DrainRequest(instance_id="a"), timeout=60)
     await expect(page.locator(".operation .kind")).to_have_text("drain")
     await expect(page.locator(".operation h3")).to_have_text("a")
     await expect(page.get_by_role("progressbar", name="drain a")).to_have_attribute("aria-valuemax", "1")

@@ -93,7 +93,7 @@ async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(
     async with a:
         page = await visitor.open()
         await expect(page.locator(".instance")).to_have_count(1)
-        await registry.Deregister(DeregisterRequest(instance_id="a", epoch=a.epoch), timeout=5)
+        await registry.Deregister(DeregisterRequest(instance_id="a", epoch=a.epoch), timeout=60)
         await expect(page.locator(".instance")).to_have_count(0)
         await expect(page.locator("#instances-empty")).to_be_visible()
     async with make("b"):
@@ -377,7 +377,7 @@ async def test_a_name_opens_the_details_of_its_instance(
         await page.goto(f"{visitor.url}#instance=c")
         await expect(page.get_by_role("dialog", name="c")).to_be_visible()
         visitor.forgiven.append("404 (Not Found)")  # its history, if the page asks for it just then
-        await registry.Deregister(DeregisterRequest(instance_id="c", epoch=fleet["c"].epoch), timeout=5)
+        await registry.Deregister(DeregisterRequest(instance_id="c", epoch=fleet["c"].epoch), timeout=60)
         await expect(page.locator("#detail-gone")).to_be_visible()
 
 
@@ -387,7 +387,7 @@ async def test_names_that_look_like_html_are_only_text(visitor: Visitor, make: M
     async with make(evil, CHUNKS, spec), make("b", spec=spec) as b:
         keys = join_keys(KEYS)
         await start_copy(cache, evil, "b", chunk_keys=keys)
-        await cache.Pin(PinRequest(position=Position(instance_id=evil), chunk_keys=keys), timeout=5)
+        await cache.Pin(PinRequest(position=Position(instance_id=evil), chunk_keys=keys), timeout=60)
         await until(lambda: b.chunks == CHUNKS)
         page = await visitor.open()
         await look_up(page, join_keys(KEYS).hex())

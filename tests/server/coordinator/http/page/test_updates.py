@@ -75,7 +75,7 @@ async def test_it_keeps_the_newest_operations_and_reads_only_what_is_new(
 ) -> None:
     async with make("a", CHUNKS):
         for _ in range(230):
-            await cache.Clear(ClearRequest(instance_id="a", all=True, dry_run=True), timeout=5)
+            await cache.Clear(ClearRequest(instance_id="a", all=True, dry_run=True), timeout=60)
         page = await visitor.open()
         await expect(page.locator(".operation")).to_have_count(200)
         await expect(page.locator(".operation .badge").last).to_have_text("done")
@@ -84,7 +84,7 @@ async def test_it_keeps_the_newest_operations_and_reads_only_what_is_new(
         await rounds(page, 2)
         asked = [call.partition(" ")[2] for call in visitor.calls if "ListOperations" in call]
         assert set(asked) == {'{"pageSize":20,"pageToken":""}'}
-        await cache.Clear(ClearRequest(instance_id="a", all=True), timeout=5)
+        await cache.Clear(ClearRequest(instance_id="a", all=True), timeout=60)
         await expect(page.locator(".operation .kind").first).to_have_text("clear")
         await expect(page.locator(".operation")).to_have_count(200)
 

@@ -38,7 +38,7 @@ class Visitor:
         """A new page; the page of the fleet is connected to the coordinator."""
         context = await self._browser.new_context(**{"viewport": SIZES[0], **options})
         page = await context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(120_000)
         page.on("console", lambda message: self._hear(message.type, message.text))
         page.on("pageerror", lambda error: self._hear("error", str(error)))
         page.on("dialog", lambda dialog: self._hear("error", f"a dialog of the browser: {dialog.message}"))
@@ -63,7 +63,7 @@ class Visitor:
         self.calls.append(f"{request.url.removeprefix(self.url)} {request.post_data or ''}")
 
 
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=60_000)
 
 
 async def report(instance: ScriptedInstance, **fields: Any) -> None:
@@ -81,7 +81,7 @@ async def start_copy(cache: Any, source: str = "a", destination: str = "c", **pr
     """Has the prompt copied, or what else is named."""
     request = MoveRequest(copy=True, **(prompt or {"tokens": PROMPT}))
     request.old_position.instance_id, request.new_position.instance_id = source, destination
-    await cache.Move(request, timeout=5)
+    await cache.Move(request, timeout=60)
 
 
 async def rounds(page: Page, number: int) -> None:
