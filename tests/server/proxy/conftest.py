@@ -86,7 +86,7 @@ def make_proxy(make_engine: MakeEngine, stack: AsyncExitStack) -> MakeProxy:
             settings["prefiller_port"] = [engine.port for engine in prefillers or ()]
             settings["decoder_port"] = [engine.port for engine in decoders or ()]
         proxy = await stack.enter_async_context(Proxy(ProxyConfig(port=0, **(QUICK | settings))))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=20))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=60))
         front = Front(proxy, client)
         await front.all_healthy()
         return front

@@ -226,7 +226,7 @@ async def test_lookups_use_the_salt_that_the_engine_uses(
         make("i-1", keys_of(tokens, SPEC, cache_salt=salts[0]), SPEC),
         make("i-2", keys_of(tokens, SPEC, cache_salt=salts[1]), SPEC),
     ):
-        routing = {"policy": "kv_aware", "coordinator_address": coordinator.address, "lookup_timeout": 5}
+        routing = {"policy": "kv_aware", "coordinator_address": coordinator.address, "lookup_timeout": 20}
         front = await make_proxy(engines=engines, **settings, **routing)
         for headers in (A, A, B):
             await send(front, PROMPT, headers)

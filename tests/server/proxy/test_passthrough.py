@@ -114,7 +114,7 @@ async def test_a_stream_that_breaks_later_ends_with_an_error(make_engine: MakeEn
 
 async def test_a_request_ends_at_its_deadline(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     engine = await serving(make_engine, RESPONSES)
-    front = await make_proxy(engines=[engine], request_timeout=0.2)
+    front = await make_proxy(engines=[engine], request_timeout=1.0)
     engine.going.clear()
     assert (await front.ask(RESPONSES, BODY)).status_code == 504
     await until(lambda: engine.cut_count == 1)

@@ -56,7 +56,7 @@ async def started(log: Path, *arguments: object) -> AsyncIterator[tuple[subproce
         yield process, ready[1]
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -103,7 +103,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         done = subprocess.run(
-            [*RUN, "--port", str(port)], capture_output=True, text=True, timeout=20, check=False, env=ENVIRONMENT
+            [*RUN, "--port", str(port)], capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
         )
     assert done.returncode == 2
     assert done.stderr == (

@@ -39,7 +39,7 @@ def make_proxy(engine: ScriptedEngine, **settings: Any) -> Proxy:
 
 
 async def post(url: str, credentials: Credentials) -> httpx.Response:
-    async with httpx.AsyncClient(verify=credentials.client_contexts().get(), trust_env=False, timeout=20) as client:
+    async with httpx.AsyncClient(verify=credentials.client_contexts().get(), trust_env=False, timeout=60) as client:
         return await client.post(f"{url}/v1/completions", json=BODY)
 
 

@@ -106,7 +106,7 @@ def test_an_answer_without_tokens_cannot_be_continued(answer: dict[str, Any]) ->
             ResponseJoiner(path, COMPLETION, answer)
 
 
-@pytest.mark.timeout(180)  # vLLM takes long to import
+@pytest.mark.timeout(600)  # vLLM takes long to import
 def test_vllm_accepts_the_requests_of_engines_and_the_responses_of_clients() -> None:
     completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")

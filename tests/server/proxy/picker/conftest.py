@@ -47,7 +47,7 @@ class Front:
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         """A page of the HTTP port."""
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             return await client.get(f"http://127.0.0.1:{self.picker.metrics_port}{path}", headers=headers)
 
 
@@ -68,7 +68,7 @@ def make_picker(make_engine: MakeEngine, stack: AsyncExitStack) -> MakePicker:
             "metrics_port": 0,
             "health_interval": 0.05,
             "stop_timeout": 0.0,
-            "lookup_timeout": 5.0,
+            "lookup_timeout": 20.0,
         }
         if "coordinator_address" not in settings:
             defaults["policy"] = "least_loaded"

@@ -130,7 +130,7 @@ async def test_the_command_serves_and_ends_cleanly(make_engine: MakeEngine, tmp_
         await until(lambda: process.poll() is not None)
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
     assert process.returncode == 0
     assert "lmkv picker stopped" in log.read_text()
     assert "Traceback" not in log.read_text()

@@ -253,7 +253,7 @@ async def test_a_body_that_cannot_be_read_reaches_an_engine(front: Front, engine
 
 async def test_bytes_that_are_no_message_end_the_stream_with_an_error(front: Front, engine: ScriptedEngine) -> None:
     process: Any = front.channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")  # type: ignore[call-arg]
-    call = process(timeout=20)
+    call = process(timeout=60)
     exchange = HttpExchange(call)
     await call.write(b"\xff\xff\xff")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -272,13 +272,13 @@ def _metadata(namespace: str, values: dict[str, Any]) -> Any:
 
 async def _status(front: Front, service: str) -> int:
     stub: Any = health_pb2_grpc.HealthStub(front.channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
 
 
 async def _until_serving(front: Front, service: str) -> None:
     stub: Any = health_pb2_grpc.HealthStub(front.channel)
-    async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=20):
+    async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=60):
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return
 

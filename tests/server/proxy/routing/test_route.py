@@ -111,7 +111,7 @@ async def test_the_engine_with_the_longest_cached_prefix_is_selected(
     holders: str, make_engine: MakeEngine, make_proxy: MakeProxy
 ) -> None:
     engines = await three(make_engine)
-    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=5)
+    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=20)
     for body in (completion(PROMPT), completion(tokens_of({"prompt": PROMPT})), completion([PROMPT])):
         await front.ask(COMPLETIONS, body)
     assert counts(engines) == [0, 0, 3]
@@ -124,7 +124,7 @@ async def test_the_engine_with_the_longest_cached_prefix_is_selected(
 async def test_load_outweighs_cached_tokens(holders: str, make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     engines = await three(make_engine)
     front = await make_proxy(
-        engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=5, load_tokens=40
+        engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=20, load_tokens=40
     )
     engines[2].going.clear()
     first = asyncio.create_task(front.ask(COMPLETIONS, completion(PROMPT)))
@@ -142,7 +142,7 @@ async def test_chats_are_looked_up_as_the_engine_renders_them(
     body = chat(PROMPT)
     async with make("i-1", keys_of(tokens_of(body), SPEC), SPEC):
         front = await make_proxy(
-            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=20
         )
         await front.ask(CHAT, body)
         assert counts(engines) == [0, 1, 0]
@@ -160,7 +160,7 @@ async def test_adapters_and_salts_are_looked_up_apart(
         make("i-2", keys_of(tokens, SPEC), SPEC, served),
     ):
         front = await make_proxy(
-            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=20
         )
         cases: tuple[tuple[dict[str, str], int], ...] = (
             ({"model": "tuned"}, 0),
@@ -181,7 +181,7 @@ async def test_an_adapter_that_was_never_used_is_a_miss(
     engine = await make_engine("i-0")
     async with make("i-0", keys_of(tokens_of({"prompt": PROMPT}), SPEC), SPEC):
         front = await make_proxy(
-            engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+            engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=20
         )
         assert (await front.ask(COMPLETIONS, completion(PROMPT) | {"model": "tuned"})).status_code == 200
         await front.counts("lmkv_proxy_lookups_total", 1, outcome="miss")
@@ -192,7 +192,7 @@ async def test_prefill_engines_are_chosen_by_what_they_hold(
 ) -> None:
     prefillers = await three(make_engine)
     decoder = await make_engine("d")
-    front = await make_proxy(prefillers, [decoder], policy="kv_aware", coordinator_address=holders, lookup_timeout=5)
+    front = await make_proxy(prefillers, [decoder], policy="kv_aware", coordinator_address=holders, lookup_timeout=20)
     body = completion(PROMPT, max_tokens=9)
     assert answer_of(await front.ask(COMPLETIONS, body)) == await alone(decoder, COMPLETIONS, body)
     assert counts(prefillers) == [0, 0, 1]
@@ -219,7 +219,7 @@ async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
     caplog.set_level(logging.INFO)
     engine = await make_engine("i-0")
     front = await make_proxy(
-        engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=5
+        engines=[engine], policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=20
     )
     async with make("other", [], dataclasses.replace(SPEC, model_name="another")):
         for _ in range(2):

@@ -250,12 +250,12 @@ async def test_a_request_has_a_deadline(
     body: dict[str, Any],
     has_begun: bool,
 ) -> None:
-    front = await make_proxy([prefiller], [decoder], request_timeout=0.3)
+    front = await make_proxy([prefiller], [decoder], request_timeout=2.0)
     engine = {"prefill": prefiller, "decode": decoder}[held]
     engine.going.clear()
     response = await front.ask(COMPLETIONS, body)
     assert response.status_code == (200 if has_begun else 504)
-    assert "the response was not complete within 0.3 s" in response.text
+    assert "the response was not complete within 2 s" in response.text
     await until(lambda: engine.cut_count == 1)
     await front.counts("lmkv_proxy_requests_total", 1, outcome="timeout")
 
@@ -264,7 +264,7 @@ async def test_a_request_has_a_deadline(
 async def test_a_frozen_engine_is_replaced_during_a_request(
     make_engine: MakeEngine, make_proxy: MakeProxy, held: str
 ) -> None:
-    front, prefillers, decoders = await fleet(make_engine, make_proxy, 2, 2, health_interval=0.05, health_timeout=0.05)
+    front, prefillers, decoders = await fleet(make_engine, make_proxy, 2, 2, health_interval=0.05, health_timeout=0.5)
     expected = await alone(decoders[0], COMPLETIONS, BODY | STREAM)
     pool = {"prefill": prefillers, "decode": decoders}[held]
     for engine in pool:
