@@ -21,8 +21,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps."
 OTHER = "the quick brown fox jumps over the lazy dog, and then it sleeps."
 CHUNK = 16
 MAX_LINES = 150
-RUN_SECONDS = 60.0
-READY_SECONDS = 30.0
+RUN_SECONDS = 200.0
+READY_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def generate(prompt: str, socket: Path) -> tuple[int, list[int]]:
     """Runs the example in a process of its own; the tokens that it loaded, and the answer."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), prompt, str(socket)],
-        env=os.environ | {"LMKV_NODE_START_TIMEOUT": "2"},
+        env=os.environ | {"LMKV_NODE_START_TIMEOUT": "5", "LMKV_LOOKUP_TIMEOUT": "20"},
         capture_output=True,
         text=True,
         timeout=RUN_SECONDS,

@@ -168,7 +168,7 @@ async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_po
             updates = coordinator.watch()
             assert (await anext(updates)).changes[0].instance_id == "a"
             assert not (await anext(updates)).snapshot
-            waiting = asyncio.ensure_future(move.wait(30))
+            waiting = asyncio.ensure_future(move.wait(60))
             watching = asyncio.ensure_future(anext(updates))
             await asyncio.sleep(0)
         async with server.Coordinator(port=port, cluster_secret="hush", lease_ttl=0.5):
@@ -176,5 +176,5 @@ async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_po
                 watching = asyncio.ensure_future(anext(updates))
             assert update.changes == ()
             with pytest.raises(OperationNotFound):  # who kept its record left too
-                await asyncio.wait_for(waiting, 20)
+                await asyncio.wait_for(waiting, 60)
             await updates.aclose()

@@ -214,7 +214,7 @@ def test_import_brings_in_nothing_heavy() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=60,
     )
     assert done.stdout.strip() == "[]"
 
@@ -276,7 +276,7 @@ def started(installed: Path, *argv: str, **env: str) -> Iterator[subprocess.Pope
 
 def test_installed_commands_are_found_and_a_broken_one_breaks_no_other(installed: Path) -> None:
     with started(installed) as process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert "  check         check" in out
     assert "  broken        (`lmkv broken` cannot start here: No module named 'no_such_module')" in out
@@ -284,7 +284,7 @@ def test_installed_commands_are_found_and_a_broken_one_breaks_no_other(installed
 
 def test_a_process_that_cannot_start_leaves_with_2_and_no_traceback(installed: Path) -> None:
     with started(installed, "check", LMKV_P2P_PRT="1") as process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert err == "lmkv: error: unknown key LMKV_P2P_PRT in the environment; did you mean LMKV_P2P_PORT?\n"
 
@@ -295,7 +295,7 @@ def test_a_reader_that_goes_away_is_ignored(installed: Path) -> None:
         assert process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=30) == 141
+        assert process.wait(timeout=60) == 141
         assert process.stderr.read() == ""
 
 
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_it_quietly(installed: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
 
 

@@ -308,19 +308,19 @@ async def lmkv(
 async def test_watch_prints_what_is_held_and_then_every_change(fleet: Fleet) -> None:
     async with lmkv("watch", "--model", "llama") as process:
         assert process.stdout
-        held = await asyncio.wait_for(process.stdout.readline(), 20)
+        held = await asyncio.wait_for(process.stdout.readline(), 120)
         assert re.fullmatch(rb"\d\d:\d\d:\d\d  held     a/host  \+3  [0-9a-f]{32} \.\.\.\n", held)
         await fleet.a.evict(KEYS[2:])
-        change = await asyncio.wait_for(process.stdout.readline(), 20)
+        change = await asyncio.wait_for(process.stdout.readline(), 120)
         assert change.split(b"  ", 1)[1].decode() == f"changed  a/host  -1  {KEYS[2].hex()}\n"
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 20) == 130
+        assert await asyncio.wait_for(process.wait(), 120) == 130
 
 
 async def test_watch_as_json_is_an_object_per_line(fleet: Fleet) -> None:
     async with lmkv("watch", "--json") as process:
         assert process.stdout
-        updates = [json.loads(await asyncio.wait_for(process.stdout.readline(), 20)) for _ in range(2)]
+        updates = [json.loads(await asyncio.wait_for(process.stdout.readline(), 120)) for _ in range(2)]
     assert [(update["reset"], update["snapshot"]) for update in updates] == [(True, True), (False, False)]
     assert updates[0]["changes"][0]["instance_id"] == "a"
     assert int(updates[1]["revision"]) >= int(updates[0]["revision"]) > 0
@@ -348,7 +348,7 @@ async def test_a_terminal_gets_a_progress_bar(fleet: Fleet, monkeypatch: pytest.
         async with lmkv("move", "--from", "a", "--to", "b", "--tokens", TOKENS, stderr=terminal_end) as process:
             await until(lambda: b"0/3 chunks" in b"".join(shown))
             fleet.resume()
-            out, _ = await asyncio.wait_for(process.communicate(), 20)
+            out, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
     assert b"3 chunks (40 tokens) arrived" in out
 
@@ -364,7 +364,7 @@ async def test_top_redraws_a_terminal_until_ctrl_c(fleet: Fleet, monkeypatch: py
                 move = await coordinator.move(PROMPT, source="a", destination="b")
             await until(lambda: move.name.encode() in b"".join(shown))
             process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(process.wait(), 20) == 130
+            assert await asyncio.wait_for(process.wait(), 120) == 130
 
 
 async def test_ctrl_c_while_waiting_leaves_the_operation_running(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +375,7 @@ async def test_ctrl_c_while_waiting_leaves_the_operation_running(fleet: Fleet, m
         async with lmkv("move", "--from", "a", "--to", "b", "--tokens", TOKENS, stderr=terminal_end) as process:
             await until(lambda: b"0/3 chunks" in b"".join(shown))
             process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(process.wait(), 20) == 130
+            assert await asyncio.wait_for(process.wait(), 120) == 130
         await until(lambda: b"cancels it" in b"".join(shown))
     said = re.search(
         r"(move-[0-9a-f]{16}) continues; `lmkv ops wait \1` waits for it, `lmkv ops cancel \1` cancels it",
@@ -385,7 +385,7 @@ async def test_ctrl_c_while_waiting_leaves_the_operation_running(fleet: Fleet, m
     fleet.resume()
     async with Coordinator(fleet.address) as coordinator:
         operation = await coordinator.operation(said[1])
-        assert (await operation.wait(10)).chunk_count == 3
+        assert (await operation.wait(60)).chunk_count == 3
 
 
 async def test_ctrl_c_before_the_answer_says_that_the_order_may_have_been_heard() -> None:
@@ -401,9 +401,9 @@ async def test_ctrl_c_before_the_answer_says_that_the_order_may_have_been_heard(
         port = silent.sockets[0].getsockname()[1]
         order = ("clear", "--all", "--yes", "--coordinator", f"127.0.0.1:{port}")
         async with lmkv(*order) as process:
-            await asyncio.wait_for(called.wait(), 20)
+            await asyncio.wait_for(called.wait(), 120)
             process.send_signal(signal.SIGINT)
-            _, error = await asyncio.wait_for(process.communicate(), 20)
+            _, error = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 130
     hint = "`lmkv ops` shows whether the operation was started"
     assert error.decode() == f"the coordinator has not responded yet; {hint}\n"

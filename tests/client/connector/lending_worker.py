@@ -90,7 +90,7 @@ class LendingWorkers:
         """Ends it."""
         self._process.send_signal(signal.SIGCONT)
         try:
-            self._process.communicate(timeout=20)
+            self._process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()

@@ -73,7 +73,7 @@ def start(node: NodeOfTests) -> Iterator[Start]:
     made: list[LmkvStorage] = []
 
     def start(pool: HostPoolFields, **fields: Any) -> LmkvStorage:
-        settings = {"node_address": str(node.socket), "lookup_timeout": 5, "load_timeout": 10}
+        settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60}
         extra = {"interface_v1": 1, "lmkv": settings}
         made.append(LmkvStorage(StorageConfigFields(extra_config=extra, **fields), {}))
         made[-1].register_mem_pool_host(pool)

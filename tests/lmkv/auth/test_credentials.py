@@ -38,7 +38,7 @@ async def ask(port: int, credentials: Credentials, host: str = "localhost") -> N
     async with rpc.open_channel(f"{host}:{port}", credentials) as channel:
         try:
             request = health_pb2.HealthCheckRequest()
-            await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+            await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error) from None
 
@@ -115,14 +115,14 @@ async def test_certificates_are_replaced_under_running_ends(tmp_path: Path) -> N
         stub: Any = health_pb2_grpc.HealthStub(line)
         watch = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
 
         swap(tmp_path / "server", second)
         await ask(port, second.known_client)
         with pytest.raises(Unreachable):
             await ask(port, first.known_client)
         swap(tmp_path / "client", second)
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert not watch.done()  # existing calls continue
         watch.cancel()
 

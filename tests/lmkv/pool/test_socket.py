@@ -64,7 +64,7 @@ def open_files() -> int:
 WORKER = """
 import sys, time
 from lmkv.pool.socket import attach
-attached = attach(sys.argv[1], "engine-1", int(sys.argv[2]), 7, 5.0)
+attached = attach(sys.argv[1], "engine-1", int(sys.argv[2]), 7, 60.0)
 attached.pool.buffer[int(sys.argv[2])] = 42
 print("written", flush=True)
 time.sleep(60)
@@ -98,14 +98,14 @@ async def test_a_frozen_worker_is_not_taken_for_gone(node: Node) -> None:
 
 
 async def test_closing_says_goodbye(node: Node) -> None:
-    attached = await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 5.0)
+    attached = await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)
     attached.close()
     attached.close()
     await until(lambda: node.events == [("came", "e", 0), ("gone", "e", 0)])
 
 
 async def test_several_workers_share_the_memory(node: Node) -> None:
-    workers = [await asyncio.to_thread(attach, node.path, "e", rank, EPOCH, 5.0) for rank in range(3)]
+    workers = [await asyncio.to_thread(attach, node.path, "e", rank, EPOCH, 60.0) for rank in range(3)]
     for rank, worker in enumerate(workers):
         worker.pool.buffer[rank] = rank + 1
     assert bytes(node.pool.buffer[:3]) == b"\1\2\3" == bytes(workers[0].pool.buffer[:3])
@@ -115,7 +115,7 @@ async def test_several_workers_share_the_memory(node: Node) -> None:
 
 
 async def test_a_worker_keeps_its_memory_when_the_node_closes(node: Node) -> None:
-    attached = await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 5.0)
+    attached = await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)
     attached.pool.buffer[0] = 5
     await node.socket.aclose()
     await node.socket.aclose()
@@ -148,7 +148,7 @@ async def test_a_worker_of_another_epoch_is_refused(node: Node) -> None:
 async def test_a_hello_that_makes_no_sense_is_refused_and_the_next_worker_served(node: Node, hello: bytes) -> None:
     def greet() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5.0)
+            connection.settimeout(60.0)
             connection.connect(str(node.path))
             connection.sendall(hello)
             return connection.recv(4096)
@@ -157,7 +157,7 @@ async def test_a_hello_that_makes_no_sense_is_refused_and_the_next_worker_served
         assert b'"error"' in await asyncio.to_thread(greet)
     except ConnectionResetError:  # it had not read all of the line
         assert len(hello) > fd_passing.MAX_LINE_BYTES
-    (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 5.0)).close()
+    (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)).close()
     await until(lambda: len(node.events) == 2)
 
 
@@ -166,7 +166,7 @@ async def test_a_worker_that_says_nothing_is_dropped(node: Node, monkeypatch: py
 
     def wait() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5.0)
+            connection.settimeout(60.0)
             connection.connect(str(node.path))
             return connection.recv(4096)
 
@@ -183,7 +183,7 @@ async def test_the_socket_of_a_dead_node_is_replaced(directory: Path) -> None:
         dead.bind(str(path))
     node = Node(path)
     async with node.socket:
-        (await asyncio.to_thread(attach, path, "e", 0, EPOCH, 5.0)).close()
+        (await asyncio.to_thread(attach, path, "e", 0, EPOCH, 60.0)).close()
     node.pool.close()
 
 
@@ -192,7 +192,7 @@ async def test_the_socket_of_a_living_node_is_left_alone(node: Node) -> None:
     with pytest.raises(ConfigError, match=r"^runtime_dir: another node listens at .*; give this one another"):
         await second.socket.start()
     second.pool.close()
-    (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 5.0)).close()
+    (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)).close()
 
 
 async def test_paths_that_cannot_be_listened_at_are_refused_by_name(directory: Path) -> None:
@@ -213,14 +213,14 @@ async def test_closing_leaves_a_newer_nodes_socket(directory: Path) -> None:
     path.unlink()
     async with new.socket:
         await old.socket.aclose()
-        (await asyncio.to_thread(attach, path, "e", 0, EPOCH, 5.0)).close()
+        (await asyncio.to_thread(attach, path, "e", 0, EPOCH, 60.0)).close()
     old.pool.close()
     new.pool.close()
 
 
 def test_no_node_is_unreachable_at_once(directory: Path) -> None:
     with pytest.raises(Unreachable, match="No such file"):
-        attach(directory / "none", "e", 0, EPOCH, 5.0)
+        attach(directory / "none", "e", 0, EPOCH, 60.0)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_pool_shorter_than_the_node_says_is_not_mapped(directory: Path) -> Non
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(Unreachable, match="greater than file size"):
-            attach(directory / "bad.sock", "e", 0, EPOCH, 5.0)
+            attach(directory / "bad.sock", "e", 0, EPOCH, 60.0)
         thread.join()
 
 
@@ -308,7 +308,7 @@ def test_a_worker_reads_on_after_its_node_was_killed_and_attaches_to_the_next(di
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as node:
             assert node.stdout is not None
             assert node.stdout.readline() == "ready\n"
-            held.append(attach(path, "e", 0, EPOCH, 5.0))
+            held.append(attach(path, "e", 0, EPOCH, 60.0))
             node.kill()
     for attached in held:
         assert bytes(attached.pool.buffer[:5]) == b"bytes"
@@ -319,20 +319,20 @@ def test_a_worker_reads_on_after_its_node_was_killed_and_attaches_to_the_next(di
 
 
 async def test_a_worker_that_keeps_a_view_stays_connected_until_it_is_gone(node: Node) -> None:
-    attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 5.0)
+    attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 60.0)
     view = attached.pool.buffer[:8]
     attached.close_when_unused()
     attached.close_when_unused()
     assert attached.pool.closed
     view[0] = 42
     assert node.pool.buffer[0] == 42
-    with await asyncio.to_thread(attach, node.path, "engine-2", 0, EPOCH, 5.0):  # served after all that came before
+    with await asyncio.to_thread(attach, node.path, "engine-2", 0, EPOCH, 60.0):  # served after all that came before
         assert ("gone", "engine-1", 0) not in node.events
     del view
     await until(lambda: ("gone", "engine-1", 0) in node.events)
 
 
 async def test_a_worker_without_views_disconnects_at_once(node: Node) -> None:
-    attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 5.0)
+    attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 60.0)
     attached.close_when_unused()
     await until(lambda: ("gone", "engine-1", 0) in node.events)

@@ -37,7 +37,7 @@ from tests.chaos.link import Link
 from tests.waiting import until
 
 SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService")
-DEADLINE = 10.0
+DEADLINE = 40.0
 HALF_OPEN_SECONDS = 40.0
 """Less than the minute that gRPC waits for a ping by itself."""
 
@@ -259,7 +259,7 @@ async def test_a_missing_server_is_unreachable() -> None:
     assert error.metadata == {"grpc_code": "UNAVAILABLE"}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_a_connection_whose_far_end_is_lost_is_given_up_for_a_new_one(address: str) -> None:
     async with Link("caller>server") as link:
         door = await link.open_door(int(address.rpartition(":")[2]))

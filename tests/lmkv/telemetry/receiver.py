@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
 T = TypeVar("T")
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,7 +94,7 @@ def test_a_process_logs_in_the_configured_format(log_format: str, line: str) -> 
         f"telemetry.set_up_logging('info', '{log_format}', '%(levelname)s %(message)s', service='s')\n"
         "logging.debug('quiet'); logging.info('hello')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.endswith(line)
     assert done.stderr.count("\n") == 1
 

@@ -43,7 +43,7 @@ def test_without_variables_nothing_of_opentelemetry_is_imported_and_no_thread_is
         "with telemetry.trace_process('s', 'i'), telemetry.begin('a'):\n"
         "    print(json.dumps([[name for name in sys.modules if 'opentelemetry' in name], threading.active_count()]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == [[], 1]
 
 

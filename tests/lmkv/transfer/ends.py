@@ -140,7 +140,7 @@ class Owner:
         """Ends it."""
         self._process.send_signal(signal.SIGCONT)
         try:
-            self._process.communicate(timeout=10)
+            self._process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
@@ -209,7 +209,7 @@ def in_new_process(scenario: Callable[[], Coroutine[Any, Any, None]], **more: st
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

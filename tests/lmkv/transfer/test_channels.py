@@ -175,7 +175,7 @@ except ConfigError as error:
     sys.exit(str(error))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False, env=environment()
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, env=environment()
     )
     assert "transfer_channel" in done.stderr
     assert extra in done.stderr

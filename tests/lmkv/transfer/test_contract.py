@@ -67,7 +67,7 @@ class Runner:
     def close(self) -> None:
         """Ends the process."""
         if self._process:
-            self._process.communicate(timeout=10)
+            self._process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ print([name for name in sys.modules if name in ("smoke_channel", "ucxx", "moonca
        name.startswith(("lmkv.transfer.ucx", "lmkv.transfer.mooncake"))])
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True, env=environment()
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=environment()
     )
     assert done.stdout.strip() == "[]"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from urllib.error import URLError
 import pytest
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
+from lmkv_client.demo.process import free_port
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK
 from tests.waiting import wait_until
@@ -37,7 +37,7 @@ class Indexer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"content-type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)
         except URLError:
             return None
@@ -61,15 +61,7 @@ def indexer(publisher_port: int) -> Iterator[Indexer]:
         yield running
     finally:
         process.terminate()
-        process.wait(10)
-
-
-def free_port() -> int:
-    """A port that no process uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        process.wait(60)
 
 
 def test_dynamos_index_follows_stores_and_evictions(make_engine: Callable[..., SimulatedEngine]) -> None:

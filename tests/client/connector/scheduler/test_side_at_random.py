@@ -207,12 +207,12 @@ def halve(extent: Extent) -> None:
     extent.size_bytes //= 2
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_whatever_happens_answers_are_right_and_nothing_is_left(scripted_config: VllmConfig) -> None:
     run(scripted_config, PLAIN, 40)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 def test_whatever_happens_with_several_groups_answers_are_right_and_nothing_is_left(
     scripted_config: VllmConfig, name: str

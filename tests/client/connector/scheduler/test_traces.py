@@ -48,7 +48,7 @@ KEYS = KeyChain(root_key(SPEC.fingerprint), SPEC.chunk_size)
 KEYS.extend(as_tokens(TOKENS))
 LOOKUP, ACQUIRE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.PeerService/Acquire"
 MOVE = "lmkv.v1.CacheService/Move"
-LONG = 10.0
+LONG = 30.0
 ENDING_SECONDS = 15.0
 """Less than an exporter's own patience with an endpoint, twice; more than a busy machine needs."""
 

@@ -26,11 +26,11 @@ from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.peer_parts import RUNTIME_DIR, Parts, keys_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(180)  # the workers' process imports vLLM
+pytestmark = pytest.mark.timeout(600)  # the workers' process imports vLLM
 
 INSTANCE_ID = "decode"
 BUFFER_CHUNKS = 12
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 KEYS = keys_of(40)
 FIRST, SECOND, THIRD = KEYS[:4], KEYS[10:18], KEYS[20:28]
 
@@ -78,7 +78,7 @@ class Decode:
         if not absent_count(found):
             return own
         wanted = pb.LoadChunks(request_id=name, first_chunk=len(own), chunk_count=absent_count(found))
-        wanted.timeout.FromSeconds(5)
+        wanted.timeout.FromSeconds(60)
         await self.engine.say(loads=[wanted])
         extents, done = own, False
         while not done:

@@ -37,7 +37,7 @@ async def frozen_owner() -> None:
     channel = await memory.open("nixl", "reader:1")
     with tempfile.TemporaryDirectory() as folder, Owner("nixl", "owner:1", Path(folder)) as owner:
         await channel.add_peer(owner.name, owner.metadata)
-        await channel.read(owner.name, whole(owner, memory, 8 * MIB), 5.0, Stops(), GRANT_ID)
+        await channel.read(owner.name, whole(owner, memory, 8 * MIB), 60.0, Stops(), GRANT_ID)
         owner.signal(signal.SIGSTOP)
         stops = Stops()
         with pytest.raises(Unreachable) as raised:
@@ -103,7 +103,7 @@ if __name__ == "__main__":
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=200,
         check=False,
         env=environment(),
     )
