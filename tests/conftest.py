@@ -40,7 +40,7 @@ FORKED = tuple(
 """Of these those whose engines the nursery forks: they share nothing with the others, which start servers."""
 RUN_VARIABLE = "TESTS_OF_LMKV"
 """Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
-LEFT_BEHIND_TIMEOUT_SECONDS = 10.0
+LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
 SHARED_BEFORE = pytest.StashKey[set[str]]()
 
 

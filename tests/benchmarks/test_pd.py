@@ -87,10 +87,10 @@ def test_calls_are_those_of_the_requests_between_two_moments() -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A process with a child, as engines have."""
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with ServerProcess("busy", [sys.executable, "-c", code], tmp_path / "busy.log") as server:
         server.start()
-        server.wait_until(lambda: len(session_pids(server.pid)) == 2, "whole", 20.0)
+        server.wait_until(lambda: len(session_pids(server.pid)) == 2, "whole", 60.0)
         yield server
 
 
@@ -102,10 +102,10 @@ def states(server: ServerProcess) -> set[str]:
 
 def test_a_frozen_system_runs_only_while_it_is_awake(server: ServerProcess) -> None:
     prefill_decode.send(signal.SIGSTOP, [server])
-    server.wait_until(lambda: states(server) == {"T"}, "frozen", 20.0)
+    server.wait_until(lambda: states(server) == {"T"}, "frozen", 60.0)
     with prefill_decode.thawed([server]):
-        server.wait_until(lambda: "T" not in states(server), "awake", 20.0)
-    server.wait_until(lambda: states(server) == {"T"}, "frozen again", 20.0)
+        server.wait_until(lambda: "T" not in states(server), "awake", 60.0)
+    server.wait_until(lambda: states(server) == {"T"}, "frozen again", 60.0)
 
 
 def test_the_notice_of_another_request_is_passed_over() -> None:
@@ -113,6 +113,6 @@ def test_the_notice_of_another_request_is_passed_over() -> None:
         sender.connect(f"tcp://127.0.0.1:{notices.bind_to_random_port('tcp://127.0.0.1')}")
         for request_id in ("r1", "r2"):
             sender.send(msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": request_id}))
-        prefill_decode.wait_for_notice(notices, "r2", 20.0)
+        prefill_decode.wait_for_notice(notices, "r2", 60.0)
         with pytest.raises(LmkvError, match="did not report the transfer"):
             prefill_decode.wait_for_notice(notices, "r3", 0.01)

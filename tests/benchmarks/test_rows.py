@@ -147,7 +147,7 @@ def test_ratios_are_medians_of_pairs() -> None:
 
 def test_processor_time_is_counted_and_the_dead_have_none() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while machine.cpu_seconds([busy.pid]) < 0.1 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert machine.cpu_seconds([busy.pid]) >= 0.1
@@ -255,7 +255,7 @@ def test_a_benchmark_that_is_interrupted_ends_and_leaves_nothing(tmp_path: Path)
         assert "fetches" in process.stdout.readline()
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=50)
+        said, _ = process.communicate(timeout=150)
     assert process.returncode == 130, said
     assert "interrupted" in said
     assert not (tmp_path / "r.json").exists()

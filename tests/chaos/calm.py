@@ -21,8 +21,8 @@ from tests.chaos.operators import Line
 from tests.chaos.victim import Coordinator, Node, Victim
 from tests.chaos.watchers import LayoutWatcher
 
-READY_SECONDS = 60.0
-CALM_SECONDS = 90.0
+READY_SECONDS = 120.0
+CALM_SECONDS = 180.0
 """So long it may take until nothing is left: a grant expires after four seconds, a full disk is tried after sixty."""
 LOOKUPS = 50
 """Maximum lookups in flight to a node."""

@@ -13,7 +13,7 @@ from lmkv.errors import LmkvError
 from lmkv_client.demo.process import ServerProcess
 
 SIZE_BYTES = 48 << 20
-READY_SECONDS = 30.0
+READY_SECONDS = 120.0
 _MOUNTED = "mounted"
 _MOUNT = f'for folder; do mount -t tmpfs -o size={SIZE_BYTES} tmpfs "$folder" || exit; done'
 _KEEP = f"echo {_MOUNTED}; exec sleep infinity"

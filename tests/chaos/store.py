@@ -9,7 +9,7 @@ from tests.chaos.clock import Clock
 from tests.chaos.victim import Victim
 from tests.support.redis_server import redis_command
 
-READY_SECONDS = 30.0
+READY_SECONDS = 120.0
 _READY = "Ready to accept connections"
 
 

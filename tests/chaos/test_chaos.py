@@ -26,6 +26,7 @@ from tests.chaos.havoc import Havoc
 from tests.chaos.operators import MoveActor, PinActor
 from tests.chaos.schedule import schedule
 from tests.chaos.watchers import LayoutWatcher, MetricsWatcher
+from tests.waiting import until
 
 SHARED = {"": (False, True), "0": (False,), "1": (True,)}[os.environ.get("LMKV_CHAOS_SHARED", "")]
 SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "12")) / len(SHARED)
@@ -33,7 +34,7 @@ SECONDS = float(os.environ.get("LMKV_CHAOS_SECONDS", "12")) / len(SHARED)
 SEED = int(os.environ.get("LMKV_CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
 ENGINES = 2
 """At each node."""
-REST_SECONDS = 420.0
+REST_SECONDS = 900.0
 """What the beginning and the end may take besides, on a slow machine."""
 
 
@@ -57,8 +58,12 @@ async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_lef
         askers = [AskActor(coordinator, SEED, counts) for coordinator in fleet.coordinators]
         watchers = [LayoutWatcher(coordinator, SEED, counts) for coordinator in fleet.coordinators]
 
+        async def long_enough() -> None:
+            await asyncio.sleep(SECONDS)
+            await until(lambda: counts["chunks fetched"] and counts["questions answered"], "engines fetch, others ask")
+
         async def ordeal() -> None:
-            await act([*engines, *operators, *askers, havoc], asyncio.sleep(SECONDS))
+            await act([*engines, *operators, *askers, havoc], long_enough())
             ended = time.monotonic()
             counts["chunks compared"] += await calm(fleet, watchers)
             counts["seconds until calm"] = round(time.monotonic() - ended)

@@ -33,7 +33,7 @@ UCX = {"UCX_TLS": "tcp"}
 """Where NIXL reads need their owner, as between hosts: what a frozen one owes is quarantined."""
 PATIENCE_SECONDS = 20.0
 """A process without a fault that does not answer for this long hangs."""
-END_SECONDS = 30.0
+END_SECONDS = 60.0
 
 
 class Hangs(Exception):

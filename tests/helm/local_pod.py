@@ -145,7 +145,7 @@ class LocalPod:
         container, process = self.container(name), self.processes[name]
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
             if probe := container.get(kind):
-                process.wait_until(partial(self.answers, container, probe), f"well ({kind})", 30.0)
+                process.wait_until(partial(self.answers, container, probe), f"well ({kind})", 120.0)
 
     def answers(self, container: Manifest, probe: Manifest) -> bool:
         """Whether a probe finds what it looks for."""

@@ -112,7 +112,7 @@ def test_the_schema_refuses_what_is_wrong_by_its_path(values: dict[str, Any], se
     assert sentence in str(refusal.value)
 
 
-@pytest.mark.timeout(180)  # some 240 renders
+@pytest.mark.timeout(600)  # some 240 renders
 @pytest.mark.parametrize(
     "cases",
     [

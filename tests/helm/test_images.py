@@ -73,7 +73,7 @@ def images(
         **(variables or {}),
     }
     command = [sys.executable, "scripts/images", "--registry", "reg.example/a", "--version", "1.2", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 
 def builds(calls: Path) -> dict[str, list[str]]:

@@ -29,7 +29,7 @@ from tests.server.node.whole_nodes import SPEC, mapped, store
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
 from tests.server.webhook.test_server import applied, review_of
 from tests.support.certificates import Certificates, issue
-from tests.waiting import wait_until
+from tests.waiting import is_listening, wait_until
 
 COORDINATOR = "demo-lmkv-coordinator-headless.prod.svc"
 SECRET = {"fleet": {"cluster-secret": b"one for all"}, "engines": {"api-key": b"key-of-engines"}}
@@ -83,13 +83,15 @@ class Fleet:
         pod.wait_probed(container)
         if container == "node":  # its probes know of peers alone, and engines' socket comes last
             sockets = pod.volumes["runtime"]
-            pod.processes["node"].wait_until(lambda: any(sockets.glob("*/engine.sock")), "ready for engines", 30.0)
+            pod.processes["node"].wait_until(
+                lambda: any(map(is_listening, sockets.glob("*/engine.sock"))), "ready for engines", 120.0
+            )
         return pod
 
     def ask(self, *arguments: str) -> Any:
         """The JSON answer that the pod of `helm test` gets, with additional arguments."""
         command = self.pod("Pod/demo-lmkv-test", name="test").command("instances")
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=50, check=False)
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=150, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.helm.local_pod import LocalPod
 from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.whole_nodes import SPEC, mapped, store
+from tests.waiting import is_listening
 
 Values = Mapping[str, Any]
 GROUPS = [{"name": "llama", "model": "m"}]
@@ -133,12 +135,14 @@ async def use(pod: LocalPod, instance: str, *, stored: bool) -> int:
     pod.start("node")
     socket = pod.volumes["runtime"] / instance / "engine.sock"
     try:
-        await asyncio.to_thread(pod.processes["node"].wait_until, socket.exists, "ready for engines", 60.0)
+        await asyncio.to_thread(
+            pod.processes["node"].wait_until, partial(is_listening, socket), "ready for engines", 120.0
+        )
         async with EngineClient(socket, spec=SPEC) as engine:
             with mapped(engine) as worker:
                 if stored:
                     await store(engine, worker.pool, 0, 1)
-            deadline = time.monotonic() + 30.0
+            deadline = time.monotonic() + 60.0
             while True:  # chunks of an earlier life are found once they are verified
                 found = (await engine.lookup("1", chunk_keys(0, 1))).own
                 if len(found) == 2 or time.monotonic() > deadline or not (stored or kept(pod)):
@@ -183,7 +187,7 @@ async def test_without_persistence_nothing_outlives_a_pod_and_what_was_kept_is_r
     drop = pod.container("drop-pool")
     assert drop["volumeMounts"] == [{"name": "kept-pool", "mountPath": "/pool"}]
     command = [pod.here(drop, word) for word in drop["command"]]
-    await asyncio.to_thread(subprocess.run, command, check=True, timeout=30)
+    await asyncio.to_thread(subprocess.run, command, check=True, timeout=150)
     assert not file.exists()
     assert await use(pod, "host-1", stored=True) == 2
     assert not kept(pod)
@@ -203,7 +207,7 @@ def test_folders_of_hosts_are_given_to_the_nodes_user(host: Host) -> None:
         pods_with_folders.append((node, owner, container))
         if os.geteuid() == 0:
             program, user, *folders = (pod.here(container, word) for word in container["command"])
-            subprocess.run([program, user, *folders], check=True, timeout=30)
+            subprocess.run([program, user, *folders], check=True, timeout=150)
             assert {(Path(folder).stat().st_uid, Path(folder).stat().st_gid) for folder in folders} == {(10001, 10001)}
     mounts = [{mount["name"] for mount in container["volumeMounts"]} for _, _, container in pods_with_folders]
     assert mounts == [{"runtime", "pool"}, {"runtime", "kept-pool"}, {"pool"}]

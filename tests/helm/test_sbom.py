@@ -27,7 +27,7 @@ def written(folder: Path) -> bytes:
     file = folder / "share" / "sbom.cdx.json"
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     subprocess.run(
-        [sys.executable, "scripts/sbom", "lmkv-node", file], cwd=ROOT, env=environment, check=True, timeout=60
+        [sys.executable, "scripts/sbom", "lmkv-node", file], cwd=ROOT, env=environment, check=True, timeout=150
     )
     return file.read_bytes()
 

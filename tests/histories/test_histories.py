@@ -42,7 +42,7 @@ SEED = int(os.environ.get("LMKV_HISTORIES_SEED", random.SystemRandom().randrange
 ROUND_SECONDS = min(SECONDS, 60.0)
 ENGINES = 2
 """At each node."""
-REST_SECONDS = 420.0
+REST_SECONDS = 900.0
 """What the beginning, the end and the check may take besides, on a slow machine."""
 
 

@@ -93,13 +93,13 @@ def test_a_record_is_the_same_after_it_was_written(tmp_path: Path) -> None:
 async def test_unary_calls_have_answers_refusals_or_unknown_outcomes(recorder: Recorder, address: str) -> None:
     async with recorder.client_channel(address, "coordinator-1") as channel:
         stub: Any = pb_grpc.CacheServiceStub(channel)
-        await stub.Lookup(pb.LookupRequest(chunk_keys=KEYS), timeout=20)
+        await stub.Lookup(pb.LookupRequest(chunk_keys=KEYS), timeout=60)
         for copy in (True, False):
             with pytest.raises(grpc.RpcError):
                 await stub.Move(pb.MoveRequest(chunk_keys=KEYS, copy=copy))
     lookup, refused, unknown = recorded(recorder)
     assert (lookup.call, lookup.server, lookup.outcome) == ("Lookup", "coordinator-1", Outcome.OK)
-    assert lookup.request == {"keys": ["3/0", "3/1"], "excluded": "", "timeout": 20}
+    assert lookup.request == {"keys": ["3/0", "3/1"], "excluded": "", "timeout": 60}
     assert lookup.answer.items() >= FOUND.items()
     assert lookup.start <= lookup.end
     assert (refused.outcome, refused.answer["error"]) == (Outcome.FAILED, "NOT_FOUND")

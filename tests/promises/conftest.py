@@ -35,7 +35,7 @@ def run() -> Run:
     """Runs a command with this environment's tools first; fails the test with its output if it fails."""
 
     def run_command(
-        *command: str | Path, cwd: Path = ROOT, timeout_seconds: float = 50.0
+        *command: str | Path, cwd: Path = ROOT, timeout_seconds: float = 300.0
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(part) for part in command],

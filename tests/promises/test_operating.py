@@ -22,7 +22,7 @@ from tests.server.test_prometheus_rules import measured, plain, promtool
 
 RUNBOOK = re.compile(r"^### (Lmkv\w+)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 ENDS = ("", "_total", "_bucket", "_sum", "_count")
-PROCESS_WAIT_SECONDS = 50
+PROCESS_WAIT_SECONDS = 150
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescri
     path = tmp_path_factory.mktemp("image") / "image.binpb"
     protos = [str(path.relative_to(root)) for path in sorted((root / "protos/lmkv/v1").glob("*.proto"))]
     options = ["-Iprotos", "--include_source_info", "--include_imports", f"--descriptor_set_out={path}"]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], cwd=root, check=True, timeout=30)
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], cwd=root, check=True, timeout=150)
     return descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
 
 

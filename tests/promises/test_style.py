@@ -20,9 +20,9 @@ def test_the_linter_finds_nothing(run: Run) -> None:
     run("ruff", "check", "--no-cache")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_types_are_right(run: Run) -> None:
-    run("mypy", timeout_seconds=280)
+    run("mypy", timeout_seconds=580)
 
 
 def test_every_module_says_what_lives_in_it(root: Path) -> None:

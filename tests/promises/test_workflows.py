@@ -26,7 +26,7 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
 
 def lint(*files: Path) -> subprocess.CompletedProcess[str]:
     command: list[str | Path] = [ACTIONLINT, "-no-color", *files]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
 
 
 def test_actionlint_finds_nothing() -> None:

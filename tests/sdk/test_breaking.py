@@ -12,10 +12,10 @@ import pytest
 
 from tests.sdk.buf import ROOT, find_buf
 
-TIMEOUT_SECONDS = 100.0
+TIMEOUT_SECONDS = 300.0
 FIELD = "  string lora_name = 5 [(google.api.field_behavior) = OPTIONAL];\n"
 
-pytestmark = pytest.mark.timeout(180)  # on a busy host
+pytestmark = pytest.mark.timeout(600)  # on a busy host
 
 Git = Callable[..., None]
 

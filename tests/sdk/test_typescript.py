@@ -23,7 +23,7 @@ from tests.support.certificates import issue
 
 README_PROMPT = [128000, 849, 21435]
 
-pytestmark = pytest.mark.timeout(180)  # with the compiler, on a busy host
+pytestmark = pytest.mark.timeout(600)  # with the compiler, on a busy host
 
 
 @pytest.fixture(scope="module")

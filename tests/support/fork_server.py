@@ -30,8 +30,8 @@ from typing import IO, Self
 ROOT = Path(__file__).parents[2]
 PATH_VARIABLE = "TESTS_OF_LMKV_FORK_SERVER"
 """Path of the server that `start_module` uses: `forked_commands` sets it, for processes of the tests too."""
-READY_TIMEOUT_SECONDS = 280.0
-STOP_TIMEOUT_SECONDS = 20.0
+READY_TIMEOUT_SECONDS = 600.0
+STOP_TIMEOUT_SECONDS = 60.0
 MOST_FILES = 8
 """Descriptors that a request may bring: standard input, output and error, and more."""
 

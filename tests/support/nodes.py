@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from lmkv_client.demo.process import ServerProcess
+from tests.waiting import is_listening
 
-READY_TIMEOUT_SECONDS = 30.0
+READY_TIMEOUT_SECONDS = 120.0
 
 
 class NodeProcesses:
@@ -30,6 +32,7 @@ class NodeProcesses:
                     "LMKV_RUNTIME_DIR": str(runtime_dir),
                     "LMKV_COORDINATOR_ADDRESS": coordinator_address,
                     "LMKV_MAX_LOCAL_CPU_SIZE": pool_size,
+                    "LMKV_COORDINATOR_TIMEOUT": "1",  # longer than a busy machine stands still
                 },
             )
             for name in names
@@ -55,7 +58,7 @@ class NodeProcesses:
             for process in self._processes:
                 process.start()
             for process in self._processes:
-                process.wait_until(self.socket(process.name).exists, "ready", READY_TIMEOUT_SECONDS)
+                process.wait_until(partial(is_listening, self.socket(process.name)), "ready", READY_TIMEOUT_SECONDS)
         except BaseException:
             self.__exit__()
             raise

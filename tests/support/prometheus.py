@@ -15,7 +15,7 @@ import yaml
 
 from lmkv_client.demo.process import CheckedServer, free_port
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 
 
 class PrometheusProcess(CheckedServer):

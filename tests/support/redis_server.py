@@ -70,7 +70,7 @@ class RedisServer(Server):
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def store(self, url: str = "", *, timeout_seconds: float = 5.0, ttl_seconds: float = 0.0) -> RemoteStore:
+    def store(self, url: str = "", *, timeout_seconds: float = 30.0, ttl_seconds: float = 0.0) -> RemoteStore:
         return ValkeyStore(parse_remote_url(url or self.url), timeout_seconds=timeout_seconds, ttl_seconds=ttl_seconds)
 
     def client(self) -> Any:

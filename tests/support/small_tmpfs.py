@@ -17,6 +17,6 @@ def on_small_tmpfs(folder: Path, size_bytes: int, script: str) -> str:
     if subprocess.run([*unshare, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let tests mount a tmpfs (user namespaces)")
     command = [*unshare, _MOUNT, "sh", str(size_bytes), str(folder), sys.executable, script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
