@@ -69,7 +69,7 @@ async def coordinator() -> AsyncIterator[Coordinator]:
         stub: Any = CacheServiceStub(channel)
         answer = await stub.Lookup(LookupRequest(tokens=PROMPT), timeout=WAIT_SECONDS)
         assert [holder.matched_token_count for holder in answer.holders] == [40]
-        async with httpx.AsyncClient(base_url=f"http://{coordinator.http_address}") as http:
+        async with httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", timeout=60) as http:
             assert (await http.post("/lookup", json={"tokens": PROMPT})).json()["a"] == ["LocalCPUBackend", 40]
         async with asyncio.timeout(WAIT_SECONDS):
             while descriptors() > open_before + 2:  # noqa: ASYNC110 # gRPC closes broken connections after a while

@@ -155,7 +155,7 @@ async def test_a_request_over_http_continues_its_headers_trace(exporting: Receiv
     with telemetry.trace_process(SERVICE, ""):
         async with (
             Coordinator(port=0, http_ports={"http_port": 0}) as coordinator,
-            httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", trust_env=False) as client,
+            httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", trust_env=False, timeout=60) as client,
         ):
             await client.post("/lookup", json={"tokens": [1]}, headers={"traceparent": TRACEPARENT})
             await client.post("/made/up", json={}, headers={"traceparent": TRACEPARENT})

@@ -68,7 +68,10 @@ async def test_the_manuals_command_line_works_and_ends_cleanly(
     manual += ["--num-prefillers", 1, "--decoder-host", "localhost", "--decoder-port", decoder.port]
     manual += ["--decoder-init-port", 7300, "--decoder-alloc-port", 7400, "--proxy-host", "localhost"]
     manual += ["--proxy-port", 7500, "--num-decoders", 1]
-    async with started(log, *manual) as (process, url), httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with (
+        started(log, *manual) as (process, url),
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client,
+    ):
         await until(lambda: said(log).count(" is healthy, ") == 2)
         answer = (await client.post("/v1/completions", json=BODY)).json()
         assert answer["usage"]["completion_tokens"] == 100
@@ -89,7 +92,7 @@ async def test_it_routes_by_its_flags(tmp_path: Path, prefiller: ScriptedEngine,
     log = tmp_path / "log"
     async with (
         started(log, "--port", 0, *flags) as (_, url),
-        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client,
     ):
         await until(lambda: said(log).count(" is healthy, ") == 2)
         for _ in range(4):

@@ -36,7 +36,9 @@ async def client(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]
     await server.start()
     context = ssl.create_default_context(cafile=certificates.ca)
     try:
-        async with httpx.AsyncClient(base_url=f"https://localhost:{server.port}", verify=context) as connected:
+        async with httpx.AsyncClient(
+            base_url=f"https://localhost:{server.port}", verify=context, timeout=60
+        ) as connected:
             yield connected
     finally:
         await server.aclose()
@@ -159,7 +161,7 @@ async def test_a_body_that_arrives_too_slowly_is_refused(monkeypatch: pytest.Mon
 
 
 async def test_only_https_is_served(client: httpx.AsyncClient) -> None:
-    async with httpx.AsyncClient() as plain:
+    async with httpx.AsyncClient(timeout=60) as plain:
         with pytest.raises(httpx.RemoteProtocolError):
             await plain.get(f"http://localhost:{client.base_url.port}/healthz")
 

@@ -46,7 +46,7 @@ async def test_both_ports_speak_tls_and_nothing_else(certificates: Certificates)
         async with rpc.open_channel(coordinator.address, certificates.client) as channel:
             stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
             await stub.ListInstances(registry_service_pb2.ListInstancesRequest(), timeout=60)
-        async with httpx.AsyncClient(trust_env=False) as plain:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(f"http://{coordinator.http_address}/healthz")
         async with make_client(coordinator, Credentials()) as trusts_others:

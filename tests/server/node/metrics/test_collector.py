@@ -32,7 +32,7 @@ def node_config(runtime_dir: Path, **settings: object) -> NodeConfig:
 
 async def scrape(port: int | None) -> dict[str, float]:
     """Samples without labels by name, with labels by name and labels' values."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         answer = await client.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")

@@ -145,7 +145,7 @@ async def relayed(owner: Parts) -> AsyncIterator[TlsRelay]:
 
 
 async def scrape(port: int, credentials: Credentials) -> str:
-    async with httpx.AsyncClient(verify=credentials.client_contexts().get(), trust_env=False) as client:
+    async with httpx.AsyncClient(verify=credentials.client_contexts().get(), trust_env=False, timeout=60) as client:
         return (await client.get(f"https://127.0.0.1:{port}/metrics", timeout=60)).text
 
 

@@ -121,7 +121,7 @@ async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
 
                 host = ("host", TIER_HOST, node.tier.used_bytes, 3)
                 await eventually(reported, [host, ("example", 0, used_bytes, 3)])
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 metrics = (await http.get(f"{coordinator.url}/metrics")).text
             assert f'tier_used_bytes{{instance_id="n",tier="example"}} {float(used_bytes)}' in metrics
             assert 'lmkv_coordinator_chunks{instance_id="n",tier="host"} 3.0' in metrics

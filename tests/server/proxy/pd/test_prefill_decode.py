@@ -48,7 +48,7 @@ def plain(answer: dict[str, Any]) -> dict[str, Any]:
 
 async def alone(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> Any:
     """The response of one engine alone, which does not record the request."""
-    async with httpx.AsyncClient(base_url=engine.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=engine.url, trust_env=False, timeout=60) as client:
         said = answer_of(await client.post(path, json=body))
     engine.asked.pop()
     return said

@@ -440,7 +440,7 @@ async def test_requests_under_way_get_a_moment_when_it_stops(
     decoder.going.clear()
     asking = asyncio.create_task(front.ask(COMPLETIONS, BODY | STREAM))
     await until(lambda: decoder.waiting_count == 1)
-    async with httpx.AsyncClient(base_url=front.proxy.url, trust_env=False) as other:
+    async with httpx.AsyncClient(base_url=front.proxy.url, trust_env=False, timeout=60) as other:
         await other.get("/healthz")  # a connection of its own, open before the stop
         stopping = asyncio.create_task(front.proxy.aclose())
         await asyncio.sleep(0)
