@@ -42,6 +42,7 @@ class EngineProcess(Endpoint, CheckedServer):
         *,
         name: str = "engine",
         port: int = 0,
+        python: str = sys.executable,
         transfer_config: Mapping[str, object] | None = LMKV_TRANSFER_CONFIG,
         dtype: str = "float32",
         block_size: int = 128,
@@ -52,8 +53,9 @@ class EngineProcess(Endpoint, CheckedServer):
     ) -> None:
         """`transfer_config=None` disables lmkv.
 
-        Logs to `NAME.log` in `folder`. `port` 0 selects a free port. `kv_cache_bytes` must hold `context_tokens` tokens
-        and is resident from the start. `environment` takes precedence and may contain `LMKV_...`.
+        Logs to `NAME.log` in `folder`. `port` 0 selects a free port; `python` is the interpreter. `kv_cache_bytes` must
+        hold `context_tokens` tokens and is resident from the start. `environment` takes precedence and may contain
+        `LMKV_...`.
         """
         Endpoint.__init__(self, name, port or free_port(), model.name)
         self.model = model
@@ -68,7 +70,7 @@ class EngineProcess(Endpoint, CheckedServer):
         if transfer_config is not None:
             arguments += ["--kv-transfer-config", json.dumps(dict(transfer_config))]
         # Not `vllm serve`: the command fails where vLLM was installed under another distribution name.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *extra_arguments]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *extra_arguments]
         CheckedServer.__init__(self, name, command, folder / f"{name}.log", _ENVIRONMENT | dict(environment or {}))
         self._scratch: Path | None = None
 

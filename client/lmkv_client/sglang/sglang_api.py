@@ -173,7 +173,7 @@ _watchers: WeakSet[WeightWatcher] = WeakSet()
 def watch_weight_updates(watcher: WeightWatcher) -> None:
     """Has `watcher` informed of each change of weights in this process, as long as it lives. Outside of SGLang: never.
 
-    SGLang tells storage backends nothing of them: its own keep and find the pages of the old weights.
+    SGLang does not notify storage backends of them: its own keep and find the pages of the old weights.
     """
     try:
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
