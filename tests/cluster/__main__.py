@@ -1,6 +1,7 @@
 """Runs the chart's pods with Podman and checks the fleet: `make cluster`.
 
-python -m tests.cluster --registry REGISTRY [CASE...]: needs root, podman, runc, netavark and catatonit, and the images.
+python -m tests.cluster --registry REGISTRY [--previous-image REGISTRY:TAG] [CASE...]: needs root, podman, runc,
+netavark, nftables and catatonit, and the images.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.cases import CASES, Case
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import Cluster, unchanged
 from tests.cluster.fleet import Fleet, engine_values, logs_folder
 from tests.cluster.secrets import issued
 from tests.cluster.translation import Manifest
+from tests.cluster.versions import Version
 from tests.helm.chart import render
 
 PROGRAMS = {
@@ -30,6 +32,7 @@ PROGRAMS = {
     "runc": "runc",
     "catatonit": "catatonit",
     "iptables": "iptables",
+    "nft": "nftables",
     "redis-server": "redis-server",
 }
 LOCK = Path(tempfile.gettempdir()) / "lmkv-cluster.lock"
@@ -52,7 +55,7 @@ def manifests_of(case: Case, registry: str) -> list[Manifest]:
     return [*rendered, *issued(rendered), *case.secrets()]
 
 
-async def run_case(name: str, case: Case, registry: str, results: Results) -> None:
+async def run_case(name: str, case: Case, registry: str, results: Results, previous: Version | None = None) -> None:
     """Runs one case; what a check returns, or why it failed, is in the results."""
     logs = logs_folder(name)
     shutil.rmtree(logs, ignore_errors=True)
@@ -64,8 +67,11 @@ async def run_case(name: str, case: Case, registry: str, results: Results) -> No
             for host, command in case.beside.items():
                 await cluster.run_beside(host, command)
             fleet = Fleet(cluster)
-            await fleet.start()
-            results[name, check_name] = report(name, check_name, f"{time.monotonic() - began:.0f} s")
+            await fleet.start(previous.pod if previous is not None and case.from_previous else unchanged)
+            started = f"{time.monotonic() - began:.0f} s"
+            if case.from_previous:
+                started += f", {previous}" if previous else ", the same version: no --previous-image"
+            results[name, check_name] = report(name, check_name, started)
             for check in case.checks:
                 check_name = check.__name__.replace("_", " ")
                 results[name, check_name] = report(name, check_name, await check(fleet))
@@ -96,7 +102,7 @@ def table(results: Results) -> str:
     return "\n".join("| " + " | ".join(cell.replace("\n", " ")[:200] for cell in row) + " |" for row in rows)
 
 
-async def main(cases: list[str], registry: str) -> int:
+async def main(cases: list[str], registry: str, previous: Version | None) -> int:
     """Returns 1 if a check failed."""
     task = asyncio.current_task()
     assert task
@@ -104,7 +110,7 @@ async def main(cases: list[str], registry: str) -> int:
     results: Results = {}
     try:
         for name in cases or CASES:
-            await run_case(name, CASES[name], registry, results)
+            await run_case(name, CASES[name], registry, results, previous)
     finally:
         if results:
             print(table(results), flush=True)
@@ -115,6 +121,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", choices=[*CASES, []], help=f"default: {', '.join(CASES)}")
     parser.add_argument("--registry", required=True, help="what the names of images begin with")
+    parser.add_argument(
+        "--previous-image",
+        type=Version.parse,
+        metavar="REGISTRY:TAG",
+        help="images of an earlier version, with which the cases of upgrades start; default: the same as others",
+    )
     arguments = parser.parse_args()
     if missing := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
         sys.exit(f"make cluster needs {', '.join(missing)}: apt-get install {' '.join(missing)} netavark")
@@ -126,6 +138,6 @@ if __name__ == "__main__":
         except BlockingIOError:
             sys.exit("another make cluster runs on this machine")
         try:
-            sys.exit(asyncio.run(main(arguments.cases, arguments.registry)))
+            sys.exit(asyncio.run(main(arguments.cases, arguments.registry, arguments.previous_image)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             sys.exit(130)

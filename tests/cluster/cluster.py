@@ -12,23 +12,34 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 import dns.exception
 
-from tests.cluster.kubelet import Network, RunningPod
+from tests.cluster.firewall import Firewall
+from tests.cluster.kubelet import Network, RunningPod, Stop
 from tests.cluster.names import Endpoint, answer, names, search_domains
 from tests.cluster.podman import PREFIX, Podman
+from tests.cluster.policies import Party
 from tests.cluster.translation import Manifest, Places, Pod, find, pods
 
 DOMAIN = "cluster.local"
 IP_FREEBIND = 15
 """Linux's socket option to bind an address that no interface has yet: bridges come with their first pod."""
+DNS_NAMESPACE = "kube-system"
 FIRST_ADDRESS = 10
 POLL_SECONDS = 0.5
+
+Change = Callable[[Pod], Pod]
+"""What differs between a pod and the one that takes its place."""
+
+
+def unchanged(pod: Pod) -> Pod:
+    """No difference."""
+    return pod
 
 
 class Nameserver(asyncio.DatagramProtocol):
@@ -61,6 +72,8 @@ class Cluster:
         self._beside: dict[str, list[str]] = {}
         self._stack = contextlib.AsyncExitStack()
         self._nameserver = Nameserver()
+        self._firewall: Firewall | None = None
+        """None: the manifests have no network policies."""
         self._generation = itertools.count(2)
 
     async def __aenter__(self) -> Self:
@@ -99,7 +112,11 @@ class Cluster:
         transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: self._nameserver, sock=server)
         stack.callback(transport.close)
         namespace = next(each["metadata"]["namespace"] for each in self.manifests)
-        self._network = Network(name=PREFIX, gateway=subnet["gateway"], search=search_domains(namespace, DOMAIN))
+        gateway = subnet["gateway"]
+        self._network = Network(name=PREFIX, gateway=gateway, search=search_domains(namespace, DOMAIN))
+        if policies := [each for each in self.manifests if each["kind"] == "NetworkPolicy"]:
+            nameserver = Party(namespace=DNS_NAMESPACE, labels={}, address=gateway)
+            self._firewall = Firewall(policies, gateway, [nameserver])
 
     async def _save_logs(self) -> None:
         for running in self.running.values():
@@ -133,12 +150,37 @@ class Cluster:
             start_task=self._tasks.start,
             logs=self.logs,
             changed=self._update_names,
+            joins=self._joins if self._firewall else None,
+            leaves=self._leaves if self._firewall else None,
         )
 
-    async def start_all(self) -> None:
+    async def _joins(self, running: RunningPod) -> None:
+        assert self._firewall
+        pod = running.pod
+        party = Party(namespace=pod.namespace, labels=pod.labels, address=running.address, ports=pod.ports)
+        await self._firewall.add(running.podman_name, party, await running.network_pid())
+
+    async def _leaves(self, running: RunningPod) -> None:
+        assert self._firewall
+        await self._firewall.remove(running.podman_name)
+
+    @contextlib.asynccontextmanager
+    async def bare_pod(self, name: str, labels: Mapping[str, str]) -> AsyncIterator[RunningPod]:
+        """A pod without containers, which has a network namespace and an address."""
+        namespace = next(each["metadata"]["namespace"] for each in self.manifests)
+        spec: Manifest = {"containers": []}
+        pod = Pod(name=name, owner=f"Pod/{name}", host=self.hosts[0], namespace=namespace, labels=labels, spec=spec)
+        running = self._pod(pod)
+        try:
+            await running.make()
+            yield running
+        finally:
+            await running.remove()
+
+    async def start_all(self, change: Change = unchanged) -> None:
         """Starts all pods that do not end by themselves, at once, and waits until they are ready."""
         chosen = [pod for pod in pods(self.manifests, self.hosts) if pod.spec.get("restartPolicy") != "Never"]
-        started = await asyncio.gather(*(self.start(pod) for pod in chosen))
+        started = await asyncio.gather(*(self.start(change(pod)) for pod in chosen))
         await self.wait_ready(started)
 
     async def wait_ready(self, chosen: Iterable[RunningPod], timeout_seconds: float = 600.0) -> None:
@@ -155,38 +197,45 @@ class Cluster:
         await self.wait_for(ask, what, timeout_seconds)
 
     async def wait_for(
-        self, condition: Callable[[], Awaitable[object]], what: str, timeout_seconds: float = 60.0
+        self,
+        condition: Callable[[], Awaitable[object]],
+        what: str,
+        timeout_seconds: float = 60.0,
+        error: type[AssertionError] = AssertionError,
     ) -> None:
-        """Waits for a condition that is awaited."""
+        """Waits for a condition that is awaited. Raises `error` if it is not met in time."""
         deadline = time.monotonic() + timeout_seconds
         while not await condition():
             not_ready = [each.pod.name for each in self.running.values() if not each.is_ready]
-            assert time.monotonic() < deadline, f"not within {timeout_seconds:.0f} s: {what}; not ready: {not_ready}"
+            if time.monotonic() > deadline:
+                raise error(f"not within {timeout_seconds:.0f} s: {what}; not ready: {not_ready}")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def delete(self, running: RunningPod, *, force: bool = False) -> None:
+    async def delete(self, running: RunningPod, *, force: bool = False) -> Stop:
         """Deletes a pod."""
-        await running.delete(force=force)
+        stop = await running.delete(force=force)
         del self.running[running.pod.name]
         self._update_names()
+        return stop
 
-    async def replace(self, running: RunningPod, *, force: bool = False) -> RunningPod:
-        """Deletes a pod and starts its successor of the same name, with another address."""
-        await self.delete(running, force=force)
-        return await self.start(running.pod)
+    async def roll(self, owner: str, change: Change = unchanged) -> AsyncIterator[tuple[RunningPod, Stop]]:
+        """Replaces the pods of a workload one by one, in the order and with the pauses of its controller.
 
-    async def roll(self, owner: str) -> None:
-        """Replaces the pods of a workload one by one, in the order and with the pauses of its controller."""
+        Yields each successor once it is ready, and how its predecessor stopped. Successors have other addresses.
+        """
         manifest = find(self.manifests, *owner.split("/"))
         old = self.of(owner)
         for running in reversed(old) if manifest["kind"] == "StatefulSet" else old:
             if manifest["kind"] == "Deployment":  # one more for the time being
                 name = f"{manifest['metadata']['name']}-{next(self._generation)}"
-                new = await self.start(dataclasses.replace(running.pod, name=name))
+                new = await self.start(dataclasses.replace(change(running.pod), name=name))
                 await self.wait_ready([new])
-                await self.delete(running)
+                stop = await self.delete(running)
             else:
-                await self.wait_ready([await self.replace(running)])
+                stop = await self.delete(running)
+                new = await self.start(change(running.pod))
+                await self.wait_ready([new])
+            yield new, stop
             await asyncio.sleep(manifest["spec"].get("minReadySeconds", 0))
 
     async def run_beside(self, name: str, command: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.engine import _ENVIRONMENT as ENGINE_ENVIRONMENT
 from lmkv_client.demo.model import make_model
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import Change, Cluster, unchanged
 from tests.cluster.kubelet import RunningPod
 from tests.cluster.translation import Manifest, Pod, find, pods_of, secret_data
 
@@ -64,14 +64,14 @@ class Fleet:
         self._tls = client_context(cluster.manifests, cluster.places.disk)
         self._token = reader_token(cluster.manifests)
 
-    async def start(self) -> None:
-        """Gives each host the model and starts all pods."""
+    async def start(self, change: Change = unchanged) -> None:
+        """Gives each host the model and starts all pods, with what differs from the manifests."""
         for host in self.cluster.hosts:
             folder = self.cluster.places.of_host(host, MODELS)
             make_model(folder / MODEL)
             for path in (folder, *folder.rglob("*")):
                 shutil.chown(path, 10001, 10001)
-        await self.cluster.start_all()
+        await self.cluster.start_all(change)
 
     def engines(self) -> list[RunningPod]:
         """All engines, in order of their names."""
@@ -146,8 +146,14 @@ class Fleet:
 
     async def instances(self) -> dict[str, int]:
         """The number of chunks of each instance, as the pod of `helm test` sees it. Raises `LmkvError`."""
+        return {instance: sum(tiers.values()) for instance, tiers in (await self.tiers()).items()}
+
+    async def tiers(self) -> dict[str, dict[str, int]]:
+        """The number of chunks in each tier of each instance. Raises `LmkvError`."""
         found = json.loads(await self._lmkv(self._test_pod(), "instances", "--json"))["instances"]
-        return {each["instance_id"]: sum(int(tier["chunk_count"]) for tier in each["tiers"]) for each in found}
+        return {
+            each["instance_id"]: {tier["name"]: int(tier["chunk_count"]) for tier in each["tiers"]} for each in found
+        }
 
     async def holders(self, chunks: list[str]) -> dict[str, int]:
         """The number of these chunks that each instance holds. Raises `LmkvError`."""

@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import ssl
 import stat
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from tests.cluster.podman import PREFIX, Podman, PodmanError
-from tests.cluster.probes import Probe, probe
+from tests.cluster.probes import Probe, probe, succeeds
 from tests.cluster.translation import Folder, Manifest, Places, Pod, container_arguments, folders
 
 CRASH_DELAY_SECONDS = 10.0
 """Pause before each restart of a container but the first."""
+START_SECONDS = 600.0
+"""Time in which a sidecar must start. It may restart meanwhile."""
+KILLED = 137
+"""Exit code of a process that `kill -9` ended."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,8 +45,21 @@ class Network:
     search: Sequence[str]
 
 
+@dataclass(kw_only=True, slots=True)
+class Stop:
+    """How the containers of a pod stopped."""
+
+    hooks: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Exit code and output of the command of each `preStop` hook, by container."""
+    killed: list[str] = field(default_factory=list)
+    """Containers that ran until the end of the grace period."""
+
+
 class RunningPod:
-    """A pod that runs. `changed` is called when it becomes ready or stops being so."""
+    """A pod that runs. `changed` is called when it becomes ready or stops being so.
+
+    `joins` is awaited when its network is made, before a container runs; `leaves` before its network is removed.
+    """
 
     def __init__(
         self,
@@ -61,6 +73,8 @@ class RunningPod:
         start_task: Callable[[Coroutine[Any, Any, None]], None],
         logs: Path,
         changed: Callable[[], None],
+        joins: Callable[[RunningPod], Awaitable[None]] | None = None,
+        leaves: Callable[[RunningPod], Awaitable[None]] | None = None,
     ) -> None:
         self.pod = pod
         self.address = address
@@ -73,6 +87,8 @@ class RunningPod:
         self._start_task = start_task
         self._logs = logs
         self._changed = changed
+        self._joins = joins
+        self._leaves = leaves
         self._is_ending = False
 
     @property
@@ -84,35 +100,52 @@ class RunningPod:
 
     async def start(self) -> None:
         """Makes the pod and starts its containers in order. Raises `PodmanError`."""
-        await self._create_pod()
+        await self.make()
         for container in self.pod.initial:
             if container.get("restartPolicy") == "Always":
-                state = await self._supervise(container)
-                await state.started.wait()
+                await self._until_started(await self._supervise(container))
             else:
                 await self._run_to_end(container)
         for container in self.pod.containers:
             await self._supervise(container)
 
+    async def _until_started(self, state: ContainerState) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await state.started.wait()
+        except TimeoutError:
+            raise PodmanError(f"{state.name} has not started within {START_SECONDS:.0f} s") from None
+
     async def run_to_end(self) -> tuple[int, str]:
         """Runs a pod that ends, such as that of `helm test`; the exit code and output of its container."""
         try:
-            await self._create_pod()
+            await self.make()
             (container,) = self.pod.containers
             return await self._podman.run("start", "--attach", await self._create(container))
         finally:
-            await self._remove()
+            await self.remove()
 
-    async def _create_pod(self) -> None:
-        """Makes the folders, the network namespace and the address of the pod."""
+    async def make(self) -> None:
+        """Makes the folders, the network namespace and the address of the pod; starts no container."""
         for folder in self.volumes.values():
             make_folder(folder)
         words = ["--name", self.podman_name, "--label", f"{PREFIX}={self.pod.namespace}", "--hostname", self.pod.name]
         words += ["--network", self._network.name, "--ip", self.address, "--dns", self._network.gateway]
         words += [word for domain in self._network.search for word in ("--dns-search", domain)]
         await self._podman("pod", "create", *words, "--dns-option", "ndots:5", "--no-hosts")
+        if self._joins:
+            await self._podman("pod", "start", self.podman_name)
+            await self._joins(self)
 
-    async def _remove(self) -> None:
+    async def network_pid(self) -> int:
+        """A process in its network namespace: that of the container that only holds it."""
+        container = await self._podman("pod", "inspect", "--format", "{{.InfraContainerID}}", self.podman_name)
+        return int(await self._podman("inspect", "--format", "{{.State.Pid}}", container))
+
+    async def remove(self) -> None:
+        """Removes the pod and the volumes that end with it; its containers are killed."""
+        if self._leaves:
+            await self._leaves(self)
         await self._podman("pod", "rm", "--force", "--time", "0", self.podman_name, check=False)
         for folder in self.volumes.values():
             if not folder.keep:
@@ -228,72 +261,60 @@ class RunningPod:
 
     async def answers(self, state: ContainerState, spec: Probe) -> bool:
         """Whether a probe succeeds."""
+        if spec.kind != "exec":
+            return await succeeds(spec, self.address)
         try:
             async with asyncio.timeout(spec.timeout_seconds):
-                return await self._check(state, spec)
-        except (TimeoutError, OSError, grpc.RpcError, aiohttp.ClientError):
+                code, _ = await self._podman.run("exec", state.name, *spec.command)
+        except TimeoutError:
             return False
-
-    async def _check(self, state: ContainerState, spec: Probe) -> bool:
-        if spec.kind == "grpc":
-            async with grpc.aio.insecure_channel(f"{self.address}:{spec.port}") as channel:
-                stub: Any = health_pb2_grpc.HealthStub(channel)
-                reply = await stub.Check(health_pb2.HealthCheckRequest())
-                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-        if spec.kind == "tcpSocket":
-            _, writer = await asyncio.open_connection(self.address, spec.port)
-            writer.close()
-            return True
-        if spec.kind == "exec":
-            code, _ = await self._podman.run("exec", state.name, *spec.command)
-            return code == 0
-        context = ssl.create_default_context()  # like the kubelet, without verification
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        url = f"{spec.scheme}://{self.address}:{spec.port}{spec.path}"
-        async with aiohttp.ClientSession() as session, session.get(url, ssl=context) as reply:
-            return 200 <= reply.status < 400
+        return code == 0
 
     async def execute(self, container: str, *command: str) -> tuple[int, str]:
         """Runs a command in a container; exit code and output."""
         return await self._podman.run("exec", self.containers[container].name, *command)
 
-    async def kill(self) -> None:
-        """`kill -9` of every process of its containers, which are then started again."""
-        for state in self.containers.values():
+    async def kill(self, *names: str) -> None:
+        """`kill -9` of every process of these containers, or of all; they are then started again."""
+        for state in [self.containers[name] for name in names] or self.containers.values():
             await self._podman("kill", "--signal", "KILL", state.name)
 
-    async def delete(self, *, force: bool = False) -> None:
+    async def delete(self, *, force: bool = False) -> Stop:
         """Stops the pod within its grace period: hooks, SIGTERM, sidecars last; with `force` at once."""
         self._is_ending = True
         self._changed()
+        stop = Stop()
         if not force:
             deadline = time.monotonic() + self.pod.grace_seconds
             main = {each["name"] for each in self.pod.containers}
             states = self.containers.values()
             # Hooks of sidecars run while the other containers stop.
-            hooks = asyncio.gather(*(self._run_hook(each) for each in states if each.spec["name"] not in main))
-            await asyncio.gather(*(self._end(each, deadline) for each in states if each.spec["name"] in main))
+            hooks = asyncio.gather(*(self._run_hook(each, stop) for each in states if each.spec["name"] not in main))
+            await asyncio.gather(*(self._end(each, deadline, stop) for each in states if each.spec["name"] in main))
             await hooks
             for each in reversed([each for each in states if each.spec["name"] not in main]):
-                await self._stop_by(each, deadline)
+                await self._stop_by(each, deadline, stop)
         await self.save_logs()
-        await self._remove()
+        await self.remove()
+        return stop
 
-    async def _end(self, state: ContainerState, deadline: float) -> None:
-        await self._run_hook(state)
-        await self._stop_by(state, deadline)
+    async def _end(self, state: ContainerState, deadline: float, stop: Stop) -> None:
+        await self._run_hook(state, stop)
+        await self._stop_by(state, deadline, stop)
 
-    async def _stop_by(self, state: ContainerState, deadline: float) -> None:
+    async def _stop_by(self, state: ContainerState, deadline: float, stop: Stop) -> None:
         seconds = max(2, int(deadline - time.monotonic()))  # a hook that took all the time leaves two seconds
         await self._podman("stop", "--time", str(seconds), state.name, check=False)
+        code = await self._podman("inspect", "--format", "{{.State.ExitCode}}", state.name, check=False)
+        if code == str(KILLED):
+            stop.killed.append(state.spec["name"])
 
-    async def _run_hook(self, state: ContainerState) -> None:
+    async def _run_hook(self, state: ContainerState, stop: Stop) -> None:
         hook = state.spec.get("lifecycle", {}).get("preStop", {})
         if "sleep" in hook:
             await asyncio.sleep(hook["sleep"]["seconds"])
         elif "exec" in hook:
-            await self._podman.run("exec", state.name, *hook["exec"]["command"])
+            stop.hooks[state.spec["name"]] = await self._podman.run("exec", state.name, *hook["exec"]["command"])
 
     async def logs(self) -> dict[str, str]:
         """The output of each container so far."""

@@ -49,11 +49,9 @@ def names(manifests: Sequence[Manifest], endpoints: Sequence[Endpoint], domain: 
 
 def check_ports(service: Manifest, pod: Pod) -> None:
     """Raises `Unsupported` if a port of the service is not that of the pod: there is no load balancer here."""
-    containers = [*pod.containers, *pod.sidecars]
-    numbers = {each["name"]: each["containerPort"] for item in containers for each in item.get("ports", ())}
     for port in service["spec"]["ports"]:
         target = port.get("targetPort", port["port"])
-        if numbers.get(target, target) != port["port"]:
+        if pod.ports.get(target, target) != port["port"]:
             raise Unsupported(f"service {service['metadata']['name']}: port {port['port']} is not that of its pods")
 
 

@@ -1,9 +1,15 @@
-"""Probes of containers as data, with Kubernetes' defaults."""
+"""Probes of containers as data, with Kubernetes' defaults, and their calls."""
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from dataclasses import dataclass
 from typing import Any
+
+import aiohttp
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.cluster.translation import Manifest, Unsupported
 
@@ -47,6 +53,33 @@ def probe(container: Manifest, name: str) -> Probe | None:
             kind="httpGet", port=port_number(container, get["port"]), path=get.get("path", "/"), scheme=scheme, **timing
         )
     raise Unsupported(f"probe {spec}")
+
+
+async def succeeds(spec: Probe, address: str) -> bool:
+    """Whether a probe of a pod's address succeeds; not for `exec`."""
+    try:
+        async with asyncio.timeout(spec.timeout_seconds):
+            return await _asked(spec, address)
+    except (TimeoutError, OSError, grpc.RpcError, aiohttp.ClientError):
+        return False
+
+
+async def _asked(spec: Probe, address: str) -> bool:
+    if spec.kind == "grpc":
+        async with grpc.aio.insecure_channel(f"{address}:{spec.port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest())
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    if spec.kind == "tcpSocket":
+        _, writer = await asyncio.open_connection(address, spec.port)
+        writer.close()
+        return True
+    context = ssl.create_default_context()  # like the kubelet, without verification
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    url = f"{spec.scheme}://{address}:{spec.port}{spec.path}"
+    async with aiohttp.ClientSession() as session, session.get(url, ssl=context) as reply:
+        return 200 <= reply.status < 400
 
 
 def port_number(container: Manifest, port: str | int) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.__main__ import manifests_of, merged, table
-from tests.cluster.cases import CASES, rank
+from tests.cluster.cases import CASES
 from tests.cluster.fleet import COORDINATOR, NODES, PROXY
 from tests.cluster.names import Endpoint, names
 from tests.cluster.probes import probe
+from tests.cluster.restarts import rank
 from tests.cluster.translation import Places, container_arguments, folders, pods
 
 PLACES = Places(disk=Path("/disk"), memory=Path("/memory"))

@@ -73,6 +73,12 @@ class Pod:
         return list(self.spec.get("initContainers", ()))
 
     @property
+    def ports(self) -> dict[str, int]:
+        """Numbers of the named ports of its containers."""
+        containers = [*self.containers, *self.sidecars]
+        return {each["name"]: int(each["containerPort"]) for item in containers for each in item.get("ports", ())}
+
+    @property
     def grace_seconds(self) -> int:
         """The time from its deletion to `kill -9`."""
         return int(self.spec.get("terminationGracePeriodSeconds", 30))

@@ -1,0 +1,141 @@
+"""Chunks that checks store, and how they see where these are: of prompts, or scripted ones if there are no engines."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tests.cluster.fleet import MODEL, Fleet, prompt
+from tests.cluster.kubelet import RunningPod
+from tests.cluster.nodes import Missed, load_at, store_at
+from tests.server.node.cases import chunk_keys
+from tests.server.node.whole_nodes import SPEC
+
+CHUNKS = 8
+"""Chunks that a scripted engine stores."""
+WHOLE_CHUNKS = 1792
+"""Tokens of the whole chunks of a prompt of 2000 tokens."""
+
+
+async def stored(fleet: Fleet, running: RunningPod, text: str) -> str:
+    """Has an engine compute a prompt, waits until its node has reported chunks, and returns the completion."""
+    before = sum((await fleet.instances()).values())
+    answer = await fleet.complete(running, text)
+
+    async def reported() -> bool:
+        return sum((await fleet.instances()).values()) >= before + WHOLE_CHUNKS // 256
+
+    await fleet.cluster.wait_for(reported, "the chunks of a prompt are reported")
+    return answer.text
+
+
+async def hit(fleet: Fleet, running: RunningPod, text: str, expected: str, least: int = WHOLE_CHUNKS) -> int:
+    """Has an engine complete a prompt; asserts that it says the same. Returns the tokens that it loaded.
+
+    Raises `Missed` if these are too few.
+    """
+    await fleet.forget(running)
+    answer = await fleet.complete(running, text)
+    assert answer.text == expected, f"{running.pod.name} says {answer.text!r}, not {expected!r}"
+    if answer.cached_tokens < least:
+        raise Missed(f"{running.pod.name} loaded {answer.cached_tokens} tokens, not {least}")
+    return answer.cached_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """Chunks that one instance holds, and another may get."""
+
+    flags: list[str]
+    """By which `lmkv` names them."""
+    count: int
+    source: str
+    destination: str
+    check_loads: Callable[[], Awaitable[object]]
+    """Asserts that an engine of the destination loads them."""
+
+
+async def known(fleet: Fleet, name: str) -> Known:
+    """Has an engine of one instance store chunks: of a prompt, or scripted ones if there are no engines."""
+    if fleet.engines():
+        first, second = fleet.producers()[0], fleet.consumers()[-1]
+        text = prompt(name)
+        said = await stored(fleet, first, text)
+        tokens = await fleet.tokens(first, text)
+        return Known(
+            flags=["--tokens", ",".join(map(str, tokens)), "--model", MODEL],
+            count=WHOLE_CHUNKS // 256,
+            source=fleet.instance_of(first),
+            destination=fleet.instance_of(second),
+            check_loads=lambda: hit(fleet, second, text, said),
+        )
+    source, destination = fleet.cluster.hosts
+    start = 10_000 + 100 * len(name)
+    await store_at(fleet.cluster, source, start, CHUNKS)
+    keys = chunk_keys(*range(start, start + CHUNKS))
+    return Known(
+        flags=["--keys", ",".join(key.hex() for key in keys), "--model", SPEC.model_name],
+        count=CHUNKS,
+        source=source,
+        destination=destination,
+        check_loads=lambda: load_held(fleet, destination, start),
+    )
+
+
+async def load_held(fleet: Fleet, host: str, first: int) -> None:
+    """Loads chunks at a node. Raises `Missed` unless all of them are in its own memory."""
+    if elsewhere := await load_at(fleet.cluster, host, first, CHUNKS):
+        raise Missed(f"{host} has lost {elsewhere}")
+
+
+async def share(fleet: Fleet, source: str, destination: str, number: int) -> None:
+    """Stores what no other number has at one host, and loads it at another. Raises `Missed`."""
+    if not fleet.engines():
+        first = 100_000 + 100 * number
+        await store_at(fleet.cluster, source, first, CHUNKS)
+        await load_at(fleet.cluster, destination, first, CHUNKS)
+        return
+    producer = next(each for each in fleet.producers() if each.pod.host == source)
+    consumer = next(each for each in fleet.consumers() if each.pod.host == destination)
+    text = prompt(f"share-{number}")
+    said = await stored(fleet, producer, text)
+    await hit(fleet, consumer, text, said)
+
+
+async def until_held(fleet: Fleet, chunks: Known, *instances: str) -> None:
+    """Waits until these instances and no others hold the chunks, as the coordinators see it.
+
+    Engines may also have stored the incomplete chunk at the end of a prompt.
+    """
+
+    async def reached() -> bool:
+        held = await fleet.holders(chunks.flags)
+        return held.keys() == set(instances) and min(held.values()) >= chunks.count
+
+    await fleet.cluster.wait_for(reached, f"{instances} hold {chunks.count} chunks")
+
+
+async def remembered(fleet: Fleet, name: str) -> Callable[[], Awaitable[None]]:
+    """Stores a prompt, or chunks at each node if there are no engines; returns a check that nothing of it is lost.
+
+    The check tries once: a second attempt would load what the first one computed.
+    """
+    if producers := fleet.producers():
+        text = prompt(name)
+        said = await stored(fleet, producers[0], text)
+
+        async def prompts_hit() -> None:
+            for engine in fleet.consumers():
+                await hit(fleet, engine, text, said)
+
+        return prompts_hit
+    hosts = list(fleet.cluster.hosts)
+    firsts = {host: 1000 * number + 100 * len(name) for number, host in enumerate(hosts, start=1)}
+    for host, first in firsts.items():
+        await store_at(fleet.cluster, host, first, CHUNKS)
+
+    async def chunks_are_kept() -> None:
+        for host, first in firsts.items():
+            await load_held(fleet, host, first)
+
+    return chunks_are_kept
