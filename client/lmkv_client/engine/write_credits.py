@@ -83,6 +83,11 @@ class PartCredits:
     def __getitem__(self, part: int) -> WriteCredits:
         return self._parts[part]
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether a credit for a partial chunk is available."""
+        return any(map(len, self._partial.values()))
+
     def partial(self, token_count: int) -> WriteCredits:
         """The credits for partial chunks of `token_count` tokens."""
         return self._partial.setdefault(token_count, WriteCredits(limit=self._limit, kept_count=0))

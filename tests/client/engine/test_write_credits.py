@@ -155,7 +155,9 @@ def test_credits_for_partial_chunks_that_nothing_waits_for_are_returned() -> Non
         parts.partial(token_count).request_another()
     parts.settle_partial([7, 7, 9], [(7, 10), (7, 11), (9, 30)])
     assert parts.take_unused({7: 1, 5: 3}) == [11, 30]
+    assert parts.has_partial
     assert parts.partial(7).take() == 10
+    assert not parts.has_partial
     assert parts.take_unused({}) == []
 
 

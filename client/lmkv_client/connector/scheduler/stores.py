@@ -429,13 +429,12 @@ class Stores:
     def settle(self, states: Collection[RequestState]) -> None:
         """Returns credits that are not needed, and requests those that finished requests lack; `states` are of the
         requests that run."""
-        wanted = self._ended.rest_counts
-        wanted.update(
-            state.token_count % self._spec.chunk_size
-            for state in states
-            if state.end_is_requested and not state.partial_is_stored
-        )
-        returned = self.credits.take_unused(wanted)
+        returned: list[int] = []
+        if self.credits.has_partial:
+            wanted = self._ended.rest_counts
+            waiting = (state for state in states if state.end_is_requested and not state.partial_is_stored)
+            wanted.update(state.token_count % self._spec.chunk_size for state in waiting)
+            returned = self.credits.take_unused(wanted)
         if not states:
             returned += self.credits.take_surplus(self._ended.missing_count)
         if self._ended.missing_count:
