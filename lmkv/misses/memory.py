@@ -15,6 +15,8 @@ HEAD_BYTES = 8
 CODE_BITS = 16
 """Bits of an entry for the reason and the tier."""
 MAX_TIERS = 256
+CAPACITY = 1 << 17
+"""Entries of a memory, unless another number is given: 2 MiB."""
 
 _REASONS = list(MissReason)
 _NUMBERS = {reason: number for number, reason in enumerate(_REASONS)}
@@ -37,7 +39,7 @@ class LossMemory:
     A key is found by its first 8 bytes; each has four entries that it may be in. Memory is taken once and never grows.
     """
 
-    def __init__(self, capacity: int = 1 << 17) -> None:
+    def __init__(self, capacity: int = CAPACITY) -> None:
         """`capacity` is the number of entries, a multiple of 4."""
         assert capacity >= WAYS
         assert capacity % WAYS == 0

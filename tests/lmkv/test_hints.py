@@ -283,3 +283,16 @@ def test_only_an_accepted_result_of_a_clipped_hint_is_clipped() -> None:
     for outcome in set(HintOutcome) - {HintOutcome.ACCEPTED}:
         result = HintResult(action_id="a", action="retain", outcome=outcome)
         assert hints.settle(hint, result) is result
+
+
+def test_what_a_hint_and_a_result_are_made_without_is_nothing() -> None:
+    hint = Hint(action_id="a", action=HintAction.PIN)
+    assert (hint.ttl_seconds, hint.priority, hint.token_count, hint.tokens, hint.is_clipped) == (
+        0,
+        0,
+        None,
+        None,
+        False,
+    )
+    rejection = {"action_id": "a", "action": "pin", "outcome": "rejected", "reason": "quota"}
+    assert hints.reject("a", "pin", HintReason.QUOTA).to_json() == rejection

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from lmkv.errors import BadChunkKey, BadTokens
 from lmkv.keys import (
+    EMPTY_DIGEST,
     MAX_KEYS,
     ChunkKey,
+    Digest,
     KeyChain,
     PageKeyChain,
     as_tokens,
     chunk_keys,
+    digest,
     foreign_key,
     join_keys,
     page_keys,
@@ -280,3 +283,12 @@ def test_inputs_besides_tokens_change_the_keys_of_their_page_and_of_those_behind
     assert not set(plain.keys[1:]) & set(with_image.keys[1:])
     with pytest.raises(BadTokens, match="page 3 with 1 of 4 tokens has no key"):
         plain.behind(3, tokens[:1])
+
+
+def test_a_digest_is_the_number_of_keys_and_the_sum_of_their_first_halves() -> None:
+    keys = [ChunkKey(number.to_bytes(8, "little") + b"\xff" * 8) for number in (1, 2, (1 << 64) - 1)]
+    assert digest([]) == EMPTY_DIGEST == Digest(chunk_count=0, key_sum=0)
+    assert digest(keys[:2]) == Digest(chunk_count=2, key_sum=3)
+    assert digest(keys) == Digest(chunk_count=3, key_sum=2), "sums are modulo 2^64"
+    assert digest(keys[:1]).plus(digest(keys[1:])) == digest(keys)
+    assert digest(keys).plus(EMPTY_DIGEST) == digest(keys)

@@ -175,3 +175,21 @@ def test_a_spec_of_too_many_parts_is_refused() -> None:
     message.more_parts.extend([message.more_parts[0]] * 100)
     with pytest.raises(BadKvSpec, match="parts"):
         KvSpec.from_proto(message)
+
+
+def test_an_extent_of_a_window_has_the_tokens_that_the_next_one_reads() -> None:
+    part = window(17)
+    assert (part.kept_tokens(8), part.kept_tokens(16), part.kept_tokens(100)) == (8, 16, 16)
+    assert part.size_bytes(100, 100) == 2 * 2 * 16 * 2 * 16 * 4
+    blocks = replace(part, block_size=32)
+    assert (blocks.kept_tokens(100), blocks.kept_tokens(24)) == (32, 24)
+    assert replace(part, block_size=16).kept_tokens(100) == 16
+
+
+def test_sizes_of_partial_chunks_states_and_latents() -> None:
+    assert FULL.size_bytes(5, 8) == 2 * 2 * 5 * 2 * 16 * 4
+    assert replace(FULL, mla=True).size_bytes(5, 8) == 2 * 2 * 5 * 16 * 4
+    assert replace(FULL, block_size=4).size_bytes(5, 8) == 2 * 2 * 8 * 2 * 16 * 4
+    assert STATE.size_bytes(5, 8) == STATE.size_bytes(8, 8) == 2 * 1 * 4096
+    tiled = replace(FULL, block_size=4)
+    assert (tiled.tile_bytes, replace(tiled, mla=True).tile_bytes, FULL.tile_bytes) == (4 * 2 * 16 * 4, 4 * 16 * 4, 0)

@@ -9,7 +9,16 @@ import pytest
 
 from lmkv.errors import BadKvSpec
 from lmkv.parts import DTYPE_BYTES, KvPart
-from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv.spec import (
+    MAX_FIELD_BYTES,
+    MAX_IDENTITY_BYTES,
+    MAX_NAME_BYTES,
+    NATIVE_TILES,
+    PRIVATE_VERSION,
+    TOKEN_MAJOR,
+    KvSpec,
+    ServedModel,
+)
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
 
@@ -143,9 +152,13 @@ def test_sizes_of_native_tiles_are_whole_blocks() -> None:
     assert TILES.size_bytes(129) == TILES.chunk_bytes
 
 
-@pytest.mark.parametrize("kv_dtype", DTYPE_BYTES)
-def test_every_dtype_has_a_size(kv_dtype: str) -> None:
-    assert replace(LLAMA, kv_dtype=kv_dtype).chunk_bytes == 32 * 8 * 256 * 2 * 128 * DTYPE_BYTES[kv_dtype]
+@pytest.mark.parametrize(
+    ("kv_dtype", "size_bytes"),
+    [("float32", 4), ("bfloat16", 2), ("float16", 2), ("fp8_e4m3", 1), ("fp8_e5m2", 1), ("int8", 1)],
+)
+def test_every_dtype_has_a_size(kv_dtype: str, size_bytes: int) -> None:
+    assert replace(LLAMA, kv_dtype=kv_dtype).chunk_bytes == 32 * 8 * 256 * 2 * 128 * size_bytes
+    assert len(DTYPE_BYTES) == 6
 
 
 @pytest.mark.parametrize(
@@ -166,3 +179,55 @@ def test_a_spec_that_contradicts_itself_is_refused_by_field(field: str, changes:
     with pytest.raises(BadKvSpec, match=field) as raised:
         replace(LLAMA, **changes)
     assert raised.value.metadata == {"field": field}
+
+
+def test_a_size_fits_a_number_of_tokens_only() -> None:
+    assert LLAMA.fits(LLAMA.chunk_bytes, 256)
+    assert LLAMA.fits(LLAMA.size_bytes(1), 1)
+    assert LLAMA.fits(LLAMA.size_bytes(255), 255)
+    assert not LLAMA.fits(LLAMA.size_bytes(1), 2)
+    assert not LLAMA.fits(LLAMA.chunk_bytes, 255)
+    assert not LLAMA.fits(LLAMA.size_bytes(257), 257)
+    assert not LLAMA.fits(0, 0)
+
+
+def test_partial_chunks_with_several_parts_have_no_size() -> None:
+    state = KvPart(layer_count=1, kv_head_count=1, head_size=1, kv_dtype="int8", rule=PART_RULE_END)
+    spec = replace(LLAMA, more_parts=(state,))
+    assert [spec.fits(spec.part_bytes(part), 256) for part in (0, 1)] == [True, True]
+    assert not spec.fits(spec.chunk_bytes, 256), "its parts are stored apart"
+    assert not spec.fits(spec.size_bytes(5), 5)
+
+
+def test_a_version_of_weights_is_bounded_and_shown() -> None:
+    longest = replace(LLAMA, weight_version="v" * MAX_FIELD_BYTES)
+    assert longest.shown("weight_version") == "v" * MAX_FIELD_BYTES
+    assert LLAMA.shown("weight_version") == "none"
+    with pytest.raises(BadKvSpec, match="weight_version has more than") as raised:
+        replace(LLAMA, weight_version="v" * (MAX_FIELD_BYTES + 1))
+    assert raised.value.metadata == {"field": "weight_version"}
+    assert replace(LLAMA, weight_version=f"{PRIVATE_VERSION}x").is_private
+    assert not longest.is_private
+
+
+@pytest.mark.parametrize(
+    ("name", "lora_identity", "field"),
+    [
+        ("m", "", ""),
+        ("m" * MAX_NAME_BYTES, "a" * MAX_IDENTITY_BYTES, ""),
+        ("", "", "name"),
+        ("m" * (MAX_NAME_BYTES + 1), "", "name"),
+        ("é" * MAX_NAME_BYTES, "", "name"),
+        ("m\n", "", "name"),
+        ("m", "a" * (MAX_IDENTITY_BYTES + 1), "lora_identity"),
+        ("m", "a\0", "lora_identity"),
+    ],
+)
+def test_served_names_are_bounded_and_printable(name: str, lora_identity: str, field: str) -> None:
+    if not field:
+        served = ServedModel(name=name, fingerprint=LLAMA.fingerprint, lora_identity=lora_identity)
+        assert (served.to_proto().name, served.to_proto().lora_identity) == (name, lora_identity)
+        return
+    with pytest.raises(BadKvSpec, match=f"served_models: {field} must have") as raised:
+        ServedModel(name=name, fingerprint=LLAMA.fingerprint, lora_identity=lora_identity)
+    assert raised.value.metadata == {"field": f"served_models.{field}"}

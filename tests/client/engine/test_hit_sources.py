@@ -53,6 +53,8 @@ def test_items_of_a_hit_divide_its_tokens_and_the_rest_is_in_the_tier_with_the_m
     assert found.tokens(0, 8, 4) == {OWN: 6, DISK: 1, PEERS: 1}
     assert found.tokens(2, 100, 4) == {OWN: 4, DISK: 1, PEERS: 1}, "a hit has no tokens behind its last chunk"
     assert found.tokens(9, 100, 4) == {OWN: 0, DISK: 0, PEERS: 0}
+    even = HitSources(own=2, runs=(Run(tier=DISK, chunk_count=2),), hit_chunk_count=3)
+    assert even.tokens(0, 12, 4) == {OWN: 6, DISK: 6}
     runs = tuple(Run(tier=DISK, chunk_count=2) for _ in range(2))
     assert HitSources(own=1, runs=runs, hit_chunk_count=3).tokens(0, 12, 4) == {OWN: 2, DISK: 10}
 
@@ -62,3 +64,8 @@ def test_each_position_has_the_tier_of_its_chunk() -> None:
     assert [found.tier_at(position, 2) for position in range(7)] == [OWN, OWN, DISK, DISK, PEERS, PEERS, ""]
     assert found.chunk_count == 3
     assert sources(0).tier_at(0, 2) == ""
+    reversed_tiers = sources(0, (DISK, 1), (DISK, 0), (PEERS, 1))
+    assert [reversed_tiers.tier_at(position, 2) for position in range(4)] == [DISK, DISK, PEERS, PEERS]
+    assert HitSources() == sources(0)
+    late = sources(1, (PEERS, 1), (OWN, 1))
+    assert [late.tier_at(position, 1) for position in range(3)] == [OWN, PEERS, OWN]

@@ -110,6 +110,15 @@ def test_a_refusal_contains_the_limit_and_when_to_retry() -> None:
     assert refusal.value.metadata == {"limit": "4", "retry_seconds": "0.125"}
 
 
+def test_a_retry_delay_is_in_whole_milliseconds() -> None:
+    bucket = TokenBucket(3, 0, 0.0)
+    for _ in range(3):
+        bucket.take(0.0)
+    with pytest.raises(TooManyRequests) as refusal:
+        bucket.take(0.0)
+    assert refusal.value.metadata["retry_seconds"] == "0.333"
+
+
 def refused(bucket: TokenBucket, now: float) -> float:
     """The delay of a request's refusal."""
     with pytest.raises(TooManyRequests) as refusal:

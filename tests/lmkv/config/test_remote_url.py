@@ -35,6 +35,15 @@ def test_a_server(text: str, shown: str, host: str, port: int) -> None:
 def test_a_bucket(text: str, shown: str, bucket: str, prefix: str, region: str) -> None:
     url = parse_remote_url(text)
     assert (url.shown, url.bucket, url.prefix, url.region) == (shown, bucket, prefix, region)
+    assert (url.host, url.port) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://chunks?x=1", "s3://chunks#part", "ftp://chunks", "redis://h#part", "redis://h/0/1", "valkey:///0"]
+)
+def test_parts_that_no_store_has_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_remote_url(text)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.memory import Loss, LossMemory
+from lmkv.misses.memory import CAPACITY, Loss, LossMemory
 from lmkv.misses.reason import MissReason
 
 
@@ -66,3 +66,10 @@ def test_at_random_it_never_says_more_than_a_dictionary_and_keeps_the_latest(cap
     recent = [one for one in dict.fromkeys(order[-capacity // 4 :]) if one in known]
     kept = sum(memory.get(one) is not None for one in recent)
     assert kept >= 0.9 * len(recent)
+
+
+def test_a_memory_has_room_for_the_losses_of_a_large_pool() -> None:
+    memory = LossMemory()
+    for number in range(CAPACITY):
+        memory.add(key(number), "host", MissReason.DROPPED, 1.0 + number)
+    assert len(memory) == CAPACITY

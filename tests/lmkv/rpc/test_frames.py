@@ -68,3 +68,10 @@ def test_another_protocol_is_refused() -> None:
 def test_a_message_over_the_limit_is_not_sent() -> None:
     with pytest.raises(MessageTooLarge, match="the message has 65 bytes; at most 64 can be sent"):
         to_frame(FrameKind.MESSAGE, bytes(LIMIT + 1), LIMIT)
+
+
+def test_the_bytes_of_a_frame_are_those_of_the_protocol() -> None:
+    kinds = [FrameKind.MESSAGE, FrameKind.STATUS, FrameKind.PING, FrameKind.PONG]
+    sent = [to_frame(kind, b"ab", LIMIT) for kind in kinds]
+    assert sent == [bytes([number, 0, 0, 0, 2]) + b"ab" for number in range(4)]
+    assert list(FrameKind) == kinds

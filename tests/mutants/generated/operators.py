@@ -65,8 +65,10 @@ def _places(source: str) -> Iterator[tuple[Position, str, int]]:
         operator = get_operator(f"core/{name}")()
         positions = [one for node in nodes for one in operator.mutation_positions(node)]
         for occurrence, (begin, end) in enumerate(positions):
-            is_marker = lines[end[0] - 1][end[1] :].startswith(",")  # a bare `*` or `/` between parameters
-            if not is_excluded(begin, end, excluded) and not ("Binary" in name and is_marker):
+            line = lines[end[0] - 1]
+            is_marker = "Binary" in name and line[end[1] :].startswith(",")  # a bare `*` or `/` between parameters
+            is_dotted = name == "ExceptionReplacer" and "." in line[begin[1] : end[1]]  # Cosmic Ray replaces names only
+            if not is_excluded(begin, end, excluded) and not is_marker and not is_dotted:
                 yield begin, name, occurrence
 
 

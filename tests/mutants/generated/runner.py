@@ -33,8 +33,12 @@ OWN = ("__main__", "benchmarks", "conftest", "lmkv", "lmkv_client", "lmkv_kernel
 """Packages that each child imports itself: they import the mutated module."""
 MEMORY_BYTES = 32 << 30
 """Limit of a child's address space."""
-OPTIONS = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""Plug-ins of pytest are imported before its start, hence without assertions of pytest's form."""
+OPTIONS = (
+    *("-q", "-x", "--tb=short", "--noconftest", "-p", "no:cacheprovider"),
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+)
+"""Without conftest.py, which starts a process for tests of servers. Plug-ins of pytest are imported before it starts,
+hence without assertions of pytest's form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,8 +166,10 @@ class _Recorder:
 
     def pytest_sessionstart(self) -> None:
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        parent = hypothesis.settings.get_profile("lmkv")
-        hypothesis.settings.register_profile("mutation", parent, phases=phases, database=None, derandomize=True)
+        checks = [hypothesis.HealthCheck.too_slow]
+        hypothesis.settings.register_profile(
+            "mutation", deadline=None, suppress_health_check=checks, phases=phases, database=None, derandomize=True
+        )
         hypothesis.settings.load_profile("mutation")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -13,9 +13,10 @@ Span = tuple[Position, Position]
 def excluded_spans(source: str) -> list[Span]:
     """Where a module is not mutated.
 
-    These are annotations, which are not evaluated; options of dataclasses and imports for type checkers, which mypy
-    checks; assertions, of which a weaker one fails as seldom as before; and functions that assert invariants for tests:
-    their docstrings begin with "Asserts".
+    These are annotations, which are not evaluated; protocols, options of dataclasses, and imports for type checkers,
+    which mypy checks; assertions, of which a weaker one fails as seldom as before, and `strict` of `zip`; functions
+    that assert invariants for tests, whose docstrings begin with "Asserts"; and constants of numbers, which a test
+    would repeat.
     """
     return [_span(node) for node in _excluded(ast.parse(source))]
 
@@ -26,6 +27,9 @@ def is_excluded(begin: Position, end: Position, spans: list[Span]) -> bool:
 
 
 def _excluded(tree: ast.Module) -> Iterator[ast.AST]:
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and _is_number(statement.value):
+            yield statement.value
     for node in ast.walk(tree):
         match node:
             case ast.AnnAssign() | ast.arg():
@@ -34,14 +38,26 @@ def _excluded(tree: ast.Module) -> Iterator[ast.AST]:
                 if (ast.get_docstring(node) or "").startswith("Asserts"):
                     yield node
                 yield from filter(None, [node.returns])
+            case ast.ClassDef(bases=[ast.Name(id="Protocol"), *_]):
+                yield node
             case ast.ClassDef():
                 yield from (one for one in node.decorator_list if "dataclass" in ast.unparse(one))
+            case ast.keyword(arg="strict"):
+                yield node
             case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.Assert():
                 yield node
 
 
 def _span(node: ast.AST) -> Span:
-    assert isinstance(node, ast.expr | ast.stmt)
+    assert isinstance(node, ast.expr | ast.keyword | ast.stmt)
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def _is_number(value: ast.AST) -> bool:
+    """Whether a value consists of numbers."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "float":
+        return all(_is_number(argument) for argument in value.args)
+    parts = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.operator, ast.unaryop, ast.expr_context)
+    return all(isinstance(part, parts) for part in ast.walk(value))

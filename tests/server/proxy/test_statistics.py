@@ -45,3 +45,17 @@ def test_the_number_of_samples_is_limited() -> None:
         statistics.record_first_token(float(number))
     assert statistics.request_count == MAX_SAMPLES + 10
     assert statistics.summaries()["TTFT"].average_ms == 1000 * (10 + (MAX_SAMPLES - 1) / 2)
+
+
+def test_percentiles_are_samples_by_nearest_rank() -> None:
+    summary = summarize(number / 1000 for number in range(200, 0, -1))
+    assert (summary.median_ms, summary.p99_ms) == (100.0, 198.0)
+    assert summarize([0.25]) == LatencySummary(average_ms=250.0, median_ms=250.0, p99_ms=250.0)
+
+
+def test_the_table_of_each_kind_has_the_same_lines() -> None:
+    statistics = LatencyStatistics()
+    statistics.record_total(0.5)
+    frame = "=" * 31
+    lines = ["Total stats:", "- Average (ms): 500.00", "- Median (ms): 500.00", "- 99th Percentile (ms): 500.00"]
+    assert statistics.table() == "\n".join([frame, "Num requests: 0", *lines, frame])

@@ -114,3 +114,8 @@ def test_what_is_not_fetched_lowers_only_the_expectation_of_fetches() -> None:
     assert costs.choose(RATE, RATE, RATE) == RATE
     assert costs.fetched.seconds(2 * RATE) == pytest.approx(DOUBT * 9.0)
     assert costs.own.seconds(RATE) == pytest.approx(0.1)
+
+
+def test_loads_of_nearly_one_size_are_taken_for_proportional() -> None:
+    times = times_of((10_000, 2.0), (10_001, 1.0))
+    assert times.seconds(1) == pytest.approx(times.seconds(10_000) / 10_000)

@@ -223,6 +223,13 @@ def test_the_first_turns_follow_the_guess() -> None:
     assert late == pytest.approx(waited / TURNS_PER_JOIN, abs=0.001), "turns do not lie in the past"
 
 
+def test_a_retry_delay_is_in_whole_milliseconds() -> None:
+    admission, _ = filled()
+    put_off(admission, 0.0)
+    delay = put_off(admission, 0.123456)
+    assert delay == round(delay, 3)
+
+
 def test_an_instance_that_joins_elsewhere_makes_room() -> None:
     admission, joining = filled()
     admission.leave(joining[0])
@@ -246,6 +253,17 @@ def test_a_rush_is_over_once_fewer_than_half_are_joining() -> None:
         admission.check(later)
         admission.admit(instance(10 * LIMIT + number, later))
     assert put_off(admission, later) == first
+
+
+def test_a_rush_is_over_while_a_few_are_still_joining() -> None:
+    admission, joining = filled()
+    first = put_off(admission, 0.0)
+    for one in joining[1:]:
+        one.synced = True
+    for number in range(LIMIT - 1):
+        admission.check(1.0)
+        admission.admit(instance(LIMIT + number, 1.0))
+    assert put_off(admission, 1.0) == first
 
 
 def test_old_joins_lose_weight() -> None:

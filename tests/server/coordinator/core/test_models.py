@@ -147,6 +147,12 @@ def test_a_name_has_a_bounded_number_of_specs_and_adapters() -> None:
     assert caught.value.metadata["model_name"] == "llama"
 
 
+def test_the_first_instance_of_a_name_has_no_more_specs_than_all_may_have() -> None:
+    models_of().check_room(info("a", *(variant(number) for number in range(MAX_KINDS))))
+    with pytest.raises(Full, match="model 'llama' has 0 specs and adapters"):
+        models_of().check_room(info("a", *(variant(number) for number in range(MAX_KINDS + 1))))
+
+
 def test_an_instance_joins_those_of_a_name_that_has_the_most_specs() -> None:
     models = models_of(info("a", *(variant(number) for number in range(MAX_KINDS))))
     models.check_room(info("b", variant(3)))

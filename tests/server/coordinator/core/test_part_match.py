@@ -15,6 +15,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PartRule
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Match, MatchRun
 from lmkv_server.coordinator.core.part_match import (
+    MAX_KNOWN_HITS,
     MAX_TAIL_KEYS,
     PromptParts,
     keys_of_part,
@@ -146,3 +147,18 @@ def test_a_long_tail_is_not_computed_at_once() -> None:
     assert tail_keys(wide, join_keys(many), len(many)) is None
     tail = tail_keys(wide, join_keys(many), MAX_TAIL_KEYS)
     assert tail == join_keys(many[:MAX_TAIL_KEYS])
+
+
+def test_a_bounded_number_of_hits_of_a_prompt_is_kept() -> None:
+    layout, parts = LayoutMap(), prompt_parts(MISTRAL)
+    for held in range(MAX_KNOWN_HITS + 2):  # the bits of a number: each instance holds other chunks
+        keys = [key for number, key in enumerate(KEYS) if held >> number & 1]
+        admit(layout, f"{held}", keys, MISTRAL)
+    sizes = []
+    for held in range(MAX_KNOWN_HITS + 2):
+        parts.hit_at(layout, f"{held}", HOST)
+        sizes.append(len(parts._known_hits))
+        parts.hit_at(layout, f"{held}", HOST)
+        assert len(parts._known_hits) == sizes[-1], "it is known"
+    assert max(sizes) <= MAX_KNOWN_HITS
+    assert max(sizes) > MAX_KNOWN_HITS // 2

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, root_key, split_keys
-from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, MatchRun
+from lmkv_server.coordinator.core.partial_chunks import MAX_LOST
 from lmkv_server.coordinator.core.tail_match import PromptTail, keys_with_tail, with_tails
 
 HOST, DISK = 2, 3
@@ -59,6 +62,7 @@ def test_the_keys_of_a_prompt_end_with_the_longest_partial_chunk_that_is_held_at
         return split_keys(keys_with_tail(layout, tail, join_keys(keys_of(tokens)), instance_id))
 
     assert chosen(prompt) == keys_of(prompt[:10])
+    assert chosen(prompt[:10]) == keys_of(prompt[:10])
     assert chosen(prompt, "one") == keys_of(prompt[:9])
     assert chosen(prompt, "three") == keys_of(prompt)
     assert chosen(prompt[:8]) == keys_of(prompt[:8])
@@ -146,3 +150,37 @@ def test_of_alternatives_the_first_that_is_held_is_found() -> None:
     index, matches = layout.lookup_any(join_keys(keys), "b")
     assert (index, [match.instance_id for match in matches]) == (2, ["a"])
     assert layout.lookup_any(join_keys(keys[:1])) == (0, [])
+
+
+def test_a_tail_belongs_to_the_last_run_if_it_is_in_the_same_tier() -> None:
+    layout, tokens = LayoutMap(), list(range(10))
+    keys = join_keys(keys_of(tokens[:8]))
+    for instance_id, tier in (("disk", DISK), ("host", HOST)):
+        layout.apply(instance_id, change(tokens[:4]))
+        layout.apply(instance_id, Change(DISK, FINGERPRINT, SIZE, keys[16:]))
+        layout.apply(instance_id, change(tokens[:9], tier))
+        layout.apply(instance_id, Change(HOST, FINGERPRINT, SIZE, evicted=keys[16:]))
+    prompt = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(tokens))
+    matches = with_tails(layout, prompt, keys, layout.lookup(keys), "")
+    runs = {match.instance_id: match.runs for match in matches}
+    assert runs["disk"] == (MatchRun(HOST, 1, 4), MatchRun(DISK, 2, 5))
+    assert runs["host"] == (MatchRun(HOST, 1, 4), MatchRun(DISK, 1, 4), MatchRun(HOST, 1, 1))
+
+
+@pytest.mark.parametrize(("count", "left"), [(MAX_LOST, []), (MAX_LOST + 1, [2])])
+def test_chunks_of_a_large_loss_are_removed_later(count: int, left: list[int]) -> None:
+    layout = LayoutMap()
+    layout.apply("a", change([1, 2]))
+    others = [ChunkKey(number.to_bytes(16, "big")) for number in range(count - 1)]
+    layout.apply("a", Change(HOST, FINGERPRINT, SIZE, join_keys(others)))
+    layout.apply("a", evicted(*keys_of([1, 2]), *others))
+    assert list(layout.partial_lengths(ROOT)) == left
+
+
+def test_removed_chunks_leave_the_queue_as_well() -> None:
+    layout = LayoutMap()
+    for number in range(3):
+        layout.apply("a", change([number, 1]))
+    for number in range(3):
+        layout.apply("a", evicted(*keys_of([number, 1])))
+        layout.check()

@@ -108,6 +108,15 @@ def test_errors_name_the_epochs_and_the_address() -> None:
     }
 
 
+@pytest.mark.parametrize(("address", "shown"), [("host:1000", "at host:1000;"), ("", f"at {NO_ADDRESS};")])
+def test_an_id_in_use_is_refused_with_the_address_of_its_node(address: str, shown: str) -> None:
+    instances = Instances(lease_ttl=3)
+    instances.register(dataclasses.replace(said(), peer_address=address), now=0, secret=b"own")
+    with pytest.raises(InstanceIdInUse) as refusal:
+        instances.check_secret("a", b"other")
+    assert shown in str(refusal.value)
+
+
 def test_each_renewal_counts_from_its_own_time() -> None:
     instances = Instances(lease_ttl=3)
     for number, one in enumerate(("a", "b", "c")):

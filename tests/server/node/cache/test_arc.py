@@ -11,7 +11,9 @@ from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.eviction import Arc
 from tests.server.node.cases import chunk_key
 
-ACTIONS = st.lists(st.tuples(st.sampled_from(["come", "come", "use", "forget", "choose", "choose"]), st.integers(0, 9)))
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["come", "come", "use", "forget", "choose", "choose"]), st.integers(0, 9)), min_size=40
+)
 
 
 class ListedArc:

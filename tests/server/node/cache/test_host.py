@@ -420,3 +420,17 @@ def test_clearing_forgets_one_spec_only() -> None:
     assert clear(tier, FINGERPRINTS[0]) == 2
     assert numbers(list(tier)) == [1, 3]
     tier.check()
+
+
+def test_the_bytes_of_a_tier_add_up() -> None:
+    tier = HostTier(8 * ALIGNMENT + 1)
+    assert (tier.size_bytes, tier.used_bytes, tier.chunk_bytes) == (8 * ALIGNMENT, 0, 0)
+    admit(tier, 0, 2 * ALIGNMENT)
+    reserved = tier.reserve(ALIGNMENT + 1)
+    assert reserved is not None
+    assert (tier.used_bytes, tier.chunk_bytes, tier.reserved_bytes) == (4 * ALIGNMENT, 2 * ALIGNMENT, 2 * ALIGNMENT)
+    assert (len(tier), tier.reserved_count, tier.evicted_count) == (1, 1, 0)
+    tier.end_at(4 * ALIGNMENT)
+    assert tier.size_bytes == 4 * ALIGNMENT
+    assert tier.reserve(5 * ALIGNMENT) is None, "larger than the pool"
+    assert len(tier) == 1, "nothing was evicted for it"

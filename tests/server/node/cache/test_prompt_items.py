@@ -105,3 +105,8 @@ def test_items_can_be_read_from_the_end_and_there_may_be_none() -> None:
     assert WHOLE.keys[-COUNT - 1] == item_key(WINDOW, COUNT - 1)
     nothing = PromptItems.of_hit(HYBRID, PROMPT, 0)
     assert (len(nothing), list(nothing.keys), nothing.mean_bytes) == (0, [], 1)
+
+
+def test_one_item_is_its_own_average() -> None:
+    windows = replace(HYBRID, rule=HYBRID.more_parts[0].rule, span=40, more_parts=())
+    assert PromptItems.of_prompt(windows, PROMPT[:1]).mean_bytes == windows.chunk_bytes

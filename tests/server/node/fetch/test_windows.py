@@ -143,3 +143,47 @@ def test_a_chunk_that_no_holder_has_ends_what_is_assigned_in_order() -> None:
     free = World(10, [holder()], in_order=False)
     free.holders[0].unavailable.add(3)
     assert free.plan.unassigned() == [0, 1, 2, *range(4, 10)]
+
+
+EXACT = float(1 << 30)
+"""Bytes per second without rounding errors."""
+
+
+def exactly_known() -> Bandwidth:
+    bandwidth = Bandwidth()
+    for _ in range(2):  # the first one connects
+        bandwidth.record_read(1 << 26, (1 << 26) / EXACT, 0.0)
+    return bandwidth
+
+
+def test_a_gain_of_one_chunk_is_enough() -> None:
+    holders = [holder(exactly_known()), holder(exactly_known())]
+    assert world(3, *holders).plan.activate() == holders
+    assert [[*one.pending] for one in holders] == [[0, 1], [2]]
+    holders = [holder(exactly_known()), holder(exactly_known())]
+    assert world(1, *holders).plan.activate() == holders[:1]
+
+
+def test_a_saturated_side_leaves_nothing_for_another_holder() -> None:
+    holders = [holder(exactly_known()), holder(exactly_known())]
+    it = world(40, *holders)
+    for _ in range(2):
+        it.combined.record_read(1 << 26, (1 << 26) / EXACT, 0.0)
+    assert it.plan.activate() == holders[:1]
+
+
+def test_an_even_share_is_not_held_against_a_holder() -> None:
+    holders = [holder(exactly_known()), holder(exactly_known())]
+    it = world(100, *holders)
+    assert it.plan.activate() == holders
+    it.plan.record_read(holders[0], CHUNK_BYTES, 2 * CHUNK_BYTES / EXACT)
+    assert holders[0].bandwidth.rate(0.0) == EXACT
+
+
+def test_a_read_that_ends_after_its_holder_was_deactivated_is_measured() -> None:
+    one = holder(exactly_known())
+    it = world(10, one)
+    assert it.plan.activate() == [one]
+    it.plan.deactivate(one)
+    it.plan.record_read(one, CHUNK_BYTES, CHUNK_BYTES / EXACT * 4)
+    assert (one.bandwidth.rate(0.0) or 0.0) < EXACT

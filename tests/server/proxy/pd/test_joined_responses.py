@@ -249,3 +249,35 @@ def test_a_continuation_without_a_field_is_refused(lacks: str) -> None:
     del continuation[lacks]
     with pytest.raises(CannotContinue, match=f"its response has no '{lacks}'"):
         joined().merge(continuation)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_engine_that_did_not_continue_after_the_first_token_is_refused(path: str) -> None:
+    def answer(tokens: list[int]) -> dict[str, Any]:
+        choice = choice_of(path, "y", [4])
+        response: dict[str, Any] = {**OTHER_HEAD, "choices": [choice], "usage": dict(USAGE)}
+        (response if path == CHAT else choice)["prompt_token_ids"] = tokens
+        return response
+
+    for tokens in ([1, 2], [1, 2, 3, 4]):
+        with pytest.raises(CannotContinue, match="did not continue after the first token"):
+            joined(path).rewrite(answer(tokens))
+        with pytest.raises(CannotContinue, match="did not continue after the first token"):
+            joined(path).merge(answer(tokens))
+    assert joined(path).rewrite(answer([1, 2, 3]))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"choices": []},
+        {"choices": None},
+        {**HEAD, "prompt_token_ids": PROMPT, "choices": [{"token_ids": None}]},
+        {**HEAD, "prompt_token_ids": PROMPT, "choices": [{"token_ids": [3], "finish_reason": "stop"}]},
+    ],
+)
+def test_a_first_answer_that_lacks_a_field_is_refused(path: str, answer: dict[str, Any]) -> None:
+    with pytest.raises(CannotContinue, match="its response has no"):
+        ResponseJoiner(path, {}, answer)

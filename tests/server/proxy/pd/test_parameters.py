@@ -32,6 +32,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         {"seed": 1, "temperature": 0},
         {"seed": None, "response_format": {"type": "text"}, "kv_transfer_params": {}},
         {"user": "u", "cache_salt": "s", "min_tokens": 3},
+        {"frequency_penalty": 0, "length_penalty": 1, "n": 1, "top_logprobs": 0, "tools": [], "bad_words": []},
+        {"tool_choice": "auto", "stop": "", "suffix": "", "spaces_between_special_tokens": True, "logprobs": False},
     ],
 )
 def test_it_continues(more: dict[str, Any]) -> None:
@@ -112,6 +114,14 @@ def test_parts_of_text_continue() -> None:
         ({"prompt": ["a", "b"]}, True),
         ({"prompt": [[1], [2]]}, True),
         ({"prompt_embeds": "x"}, True),
+        ({"prompt": "a", "use_beam_search": True}, True),
+        ({"prompt": "a", "prompt_logprobs": 0}, True),
+        ({"prompt": "a", "prompt_logprobs": None}, False),
+        ({"prompt": "a", "echo": True}, False),
+        ({"prompt": "a", "echo": True, "logprobs": False}, False),
+        ({"prompt": "a", "echo": True, "logprobs": True}, True),
+        ({"prompt": "a", "echo": True, "logprobs": 0}, True),
+        ({"prompt": "a", "echo": False, "logprobs": 5}, False),
         (MESSAGES, False),
     ],
 )

@@ -38,3 +38,13 @@ def test_it_holds_what_was_last_said_within_its_bounds(steps: list[tuple[str, st
         for name in "abcdef":
             expected = kept[name][0] if name in kept and now < kept[name][1] + 8.0 else None
             assert sessions.get(name, now) == expected
+
+
+def test_expired_sessions_are_removed_with_the_next_request() -> None:
+    sessions = SessionAffinity(0.5)
+    sessions.assign("s", "x", 1.0)
+    assert sessions.get("s", 1.25) == "x"
+    sessions.assign("t", "x", 1.25)
+    assert len(sessions) == 2
+    sessions.assign("u", "x", 1.5)
+    assert len(sessions) == 2, "the first one has just expired"

@@ -154,3 +154,9 @@ def test_a_request_without_a_session_is_with_none() -> None:
     engines = pool("round_robin", [0, 0], affinity=affinity)
     assert engines.choose(0.0, cached={}) is not engines.choose(0.0, cached={})
     assert len(affinity) == 0
+
+
+def test_an_instance_that_is_not_listed_holds_nothing() -> None:
+    engines = pool("kv_aware", [0, 0])
+    assert engines.choose(0.0, cached={"i-1": 1}) is engines.engines[1]
+    assert engines.choose(0.0, cached={"i-1": 0}) is engines.engines[0], "it was selected less recently"

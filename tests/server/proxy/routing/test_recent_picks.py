@@ -50,6 +50,14 @@ def test_as_many_keys_as_the_limit_are_kept() -> None:
     assert recent.matches(keys("xy"), now=1) == {"two": 2}, "what was dropped makes room"
     recent.add(keys("w"), "four", now=0)
     assert recent.matches(keys("xy"), now=1) == {"two": 2}
+    recent.add(keys("v"), "five", now=0)
+    assert recent.matches(keys("xy"), now=1) == {}, "and is counted no longer"
+
+
+def test_a_match_ends_at_the_first_chunk_that_was_routed_nowhere() -> None:
+    recent = RecentPicks()
+    recent.add(keys("abc"), "one", now=0)
+    assert recent.matches(keys("aqbc"), now=1) == {"one": 1}
 
 
 def test_a_pick_counts_until_its_time_is_up() -> None:

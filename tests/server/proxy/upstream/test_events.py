@@ -32,3 +32,13 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
     with pytest.raises(EventTooLong):
         EventSplitter().feed(b"x" * 101)
+    splitter = EventSplitter()
+    assert splitter.feed(b"x" * 100) == []
+    assert splitter.feed(b"\n\n" + b"y" * 100) == [b"x" * 100 + b"\n\n"], "each event may be as long"
+
+
+def test_empty_lines_are_events_without_data() -> None:
+    splitter = EventSplitter()
+    assert splitter.feed(b"\n\n") == [b"\n\n"]
+    assert splitter.feed(b"data: a\n\n\n\n") == [b"data: a\n\n", b"\n\n"]
+    assert data_of(b"\n\n") == b""
