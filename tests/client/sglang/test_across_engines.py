@@ -44,7 +44,8 @@ def storage(model: ModelSource, runtime_dir: Path) -> Iterator[LmkvStorage]:
     """A backend that shares, at a node of its own."""
     names = ("instance_id", "runtime_dir", "max_local_cpu_size", "node_linger", "enable_p2p")
     node = connector_config(runtime_dir)
-    settings = {name: getattr(node, name) for name in names} | {"lookup_timeout": 5, "load_timeout": 10}
+    waits = {"lookup_timeout": WAIT_SECONDS, "load_timeout": WAIT_SECONDS, "node_start_timeout": WAIT_SECONDS}
+    settings = {name: getattr(node, name) for name in names} | waits
     extra = {"interface_v1": 1, "lmkv": settings | {"share_across_engines": True}}
     storage = LmkvStorage(StorageConfigFields(model_name=model.path, extra_config=extra), {})
     storage.register_mem_pool_host(host_pool("page_first_direct"))
@@ -69,7 +70,7 @@ def other(storage: LmkvStorage, model: ModelSource, runtime_dir: Path) -> Iterat
         vocab_size=2000,
     )
     socket = str(connector_config(runtime_dir).engine_socket)
-    with Engine.attach(spec, config={"node_address": socket}) as engine:
+    with Engine.attach(spec, config={"node_address": socket, "node_start_timeout": WAIT_SECONDS}) as engine:
         yield engine
 
 
