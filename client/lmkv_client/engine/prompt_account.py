@@ -167,6 +167,11 @@ class PromptAccounts:
             if reason := reason_from_proto(span.reason):
                 self._count(reason, span.token_count)
 
+    @property
+    def has_reports(self) -> bool:
+        """Whether there are reports that were not sent yet."""
+        return bool(self._reports)
+
     def take_reports(self) -> list[RequestReport]:
         """Reports that were not sent yet."""
         reports, self._reports = self._reports, []

@@ -220,15 +220,18 @@ class SchedulerSide:
         self._follow_weights()
         if output.num_scheduled_tokens or self._loads:
             self._weights.computed()
-        self._prefill.planned(output.total_num_scheduled_tokens, self._clock())
+        if token_count := output.total_num_scheduled_tokens:
+            self._prefill.planned(token_count, self._clock())
         self._step_loads.end_step()
-        self._send_reports()
+        if self._accounts.has_reports:
+            self._send_reports()
         plan = StepPlan(attachment=self._attachment)
         if self._loads:
             plan.loads = self._loads.plan()
         if output.num_scheduled_tokens and self._attachment and self._may_store:
             plan.stores = self._stores.plan(output, self._states)
-        plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
+        if self._stores.has_ended:
+            plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
         return plan
 
     def _plan_tails(self, *, is_idle: bool) -> dict[str, list[ChunkCopy]]:

@@ -133,6 +133,8 @@ class WorkerSide:
 
     def store(self, plan: StepPlan) -> None:
         """Copies completed chunks into the pool, before their pages can change, and the tails of finished requests."""
+        if not plan.stores and not plan.tails:
+            return
         running = self._store([*plan.stores, *(copy for copies in plan.tails.values() for copy in copies)])
         if running is None:
             self._stored_requests.update(plan.tails)
@@ -237,7 +239,8 @@ class WorkerSide:
         return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
 
     def _end_stores(self) -> None:
-        self._storing = [storing for storing in self._storing if not self._stored(storing)]
+        if self._storing:
+            self._storing = [storing for storing in self._storing if not self._stored(storing)]
 
     def _stored(self, storing: RunningStore) -> bool:
         """Adds a store to the report if it has ended; whether it has."""
@@ -289,7 +292,7 @@ class WorkerSide:
 
     def _follow(self, attachment: Attachment | None) -> None:
         """Maps the pool of the plan. The old one is unmapped when nothing is being copied from it."""
-        if attachment is not None and attachment != self._attachment:
+        if attachment is not self._attachment and attachment is not None and attachment != self._attachment:
             if self._mapping:
                 self._mapping.close()
                 self._mapping = None

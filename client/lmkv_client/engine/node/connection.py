@@ -92,7 +92,10 @@ class AttachConnection:
 
     def receive(self) -> None:
         """Delivers what has arrived; never waits for more."""
-        self.wait(0.0)
+        self._was_polled = True
+        with self.lock:
+            if self.error is None and self._arrival.poll(0):
+                self._receive()
 
     def wait(self, timeout_seconds: float) -> None:
         """Waits until something arrives, if `timeout_seconds` is positive, and delivers it."""
