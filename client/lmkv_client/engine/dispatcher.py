@@ -143,6 +143,12 @@ class Dispatcher:
             with self._lock:
                 held.record.fell_short(chunk_count)
 
+    def refuse(self, held: HeldChunks) -> None:
+        """Notes that the hit is too short to load."""
+        if held.record:
+            with self._lock:
+                held.record.refuse()
+
     def release(self, held: HeldChunks) -> None:
         """Ends a lookup. Idempotent."""
         with self._locked():

@@ -68,6 +68,11 @@ class Held:
         waiter.future.add_done_callback(lambda loaded: self._count(chunks, loaded, wanted))
         return waiter.future
 
+    def refuse(self) -> None:
+        """Records that the caller computes the hit since it is too short to load: it counts as `below_minimum`."""
+        if self._chunks:
+            self._dispatcher.refuse(self._chunks)
+
     def release(self) -> None:
         """Ends the lookup: its extents are no longer valid. Never blocks. Idempotent."""
         if self._chunks:

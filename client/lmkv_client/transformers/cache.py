@@ -89,10 +89,10 @@ class LmkvCache:
         keys = self._engine.keys(tokens, salt=salt, partial=True)
         loaded = 0
         with self._engine.lookup(keys, tokens=tokens, salt=salt, timeout=self._config.lookup_timeout) as held:
-            extents = list(held.load(timeout=self._config.load_timeout))
-            chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
-            found = min(sum(extent.token_count for extent in extents), tokens.size - 1)
-            if found >= max(1, self._config.min_retrieve_tokens):
+            if min(held.token_count, tokens.size - 1) < max(1, self._config.min_retrieve_tokens):
+                held.refuse()
+            elif extents := list(held.load(timeout=self._config.load_timeout)):
+                chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
                 loaded = fill(past, chunks, self._kv, tokens.size - 1)
         self._count(looked_up_tokens=tokens.size, loaded_tokens=loaded)
         return past

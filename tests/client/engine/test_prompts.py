@@ -83,6 +83,16 @@ def test_each_missed_token_has_a_reason(attach: Attach) -> None:
     assert engine.counters.miss_tokens["node_lost"] == 5 * CHUNK
 
 
+def test_a_hit_that_is_refused_is_below_the_minimum(attach: Attach) -> None:
+    engine = attach()
+    keys = engine.keys(prompt(3))
+    store(engine, keys[:1])
+    with engine.lookup(keys, timeout=WAIT_SECONDS) as held:
+        held.refuse()
+    assert dict(engine.counters.miss_tokens) == {"below_minimum": CHUNK, "never_stored": 2 * CHUNK}
+    assert dict(engine.counters.tier_tokens) == {}
+
+
 def test_a_prompt_that_was_looked_up_before_counts_only_what_it_fails_to_bring(attach: Attach) -> None:
     engine = attach()
     keys = engine.keys(prompt(4))

@@ -108,6 +108,16 @@ def test_the_end_of_a_prompt_is_found_where_it_is_stored(get_model: GetModel, ma
     assert cache.load(prompt).get_seq_length() == PROMPT_TOKENS - 1
 
 
+def test_a_hit_below_the_minimum_is_computed(
+    get_model: GetModel, make_cache: MakeCache, config: ConnectorConfig
+) -> None:
+    cache = make_cache(get_model("llama"), replace(config, min_retrieve_tokens=2 * CHUNK))
+    prompt = make_prompt(1)
+    generate(cache, prompt)
+    assert cache.load(make_prompt(2, prefix=prompt[0, : CHUNK + 5].tolist())).get_seq_length() == 0
+    assert cache.engine.counters.miss_tokens["below_minimum"] == CHUNK
+
+
 def test_without_partial_chunks_only_full_ones_are_stored(
     get_model: GetModel, make_cache: MakeCache, config: ConnectorConfig
 ) -> None:
