@@ -13,6 +13,7 @@ import pytest
 
 from lmkv.errors import OperationCancelled, Unreachable
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
+from lmkv.v1.chunk_pb2 import MISS_REASON_TIER_DOWN
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
@@ -152,7 +153,8 @@ async def known(world: World, address: str, expected: dict[str, int]) -> None:
 async def test_a_node_finds_and_fetches_what_its_peers_hold_without_either_coordinator(world: World) -> None:
     world.coordinators[0].kill()
     async with asyncio.timeout(WAIT_SECONDS):  # a lookup that the connection's end interrupts may miss
-        while absent_count(await world.engines[1].lookup("1", KEYS)) != CHUNK_COUNT:
+        while absent_count(found := await world.engines[1].lookup("1", KEYS)) != CHUNK_COUNT:
+            assert [(span.reason, span.tier) for span in found.missed] == [(MISS_REASON_TIER_DOWN, "peers")]
             await world.engines[1].release("1")
     world.coordinators[0].start()
     await asyncio.to_thread(world.coordinators[0].wait_ready)

@@ -90,5 +90,5 @@ class PromptExplainer:
         found = lookup.result(budget_bytes)
         tier = found.rest.runs[-1].tier if found.rest.runs else OWN
         spans = [PromptSpan(chunk_count=found.chunk_count, tier=tier)] if found.chunk_count else []
-        missed = self._stack.diagnosis.behind_items(spec, keys, found.chunk_count)
+        missed = self._stack.diagnosis.behind_items(spec, keys, found.chunk_count, unanswered=found.unanswered)
         return spans + [missed_span(run) for run in missed]

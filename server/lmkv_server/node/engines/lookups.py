@@ -232,6 +232,7 @@ class EngineLookups:
                 split_keys(lookup.chunk_keys),
                 found.chunk_count,
                 refused_count=found.refused_count,
+                unanswered=found.unanswered,
             )
         message = pb.FoundChunks(
             request_id=lookup.request_id,

@@ -10,13 +10,24 @@ import numpy as np
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.v1.cache_service_pb2 import Holder, LookupResponse
+from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
 from lmkv_server.node.tiers.progress import Progress
 
 NAME = "peers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundHolders:
+    """The answer of the coordinators to a lookup; its fields are those of `LookupResponse`."""
+
+    holders: Sequence[Holder] = ()
+    partial_token_counts: Sequence[int] = ()
+    key_index: int = 0
+    is_answered: bool = True
+    """Whether a coordinator that has all snapshots answered, or each that was asked; if not, others may hold more."""
 
 
 class Coordinators(Protocol):
@@ -39,7 +50,7 @@ class Coordinators(Protocol):
         fingerprint: bytes = b"",
         parent_key: bytes = b"",
         any_key: bool = False,
-    ) -> LookupResponse:
+    ) -> FoundHolders:
         """The other instances that hold the first key, longest contiguous run first; a failure is a miss.
 
         With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With the key
@@ -106,6 +117,7 @@ class PeerTier:
             end=end,
             partial_lengths=found.partial_token_counts,
             holders=holders,
+            is_answered=found.is_answered,
         )
 
     async def _lookup_any(self, needs: Needs) -> PeerPresence:
@@ -113,7 +125,7 @@ class PeerTier:
         keys = [needs.keys[index] for index in needs.indices]
         found = await self._coordinators.lookup(keys, self._lookup_seconds / 2, any_key=True)
         if not found.holders or not 0 <= found.key_index < len(keys):
-            return PeerPresence(asked=needs.indices)
+            return PeerPresence(asked=needs.indices, is_answered=found.is_answered)
         return PeerPresence(
             asked=needs.indices,
             indices=[needs.indices[found.key_index]],
@@ -132,7 +144,9 @@ class PeerTier:
             held |= items.in_hit(count)
         indices = [index for index in needs.indices if held[index]]
         source = holders[0].instance_id if indices else ""
-        return PeerPresence(asked=needs.indices, indices=indices, source=source, holders=holders)
+        return PeerPresence(
+            asked=needs.indices, indices=indices, source=source, holders=holders, is_answered=found.is_answered
+        )
 
     async def read(self, progress: Progress, presence: Presence, timeout_seconds: float) -> LmkvError | None:
         """Fetches missing chunks from the peers that the lookup found; returns why chunks are missing, if known."""

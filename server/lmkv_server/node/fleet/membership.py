@@ -24,6 +24,7 @@ from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
+from lmkv_server.node.fetch.tier import FoundHolders
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.holdings import MAPPED_TIERS
 from lmkv_server.node.fleet.reports import HeldChunk
@@ -230,7 +231,7 @@ class FleetMembership:
         fingerprint: bytes = b"",
         parent_key: bytes = b"",
         any_key: bool = False,
-    ) -> cache_service_pb2.LookupResponse:
+    ) -> FoundHolders:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
         With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With a
@@ -239,9 +240,10 @@ class FleetMembership:
         coordinators in turn. A partial answer, from a coordinator that does not have all snapshots yet, is returned
         only if no other coordinator answers within the deadline.
         """
-        best = cache_service_pb2.LookupResponse()
         if not keys:
-            return best
+            return FoundHolders()
+        best: FoundHolders | None = None
+        has_failed = False
         self._lookup_count += 1
         deadline = time.monotonic() + deadline_seconds
         sessions = self.sessions
@@ -252,14 +254,20 @@ class FleetMembership:
                 continue
             found = await session.lookup(keys, left, fingerprint=fingerprint, parent_key=parent_key, any_key=any_key)
             if found is None:
+                has_failed = True
                 continue
-            for index in reversed([at for at, holder in enumerate(found.holders) if not holder.peer_address]):
-                del found.holders[index]
+            answer = FoundHolders(
+                holders=[holder for holder in found.holders if holder.peer_address],
+                partial_token_counts=found.partial_token_counts,
+                key_index=found.key_index,
+            )
             if not found.partial:
-                return found
-            if longest(found.holders) >= longest(best.holders):
-                best = found
-        return best
+                return answer
+            if best is None or longest(answer.holders) >= longest(best.holders):
+                best = answer
+        if best is None:
+            return FoundHolders(is_answered=False)
+        return dataclasses.replace(best, is_answered=not has_failed)
 
     async def locate(self, instance_id: str) -> cache_service_pb2.Holder | None:
         """The node of an instance, as a coordinator has it registered; None if none of those that answer has.

@@ -50,6 +50,8 @@ class Presence:
     """Index of the first chunk that the tier does not have."""
     partial_lengths: Sequence[int] = ()
     """Token counts of partial chunks that the tier has in place of chunk `end`, ascending, for any prompt."""
+    is_answered: bool = True
+    """Whether the tier has answered in time; if not, it may have more."""
 
     def cut(self, end: int) -> Self:
         """This presence without the chunks from `end` on. What was asked for must be consecutive chunks."""

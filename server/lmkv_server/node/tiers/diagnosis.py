@@ -62,28 +62,41 @@ class Diagnosis:
         if end < len(keys):
             absent = takewhile(lambda key: self._pool.get(key) is None, islice(keys, end + 1, None))
             count = 1 + sum(1 for _ in absent)
-            missed.append(self.of_chunk(keys[end], count))
+            unanswered = [name for name, presence in (presences or {}).items() if not presence.is_answered]
+            missed.append(self.of_chunk(keys[end], count, unanswered))
             if rest := len(keys) - end - count:
                 missed.append(MissedRun(chunk_count=rest, reason=MissReason.BEHIND_GAP, tier=OWN))
         return missed
 
     def behind_items(
-        self, spec: KvSpec, keys: Sequence[ChunkKey], end: int, *, refused_count: int = 0
+        self,
+        spec: KvSpec,
+        keys: Sequence[ChunkKey],
+        end: int,
+        *,
+        refused_count: int = 0,
+        unanswered: Sequence[str] = (),
     ) -> list[MissedRun]:
-        """As `behind`, if chunks have several parts: by the first item that a hit of one more chunk lacks."""
+        """As `behind`, if chunks have several parts: by the first item that a hit of one more chunk lacks.
+
+        `unanswered` are the tiers that were asked and did not answer.
+        """
         missed = [MissedRun(chunk_count=refused_count, reason=MissReason.SLOWER)] if refused_count else []
         end += refused_count
         if end < len(keys):
             key, rest = self._missing_item(spec, keys, end), len(keys) - end
             too_large = MissedRun(chunk_count=rest, reason=MissReason.TOO_LARGE)
-            missed.append(self.of_chunk(key, rest) if key else too_large)
+            missed.append(self.of_chunk(key, rest, unanswered) if key else too_large)
         return missed
 
-    def of_chunk(self, key: ChunkKey, chunk_count: int = 1) -> MissedRun:
-        """Why a chunk that neither pool nor tiers have is missed, for the run of `chunk_count` that begins with it."""
+    def of_chunk(self, key: ChunkKey, chunk_count: int = 1, unanswered: Sequence[str] = ()) -> MissedRun:
+        """Why a chunk that neither pool nor tiers have is missed, for the run of `chunk_count` that begins with it.
+
+        `unanswered` are the tiers that this lookup has asked and that did not answer.
+        """
         loss = self._losses.get(key)
         if loss is None or loss.reason not in REMOVED_EVERYWHERE:
-            down = next((tier.name for tier in self._tiers if tier.is_down), "")
+            down = next((tier.name for tier in self._tiers if tier.is_down or tier.name in unanswered), "")
             if down:
                 return MissedRun(chunk_count=chunk_count, reason=MissReason.TIER_DOWN, tier=down)
         if loss is None:

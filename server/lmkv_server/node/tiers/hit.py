@@ -79,3 +79,5 @@ class ItemHit:
     """Its items behind `own`; runs in the pool have the tier `own`."""
     refused_count: int = 0
     """Chunks by which the hit is shorter because fetching them would take longer than computing them."""
+    unanswered: Sequence[str] = ()
+    """Tiers that were asked and did not answer."""

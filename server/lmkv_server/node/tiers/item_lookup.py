@@ -105,8 +105,9 @@ class ItemLookup:
         return total > gained_count * self.spec.chunk_size / tokens_per_second
 
     def _located(self, chunk_count: int, refused_count: int) -> ItemHit:
+        unanswered = [tier.name for tier, presence in self._asked if not presence.is_answered]
         if not chunk_count:
-            return ItemHit(refused_count=refused_count)
+            return ItemHit(refused_count=refused_count, unanswered=unanswered)
         items = PromptItems.of_hit(self.spec, self._keys, chunk_count)
         sources = self._grid.sources_of_hit(chunk_count) if self._asked else np.full(len(items), item_grid.OWN)
         chunks = [self._tier.get(items.keys[index]) for index in np.flatnonzero(sources == item_grid.OWN)]
@@ -120,6 +121,7 @@ class ItemLookup:
             behind=own[own_count:],
             rest=Hit(runs=self._runs(sources[own_count:]), presences=self._presences(sources), items=items),
             refused_count=refused_count,
+            unanswered=unanswered,
         )
 
     def _runs(self, sources: NDArray[np.int64]) -> tuple[Run, ...]:

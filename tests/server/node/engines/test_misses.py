@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from lmkv.misses.messages import reason_from_proto
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.process import free_port
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import hashed_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import CAPACITY, SPEC
+from tests.server.node.fleet_parts import Wire
 from tests.server.node.node_parts import node_config
 from tests.server.node.prompts import SIZE, look_up, prompt, store_prompt
 from tests.waiting import until
@@ -76,6 +79,20 @@ async def test_peers_may_hold_what_is_missed_while_no_coordinator_answers(runtim
         found = await engine.lookup("1", hashed_keys(0, 1))
         assert missed(found) == [(MissReason.TIER_DOWN, 2)]
         assert found.missed[0].tier == "peers"
+
+
+async def test_peers_may_hold_what_is_missed_if_one_coordinator_of_two_did_not_answer(runtime_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        silent, other = [await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0)) for _ in range(2)]
+        wire = await stack.enter_async_context(Wire(silent.port))
+        config = node_config(runtime_dir, "alone", coordinator_address=(wire.address, other.address))
+        node = await stack.enter_async_context(Node(config))
+        engine = await stack.enter_async_context(EngineClient(node))
+        await until(lambda: node.fleet.stats().connected_count == 2)
+        wire.freeze()
+        found = [await lookup_once(engine, number) for number in range(2)]  # at least one of them asks it
+        assert [(MissReason.TIER_DOWN, 1)] in [missed(one) for one in found]
+        assert {span.tier for one in found for span in one.missed} <= {"peers", ""}
 
 
 async def test_what_the_disk_has_evicted_says_so(runtime_dir: Path) -> None:

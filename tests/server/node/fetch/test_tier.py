@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmkv.keys import ChunkKey
-from lmkv.v1.cache_service_pb2 import Holder, LookupResponse
+from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.cache.prompt_items import PromptItems
-from lmkv_server.node.fetch.tier import PeerTier
+from lmkv_server.node.fetch.tier import FoundHolders, PeerTier
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
 from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
@@ -21,7 +21,7 @@ class ScriptedCoordinators:
     """Answers every lookup with the same holders, and records the keys."""
 
     def __init__(self, *holders: Holder) -> None:
-        self.connected = self.is_configured = True
+        self.connected = self.is_configured = self.answers = True
         self.asked: list[list[ChunkKey]] = []
         self.fingerprints: list[bytes] = []
         self._holders = holders
@@ -35,11 +35,11 @@ class ScriptedCoordinators:
         fingerprint: bytes = b"",
         parent_key: bytes = b"",
         any_key: bool = False,
-    ) -> LookupResponse:
+    ) -> FoundHolders:
         assert deadline_seconds == 1.0
         self.asked.append(list(keys))
         self.fingerprints.append(fingerprint)
-        return LookupResponse(holders=self._holders)
+        return FoundHolders(holders=self._holders, is_answered=self.answers)
 
 
 def needs(*indices: int) -> Needs:
@@ -71,6 +71,18 @@ async def test_without_a_coordinator_or_a_need_nothing_is_asked() -> None:
         assert not tier.is_down, "there is none that could know"
         assert not (await tier.lookup(needs(0))).indices
         assert not coordinators.asked
+
+
+async def test_a_lookup_that_no_coordinator_answers_says_so() -> None:
+    async with Parts("reader") as reader:
+        coordinators = ScriptedCoordinators()
+        tier = PeerTier(reader.fetcher, coordinators, 1.0)
+        assert (await tier.lookup(needs(0))).is_answered
+        coordinators.answers = False
+        assert not (await tier.lookup(needs(0))).is_answered
+        items = PromptItems.of_prompt(HYBRID, PROMPT)
+        of_items = Needs(spec=HYBRID, keys=items.keys, indices=[0], in_order=False, items=items)
+        assert not (await tier.lookup(of_items)).is_answered
 
 
 async def test_a_read_fetches_what_the_lookup_found_and_is_counted() -> None:

@@ -167,8 +167,9 @@ async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_
             await Asker(one.address).until_complete()
 
         wires[0].freeze()
-        found = [len((await fleet.lookup(KEYS, 4 * LEASE_SECONDS)).holders) for _ in range(10)]
-        assert sorted(found) == [0, *[1] * 9]
+        found = [await fleet.lookup(KEYS, 4 * LEASE_SECONDS) for _ in range(10)]
+        assert sorted(len(one.holders) for one in found) == [0, *[1] * 9]
+        assert [one.is_answered for one in found] == [bool(one.holders) for one in found]
         wires[0].thaw()
         await until(lambda: fleet.stats().connected_count == 2)
 

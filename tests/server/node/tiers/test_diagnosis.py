@@ -102,6 +102,16 @@ def test_a_tier_that_is_down_is_blamed_for_what_it_may_hold(reason: MissReason |
     assert missed.tier == ("remote" if is_blamed else "own")
 
 
+def test_a_tier_that_did_not_answer_a_lookup_is_blamed_for_what_this_one_misses() -> None:
+    cache = Cache([TierState("disk"), TierState("peers")])
+    presences = {"disk": Presence(), "peers": Presence(is_answered=False)}
+    down = MissedRun(chunk_count=8, reason=MissReason.TIER_DOWN, tier="peers")
+    assert cache.diagnosis.behind(KEYS, 0, presences=presences) == [down]
+    assert cache.diagnosis.behind(KEYS, 0, presences={"peers": Presence()}) == [never(8)]
+    (missed,) = cache.diagnosis.behind_items(HYBRID, PROMPT, 0, unanswered=["peers"])
+    assert (missed.reason, missed.tier) == (MissReason.TIER_DOWN, "peers")
+
+
 def test_runs_that_are_slower_than_computing_come_first() -> None:
     cache = Cache()
     refused = (Run(tier="disk", chunk_count=2), Run(tier="peers", chunk_count=1))
