@@ -43,6 +43,7 @@ class Instance(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
+    COORDINATOR_COUNT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Set by the operator; unique in the fleet."""
     epoch: _builtins.int
@@ -55,6 +56,8 @@ class Instance(_message.Message):
     """Number of attached engines."""
     synced: _builtins.bool
     """Whether its snapshot is complete."""
+    coordinator_count: _builtins.int
+    """Number of coordinators that it knows and reports to; 0 if it does not state it."""
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.KvSpec]:
         """Specs of its engines' chunks, one per kind of engine that has attached; at most 64, each string of at most 512
@@ -103,10 +106,11 @@ class Instance(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         stats: Global___InstanceStats | None = ...,
         served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
+        coordinator_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "register_time", b"register_time", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "served_models", b"served_models", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "coordinator_count", b"coordinator_count", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "served_models", b"served_models", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -438,7 +442,22 @@ Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
 class OperationRecord(_message.Message):
     """An operation as nodes store it, so that it outlives the coordinator that runs it and every coordinator knows it.
 
-    Of two records of one operation, the one with the higher attempt wins; with equal attempts, the one that has ended.
+    An operation ends once. Up to three instances, its `holders`, decide which end that is, by these rules:
+    * Each coordinator that runs the operation makes an attempt of its own, with a higher number than the one before. A
+      holder keeps the record of the latest attempt and refuses those of earlier ones; it answers a refused coordinator
+      with the record that it keeps. Of two attempts with one number, the one with the greater `coordinator_id` is later.
+    * An attempt after the first begins its work once more than half of the holders keep its record. If one of these keeps
+      a `proposed_end`, the attempt does no work, and proposes that end again; of several, the one of the latest attempt.
+    * A coordinator that has done the work stores the end as `proposed_end`. It is the end of the operation once at least
+      half of the holders keep it: one of one or two holders, two of three. Only then any coordinator answers that the
+      operation is done, and `operation` has the end in the record.
+    * A holder that has restarted has lost its record and is none any more, because its epoch differs.
+
+    A coordinator that cannot reach that many holders answers that the operation runs. It tries until a minute after the
+    deadline; then it answers `UNREACHABLE`, which says that it does not know the end, and stores that nowhere. If all
+    holders report to one coordinator only, that one ends the operation also without them.
+
+    Of two records of one operation, the one that has ended wins, then the one of the later attempt.
 
     A coordinator stores at most 16 MiB of records per instance, and 64 MiB of operations per tenant. It evicts ended
     operations, the oldest first, and refuses others.
@@ -454,12 +473,17 @@ class OperationRecord(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     ORPHANED_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    PROPOSED_END_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """1 at the coordinator that started it; increased by 1 by each one that takes it over."""
     cancelled: _builtins.bool
     """Whether it was cancelled. Never reset."""
     orphaned: _builtins.bool
     """Set by the node towards one coordinator: no coordinator runs the operation, so this one takes it over."""
+    coordinator_id: _builtins.str
+    """The process of the coordinator that makes the attempt: a random text."""
     @_builtins.property
     def operation(self) -> _operations_pb2.Operation:
         """The operation, with its result if it has ended."""
@@ -480,6 +504,16 @@ class OperationRecord(_message.Message):
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """Deadline of the operation; once it has ended, expiry of the record."""
 
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordHolder]:
+        """The instances that decide the end, the same ones in every record of the operation. Empty: none does, and the first
+        coordinator alone ends it, because no instance was registered.
+        """
+
+    @_builtins.property
+    def proposed_end(self) -> Global___ProposedEnd:
+        """The end that an attempt proposes, until the operation has ended."""
+
     def __init__(
         self,
         *,
@@ -491,16 +525,77 @@ class OperationRecord(_message.Message):
         cancelled: _builtins.bool = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         orphaned: _builtins.bool = ...,
+        coordinator_id: _builtins.str = ...,
+        holders: _abc.Iterable[Global___RecordHolder] | None = ...,
+        proposed_end: Global___ProposedEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clear", b"clear", "drain", b"drain", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clear", b"clear", "drain", b"drain", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "proposed_end", b"proposed_end", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "clear", b"clear", "drain", b"drain", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "orphaned", b"orphaned", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "clear", b"clear", "coordinator_id", b"coordinator_id", "drain", b"drain", "expire_time", b"expire_time", "holders", b"holders", "move", b"move", "operation", b"operation", "orphaned", b"orphaned", "proposed_end", b"proposed_end", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["move", "clear", "drain"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
 Global___OperationRecord: _TypeAlias = OperationRecord  # noqa: Y015
+
+@_typing.final
+class RecordHolder(_message.Message):
+    """An instance that decides, with others, how an operation ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance."""
+    epoch: _builtins.int
+    """Its epoch when the operation started."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordHolder: _TypeAlias = RecordHolder  # noqa: Y015
+
+@_typing.final
+class ProposedEnd(_message.Message):
+    """An end of an operation that its holders have to accept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """The attempt that proposed it, which may be earlier than the one of the record."""
+    coordinator_id: _builtins.str
+    """The coordinator of that attempt."""
+    @_builtins.property
+    def operation(self) -> _operations_pb2.Operation:
+        """The operation with its result."""
+
+    def __init__(
+        self,
+        *,
+        operation: _operations_pb2.Operation | None = ...,
+        attempt: _builtins.int = ...,
+        coordinator_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinator_id", b"coordinator_id", "operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProposedEnd: _TypeAlias = ProposedEnd  # noqa: Y015
 
 @_typing.final
 class PinList(_message.Message):
@@ -659,6 +754,7 @@ class OrderOutcome(_message.Message):
     PINNED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id of the order."""
     chunk_count: _builtins.int
@@ -685,6 +781,12 @@ class OrderOutcome(_message.Message):
     def hint(self) -> _chunk_pb2.HintResult:
         """How a `HintOrder` ended."""
 
+    @_builtins.property
+    def record(self) -> Global___OperationRecord:
+        """Answer to a `RecordOrder`: the record that the instance keeps, if it refused the one of the order, or if it keeps a
+        `proposed_end` that the order did not have. Without the request.
+        """
+
     def __init__(
         self,
         *,
@@ -697,10 +799,11 @@ class OrderOutcome(_message.Message):
         pinned_chunk_count: _builtins.int = ...,
         explanation: _chunk_pb2.PromptExplanation | None = ...,
         hint: _chunk_pb2.HintResult | None = ...,
+        record: Global___OperationRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "hint", b"hint", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "hint", b"hint", "record", b"record", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "explanation", b"explanation", "failures", b"failures", "hint", b"hint", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "explanation", b"explanation", "failures", b"failures", "hint", b"hint", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "record", b"record", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1080,7 +1183,8 @@ Global___ExplainOrder: _TypeAlias = ExplainOrder  # noqa: Y015
 
 @_typing.final
 class RecordOrder(_message.Message):
-    """Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator.
+    """Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator. It does
+    not expire: a late one is refused if it is outdated.
 
     The coordinator that sends it runs the operation as long as the instance reports to it.
     """

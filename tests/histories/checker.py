@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     operation_rules.pinned_chunks_stay,
     operation_rules.cleared_chunks_are_gone,
     operation_rules.operations_end_once,
+    operation_rules.coordinators_state_one_end,
     operation_rules.operations_end,
     operation_rules.repeats_return_the_first,
     operation_rules.names_are_unique,

@@ -124,6 +124,20 @@ def operations_end_once(history: History) -> Iterator[Violation]:
                 yield Violation(rule="operations_end_once", what=what, records=(first, record))
 
 
+def coordinators_state_one_end(history: History) -> Iterator[Violation]:
+    """`OperationRecord`: "An operation ends once": no coordinator states another end than the others.
+
+    `UNREACHABLE` may be the end, or say that a coordinator does not know it.
+    """
+    stated: dict[str, Record] = {}
+    for record in history.of("GetOperation"):
+        if record.answer["done"] and record.answer["result"].get("error") != "UNREACHABLE":
+            first = stated.setdefault(record.request["operation"], record)
+            if first.answer["result"] != record.answer["result"]:
+                what = f"{record.request['operation']} ended with {first.answer['result']} too"
+                yield Violation(rule="coordinators_state_one_end", what=what, records=(first, record))
+
+
 def operations_end(history: History) -> Iterator[Violation]:
     """Every operation that was accepted ends: it does not run at the end of the history."""
     last: dict[str, Record] = {}

@@ -223,6 +223,11 @@ LEGAL: dict[str, list[list[Record]]] = {
         [state(0, done=True), fault(2, 3, target="coordinator"), state(4, done=False)],
         [replace(state(0, done=True), end=9), state(2, done=False)],
     ],
+    "coordinators_state_one_end": [
+        [state(0, done=True, chunks=1), replace(state(2, done=True, chunks=1), server="other")],
+        [state(0, done=True, chunks=1), replace(state(2, done=False), server="other")],
+        [state(0, done=True, error="UNREACHABLE"), replace(state(2, done=True, chunks=1), server="other")],
+    ],
     "operations_end": [[state(0, done=False), state(2, done=True)]],
     "repeats_return_the_first": [[clear(0, request_id="i"), clear(2, request_id="i")], [clear(0), clear(2, "clear-2")]],
     "names_are_unique": [
@@ -306,6 +311,9 @@ ILLEGAL: dict[str, list[list[Record]]] = {
     "operations_end_once": [
         [state(0, done=True), state(2, done=False)],
         [state(0, done=True, chunks=1), state(2, done=True, chunks=2)],
+    ],
+    "coordinators_state_one_end": [
+        [state(0, done=True, error="INSTANCE_NOT_FOUND"), replace(state(2, done=True, chunks=1), server="other")],
     ],
     "operations_end": [[state(0, done=False)]],
     "repeats_return_the_first": [[clear(0, request_id="i"), clear(2, "clear-2", request_id="i")]],

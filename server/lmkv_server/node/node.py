@@ -272,6 +272,7 @@ class Node:
                 if (spec := self.engines.spec(model.fingerprint)) and not spec.is_private
             ],
             stats=self._stats(),
+            coordinator_count=self.fleet.coordinator_count,
         )
 
     def snapshot(self) -> Iterator[HeldChunk]:

@@ -70,6 +70,8 @@ class ScriptedInstance:
         self.miss_reason = chunk_pb2.MISS_REASON_NEVER_STORED
         """Of chunks that it does not hold."""
         self.epoch = next(_EPOCHS)
+        self.coordinator_count = 0
+        """Coordinators that it says it reports to."""
         self._registry: Any = RegistryServiceStub(channel)
         self._fleet = fleet
         self._stream: Any = None
@@ -95,6 +97,7 @@ class ScriptedInstance:
             epoch=self.epoch,
             peer_address="127.0.0.1:7000",
             specs=[self.spec.to_proto()],
+            coordinator_count=self.coordinator_count,
             served_models=[
                 chunk_pb2.ServedModel(name=name, fingerprint=self.spec.fingerprint, lora_identity=identity)
                 for name, identity in self.served.items()
@@ -198,11 +201,10 @@ class ScriptedInstance:
                         if order.HasField("record"):
                             outcome = pb.OrderOutcome(order_id=order.order_id)
                             record = order.record.record
-                            if self.refused_records:
-                                self.refused_records -= 1
+                            if self.refuses(record):
                                 outcome.status.CopyFrom(rpc.to_status(Unreachable("the order has expired")))
-                            else:
-                                self.records[record.operation.name] = record
+                            elif kept := self.keep(record):
+                                outcome.record.CopyFrom(kept)
                             await self._report(outcomes=[outcome])
                             continue
                         self.orders.append(order)
@@ -215,6 +217,16 @@ class ScriptedInstance:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
+
+    def refuses(self, record: pb.OperationRecord) -> bool:
+        """Whether it does not store a record now."""
+        self.refused_records -= (is_refused := self.refused_records > 0)
+        return is_refused
+
+    def keep(self, record: pb.OperationRecord) -> pb.OperationRecord | None:
+        """Keeps the record of an operation; answers with the one that it keeps instead."""
+        self.records[record.operation.name] = record
+        return None
 
     async def _carry_out(self, order: pb.Order, done: dict[str, pb.OrderOutcome]) -> None:
         if self.before:

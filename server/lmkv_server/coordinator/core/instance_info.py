@@ -68,5 +68,6 @@ class InstanceInfo:
     version: str = ""
     served_models: tuple[ServedModel, ...] = ()
     """Further names; the fingerprint of each is that of one of `specs`."""
+    coordinator_count: int = 0
     size_bytes: int = field(default=0, compare=False)
     """Size of its message."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
+from lmkv.operation_records import MAX_HOLDERS
+from lmkv_server.coordinator.core.instances import Instances
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
 from lmkv_server.coordinator.operations.explanations import Explanations
@@ -48,11 +53,17 @@ def make_operations(
     def restarted_seconds(instance_id: str, epoch: int) -> float:
         return registry.instances.restarted_seconds(instance_id, epoch, time.monotonic())
 
+    def epoch_of(instance_id: str) -> int:
+        instance = registry.instances.find(instance_id)
+        return instance.info.epoch if instance else 0
+
     table = Operations(
         operation_ttl,
         is_partial=is_partial,
         restarted_seconds=restarted_seconds,
         report_delay=registry.instances.lease_ttl,
+        choose_holders=partial(choose_holders, registry.instances),
+        is_sole=partial(is_sole, registry.instances),
     )
     moves = Moves(registry, selector, orders, table)
     clears = Clears(registry, selector, orders, table)
@@ -66,5 +77,22 @@ def make_operations(
         pins=FleetPins(registry, selector, orders),
         explanations=Explanations(registry, selector, orders),
         hints=FleetHints(registry, selector, orders),
-        replicator=OperationReplicator(table, orders, is_partial, resume),
+        replicator=OperationReplicator(table, orders, is_partial, resume, epoch_of),
     )
+
+
+def choose_holders(instances: Instances, preferred: Iterable[str]) -> dict[str, int]:
+    """Ids of up to `MAX_HOLDERS` registered instances, with their epochs: `preferred` ones first, then any."""
+    chosen: dict[str, int] = {}
+    for instance in chain(map(instances.find, preferred), instances):
+        if instance is not None:
+            chosen.setdefault(instance.info.instance_id, instance.info.epoch)
+        if len(chosen) == MAX_HOLDERS:
+            break
+    return chosen
+
+
+def is_sole(instances: Instances, holder_ids: Collection[str]) -> bool:
+    """Whether no registered one of them reports to another coordinator, so that no other one knows the operation."""
+    found = filter(None, map(instances.find, holder_ids))
+    return all(instance.info.coordinator_count <= 1 for instance in found)

@@ -7,8 +7,6 @@ import hashlib
 import time
 from typing import NamedTuple
 
-from google.rpc import status_pb2
-
 from lmkv import rpc
 from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.keys import KEY_BYTES
@@ -196,7 +194,7 @@ class _Clear:
         for part in outcome.failures:
             add_failure(failure.failures, part.chunk_keys, part.status)
         if outcome.status.code and not outcome.failures:
-            failure.failures.add(status=status_pb2.Status(code=outcome.status.code, message=outcome.status.message))
+            failure.failures.add(status=outcome.status)
 
 
 def _order_id(operation: Operation, drop: registry_pb.DropOrder) -> str:

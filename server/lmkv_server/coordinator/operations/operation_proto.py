@@ -11,10 +11,12 @@ from google.protobuf.message import Message
 from lmkv import rpc
 from lmkv.errors import BadMessage
 from lmkv.v1 import cache_service_pb2, registry_service_pb2
-from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, Operation, Progress
+from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, End, Operation, Progress
 
 MAX_RECORD_BYTES = rpc.MAX_MESSAGE_BYTES - 4096
 """A longer record omits the request: then every coordinator can answer for it, but none can take it over."""
+MAX_READ_HOLDERS = 16
+"""Most holders of a record that a coordinator reads; it chooses fewer itself."""
 
 _MESSAGES: Mapping[str, tuple[type[Progress], type[Message]]] = {
     "move": (cache_service_pb2.MoveProgress, cache_service_pb2.MoveResult),
@@ -39,8 +41,16 @@ def to_proto(operation: Operation) -> operations_pb2.Operation:
 def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.OperationRecord:
     """The record that nodes store until `ttl_seconds` after its end."""
     record = registry_service_pb2.OperationRecord(
-        operation=to_proto(operation), attempt=operation.attempt, cancelled=operation.cancelled.is_set()
+        operation=to_proto(operation),
+        attempt=operation.attempt,
+        coordinator_id=operation.coordinator_id,
+        cancelled=operation.cancelled.is_set(),
     )
+    for instance_id, epoch in operation.holders.items():
+        record.holders.add(instance_id=instance_id, epoch=epoch)
+    if operation.proposal and not operation.done:
+        record.proposed_end.attempt, record.proposed_end.coordinator_id = operation.attempt, operation.coordinator_id
+        record.proposed_end.operation.CopyFrom(_ended(operation.name, operation.proposal))
     match operation.request:
         case cache_service_pb2.MoveRequest():
             record.move.CopyFrom(operation.request)
@@ -55,28 +65,55 @@ def to_record(operation: Operation, ttl_seconds: float) -> registry_service_pb2.
     return record
 
 
+def _ended(name: str, end: End) -> operations_pb2.Operation:
+    message = operations_pb2.Operation(name=name, done=True)
+    message.metadata.Pack(end.progress)
+    if end.error:
+        message.error.CopyFrom(rpc.to_status(end.error))
+    elif end.result:
+        message.response.Pack(end.result)
+    return message
+
+
+def from_proposal(proposed: registry_service_pb2.ProposedEnd) -> End:
+    """The end that an attempt proposed. Raises `BadMessage`."""
+    message = proposed.operation
+    progress, result = _unpacked(message)
+    return End(
+        progress=progress,
+        result=result if message.HasField("response") else None,
+        error=rpc.from_status(message.error) if message.HasField("error") else None,
+    )
+
+
+def _unpacked(message: operations_pb2.Operation) -> tuple[Progress, Message]:
+    """Progress and result. Raises `BadMessage` if they are of another kind of operation than the name."""
+    new_progress, new_result = _MESSAGES.get(message.name.partition("-")[0], _MESSAGES["move"])
+    progress, result = new_progress(), new_result()
+    if message.metadata.Unpack(progress) and (not message.HasField("response") or message.response.Unpack(result)):
+        return progress, result
+    raise BadMessage(f"the record of {message.name[:100]!r} is of another kind than its name", name=message.name[:100])
+
+
 def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: float) -> Operation:
     """The operation of a record; its deadline is at most `longest_seconds` away. Raises `BadMessage`."""
+    if len(record.holders) > MAX_READ_HOLDERS:
+        raise BadMessage(f"the record has {len(record.holders)} holders; at most {MAX_READ_HOLDERS} are allowed")
     message, now = record.operation, time.time()
-    kind = message.name.partition("-")[0]
-    new_progress, new_result = _MESSAGES.get(kind, _MESSAGES["move"])
-    progress, result = new_progress(), new_result()
+    progress, result = _unpacked(message)
     request = record.WhichOneof("request")
-    is_sound = message.metadata.Unpack(progress) and (
-        not message.HasField("response") or message.response.Unpack(result)
-    )
-    if not is_sound:
-        raise BadMessage(
-            f"the record of {message.name[:100]!r} is of another kind than its name", name=message.name[:100]
-        )
+    holders = {holder.instance_id: holder.epoch for holder in record.holders}
     operation = Operation(
         name=message.name,
-        kind=kind,
+        kind=message.name.partition("-")[0],
         progress=progress,
         request=getattr(record, request) if request else None,
         create_time=progress.create_time.ToNanoseconds() / 1e9,
         expire_time=min(record.expire_time.ToNanoseconds() / 1e9, now + longest_seconds),
         attempt=record.attempt,
+        coordinator_id=record.coordinator_id,
+        holders=holders,
+        record_holders=set(holders),
     )
     operation.size_bytes = OPERATION_BYTES + record.ByteSize()
     if record.cancelled:

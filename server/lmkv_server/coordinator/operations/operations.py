@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from google.protobuf.message import Message
 
 from lmkv import telemetry
-from lmkv.errors import Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
+from lmkv.errors import BadMessage, Full, LmkvError, OperationNotFound, OperationTakenOver, Unreachable
+from lmkv.operation_records import end_quorum
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv_server.coordinator.operations.operation import Operation, Progress, Request
+from lmkv_server.coordinator.operations.operation import Attempt, End, Operation, Progress, Request
+from lmkv_server.coordinator.operations.operation_proto import from_proposal
 from lmkv_server.coordinator.operations.operation_table import MAX_BYTES, OperationTable
 
 logger = logging.getLogger(__name__)
@@ -29,8 +31,6 @@ MAX_RUNNING = 256
 """Operations that run here at a time."""
 LONGEST_SECONDS = 600.0
 """Longest duration of an operation."""
-MAX_RECORD_HOLDERS = 3
-"""Instances that store the record of one operation: one that survives is enough."""
 SILENT_SECONDS = 60.0
 """An operation of another coordinator is lost this long after its deadline, or after the last instance that reported it
 has started again."""
@@ -46,7 +46,9 @@ class Operations:
 
     `is_partial` returns whether instances have yet to report operations of other coordinators; `report_delay` is the
     number of seconds until they report one. `restarted_seconds` returns how long ago an instance registered with
-    a newer epoch than the given one; 0 if it did not.
+    a newer epoch than the given one; 0 if it did not. `choose_holders` returns the instances that decide the end of an
+    operation, with their epochs: first those that are given. `is_sole` returns whether they report to no other
+    coordinator.
     """
 
     def __init__(
@@ -56,15 +58,21 @@ class Operations:
         is_partial: Callable[[], bool] = lambda: False,
         restarted_seconds: Callable[[str, int], float] = lambda *_: 0.0,
         report_delay: float = 0.0,
+        choose_holders: Callable[[Iterable[str]], Mapping[str, int]] = lambda _: {},
+        is_sole: Callable[[Collection[str]], bool] = lambda _: True,
     ) -> None:
         self.ttl_seconds = ttl_seconds
+        self.coordinator_id = secrets.token_hex(8)
+        """Distinguishes the attempts of this process from those of others."""
         self.on_change: Callable[[Operation], None] = lambda _: None
-        """Called when an operation that runs here starts or ends."""
+        """Called when an operation that runs here starts, proposes its end, or ends."""
         self.ended_counts: dict[tuple[str, str], int] = {}
         """Operations that ended here since the process started, by kind and state."""
         self._is_partial = is_partial
         self._restarted_seconds = restarted_seconds
         self._report_delay = report_delay
+        self._choose_holders = choose_holders
+        self._is_sole = is_sole
         self._last_ns = time.time_ns()
         self._table = OperationTable(ttl_seconds)
 
@@ -130,7 +138,7 @@ class Operations:
         record_holders: Iterable[str],
         work_bytes: int = 0,
     ) -> Operation:
-        """Starts an operation that ends after `seconds` at the latest; some of `record_holders` store its record.
+        """Starts an operation that ends after `seconds` at the latest; `record_holders` are to store its record first.
 
         `work_bytes` is the memory that the work needs. Raises `Full` if too many operations run, or too large ones.
         """
@@ -138,6 +146,7 @@ class Operations:
         if not self.has_capacity:
             raise Full(f"{MAX_RUNNING} operations are running; wait for one, or cancel one", retry_seconds=1)
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
+        holders = self._choose_holders(record_holders)
         operation = Operation(
             name=f"{kind}-{self._last_ns:016x}",
             kind=kind,
@@ -145,7 +154,9 @@ class Operations:
             request=request,
             create_time=self._last_ns / 1e9,
             expire_time=self._last_ns / 1e9 + seconds,
-            record_holders=set(islice(record_holders, MAX_RECORD_HOLDERS)),
+            coordinator_id=self.coordinator_id,
+            holders=holders,
+            record_holders=set(holders),
         )
         operation.size_bytes = operation.measure(work_bytes)
         if not self._table.make_room(operation.name, "", operation.size_bytes):
@@ -161,6 +172,7 @@ class Operations:
     def take_over(self, operation: Operation, work: Work) -> None:
         """Continues an operation that has not ended and that no coordinator runs."""
         operation.attempt += 1
+        operation.coordinator_id = self.coordinator_id
         logger.info("%s: taken over, attempt %d", operation.name, operation.attempt)
         self._run_task(operation, work)
 
@@ -175,6 +187,9 @@ class Operations:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run_task(self, operation: Operation, work: Work) -> None:
+        is_sole = self._is_sole(operation.holders)
+        operation.answers = Attempt(operation.attempt, operation.holders, is_sole=is_sole)
+        operation.proposal = None
         operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
         self.on_change(operation)
 
@@ -188,30 +203,32 @@ class Operations:
 
     async def _run(self, operation: Operation, work: Work) -> None:
         """Runs it to its end, unless another coordinator took it over: then a node refuses, or this is cancelled."""
-        result: Message | None = None
-        error: LmkvError | None = None
+        assert operation.answers is not None
         try:
-            result = await work(operation)
+            await operation.until_answered(lambda answers: answers.may_begin, _answer_seconds(operation))
+            accepted = operation.answers.accepted_end
+            operation.proposal = from_proposal(accepted) if accepted else await _work(operation, work)
+            self.on_change(operation)
+            await operation.until_answered(lambda answers: answers.has_ended, _answer_seconds(operation))
         except OperationTakenOver as taken:
             logger.warning("%s", taken)
             operation.task = None
             return
-        except LmkvError as failure:
-            error = failure
-        except Exception as failure:
-            logger.exception("operation %s failed unexpectedly", operation.name)
-            error = LmkvError(f"{operation.name} failed unexpectedly: {failure!r}; see the coordinator's log")
+        except (TimeoutError, BadMessage) as failure:
+            logger.warning("%s: the instances that decide its end do not agree: %r", operation.name, failure)
+            operation.task = None
+            operation.expire_time = min(operation.expire_time, time.time())  # its end stays unknown here
+            return
         if operation.task is not asyncio.current_task():  # taken over meanwhile
             return
-        self._end(operation, result, error)
+        self._end(operation, operation.proposal)
         outcome = (operation.kind, operation.state)
         self.ended_counts[outcome] = self.ended_counts.get(outcome, 0) + 1
         self.on_change(operation)
 
-    def _end(self, operation: Operation, result: Message | None, error: LmkvError | None) -> None:
-        operation.result, operation.error = result, error
-        operation.end_time = time.time()
-        operation.progress.end_time.FromNanoseconds(round(operation.end_time * 1e9))
+    def _end(self, operation: Operation, end: End) -> None:
+        operation.result, operation.error, operation.progress = end.result, end.error, end.progress
+        operation.end_time = end.progress.end_time.ToNanoseconds() / 1e9
         operation.ended.set()
         operation.size_bytes = operation.measure()
         self._table.store(operation)
@@ -232,6 +249,8 @@ class Operations:
         known = self._table.find(reported.name)
         if known is None and self._table.is_full:
             return None
+        if known is not None and known.done and not known.is_lost:
+            return known
         if known is None or reported.rank > known.rank:
             reported.reporter = reporter if known is None else known.reporter
             if known is not None and known.request is not None:
@@ -249,10 +268,16 @@ class Operations:
         if known.task:
             known.task.cancel()
             known.task = None
-        known.attempt, known.progress = reported.attempt, reported.progress
+        known.attempt, known.coordinator_id, known.progress = (
+            reported.attempt,
+            reported.coordinator_id,
+            reported.progress,
+        )
+        known.holders = reported.holders or known.holders
+        known.proposal = None
         known.result, known.error, known.end_time = reported.result, reported.error, reported.end_time
         known.size_bytes = reported.size_bytes
-        known.is_lost = False
+        known.is_lost = known.is_unknown = False
         if known.done:
             known.ended.set()
         else:
@@ -274,13 +299,42 @@ class Operations:
         now = time.time()
         for operation in self._table.running():
             is_overdue = now > operation.expire_time + SILENT_SECONDS
-            if not operation.runs_here and (is_overdue or self._have_restarted(operation.reporters)):
+            if not operation.runs_here and (is_overdue or self._have_restarted(operation)):
+                operation.is_unknown = True
                 operation.is_lost = not is_overdue  # after the deadline a report changes nothing
-                lost = Unreachable(f"no instance reports {operation.name} any more; look up where its chunks are")
-                self._end(operation, None, lost)
+                lost = Unreachable(
+                    f"no instance reports {operation.name} any more, so that its end is not known here; look up where "
+                    "its chunks are"
+                )
+                self._end(operation, End.now(operation.progress, None, lost))
         self._table.expire()
 
-    def _have_restarted(self, reporters: Mapping[str, int]) -> bool:
-        """Whether every instance that reported the operation restarted more than `SILENT_SECONDS` ago."""
-        seconds = (self._restarted_seconds(instance_id, epoch) for instance_id, epoch in reporters.items())
-        return bool(reporters) and min(seconds) > SILENT_SECONDS
+    def _have_restarted(self, operation: Operation) -> bool:
+        """Whether too few instances are left to decide its end, or to report it: the others have restarted more than
+        `SILENT_SECONDS` ago."""
+        holders, reporters = operation.holders, operation.reporters
+        lost = sum(self._restarted_seconds(*holder) > SILENT_SECONDS for holder in holders.items())
+        if lost > len(holders) - end_quorum(len(holders)):
+            return True
+        return bool(reporters) and all(self._restarted_seconds(*one) > SILENT_SECONDS for one in reporters.items())
+
+
+async def _work(operation: Operation, work: Work) -> End:
+    """Does the work; how the operation would end. Raises `OperationTakenOver`."""
+    result: Message | None = None
+    error: LmkvError | None = None
+    try:
+        result = await work(operation)
+    except OperationTakenOver:
+        raise
+    except LmkvError as failure:
+        error = failure
+    except Exception as failure:
+        logger.exception("operation %s failed unexpectedly", operation.name)
+        error = LmkvError(f"{operation.name} failed unexpectedly: {failure!r}; see the coordinator's log")
+    return End.now(operation.progress, result, error)
+
+
+def _answer_seconds(operation: Operation) -> float:
+    """How long a coordinator waits for the holders: until `SILENT_SECONDS` after the deadline."""
+    return min(max(operation.expire_time - time.time(), 0.0), LONGEST_SECONDS) + SILENT_SECONDS

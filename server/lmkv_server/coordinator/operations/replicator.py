@@ -1,12 +1,15 @@
 """Lets operations outlive their coordinator: nodes store their records, and report them to every coordinator.
 
-started ──► stored by some of its nodes ──► reported to all coordinators ──► ended ──► stored and reported again
+started ──► stored by some nodes ──► reported to all coordinators ──► end accepted by them ──► stored and reported again
                  └── its coordinator is gone ──► reported as orphaned to one ──► taken over there, attempt + 1
+
+`lmkv.v1.OperationRecord` says which nodes decide the end, and how.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +17,7 @@ from contextlib import suppress
 from google.protobuf.message import Message
 
 from lmkv import rpc
-from lmkv.errors import LmkvError, Unreachable
+from lmkv.errors import BadMessage, InstanceNotFound, LmkvError, Unreachable
 from lmkv.operation_records import rank
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.operations.audit import audited
@@ -51,12 +54,15 @@ class OperationReplicator:
         orders: PendingOrders,
         is_partial: Callable[[], bool],
         resume: Mapping[str, Work],
+        epoch_of: Callable[[str], int],
     ) -> None:
-        """`resume`, by kind of operation, continues one that another coordinator started."""
+        """`resume`, by kind of operation, continues one that another coordinator started. `epoch_of` returns the epoch
+        of a registered instance, 0 of others."""
         self._works = resume
         self._operations = operations
         self._orders = orders
         self._is_partial = is_partial
+        self._epoch_of = epoch_of
         self._tasks: set[asyncio.Task[None]] = set()
         operations.on_change = self._replicate_all
 
@@ -77,8 +83,8 @@ class OperationReplicator:
         if operation.runs_here or operation.done:
             return
         order = pb.Order(cancel=pb.CancelOrder(operation_name=name))
-        refusals = await asyncio.gather(*(self._send(instance_id, order) for instance_id in operation.record_holders))
-        if None not in refusals:
+        answers = await asyncio.gather(*(self._send(instance_id, order) for instance_id in operation.record_holders))
+        if not any(isinstance(answer, pb.OrderOutcome) for answer in answers):
             raise Unreachable(f"no instance that stores the record of {name} answers; try again", name=name)
 
     def handle_record(self, instance_id: str, epoch: int, record: pb.OperationRecord) -> None:
@@ -133,20 +139,65 @@ class OperationReplicator:
         Without the record of its end, other coordinators would show an operation as running until its deadline: an
         instance reports its records only when they change.
         """
-        rank = operation.rank
-        for _ in range(STORE_TRIES):
+        state = operation.rank, operation.proposal
+        for number in itertools.count(1):
             record = to_record(operation, self._operations.ttl_seconds)
-            error = await self._send(instance_id, pb.Order(record=pb.RecordOrder(record=record)))
+            error, kept = await self._store_once(instance_id, record)
             if error is None:
                 operation.replicated.set()
-            if not isinstance(error, Unreachable):
+            if operation.answers and operation.runs_here:
+                self._count(operation, instance_id, record, error, kept)
+            if kept and rank(kept) > rank(record):
+                self._learn(instance_id, kept)
+            if error is None or not (operation.runs_here or isinstance(error, Unreachable | InstanceNotFound)):
                 return
             await asyncio.sleep(STORE_RETRY_SECONDS)
-            if operation.rank != rank:
+            if (operation.rank, operation.proposal) != state:
+                return
+            if number >= STORE_TRIES and not operation.runs_here:
                 return
 
-    async def _send(self, instance_id: str, order: pb.Order) -> LmkvError | None:
-        """Sends an order; returns why the instance did not execute it, or None if it did."""
+    async def _store_once(
+        self, instance_id: str, record: pb.OperationRecord
+    ) -> tuple[LmkvError | None, pb.OperationRecord | None]:
+        """Why the instance did not store it, and what it keeps instead."""
+        if not self._epoch_of(instance_id):
+            return InstanceNotFound(f"instance {instance_id!r} is not registered", instance_id=instance_id), None
+        outcome = await self._send(instance_id, pb.Order(record=pb.RecordOrder(record=record)))
+        if isinstance(outcome, LmkvError):
+            return outcome, None
+        return None, outcome.record if outcome.HasField("record") else None
+
+    def _count(
+        self,
+        operation: Operation,
+        instance_id: str,
+        record: pb.OperationRecord,
+        error: LmkvError | None,
+        kept: pb.OperationRecord | None,
+    ) -> None:
+        """Passes an answer to the attempt. One of an instance that has restarted, or is about to, does not count."""
+        answers, epoch = operation.answers, operation.holders.get(instance_id, 0)
+        assert answers is not None
+        if (record.attempt, record.coordinator_id) != (operation.attempt, operation.coordinator_id):
+            return  # the answer to an earlier attempt
+        if self._epoch_of(instance_id) > epoch:
+            answers.is_gone(instance_id)
+        if error or self._epoch_of(instance_id) != epoch:
+            answers.unanswered(instance_id, record)
+        else:
+            answers.answered(instance_id, record, kept)
+        operation.answered.set()
+
+    def _learn(self, instance_id: str, kept: pb.OperationRecord) -> None:
+        """Merges a record for which an instance refused another one."""
+        try:
+            self._operations.merge(from_record(kept, LONGEST_SECONDS), instance_id)
+        except BadMessage as error:
+            logger.warning("instance %s: %s", instance_id, error)
+
+    async def _send(self, instance_id: str, order: pb.Order) -> pb.OrderOutcome | LmkvError:
+        """Sends an order; returns its outcome, or why the instance did not execute it."""
         try:
             outcome = await self._orders.execute(instance_id, order, STORE_SECONDS)
             if outcome.status.code:
@@ -154,4 +205,4 @@ class OperationReplicator:
         except LmkvError as error:
             logger.warning("instance %s does not store a record: %s", instance_id, error)
             return error
-        return None
+        return outcome

@@ -66,6 +66,7 @@ def instance_info(message: pb.Instance) -> InstanceInfo:
         version=message.version,
         size_bytes=message.ByteSize(),
         served_models=served_models(message.served_models, {spec.fingerprint for spec in specs}),
+        coordinator_count=message.coordinator_count,
     )
 
 

@@ -252,6 +252,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             expire_time=_wall_time(instance.expire_time, now),
             stats=stats_message(instance.stats),
             served_models=[model.to_proto() for model in info.served_models],
+            coordinator_count=info.coordinator_count,
         )
 
 

@@ -8,6 +8,8 @@ The coordinator that puts a record owns its operation while it is connected. Aft
 orphaned when it is back, which may be after a restart, and after a timeout to the next coordinator, until one of them
 puts it again. The record of an operation that is done has no owner, and is kept until its `expire_time`. Beyond
 `MAX_RECORDS` or `MAX_RECORD_BYTES` the oldest ones that are done are forgotten first.
+
+The node is one of the holders that decide how the operation ends: `put` is its vote. See `OperationRecord`.
 """
 
 from __future__ import annotations
@@ -48,25 +50,34 @@ class OperationLog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, record: pb.OperationRecord, coordinator: str) -> None:
-        """Keeps a record unless a newer one is kept; the coordinator owns the operation unless it is done."""
-        name = record.operation.name
+    def put(self, record: pb.OperationRecord, coordinator: str) -> pb.OperationRecord | None:
+        """Keeps a record unless a newer one is kept; the coordinator owns the operation unless it is done.
+
+        Returns what is kept if the record was refused, or if the coordinator is to propose the end in it again.
+        """
+        name, is_proposal = record.operation.name, record.HasField("proposed_end")
         known = self._entries.get(name)
         if known and rank(known.record) > rank(record):
-            return
-        is_cancelled = record.cancelled or bool(known and known.record.cancelled)
-        if known and rank(known.record) == rank(record):
-            known.owner, known.due = coordinator, None
-            if known.record.cancelled != is_cancelled:
-                self.cancel(name)
-            return
-        self._forget(name)
+            return known.record
         kept = pb.OperationRecord()
         kept.CopyFrom(record)
-        kept.cancelled = is_cancelled
+        if known:
+            kept.cancelled = record.cancelled or known.record.cancelled
+            if known.record.HasField("proposed_end") and not is_proposal and not record.operation.done:
+                kept.proposed_end.CopyFrom(known.record.proposed_end)  # only another end replaces it
+        if known and rank(known.record) == rank(record) and known.record.proposed_end == kept.proposed_end:
+            known.owner, known.due = coordinator, None
+            if known.record.cancelled != kept.cancelled:
+                self.cancel(name)
+        else:
+            self._keep(kept, coordinator)
+        return kept if kept.HasField("proposed_end") and not is_proposal else None
+
+    def _keep(self, record: pb.OperationRecord, coordinator: str) -> None:
+        self._forget(record.operation.name)
         self._revision += 1
-        self._entries[name] = _Entry(record=kept, revision=self._revision, owner=coordinator)
-        self._size_bytes += kept.ByteSize()
+        self._entries[record.operation.name] = _Entry(record=record, revision=self._revision, owner=coordinator)
+        self._size_bytes += record.ByteSize()
         while len(self._entries) > 1 and (len(self._entries) > MAX_RECORDS or self._size_bytes > MAX_RECORD_BYTES):
             self._forget(self._first_to_forget())
 
@@ -80,9 +91,9 @@ class OperationLog:
             self._changed(name, entry)
 
     def check_current(self, name: str, attempt: int) -> None:
-        """Raises `OperationTakenOver` if the record of a later attempt is kept, or this attempt is done."""
+        """Raises `OperationTakenOver` if the record of a later attempt is kept, or the operation is done."""
         entry = self._entries.get(name)
-        if entry and rank(entry.record) > (attempt, False):
+        if entry and (entry.record.operation.done or entry.record.attempt > attempt):
             raise OperationTakenOver(
                 f"attempt {attempt} at {name} has ended: the record of attempt {entry.record.attempt} is kept here",
                 name=name,
@@ -151,6 +162,17 @@ class OperationLog:
     def _forget(self, name: str) -> None:
         if entry := self._entries.pop(name, None):
             self._size_bytes -= entry.record.ByteSize()
+
+
+def without_request(record: pb.OperationRecord | None) -> pb.OperationRecord | None:
+    """A copy for the outcome of an order: the coordinator that sent the order knows the request."""
+    if record is None:
+        return None
+    copied = pb.OperationRecord()
+    copied.CopyFrom(record)
+    if request := record.WhichOneof("request"):
+        copied.ClearField(request)
+    return copied
 
 
 def _next(after: str, coordinators: Sequence[str]) -> str:

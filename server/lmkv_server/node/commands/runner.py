@@ -28,7 +28,7 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.commands.executor import Explain, OrderExecutor, new_progress
 from lmkv_server.node.commands.journal import OrderJournal
-from lmkv_server.node.commands.operation_log import OperationLog
+from lmkv_server.node.commands.operation_log import OperationLog, without_request
 from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import PeerFetcher
@@ -236,7 +236,7 @@ class OrderRunner:
             case "hint" if self._carry_out_hint:
                 progress.hint = to_proto(await self._carry_out_hint(order.hint))
             case "record":
-                self.records.put(order.record.record, coordinator)
+                progress.record = without_request(self.records.put(order.record.record, coordinator))
                 self.records.expire(time.time_ns())
             case _:
                 raise BadMessage("this version knows no such order", field="action")

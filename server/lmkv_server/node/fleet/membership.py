@@ -71,6 +71,8 @@ class FleetMembership:
         self._sessions: dict[str, CoordinatorSession] = {}
         """By the coordinator's IP address and port."""
         self._unresolved: set[str] = set()
+        self._address_count = 0
+        """Addresses that the names stand for."""
         self._role_timer = DeadlineTimer(self._change_roles)
         self._resolving: asyncio.Task[None] | None = None
         self._lookup_count = 0
@@ -126,6 +128,9 @@ class FleetMembership:
                 if name not in self._unresolved:
                     logger.warning("not in the fleet at %s, trying again: %s", name, error)
                 self._unresolved.add(name)
+        before, self._address_count = self.coordinator_count, len(found.keys() | self._sessions.keys())
+        if self.coordinator_count != before:
+            self.refresh()
         for address in found.keys() - self._sessions.keys():
             await self._join(address, found[address])
         if not self._unresolved:
@@ -202,6 +207,11 @@ class FleetMembership:
     def is_configured(self) -> bool:
         """Whether the node has coordinators."""
         return bool(self._names)
+
+    @property
+    def coordinator_count(self) -> int:
+        """The number of coordinators; a name that cannot be resolved counts as one."""
+        return self._address_count + len(self._unresolved)
 
     @property
     def connected(self) -> bool:

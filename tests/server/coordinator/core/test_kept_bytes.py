@@ -59,7 +59,7 @@ async def test_planted_records_take_no_more_than_one_instance_may(
 ) -> None:
     core = coordinator.tenants.unnamed.fleet_operations.table
     async with make("honest") as honest, make("evil") as evil:
-        theirs = [record(done=True, request=b"") for _ in range(3)]
+        theirs = [record(done=number < 3, request=b"") for number in range(6)]
         for one in theirs:
             await honest.report_record(one)
         await until(lambda: len(names(coordinator)) == len(theirs))
@@ -77,6 +77,7 @@ async def test_planted_records_take_no_more_than_one_instance_may(
         for one in theirs:
             await evil.report_record(record(done=True, name=one.operation.name, attempt=2, request=b""))
         await until(lambda: core.get(theirs[-1].operation.name).attempt == 2)
+        assert [core.get(one.operation.name).attempt for one in theirs] == [1, 1, 1, 2, 2, 2], "ends stay"
         assert core.used_bytes <= MAX_RECORD_BYTES + (1 << 20)
 
 

@@ -12,10 +12,29 @@ from lmkv_server.node.commands import operation_log as record_book
 from lmkv_server.node.commands.operation_log import OperationLog
 
 
-def record(name: str = "move-1", attempt: int = 1, *, done: bool = False, expire: int = 0) -> OperationRecord:
-    made = OperationRecord(operation=Operation(name=name, done=done), move=MoveRequest(copy=True), attempt=attempt)
+def record(
+    name: str = "move-1", attempt: int = 1, *, done: bool = False, expire: int = 0, by: str = ""
+) -> OperationRecord:
+    made = OperationRecord(
+        operation=Operation(name=name, done=done), move=MoveRequest(copy=True), attempt=attempt, coordinator_id=by
+    )
     made.expire_time.FromNanoseconds(expire)
     return made
+
+
+def proposed(attempt: int, by: str) -> OperationRecord:
+    """A record with an end that the attempt proposes."""
+    made = record(attempt=attempt, by=by)
+    made.proposed_end.attempt, made.proposed_end.coordinator_id = attempt, by
+    made.proposed_end.operation.CopyFrom(Operation(name="move-1", done=True))
+    return made
+
+
+def answer(book: OperationLog, record: OperationRecord, coordinator: str) -> OperationRecord:
+    """What the book keeps instead of a record, or adds to it."""
+    kept = book.put(record, coordinator)
+    assert kept is not None
+    return kept
 
 
 def reported(book: OperationLog, reader: str = "B", since: int = 0) -> list[tuple[str, int, bool, bool]]:
@@ -35,16 +54,54 @@ def test_changes_are_reported_once_and_in_order() -> None:
     assert reported(book) == [("two", 1, False, False), ("one", 1, True, False)]
 
 
-def test_the_later_attempt_counts_and_then_what_is_over() -> None:
+def test_what_is_over_counts_and_then_the_later_attempt() -> None:
     book = OperationLog()
     book.put(record(attempt=2), "B")
-    book.put(record(attempt=1, done=True), "A")
+    book.put(record(attempt=1), "A")
     assert reported(book) == [("move-1", 2, False, False)]
-    book.put(record(attempt=2, done=True), "B")
-    book.put(record(attempt=2), "A")
-    assert reported(book) == [("move-1", 2, True, False)]
+    book.put(record(attempt=1, done=True), "A")
+    assert reported(book) == [("move-1", 1, True, False)], "most holders had accepted this end before attempt 2 began"
     book.put(record(attempt=3), "C")
-    assert reported(book) == [("move-1", 3, False, False)]
+    assert reported(book) == [("move-1", 1, True, False)]
+
+
+def test_a_holder_refuses_what_is_older_and_answers_with_what_it_keeps() -> None:
+    book = OperationLog()
+    assert book.put(record(), "A") is None
+    assert book.put(record(attempt=2, by="b"), "B") is None
+    kept = answer(book, proposed(attempt=1, by="a"), "A")
+    assert (kept.attempt, kept.HasField("proposed_end")) == (2, False)
+    kept = answer(book, record(attempt=2, by="a"), "A")
+    assert kept.coordinator_id == "b", "of two attempts with one number the one with the greater id is later"
+    assert book.put(record(attempt=2, by="c"), "C") is None
+    assert book.put(record(attempt=2, by="c", done=True), "C") is None
+    kept = answer(book, record(attempt=3), "A")
+    assert (kept.attempt, kept.operation.done) == (2, True)
+
+
+def test_an_end_that_was_accepted_is_passed_to_later_attempts_until_another_one_is_accepted() -> None:
+    book = OperationLog()
+    book.put(record(), "A")
+    assert book.put(proposed(attempt=1, by="a"), "A") is None
+    assert reported(book) == [("move-1", 1, False, False)], "it may not be the operation's end"
+    kept = answer(book, record(attempt=2, by="b"), "B")
+    assert (kept.attempt, kept.proposed_end.attempt, kept.proposed_end.coordinator_id) == (2, 1, "a")
+    kept = answer(book, record(attempt=3, by="c"), "C")
+    assert (kept.attempt, kept.proposed_end.attempt) == (3, 1)
+    assert book.put(proposed(attempt=3, by="c"), "C") is None
+    kept = answer(book, record(attempt=4, by="d"), "D")
+    assert kept.proposed_end.attempt == 3
+    book.put(record(attempt=4, by="d", done=True), "D")
+    assert not book.since(0, "A")[0].HasField("proposed_end")
+    book.check()
+
+
+def test_an_operation_whose_end_is_only_proposed_is_offered_when_its_coordinator_is_gone() -> None:
+    book = OperationLog()
+    book.put(proposed(attempt=1, by="a"), "A")
+    book.disconnected("A", until=5.0)
+    book.reassign(now=5.0, until=8.0, coordinators=["B"])
+    assert reported(book, "B") == [("move-1", 1, False, True)]
 
 
 def test_orders_of_an_attempt_are_current_until_it_is_over_or_a_later_one_is_kept() -> None:

@@ -92,3 +92,20 @@ async def test_another_coordinator_is_asked_once_the_first_is_gone_for_too_long(
     await until(lambda: node.reported(SECOND) == [(1, False, True)])
     assert await node.reason(SECOND, record=keep(2)) == ""
     assert node.reported(FIRST) == node.reported(SECOND) == [(2, False, False)]
+
+
+async def test_an_order_to_store_a_record_does_not_expire(node: Node) -> None:
+    order = pb.Order(order_id="late", record=keep(1))
+    node.orders.start(order, FIRST)
+    await until(lambda: bool(node.orders.unacknowledged(FIRST)))
+    (outcome,) = node.orders.unacknowledged(FIRST)
+    assert not outcome.status.code
+    assert node.reported(FIRST) == [(1, False, False)]
+
+
+async def test_the_outcome_of_a_refused_record_has_the_record_that_is_kept(node: Node) -> None:
+    await node.reason(SECOND, record=keep(2))
+    node.orders.start(pb.Order(order_id="older", record=keep(1)), FIRST)
+    await until(lambda: bool(node.orders.unacknowledged(FIRST)))
+    (outcome,) = node.orders.unacknowledged(FIRST)
+    assert (outcome.record.operation.name, outcome.record.attempt) == ("move-1", 2)

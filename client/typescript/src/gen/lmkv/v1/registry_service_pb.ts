@@ -21,7 +21,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/registry_service.proto.
  */
 export const file_lmkv_v1_registry_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEiygMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbCKQAgoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYxISCgpsb2FkX2NvdW50GAYgASgDEjAKDWxvYWRfZHVyYXRpb24YByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOwoYYXZvaWRlZF9wcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKC1BlZXJUcmFmZmljEhMKC2luc3RhbmNlX2lkGAEgASgJEhMKC2NodW5rX2NvdW50GAIgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDIncKCVRpZXJVc2FnZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhYKDmNhcGFjaXR5X2J5dGVzGAIgASgDEhIKCnVzZWRfYnl0ZXMYAyABKAMSEwoLY2h1bmtfY291bnQYBCABKAMSDAoEbmFtZRgFIAEoCSJuCgxTcGVjQ29uZmxpY3QSEwoLaW5zdGFuY2VfaWQYASABKAkSEgoKbW9kZWxfbmFtZRgCIAEoCRINCgVmaWVsZBgDIAEoCRIRCglvd25fdmFsdWUYBCABKAkSEwoLb3RoZXJfdmFsdWUYBSABKAkiUgoPUmVnaXN0ZXJSZXF1ZXN0EikKCGluc3RhbmNlGAEgASgLMhEubG1rdi52MS5JbnN0YW5jZUIE4kEBAhIUCgZzZWNyZXQYAiABKAxCBOJBAQEifAoQUmVnaXN0ZXJSZXNwb25zZRIjCghpbnN0YW5jZRgBIAEoCzIRLmxta3YudjEuSW5zdGFuY2USLAoJbGVhc2VfdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDWxheW91dF9tYXBfaWQYAyABKAkilAQKDVJlcG9ydFJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFgoIc2VxdWVuY2UYAyABKANCBOJBAQISFgoIc25hcHNob3QYBCABKAhCBOJBAQESGgoMc25hcHNob3RfZW5kGAUgASgIQgTiQQEBEisKB2NoYW5nZXMYBiADKAsyFC5sbWt2LnYxLkNodW5rQ2hhbmdlQgTiQQEBEi0KCG91dGNvbWVzGAcgAygLMhUubG1rdi52MS5PcmRlck91dGNvbWVCBOJBAQESKgoHZGlnZXN0cxgIIAMoCzITLmxta3YudjEuVGllckRpZ2VzdEIE4kEBARInCgV0aWVycxgJIAMoCzISLmxta3YudjEuVGllclVzYWdlQgTiQQEBEhoKDGVuZ2luZV9jb3VudBgKIAEoBUIE4kEBARIkCgRwaW5zGAsgASgLMhAubG1rdi52MS5QaW5MaXN0QgTiQQEBEisKBXN0YXRzGAwgASgLMhYubG1rdi52MS5JbnN0YW5jZVN0YXRzQgTiQQEBEi8KB3JlY29yZHMYDSADKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZEIE4kEBARIgChJyZXBvcnRlZF9lbHNld2hlcmUYDiABKAhCBOJBAQESFAoGc2VjcmV0GA8gASgMQgTiQQEBIqsCCg9PcGVyYXRpb25SZWNvcmQSMAoJb3BlcmF0aW9uGAEgASgLMh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbhIkCgRtb3ZlGAIgASgLMhQubG1rdi52MS5Nb3ZlUmVxdWVzdEgAEiYKBWNsZWFyGAMgASgLMhUubG1rdi52MS5DbGVhclJlcXVlc3RIABImCgVkcmFpbhgIIAEoCzIVLmxta3YudjEuRHJhaW5SZXF1ZXN0SAASDwoHYXR0ZW1wdBgEIAEoBRIRCgljYW5jZWxsZWQYBSABKAgSLwoLZXhwaXJlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCG9ycGhhbmVkGAcgASgIQgkKB3JlcXVlc3QiLgoHUGluTGlzdBIjCgRwaW5zGAEgAygLMhUubG1rdi52MS5QaW5uZWRDaHVua3Mi9wIKC0NodW5rQ2hhbmdlEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEwoLZmluZ2VycHJpbnQYAiABKAwSFQoNYWRtaXR0ZWRfa2V5cxgDIAEoDBJKChRwYXJ0aWFsX3Rva2VuX2NvdW50cxgEIAMoCzIsLmxta3YudjEuQ2h1bmtDaGFuZ2UuUGFydGlhbFRva2VuQ291bnRzRW50cnkSFAoMZXZpY3RlZF9rZXlzGAUgASgMEkgKE3BhcnRpYWxfcGFyZW50X2tleXMYBiADKAsyKy5sbWt2LnYxLkNodW5rQ2hhbmdlLlBhcnRpYWxQYXJlbnRLZXlzRW50cnkaOQoXUGFydGlhbFRva2VuQ291bnRzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgFOgI4ARo4ChZQYXJ0aWFsUGFyZW50S2V5c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoDDoCOAEiTwoKVGllckRpZ2VzdBIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2NodW5rX2NvdW50GAIgASgDEg8KB2tleV9zdW0YAyABKAYiogIKDE9yZGVyT3V0Y29tZRIQCghvcmRlcl9pZBgBIAEoCRIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxITCgtjaHVua19jb3VudBgDIAEoBRITCgt0b2tlbl9jb3VudBgEIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgFIAEoAxInCghmYWlsdXJlcxgGIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhoKEnBpbm5lZF9jaHVua19jb3VudBgHIAEoBRIvCgtleHBsYW5hdGlvbhgIIAEoCzIaLmxta3YudjEuUHJvbXB0RXhwbGFuYXRpb24SIQoEaGludBgJIAEoCzITLmxta3YudjEuSGludFJlc3VsdCJaCg5SZXBvcnRSZXNwb25zZRIWCg5hY2tlZF9zZXF1ZW5jZRgBIAEoAxIQCghyZXZpc2lvbhgCIAEoAxIeCgZvcmRlcnMYAyADKAsyDi5sbWt2LnYxLk9yZGVyIsIDCgVPcmRlchIQCghvcmRlcl9pZBgBIAEoCRIvCgtleHBpcmVfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJAoFZmV0Y2gYAyABKAsyEy5sbWt2LnYxLkZldGNoT3JkZXJIABIiCgRkcm9wGAQgASgLMhIubG1rdi52MS5Ecm9wT3JkZXJIABIgCgNwaW4YBSABKAsyES5sbWt2LnYxLlBpbk9yZGVySAASJAoFdW5waW4YBiABKAsyEy5sbWt2LnYxLlVucGluT3JkZXJIABImCgZjYW5jZWwYByABKAsyFC5sbWt2LnYxLkNhbmNlbE9yZGVySAASJgoGcmVjb3JkGAkgASgLMhQubG1rdi52MS5SZWNvcmRPcmRlckgAEigKB2V4cGxhaW4YDCABKAsyFS5sbWt2LnYxLkV4cGxhaW5PcmRlckgAEiIKBGhpbnQYDSABKAsyEi5sbWt2LnYxLkhpbnRPcmRlckgAEhMKC3RyYWNlcGFyZW50GAggASgJEhYKDm9wZXJhdGlvbl9uYW1lGAogASgJEg8KB2F0dGVtcHQYCyABKAVCCAoGYWN0aW9uIqEBCgpGZXRjaE9yZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEhQKDHBlZXJfYWRkcmVzcxgCIAEoCRITCgtmaW5nZXJwcmludBgDIAEoDBISCgpjaHVua19rZXlzGAQgASgMEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDQoFZXBvY2gYBiABKAMSEwoLa2VlcF9vdGhlcnMYByABKAgibwoJRHJvcE9yZGVyEhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgCIAEoDBITCgtmaW5nZXJwcmludBgDIAEoDBILCgNhbGwYBSABKAgSDwoHZHJ5X3J1bhgEIAEoCCJzCghQaW5PcmRlchIOCgZwaW5faWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAMgASgMEiYKA3R0bBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIcCgpVbnBpbk9yZGVyEg4KBnBpbl9pZBgBIAEoCSKzAQoJSGludE9yZGVyEg8KB2hpbnRfaWQYASABKAkSIwoGYWN0aW9uGAIgASgOMhMubG1rdi52MS5IaW50QWN0aW9uEhMKC2ZpbmdlcnByaW50GAMgASgMEhIKCmNodW5rX2tleXMYBCABKAwSJgoDdHRsGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhAKCHByaW9yaXR5GAYgASgFEg0KBW93bmVyGAcgASgMIjcKC0NhbmNlbE9yZGVyEhAKCG9yZGVyX2lkGAEgASgJEhYKDm9wZXJhdGlvbl9uYW1lGAIgASgJIksKDEV4cGxhaW5PcmRlchITCgtmaW5nZXJwcmludBgBIAEoDBISCgpjaHVua19rZXlzGAIgASgMEhIKCnJlcXVlc3RfaWQYAyABKAkiNwoLUmVjb3JkT3JkZXISKAoGcmVjb3JkGAEgASgLMhgubG1rdi52MS5PcGVyYXRpb25SZWNvcmQiWQoRRGVyZWdpc3RlclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFAoGc2VjcmV0GAMgASgMQgTiQQEBIhQKEkRlcmVnaXN0ZXJSZXNwb25zZSIyChVMb2NhdGVJbnN0YW5jZVJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQIiPQoWTG9jYXRlSW5zdGFuY2VSZXNwb25zZRINCgVlcG9jaBgBIAEoAxIUCgxwZWVyX2FkZHJlc3MYAiABKAkiSQoUTGlzdEluc3RhbmNlc1JlcXVlc3QSFwoJcGFnZV9zaXplGAEgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAiABKAlCBOJBAQEiVgoVTGlzdEluc3RhbmNlc1Jlc3BvbnNlEiQKCWluc3RhbmNlcxgBIAMoCzIRLmxta3YudjEuSW5zdGFuY2USFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJMvsCCg9SZWdpc3RyeVNlcnZpY2USPwoIUmVnaXN0ZXISGC5sbWt2LnYxLlJlZ2lzdGVyUmVxdWVzdBoZLmxta3YudjEuUmVnaXN0ZXJSZXNwb25zZRI9CgZSZXBvcnQSFi5sbWt2LnYxLlJlcG9ydFJlcXVlc3QaFy5sbWt2LnYxLlJlcG9ydFJlc3BvbnNlKAEwARJFCgpEZXJlZ2lzdGVyEhoubG1rdi52MS5EZXJlZ2lzdGVyUmVxdWVzdBobLmxta3YudjEuRGVyZWdpc3RlclJlc3BvbnNlEk4KDUxpc3RJbnN0YW5jZXMSHS5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXF1ZXN0Gh4ubG1rdi52MS5MaXN0SW5zdGFuY2VzUmVzcG9uc2USUQoOTG9jYXRlSW5zdGFuY2USHi5sbWt2LnYxLkxvY2F0ZUluc3RhbmNlUmVxdWVzdBofLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXNwb25zZUIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
+  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEi5QMKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbBIZChFjb29yZGluYXRvcl9jb3VudBgOIAEoBSKQAgoNSW5zdGFuY2VTdGF0cxIUCgxhc2tlZF9jaHVua3MYASABKAMSEgoKb3duX2NodW5rcxgCIAEoAxITCgtwZWVyX2NodW5rcxgDIAEoAxIWCg5ldmljdGVkX2NodW5rcxgEIAEoAxIlCgd0cmFmZmljGAUgAygLMhQubG1rdi52MS5QZWVyVHJhZmZpYxISCgpsb2FkX2NvdW50GAYgASgDEjAKDWxvYWRfZHVyYXRpb24YByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOwoYYXZvaWRlZF9wcmVmaWxsX2R1cmF0aW9uGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKC1BlZXJUcmFmZmljEhMKC2luc3RhbmNlX2lkGAEgASgJEhMKC2NodW5rX2NvdW50GAIgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDIncKCVRpZXJVc2FnZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhYKDmNhcGFjaXR5X2J5dGVzGAIgASgDEhIKCnVzZWRfYnl0ZXMYAyABKAMSEwoLY2h1bmtfY291bnQYBCABKAMSDAoEbmFtZRgFIAEoCSJuCgxTcGVjQ29uZmxpY3QSEwoLaW5zdGFuY2VfaWQYASABKAkSEgoKbW9kZWxfbmFtZRgCIAEoCRINCgVmaWVsZBgDIAEoCRIRCglvd25fdmFsdWUYBCABKAkSEwoLb3RoZXJfdmFsdWUYBSABKAkiUgoPUmVnaXN0ZXJSZXF1ZXN0EikKCGluc3RhbmNlGAEgASgLMhEubG1rdi52MS5JbnN0YW5jZUIE4kEBAhIUCgZzZWNyZXQYAiABKAxCBOJBAQEifAoQUmVnaXN0ZXJSZXNwb25zZRIjCghpbnN0YW5jZRgBIAEoCzIRLmxta3YudjEuSW5zdGFuY2USLAoJbGVhc2VfdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDWxheW91dF9tYXBfaWQYAyABKAkilAQKDVJlcG9ydFJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFgoIc2VxdWVuY2UYAyABKANCBOJBAQISFgoIc25hcHNob3QYBCABKAhCBOJBAQESGgoMc25hcHNob3RfZW5kGAUgASgIQgTiQQEBEisKB2NoYW5nZXMYBiADKAsyFC5sbWt2LnYxLkNodW5rQ2hhbmdlQgTiQQEBEi0KCG91dGNvbWVzGAcgAygLMhUubG1rdi52MS5PcmRlck91dGNvbWVCBOJBAQESKgoHZGlnZXN0cxgIIAMoCzITLmxta3YudjEuVGllckRpZ2VzdEIE4kEBARInCgV0aWVycxgJIAMoCzISLmxta3YudjEuVGllclVzYWdlQgTiQQEBEhoKDGVuZ2luZV9jb3VudBgKIAEoBUIE4kEBARIkCgRwaW5zGAsgASgLMhAubG1rdi52MS5QaW5MaXN0QgTiQQEBEisKBXN0YXRzGAwgASgLMhYubG1rdi52MS5JbnN0YW5jZVN0YXRzQgTiQQEBEi8KB3JlY29yZHMYDSADKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZEIE4kEBARIgChJyZXBvcnRlZF9lbHNld2hlcmUYDiABKAhCBOJBAQESFAoGc2VjcmV0GA8gASgMQgTiQQEBIpcDCg9PcGVyYXRpb25SZWNvcmQSMAoJb3BlcmF0aW9uGAEgASgLMh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbhIkCgRtb3ZlGAIgASgLMhQubG1rdi52MS5Nb3ZlUmVxdWVzdEgAEiYKBWNsZWFyGAMgASgLMhUubG1rdi52MS5DbGVhclJlcXVlc3RIABImCgVkcmFpbhgIIAEoCzIVLmxta3YudjEuRHJhaW5SZXF1ZXN0SAASDwoHYXR0ZW1wdBgEIAEoBRIRCgljYW5jZWxsZWQYBSABKAgSLwoLZXhwaXJlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCG9ycGhhbmVkGAcgASgIEhYKDmNvb3JkaW5hdG9yX2lkGAkgASgJEiYKB2hvbGRlcnMYCiADKAsyFS5sbWt2LnYxLlJlY29yZEhvbGRlchIqCgxwcm9wb3NlZF9lbmQYCyABKAsyFC5sbWt2LnYxLlByb3Bvc2VkRW5kQgkKB3JlcXVlc3QiMgoMUmVjb3JkSG9sZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEg0KBWVwb2NoGAIgASgDImgKC1Byb3Bvc2VkRW5kEjAKCW9wZXJhdGlvbhgBIAEoCzIdLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24SDwoHYXR0ZW1wdBgCIAEoBRIWCg5jb29yZGluYXRvcl9pZBgDIAEoCSIuCgdQaW5MaXN0EiMKBHBpbnMYASADKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyL3AgoLQ2h1bmtDaGFuZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtmaW5nZXJwcmludBgCIAEoDBIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEkoKFHBhcnRpYWxfdG9rZW5fY291bnRzGAQgAygLMiwubG1rdi52MS5DaHVua0NoYW5nZS5QYXJ0aWFsVG9rZW5Db3VudHNFbnRyeRIUCgxldmljdGVkX2tleXMYBSABKAwSSAoTcGFydGlhbF9wYXJlbnRfa2V5cxgGIAMoCzIrLmxta3YudjEuQ2h1bmtDaGFuZ2UuUGFydGlhbFBhcmVudEtleXNFbnRyeRo5ChdQYXJ0aWFsVG9rZW5Db3VudHNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAU6AjgBGjgKFlBhcnRpYWxQYXJlbnRLZXlzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgMOgI4ASJPCgpUaWVyRGlnZXN0EhsKBHRpZXIYASABKA4yDS5sbWt2LnYxLlRpZXISEwoLY2h1bmtfY291bnQYAiABKAMSDwoHa2V5X3N1bRgDIAEoBiLMAgoMT3JkZXJPdXRjb21lEhAKCG9yZGVyX2lkGAEgASgJEiIKBnN0YXR1cxgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAUgASgDEicKCGZhaWx1cmVzGAYgAygLMhUubG1rdi52MS5DaHVua0ZhaWx1cmUSGgoScGlubmVkX2NodW5rX2NvdW50GAcgASgFEi8KC2V4cGxhbmF0aW9uGAggASgLMhoubG1rdi52MS5Qcm9tcHRFeHBsYW5hdGlvbhIhCgRoaW50GAkgASgLMhMubG1rdi52MS5IaW50UmVzdWx0EigKBnJlY29yZBgKIAEoCzIYLmxta3YudjEuT3BlcmF0aW9uUmVjb3JkIloKDlJlcG9ydFJlc3BvbnNlEhYKDmFja2VkX3NlcXVlbmNlGAEgASgDEhAKCHJldmlzaW9uGAIgASgDEh4KBm9yZGVycxgDIAMoCzIOLmxta3YudjEuT3JkZXIiwgMKBU9yZGVyEhAKCG9yZGVyX2lkGAEgASgJEi8KC2V4cGlyZV90aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIkCgVmZXRjaBgDIAEoCzITLmxta3YudjEuRmV0Y2hPcmRlckgAEiIKBGRyb3AYBCABKAsyEi5sbWt2LnYxLkRyb3BPcmRlckgAEiAKA3BpbhgFIAEoCzIRLmxta3YudjEuUGluT3JkZXJIABIkCgV1bnBpbhgGIAEoCzITLmxta3YudjEuVW5waW5PcmRlckgAEiYKBmNhbmNlbBgHIAEoCzIULmxta3YudjEuQ2FuY2VsT3JkZXJIABImCgZyZWNvcmQYCSABKAsyFC5sbWt2LnYxLlJlY29yZE9yZGVySAASKAoHZXhwbGFpbhgMIAEoCzIVLmxta3YudjEuRXhwbGFpbk9yZGVySAASIgoEaGludBgNIAEoCzISLmxta3YudjEuSGludE9yZGVySAASEwoLdHJhY2VwYXJlbnQYCCABKAkSFgoOb3BlcmF0aW9uX25hbWUYCiABKAkSDwoHYXR0ZW1wdBgLIAEoBUIICgZhY3Rpb24ioQEKCkZldGNoT3JkZXISEwoLaW5zdGFuY2VfaWQYASABKAkSFAoMcGVlcl9hZGRyZXNzGAIgASgJEhMKC2ZpbmdlcnByaW50GAMgASgMEhIKCmNodW5rX2tleXMYBCABKAwSGwoEdGllchgFIAEoDjINLmxta3YudjEuVGllchINCgVlcG9jaBgGIAEoAxITCgtrZWVwX290aGVycxgHIAEoCCJvCglEcm9wT3JkZXISGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAIgASgMEhMKC2ZpbmdlcnByaW50GAMgASgMEgsKA2FsbBgFIAEoCBIPCgdkcnlfcnVuGAQgASgIInMKCFBpbk9yZGVyEg4KBnBpbl9pZBgBIAEoCRIbCgR0aWVyGAIgASgOMg0ubG1rdi52MS5UaWVyEhIKCmNodW5rX2tleXMYAyABKAwSJgoDdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIhwKClVucGluT3JkZXISDgoGcGluX2lkGAEgASgJIrMBCglIaW50T3JkZXISDwoHaGludF9pZBgBIAEoCRIjCgZhY3Rpb24YAiABKA4yEy5sbWt2LnYxLkhpbnRBY3Rpb24SEwoLZmluZ2VycHJpbnQYAyABKAwSEgoKY2h1bmtfa2V5cxgEIAEoDBImCgN0dGwYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEAoIcHJpb3JpdHkYBiABKAUSDQoFb3duZXIYByABKAwiNwoLQ2FuY2VsT3JkZXISEAoIb3JkZXJfaWQYASABKAkSFgoOb3BlcmF0aW9uX25hbWUYAiABKAkiSwoMRXhwbGFpbk9yZGVyEhMKC2ZpbmdlcnByaW50GAEgASgMEhIKCmNodW5rX2tleXMYAiABKAwSEgoKcmVxdWVzdF9pZBgDIAEoCSI3CgtSZWNvcmRPcmRlchIoCgZyZWNvcmQYASABKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZCJZChFEZXJlZ2lzdGVyUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIUCgZzZWNyZXQYAyABKAxCBOJBAQEiFAoSRGVyZWdpc3RlclJlc3BvbnNlIjIKFUxvY2F0ZUluc3RhbmNlUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAiI9ChZMb2NhdGVJbnN0YW5jZVJlc3BvbnNlEg0KBWVwb2NoGAEgASgDEhQKDHBlZXJfYWRkcmVzcxgCIAEoCSJJChRMaXN0SW5zdGFuY2VzUmVxdWVzdBIXCglwYWdlX3NpemUYASABKAVCBOJBAQESGAoKcGFnZV90b2tlbhgCIAEoCUIE4kEBASJWChVMaXN0SW5zdGFuY2VzUmVzcG9uc2USJAoJaW5zdGFuY2VzGAEgAygLMhEubG1rdi52MS5JbnN0YW5jZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAky+wIKD1JlZ2lzdHJ5U2VydmljZRI/CghSZWdpc3RlchIYLmxta3YudjEuUmVnaXN0ZXJSZXF1ZXN0GhkubG1rdi52MS5SZWdpc3RlclJlc3BvbnNlEj0KBlJlcG9ydBIWLmxta3YudjEuUmVwb3J0UmVxdWVzdBoXLmxta3YudjEuUmVwb3J0UmVzcG9uc2UoATABEkUKCkRlcmVnaXN0ZXISGi5sbWt2LnYxLkRlcmVnaXN0ZXJSZXF1ZXN0GhsubG1rdi52MS5EZXJlZ2lzdGVyUmVzcG9uc2USTgoNTGlzdEluc3RhbmNlcxIdLmxta3YudjEuTGlzdEluc3RhbmNlc1JlcXVlc3QaHi5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXNwb25zZRJRCg5Mb2NhdGVJbnN0YW5jZRIeLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXF1ZXN0Gh8ubG1rdi52MS5Mb2NhdGVJbnN0YW5jZVJlc3BvbnNlQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
 
 /**
  * A registered node.
@@ -121,6 +121,13 @@ export type Instance = Message<"lmkv.v1.Instance"> & {
    * @generated from field: repeated lmkv.v1.ServedModel served_models = 13;
    */
   servedModels: ServedModel[];
+
+  /**
+   * Number of coordinators that it knows and reports to; 0 if it does not state it.
+   *
+   * @generated from field: int32 coordinator_count = 14;
+   */
+  coordinatorCount: number;
 };
 
 /**
@@ -521,7 +528,22 @@ export const ReportRequestSchema: GenMessage<ReportRequest> = /*@__PURE__*/
 /**
  * An operation as nodes store it, so that it outlives the coordinator that runs it and every coordinator knows it.
  *
- * Of two records of one operation, the one with the higher attempt wins; with equal attempts, the one that has ended.
+ * An operation ends once. Up to three instances, its `holders`, decide which end that is, by these rules:
+ * * Each coordinator that runs the operation makes an attempt of its own, with a higher number than the one before. A
+ *   holder keeps the record of the latest attempt and refuses those of earlier ones; it answers a refused coordinator
+ *   with the record that it keeps. Of two attempts with one number, the one with the greater `coordinator_id` is later.
+ * * An attempt after the first begins its work once more than half of the holders keep its record. If one of these keeps
+ *   a `proposed_end`, the attempt does no work, and proposes that end again; of several, the one of the latest attempt.
+ * * A coordinator that has done the work stores the end as `proposed_end`. It is the end of the operation once at least
+ *   half of the holders keep it: one of one or two holders, two of three. Only then any coordinator answers that the
+ *   operation is done, and `operation` has the end in the record.
+ * * A holder that has restarted has lost its record and is none any more, because its epoch differs.
+ *
+ * A coordinator that cannot reach that many holders answers that the operation runs. It tries until a minute after the
+ * deadline; then it answers `UNREACHABLE`, which says that it does not know the end, and stores that nowhere. If all
+ * holders report to one coordinator only, that one ends the operation also without them.
+ *
+ * Of two records of one operation, the one that has ended wins, then the one of the later attempt.
  *
  * A coordinator stores at most 16 MiB of records per instance, and 64 MiB of operations per tenant. It evicts ended
  * operations, the oldest first, and refuses others.
@@ -594,6 +616,28 @@ export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
    * @generated from field: bool orphaned = 7;
    */
   orphaned: boolean;
+
+  /**
+   * The process of the coordinator that makes the attempt: a random text.
+   *
+   * @generated from field: string coordinator_id = 9;
+   */
+  coordinatorId: string;
+
+  /**
+   * The instances that decide the end, the same ones in every record of the operation. Empty: none does, and the first
+   * coordinator alone ends it, because no instance was registered.
+   *
+   * @generated from field: repeated lmkv.v1.RecordHolder holders = 10;
+   */
+  holders: RecordHolder[];
+
+  /**
+   * The end that an attempt proposes, until the operation has ended.
+   *
+   * @generated from field: lmkv.v1.ProposedEnd proposed_end = 11;
+   */
+  proposedEnd?: ProposedEnd;
 };
 
 /**
@@ -602,6 +646,69 @@ export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
  */
 export const OperationRecordSchema: GenMessage<OperationRecord> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 8);
+
+/**
+ * An instance that decides, with others, how an operation ends.
+ *
+ * @generated from message lmkv.v1.RecordHolder
+ */
+export type RecordHolder = Message<"lmkv.v1.RecordHolder"> & {
+  /**
+   * The instance.
+   *
+   * @generated from field: string instance_id = 1;
+   */
+  instanceId: string;
+
+  /**
+   * Its epoch when the operation started.
+   *
+   * @generated from field: int64 epoch = 2;
+   */
+  epoch: bigint;
+};
+
+/**
+ * Describes the message lmkv.v1.RecordHolder.
+ * Use `create(RecordHolderSchema)` to create a new message.
+ */
+export const RecordHolderSchema: GenMessage<RecordHolder> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 9);
+
+/**
+ * An end of an operation that its holders have to accept.
+ *
+ * @generated from message lmkv.v1.ProposedEnd
+ */
+export type ProposedEnd = Message<"lmkv.v1.ProposedEnd"> & {
+  /**
+   * The operation with its result.
+   *
+   * @generated from field: google.longrunning.Operation operation = 1;
+   */
+  operation?: Operation;
+
+  /**
+   * The attempt that proposed it, which may be earlier than the one of the record.
+   *
+   * @generated from field: int32 attempt = 2;
+   */
+  attempt: number;
+
+  /**
+   * The coordinator of that attempt.
+   *
+   * @generated from field: string coordinator_id = 3;
+   */
+  coordinatorId: string;
+};
+
+/**
+ * Describes the message lmkv.v1.ProposedEnd.
+ * Use `create(ProposedEndSchema)` to create a new message.
+ */
+export const ProposedEndSchema: GenMessage<ProposedEnd> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 10);
 
 /**
  * All active pins of one instance.
@@ -622,7 +729,7 @@ export type PinList = Message<"lmkv.v1.PinList"> & {
  * Use `create(PinListSchema)` to create a new message.
  */
 export const PinListSchema: GenMessage<PinList> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 9);
+  messageDesc(file_lmkv_v1_registry_service, 11);
 
 /**
  * Chunks of one spec that one tier gained or lost.
@@ -679,7 +786,7 @@ export type ChunkChange = Message<"lmkv.v1.ChunkChange"> & {
  * Use `create(ChunkChangeSchema)` to create a new message.
  */
 export const ChunkChangeSchema: GenMessage<ChunkChange> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 10);
+  messageDesc(file_lmkv_v1_registry_service, 12);
 
 /**
  * Order-independent digest of the keys in one tier.
@@ -714,7 +821,7 @@ export type TierDigest = Message<"lmkv.v1.TierDigest"> & {
  * Use `create(TierDigestSchema)` to create a new message.
  */
 export const TierDigestSchema: GenMessage<TierDigest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 11);
+  messageDesc(file_lmkv_v1_registry_service, 13);
 
 /**
  * Outcome of one order.
@@ -784,6 +891,14 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
    * @generated from field: lmkv.v1.HintResult hint = 9;
    */
   hint?: HintResult;
+
+  /**
+   * Answer to a `RecordOrder`: the record that the instance keeps, if it refused the one of the order, or if it keeps a
+   * `proposed_end` that the order did not have. Without the request.
+   *
+   * @generated from field: lmkv.v1.OperationRecord record = 10;
+   */
+  record?: OperationRecord;
 };
 
 /**
@@ -791,7 +906,7 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
  * Use `create(OrderOutcomeSchema)` to create a new message.
  */
 export const OrderOutcomeSchema: GenMessage<OrderOutcome> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 12);
+  messageDesc(file_lmkv_v1_registry_service, 14);
 
 /**
  * Response for `RegistryService.Report`: acknowledgement and orders.
@@ -826,7 +941,7 @@ export type ReportResponse = Message<"lmkv.v1.ReportResponse"> & {
  * Use `create(ReportResponseSchema)` to create a new message.
  */
 export const ReportResponseSchema: GenMessage<ReportResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 13);
+  messageDesc(file_lmkv_v1_registry_service, 15);
 
 /**
  * An order of the coordinator to an instance.
@@ -946,7 +1061,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
  * Use `create(OrderSchema)` to create a new message.
  */
 export const OrderSchema: GenMessage<Order> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 14);
+  messageDesc(file_lmkv_v1_registry_service, 16);
 
 /**
  * Order to fetch chunks from a peer and commit them.
@@ -1009,7 +1124,7 @@ export type FetchOrder = Message<"lmkv.v1.FetchOrder"> & {
  * Use `create(FetchOrderSchema)` to create a new message.
  */
 export const FetchOrderSchema: GenMessage<FetchOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 15);
+  messageDesc(file_lmkv_v1_registry_service, 17);
 
 /**
  * Order to drop chunks. Pinned chunks stay, and count as failures if their keys are given.
@@ -1058,7 +1173,7 @@ export type DropOrder = Message<"lmkv.v1.DropOrder"> & {
  * Use `create(DropOrderSchema)` to create a new message.
  */
 export const DropOrderSchema: GenMessage<DropOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 16);
+  messageDesc(file_lmkv_v1_registry_service, 18);
 
 /**
  * Order to pin chunks: the contiguous prefix of `chunk_keys` that the instance holds.
@@ -1100,7 +1215,7 @@ export type PinOrder = Message<"lmkv.v1.PinOrder"> & {
  * Use `create(PinOrderSchema)` to create a new message.
  */
 export const PinOrderSchema: GenMessage<PinOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 17);
+  messageDesc(file_lmkv_v1_registry_service, 19);
 
 /**
  * Order to unpin chunks.
@@ -1121,7 +1236,7 @@ export type UnpinOrder = Message<"lmkv.v1.UnpinOrder"> & {
  * Use `create(UnpinOrderSchema)` to create a new message.
  */
 export const UnpinOrderSchema: GenMessage<UnpinOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 18);
+  messageDesc(file_lmkv_v1_registry_service, 20);
 
 /**
  * Order to carry out a hint about the chunks of a prompt. What the hint cannot do is in its result, and no error of the
@@ -1185,7 +1300,7 @@ export type HintOrder = Message<"lmkv.v1.HintOrder"> & {
  * Use `create(HintOrderSchema)` to create a new message.
  */
 export const HintOrderSchema: GenMessage<HintOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 19);
+  messageDesc(file_lmkv_v1_registry_service, 21);
 
 /**
  * Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
@@ -1214,7 +1329,7 @@ export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
  * Use `create(CancelOrderSchema)` to create a new message.
  */
 export const CancelOrderSchema: GenMessage<CancelOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 20);
+  messageDesc(file_lmkv_v1_registry_service, 22);
 
 /**
  * Order to say where a prompt is, and why parts of it are not there; or what engines have reported of requests.
@@ -1249,10 +1364,11 @@ export type ExplainOrder = Message<"lmkv.v1.ExplainOrder"> & {
  * Use `create(ExplainOrderSchema)` to create a new message.
  */
 export const ExplainOrderSchema: GenMessage<ExplainOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 21);
+  messageDesc(file_lmkv_v1_registry_service, 23);
 
 /**
- * Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator.
+ * Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator. It does
+ * not expire: a late one is refused if it is outdated.
  *
  * The coordinator that sends it runs the operation as long as the instance reports to it.
  *
@@ -1272,7 +1388,7 @@ export type RecordOrder = Message<"lmkv.v1.RecordOrder"> & {
  * Use `create(RecordOrderSchema)` to create a new message.
  */
 export const RecordOrderSchema: GenMessage<RecordOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 22);
+  messageDesc(file_lmkv_v1_registry_service, 24);
 
 /**
  * Request for `RegistryService.Deregister`.
@@ -1307,7 +1423,7 @@ export type DeregisterRequest = Message<"lmkv.v1.DeregisterRequest"> & {
  * Use `create(DeregisterRequestSchema)` to create a new message.
  */
 export const DeregisterRequestSchema: GenMessage<DeregisterRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 23);
+  messageDesc(file_lmkv_v1_registry_service, 25);
 
 /**
  * Response for `RegistryService.Deregister`.
@@ -1322,7 +1438,7 @@ export type DeregisterResponse = Message<"lmkv.v1.DeregisterResponse"> & {
  * Use `create(DeregisterResponseSchema)` to create a new message.
  */
 export const DeregisterResponseSchema: GenMessage<DeregisterResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 24);
+  messageDesc(file_lmkv_v1_registry_service, 26);
 
 /**
  * Request for `RegistryService.LocateInstance`.
@@ -1343,7 +1459,7 @@ export type LocateInstanceRequest = Message<"lmkv.v1.LocateInstanceRequest"> & {
  * Use `create(LocateInstanceRequestSchema)` to create a new message.
  */
 export const LocateInstanceRequestSchema: GenMessage<LocateInstanceRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 25);
+  messageDesc(file_lmkv_v1_registry_service, 27);
 
 /**
  * Response for `RegistryService.LocateInstance`.
@@ -1371,7 +1487,7 @@ export type LocateInstanceResponse = Message<"lmkv.v1.LocateInstanceResponse"> &
  * Use `create(LocateInstanceResponseSchema)` to create a new message.
  */
 export const LocateInstanceResponseSchema: GenMessage<LocateInstanceResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 26);
+  messageDesc(file_lmkv_v1_registry_service, 28);
 
 /**
  * Request for `RegistryService.ListInstances`.
@@ -1399,7 +1515,7 @@ export type ListInstancesRequest = Message<"lmkv.v1.ListInstancesRequest"> & {
  * Use `create(ListInstancesRequestSchema)` to create a new message.
  */
 export const ListInstancesRequestSchema: GenMessage<ListInstancesRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 27);
+  messageDesc(file_lmkv_v1_registry_service, 29);
 
 /**
  * Response for `RegistryService.ListInstances`.
@@ -1427,7 +1543,7 @@ export type ListInstancesResponse = Message<"lmkv.v1.ListInstancesResponse"> & {
  * Use `create(ListInstancesResponseSchema)` to create a new message.
  */
 export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 28);
+  messageDesc(file_lmkv_v1_registry_service, 30);
 
 /**
  * Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
