@@ -1,16 +1,22 @@
-"""Who carries out the schedule: signals to real processes, trouble on real links, jumps of clocks, full disks."""
+"""Who carries out the schedule: signals to processes, trouble on links, jumps of clocks, full disks and memory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 
-from tests.chaos.actor import Actor
+from tests.chaos.actor import TROUBLE, Actor
+from tests.chaos.engine import SPEC
 from tests.chaos.fleet import Fleet
 from tests.chaos.link import Way
 from tests.chaos.schedule import Fault, Kind
+from tests.chaos.victim import POOL_BYTES
+
+CROWD = 3
+"""Engines that fill the memory of a node: each may reserve half of it."""
+POOL_CHUNKS = POOL_BYTES // SPEC.chunk_bytes
 
 
 class Havoc(Actor):
@@ -50,6 +56,8 @@ class Havoc(Actor):
                 return self._jumped(fault)
             case Kind.FILL:
                 return self._filled(fault)
+            case Kind.CROWD:
+                return self._crowded(fault)
             case Kind.REPEAT | Kind.REORDER:
                 return self._mischief(fault)
             case _:
@@ -96,6 +104,20 @@ class Havoc(Actor):
             finally:
                 if disks.can_be_full:
                     disks.free(fault.target)
+
+    @asynccontextmanager
+    async def _crowded(self, fault: Fault) -> AsyncIterator[None]:
+        """The last of the engines gets only what the others have left. A node that is down or frozen is not crowded."""
+        node = next(node for node in self._fleet.nodes if node.name == fault.target)
+        async with self._alone[f"memory of {fault.target}"]:
+            with suppress(*TROUBLE):
+                async with AsyncExitStack() as engines:
+                    with suppress(*TROUBLE):
+                        for _ in range(CROWD):
+                            engine = await engines.enter_async_context(node.engine())
+                            granted = await engine.client.reserve(POOL_CHUNKS)
+                            self.counts["extents kept from others"] += len(granted)
+                    yield
 
     @asynccontextmanager
     async def _mischief(self, fault: Fault) -> AsyncIterator[None]:

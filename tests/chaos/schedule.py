@@ -19,6 +19,8 @@ class Kind(StrEnum):
     """A process's clock jumps, and later back."""
     FILL = "fill"
     """A node's disk is full."""
+    CROWD = "crowd"
+    """A node's memory is full: engines reserve all of its pool that is not in use, and store nothing."""
     CUT = "cut"
     """A link drops everything silently."""
     HALF_CUT = "half-cut"
@@ -42,6 +44,7 @@ WEIGHTS = {
     Kind.FREEZE: 2,
     Kind.CLOCK: 2,
     Kind.FILL: 2,
+    Kind.CROWD: 2,
     Kind.CUT: 2,
     Kind.HALF_CUT: 2,
     Kind.HALF_OPEN: 2,
@@ -100,6 +103,7 @@ def schedule(
         Kind.FREEZE: processes,
         Kind.CLOCK: processes,
         Kind.FILL: list(disks),
+        Kind.CROWD: list(nodes),
         Kind.PARTITION: list(nodes),
         Kind.REPEAT: reports,
         Kind.REORDER: reports,

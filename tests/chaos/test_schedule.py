@@ -37,7 +37,7 @@ def test_each_kind_finds_all_its_targets_and_no_other() -> None:
     found = targets(drawn(4, 5000))
     reports = {"a>x", "a>y", "b>x", "b>y"}
     assert found[Kind.KILL] == found[Kind.FREEZE] == found[Kind.CLOCK] == {"a", "b", "x", "y"}
-    assert found[Kind.PARTITION] == {"a", "b"}
+    assert found[Kind.PARTITION] == found[Kind.CROWD] == {"a", "b"}
     assert found[Kind.FILL] == {"b"}
     assert found[Kind.REPEAT] == found[Kind.REORDER] == reports
     assert found[Kind.CUT] == found[Kind.RESET] == found[Kind.DELAY] == reports | {"a>b", "b>a"}
@@ -47,7 +47,7 @@ def test_a_store_is_a_process_with_links_of_its_own() -> None:
     without, found = targets(drawn(4, 5000)), targets(drawn(4, 5000, STORES))
     for kind in Kind:
         is_of_processes = kind in (Kind.KILL, Kind.FREEZE, Kind.CLOCK)
-        is_of_nodes = kind in (Kind.FILL, Kind.PARTITION, Kind.REPEAT, Kind.REORDER)
+        is_of_nodes = kind in (Kind.FILL, Kind.CROWD, Kind.PARTITION, Kind.REPEAT, Kind.REORDER)
         own = {"s"} if is_of_processes else set() if is_of_nodes else {"x>s", "y>s"}
         assert found[kind] - without[kind] == own
 

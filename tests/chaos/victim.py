@@ -25,7 +25,7 @@ from tests.chaos.engine import SPEC, Engine
 from tests.chaos.tap import Tap
 from tests.server.node.engine_client import EngineClient
 
-POOL_SIZE = "48MiB"
+POOL_BYTES = 48 << 20
 """A third of all prompts: nodes evict, and find what they lack on disk and at others."""
 DISK_SIZE = "40MiB"
 """Less than its tmpfs has: the limit holds, until that is filled."""
@@ -169,7 +169,7 @@ class Node(Victim):
             "RUNTIME_DIR": str(place.runtime_dir),
             "COORDINATOR_ADDRESS": place.coordinator_addresses,
             "COORDINATOR_TIMEOUT": "0.5",
-            "MAX_LOCAL_CPU_SIZE": POOL_SIZE,
+            "MAX_LOCAL_CPU_SIZE": f"{POOL_BYTES}B",
             "METRICS_PORT": str(self._metrics_port),
             "P2P_PORT": str(self.port),
             "TRANSFER_PORT": str(self.bytes_port),
