@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import runpy
 import shutil
 import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.demo.process import end_processes, free_port, pids_with_environment
-from tests.sglang.engine import ENVIRONMENT, SHIM, SglangProcess, storage_flags
+from tests.sglang.engine import PAGE_SIZE, SglangProcess, install_shims, storage_flags
+from tests.sglang.prompts import STORE_SECONDS
 
 TEST_TIMEOUT_SECONDS = 600
 HERE = Path(__file__).parent
@@ -37,9 +38,7 @@ def pytest_sessionstart() -> None:
     """Fails at once, with the fix, instead of in each test. Imports SGLang with its shims, and whatever it warns of."""
     if importlib.util.find_spec("sglang") is None:
         pytest.exit(f"SGLang is not installed beside {sys.executable}: run `make test-sglang`", returncode=2)
-    os.environ |= {name: ENVIRONMENT[name] for name in ("HF_HUB_OFFLINE", "SGLANG_USE_CPU_ENGINE")}
-    sys.path.insert(0, str(SHIM))
-    runpy.run_path(str(SHIM / "sitecustomize.py"))
+    install_shims()
     with warnings.catch_warnings(action="ignore"):
         import sglang.srt.mem_cache.pool_host.mha
         import sglang.srt.mem_cache.pool_host.mla
@@ -63,6 +62,7 @@ class Fleet:
         name: str,
         *,
         instance_id: str = "",
+        model: Path | None = None,
         layout: str = "page_first_direct",
         rank_count: int = 1,
         settings: dict[str, str] | None = None,
@@ -78,7 +78,7 @@ class Fleet:
         }
         return SglangProcess(
             name,
-            self._model,
+            model or self._model,
             self._logs,
             flags=storage_flags(layout),
             environment=environment | (settings or {}),
@@ -88,6 +88,19 @@ class Fleet:
     def metrics(self, instance_id: str) -> dict[str, float]:
         """What a node counts, by name, and by name and tier."""
         return Endpoint(instance_id, self._metrics_ports[instance_id], "").metrics()
+
+    def found_chunks(self, instance_id: str, tier: str) -> float:
+        """Chunks that lookups have found so far in one tier of a node; of all ranks together."""
+        return self.metrics(instance_id).get(f'lmkv_node_lookup_found_chunks_total{{tier="{tier}"}}', 0.0)
+
+    def chunk_count(self, instance_id: str) -> float:
+        """Chunks that are in a node's pool; of all ranks together."""
+        return self.metrics(instance_id).get("lmkv_node_chunks", 0.0)
+
+    def wait_stored(self, prompt: Sequence[int], instance_id: str) -> None:
+        """Waits until the coordinator knows all pages of a prompt at an instance: SGLang stores after it answered."""
+        count = len(prompt) // PAGE_SIZE * PAGE_SIZE
+        self.coordinator.wait_for_holder(prompt, instance_id, count, STORE_SECONDS)
 
     def node_pids(self, instance_id: str = "") -> list[int]:
         """Running nodes: of one instance, or all."""
@@ -112,15 +125,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangProcess]:
-    """An engine without lmkv, of the same model."""
-    with SglangProcess("alone", model, tmp_path_factory.mktemp("alone")) as engine:
+    """An engine without lmkv, of the same model. It leaves the processor to others while it has no request."""
+    with SglangProcess("alone", model, tmp_path_factory.mktemp("alone"), flags={"--sleep-on-idle": ""}) as engine:
         yield engine
 
 
-@pytest.fixture(scope="session")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A coordinator, and a place for nodes; none is left afterwards."""
-    folder, logs = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp")), tmp_path_factory.mktemp("fleet")
+@contextmanager
+def open_fleet(model: Path, logs: Path) -> Iterator[Fleet]:
+    """A coordinator, and a place for nodes; none is left afterwards.
+
+    Engines whose prompts are looked up by tokens must all have one model: no other may be in the fleet.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lmkv-", dir="/tmp"))
     with CoordinatorProcess(logs) as coordinator:
         fleet = Fleet(folder, logs, model, coordinator)
         try:
@@ -128,3 +144,10 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
         finally:
             fleet.end_nodes()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The fleet of all tests with one rank."""
+    with open_fleet(model, tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lmkv.errors import LmkvError
-from lmkv_client.demo.process import CheckedServer, free_port
+from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, free_port
 
 SHIM = Path(__file__).parent / "shim"
 PAGE_SIZE = 16
 ANSWER_TOKENS = 12
 ANSWER_TIMEOUT_SECONDS = 120.0
+FLUSH_SECONDS = 60.0
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -56,6 +58,13 @@ STORAGE = {
 }
 
 
+def install_shims() -> None:
+    """Has this process import SGLang with its shims, as the servers do."""
+    os.environ |= {name: ENVIRONMENT[name] for name in ("HF_HUB_OFFLINE", "SGLANG_USE_CPU_ENGINE")}
+    sys.path.insert(0, str(SHIM))
+    runpy.run_path(str(SHIM / "sitecustomize.py"))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangAnswer:
     """What an engine answers to one prompt."""
@@ -63,6 +72,14 @@ class SglangAnswer:
     token_ids: tuple[int, ...]
     cached_tokens: int
     """Tokens of the prompt that SGLang did not compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedAnswer(SglangAnswer):
+    """An answer that was streamed."""
+
+    seconds: float
+    """From the request to the first token."""
 
 
 def storage_flags(layout: str = "page_first_direct", **changes: Any) -> dict[str, str]:
@@ -123,25 +140,47 @@ class SglangProcess(CheckedServer):
             token_ids=tuple(answer["output_ids"]), cached_tokens=int(answer["meta_info"]["cached_tokens"])
         )
 
-    def first_token_seconds(self, prompt: Sequence[int]) -> tuple[float, int]:
-        """Time from a request to its first token, and the tokens of the prompt that SGLang did not compute."""
-        body = {"input_ids": list(prompt), "sampling_params": {"temperature": 0, "max_new_tokens": 1}, "stream": True}
+    def stream(self, prompt: Sequence[int], token_count: int) -> StreamedAnswer:
+        """The greedy completion of a prompt, of this number of tokens, and the time to its first token.
+
+        Raises `LmkvError` if the server sends another number of tokens.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": token_count, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_TIMEOUT_SECONDS)
+        seconds = 0.0
+        event: dict[str, Any] = {}
         try:
             begin = time.perf_counter()
             connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
-                    seconds = time.perf_counter() - begin
-                    return seconds, int(json.loads(line.removeprefix(b"data: "))["meta_info"]["cached_tokens"])
+                    seconds = seconds or time.perf_counter() - begin
+                    event = json.loads(line.removeprefix(b"data: "))
         finally:
             connection.close()
-        raise LmkvError(f"{self.name} sent no token")
+        if len(ids := event.get("output_ids", ())) != token_count:  # each event has all tokens so far
+            raise LmkvError(f"{self.name} sent {len(ids)} tokens, not {token_count}: {event}")
+        return StreamedAnswer(
+            token_ids=tuple(ids), cached_tokens=int(event["meta_info"]["cached_tokens"]), seconds=seconds
+        )
+
+    def update_weights(self, model: Path) -> None:
+        """Loads the weights of another model of the same shape, and empties SGLang's own caches."""
+        status, body = self._call("POST", "/update_weights_from_disk", {"model_path": str(model)})
+        assert status == 200, body
+        assert json.loads(body)["success"], body
 
     def flush(self) -> None:
-        """Empties SGLang's own caches, on the device and on the host."""
-        status, body = self._call("POST", "/flush_cache")
-        assert status == 200, body
+        """Empties SGLang's own caches, on the device and on the host. SGLang refuses while it is busy: waits for it.
+
+        Raises `LmkvError` after a deadline.
+        """
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while (answer := self._call("POST", "/flush_cache"))[0] != 200:
+            if time.monotonic() > deadline:
+                raise LmkvError(f"{self.name} does not empty its caches: {answer[1]!r}")
+            time.sleep(POLL_SECONDS)
 
     def _call(
         self, method: str, path: str, body: object = None, timeout_seconds: float = ANSWER_TIMEOUT_SECONDS

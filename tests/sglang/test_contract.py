@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache import hicache_storage, utils
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.server_args import ServerArgs
 
 from lmkv.keys import as_tokens, page_keys, page_seed, root_key
 from lmkv_client.sglang import LmkvStorage
 from lmkv_client.sglang.host_pool import pool_tensors
-from lmkv_client.sglang.sglang_api import HiCacheStorage
+from lmkv_client.sglang.sglang_api import WEIGHT_UPDATES, HiCacheStorage, served_model
 from tests.client.sglang.contract import (
     HEADS,
     LATENT,
@@ -100,6 +103,27 @@ def test_pools_of_latents_have_the_layouts_that_lmkv_knows(layout: str) -> None:
     assert tuple(pool.kv_buffer.shape) == MLA_SHAPES[layout]
     pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
     check_page(pool, is_mla=True)
+
+
+def test_a_pool_that_only_numbers_pages_has_no_tensors() -> None:
+    assert LogicalHostPool(4 * PAGE_SIZE, PAGE_SIZE).kv_buffer is None
+
+
+def test_the_server_has_the_arguments_that_decide_about_the_identity() -> None:
+    used = {"model_path", "revision", "quantization", "kv_cache_dtype", "speculative_draft_model_path"}
+    assert used <= set(ServerArgs.__annotations__)
+
+
+def test_outside_of_a_server_the_model_is_the_folder_that_is_named() -> None:
+    assert served_model("organization/model").path == "organization/model"
+
+
+def test_weights_are_changed_by_the_methods_that_are_watched() -> None:
+    changing = {
+        name for name in vars(WeightUpdater) if "weights_from" in name and not name.startswith(("_", "receive"))
+    }
+    assert changing <= set(WEIGHT_UPDATES)
+    assert all(callable(getattr(WeightUpdater, name)) for name in WEIGHT_UPDATES)
 
 
 def check_page(pool: Any, *, is_mla: bool) -> None:

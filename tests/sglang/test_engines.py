@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from lmkv_client.demo.model import TINY, make_model
 from tests.sglang.conftest import Fleet
-from tests.sglang.engine import PAGE_SIZE, SglangProcess
+from tests.sglang.engine import SglangProcess
+from tests.sglang.prompts import HIT_TOKENS, PAGE_COUNT, STORE_SECONDS, make_prompt
 from tests.waiting import wait_until
-
-PROMPT_TOKENS = 900
-STORED_TOKENS = PROMPT_TOKENS // PAGE_SIZE * PAGE_SIZE
-HIT_TOKENS = (PROMPT_TOKENS - 1) // PAGE_SIZE * PAGE_SIZE
-"""Of a prompt that is stored: SGLang computes at least its last token."""
-PAGE_COUNT = STORED_TOKENS // PAGE_SIZE
-STORE_SECONDS = 60.0
-
-
-def make_prompt(seed: int, token_count: int = PROMPT_TOKENS) -> list[int]:
-    choose = random.Random(seed)
-    return [choose.randrange(2, 500) for _ in range(token_count)]
-
-
-def wait_stored(fleet: Fleet, prompt: Sequence[int], instance_id: str) -> None:
-    """Waits until the coordinator knows all pages of a prompt at an instance: SGLang stores after it answered."""
-    count = len(prompt) // PAGE_SIZE * PAGE_SIZE
-    fleet.coordinator.wait_for_holder(prompt, instance_id, count, STORE_SECONDS)
-
-
-def found_chunks(fleet: Fleet, instance_id: str, tier: str) -> float:
-    return fleet.metrics(instance_id).get(f'lmkv_node_lookup_found_chunks_total{{tier="{tier}"}}', 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +28,12 @@ def test_a_prompt_is_loaded_after_a_flush(fleet: Fleet, engine: SglangProcess) -
     cold = engine.answer(prompt)
     assert cold.cached_tokens == 0
     expected = cold.token_ids
-    wait_stored(fleet, prompt, "one")
+    fleet.wait_stored(prompt, "one")
     engine.flush()
-    before = found_chunks(fleet, "one", "own")
+    before = fleet.found_chunks("one", "own")
     flushed = engine.answer(prompt)
     assert (flushed.token_ids, flushed.cached_tokens) == (expected, HIT_TOKENS)
-    assert found_chunks(fleet, "one", "own") - before >= PAGE_COUNT
+    assert fleet.found_chunks("one", "own") - before >= PAGE_COUNT
 
 
 def test_fifty_requests_at_once_are_answered_as_without_lmkv(
@@ -67,7 +46,7 @@ def test_fifty_requests_at_once_are_answered_as_without_lmkv(
         cold = list(threads.map(engine.answer, prompts))
         assert [answer.token_ids for answer in cold] == expected
         for prompt in prompts:
-            wait_stored(fleet, prompt, "one")
+            fleet.wait_stored(prompt, "one")
         engine.flush()
         warm = list(threads.map(engine.answer, prompts))
     assert [answer.token_ids for answer in warm] == expected
@@ -80,7 +59,7 @@ def test_a_killed_node_costs_a_recompute_and_the_next_one_serves(
     prompts = [make_prompt(seed) for seed in (3, 4)]
     expected = [alone.answer(prompt).token_ids for prompt in prompts]
     assert engine.answer(prompts[0]).token_ids == expected[0]
-    wait_stored(fleet, prompts[0], "one")
+    fleet.wait_stored(prompts[0], "one")
     engine.flush()
     first_pids = fleet.node_pids("one")
     fleet.kill_node("one")
@@ -97,7 +76,7 @@ def test_pages_on_disk_are_loaded_and_damaged_ones_are_computed(
     expected = [alone.answer(prompt).token_ids for prompt in prompts]
     for prompt, own in zip(prompts, expected, strict=True):
         assert engine.answer(prompt).token_ids == own
-        wait_stored(fleet, prompt, "one")
+        fleet.wait_stored(prompt, "one")
     waiting = 'lmkv_node_tier_waiting_chunks{tier="disk"}'
     written = 'lmkv_node_tier_written_chunks_total{tier="disk"}'
 
@@ -109,7 +88,7 @@ def test_pages_on_disk_are_loaded_and_damaged_ones_are_computed(
     engine.flush()
     fleet.kill_node("one")  # with all that was in its memory
     wait_loaded(engine, prompts[0], expected[0])
-    assert found_chunks(fleet, "one", "disk") >= PAGE_COUNT
+    assert fleet.found_chunks("one", "disk") >= PAGE_COUNT
     engine.flush()
     damage(fleet.disk)
     answer = engine.answer(prompts[1])
@@ -117,6 +96,27 @@ def test_pages_on_disk_are_loaded_and_damaged_ones_are_computed(
     assert answer.cached_tokens < HIT_TOKENS
     damaged = 'lmkv_node_tier_damaged_chunks_total{tier="disk"}'
     wait_until(lambda: fleet.metrics("one").get(damaged, 0) >= 1, "the damage is noticed")
+
+
+def test_pages_of_weights_that_were_replaced_are_not_used(
+    fleet: Fleet, alone: SglangProcess, engine: SglangProcess, model: Path, tmp_path: Path
+) -> None:
+    """The last test of this engine: it does without lmkv from then on."""
+    prompt = make_prompt(9)
+    old = engine.answer(prompt).token_ids
+    fleet.wait_stored(prompt, "one")
+    other = make_model(tmp_path / "other", TINY, seed=1)
+    alone.update_weights(other)
+    try:
+        expected = alone.answer(prompt).token_ids
+    finally:
+        alone.update_weights(model)
+    assert expected != old
+    engine.update_weights(other)
+    for _ in range(2):
+        answer = engine.answer(prompt)
+        assert (answer.token_ids, answer.cached_tokens) == (expected, 0)
+        engine.flush()
 
 
 def wait_loaded(engine: SglangProcess, prompt: Sequence[int], expected: Sequence[int]) -> None:

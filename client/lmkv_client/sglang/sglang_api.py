@@ -106,11 +106,8 @@ class ModelSource:
 
 def served_model(default_path: str) -> ModelSource:
     """The model of this process; outside of SGLang, the one in the folder `default_path`."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        arguments = get_server_args()
-    except (ImportError, RuntimeError):
+    arguments = _server_arguments()
+    if arguments is None:
         return ModelSource(path=default_path, config=_read_config(default_path))
     return ModelSource(
         path=str(arguments.model_path),
@@ -125,14 +122,23 @@ def served_model(default_path: str) -> ModelSource:
 def used_config(model: ModelSource) -> Mapping[str, Any]:
     """All of the model's configuration as SGLang computes with it, and its `_commit_hash` if it is of Hugging Face;
     outside of SGLang, the content of `config.json`."""
+    arguments = _server_arguments()
+    if arguments is None:
+        return model.config
+    from sglang.srt.configs.model_config import ModelConfig
+
+    used = ModelConfig.from_server_args(arguments).hf_config
+    return {**used.to_dict(), "_commit_hash": getattr(used, "_commit_hash", None)}
+
+
+def _server_arguments() -> Any | None:
+    """The arguments of the server that this process belongs to; None outside of SGLang."""
     try:
-        from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.runtime_context import get_server_args
 
-        used = ModelConfig.from_server_args(get_server_args()).hf_config
-    except (ImportError, RuntimeError):
-        return model.config
-    return {**used.to_dict(), "_commit_hash": getattr(used, "_commit_hash", None)}
+        return get_server_args()
+    except (ImportError, RuntimeError, ValueError):  # no SGLang, or no server in this process
+        return None
 
 
 def _read_config(model_path: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ CUDA.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,9 +55,28 @@ def back_up_layers(
 
 def install() -> None:
     """Called by SGLang in each of its processes."""
-    from sglang.srt.mem_cache.pool_host import mha
+    from sglang.srt.mem_cache.pool_host import mha, mla
 
-    mha.MHATokenToKVPoolHost.__init__.__defaults__ = (False, "cpu", "default")  # memory that is not pinned
-    mha.transfer_kv_direct = transfer_direct
-    mha.transfer_kv_per_layer_direct_pf_lf = load_layer
-    mha.transfer_kv_all_layer_direct_lf_pf = back_up_layers
+    not_pinned = (False, "cpu", "default")
+    mha.MHATokenToKVPoolHost.__init__.__defaults__ = not_pinned
+    of_latents = mla.MLATokenToKVPoolHost
+    of_latents.__init__.__defaults__ = (*not_pinned, *of_latents.__init__.__defaults__[len(not_pinned) :])
+    for module in (mha, mla):
+        module.transfer_kv_direct = transfer_direct
+        module.transfer_kv_per_layer_direct_pf_lf = load_layer
+        module.transfer_kv_all_layer_direct_lf_pf = back_up_layers
+    make_buffer = of_latents.init_kv_buffer
+
+    def init_kv_buffer(pool: Any) -> Any:
+        attend_to_latents()
+        return make_buffer(pool)
+
+    of_latents.init_kv_buffer = init_kv_buffer
+
+
+def attend_to_latents() -> None:
+    """Has a model with MLA attend to latents in every step: the attention for CPUs reads nothing but the KV cache."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
