@@ -18,6 +18,8 @@ _MEANINGS = {
     r"step_(prefix|own|peer)_load_ms": "part of the TTFT, {}: pool to pages, beyond the fetch",
     r"step_(prefix|own|peer)_compute_ms": "part of the TTFT, {}: last tokens computed",
     r"step_(prefix|own|peer)_rest_ms": "part of the TTFT, {}: HTTP, tokens, vLLM's loop",
+    r"sglang_storage_read_ms": "a hit's lookup, and its copy from lmkv's pool to HiCache's host pool",
+    r"sglang_direct_read_ms": "a hit's lookup, and its copy from lmkv's pool to a KV cache in host memory",
     r"miss_overhead": "throughput that lmkv costs when every prompt is a miss",
     r"miss_tokens_per_s": "throughput with lmkv, every prompt a miss",
     r"miss_cpu_us_per_token": "processor time of engine and node, every prompt a miss",

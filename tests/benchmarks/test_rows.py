@@ -44,6 +44,7 @@ BENCHMARKS = (
     "routing",
     "salts",
     "scale",
+    "sglang",
     "shared_map",
 )
 ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
