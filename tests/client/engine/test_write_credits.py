@@ -168,3 +168,25 @@ def test_without_a_node_no_credit_for_a_partial_chunk_is_requested() -> None:
 def test_credits_for_partial_chunks_are_bounded() -> None:
     parts = PartCredits(1, limit=2)
     assert [parts.partial(5).request_another() for _ in range(3)] == [True, True, False]
+
+
+def test_credits_of_parts_that_do_not_exist_are_ignored() -> None:
+    parts = PartCredits(2, limit=10)
+    parts.settle(parts.request([1, 1]), [(-1, 5), (2, 6)])
+    assert [len(parts[part]) for part in range(2)] == [0, 0]
+
+
+def test_granted_credits_for_partial_chunks_leave_room_for_as_many_requests() -> None:
+    parts = PartCredits(1, limit=2)
+    assert [parts.partial(5).request(9) for _ in range(2)] == [2, 0]
+    parts.settle_partial([5, 5], [(5, 100)])
+    assert parts.partial(5).requested_count == 0
+    assert parts.partial(5).request(9) == 1
+
+
+def test_an_idle_engine_that_keeps_no_credits_returns_those_of_all_parts() -> None:
+    parts = PartCredits(2, limit=10, kept_when_idle=0)
+    parts.settle(parts.request([2, 2]), [(0, 1), (0, 2), (1, 3), (1, 4)])
+    assert sorted(parts.take_surplus()) == [1, 2, 3, 4]
+    parts.settle_partial([], [(5, 7), (5, 8)])
+    assert sorted(parts.take_unused({})) == [7, 8]

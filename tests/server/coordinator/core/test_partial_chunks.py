@@ -184,3 +184,14 @@ def test_removed_chunks_leave_the_queue_as_well() -> None:
     for number in range(3):
         layout.apply("a", evicted(*keys_of([number, 1])))
         layout.check()
+
+
+def test_a_partial_chunk_may_come_before_others() -> None:
+    layout = LayoutMap()
+    (key,), (other,) = keys_of([1, 2]), keys_of([5, 6, 7, 8])
+    layout.apply("a", Change(HOST, FINGERPRINT, SIZE, key + other, {0: 2}, partial_parents={0: ROOT}))
+    assert list(layout.partial_lengths(ROOT)) == [2]
+    assert tails(layout, [1, 2, 3]) == {"a": (1, 2)}
+    layout.apply("a", evicted(key))
+    assert list(layout.partial_lengths(ROOT)) == []
+    layout.check()

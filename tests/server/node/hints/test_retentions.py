@@ -117,3 +117,13 @@ def test_a_caller_that_retains_again_and_again_leaves_no_trail() -> None:
         retentions.retain([chunk], b"a", 1, float(turn))
     retentions.check()
     assert len(retentions._due) <= 20
+
+
+def test_callers_that_retain_several_chunks_again_and_again_leave_no_trail() -> None:
+    tier, retentions = make()
+    chunks = [admit(tier, SPEC, number) for number in range(LIMIT)]
+    for turn in range(100):
+        retentions.retain(chunks[:2], b"a", 1, float(turn))
+        retentions.retain(chunks[2:], b"b", 1, float(turn))
+        assert len(retentions._due) <= 2 * LIMIT + 16
+    retentions.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,3 +49,10 @@ def test_a_name_with_another_character_anywhere_is_none(chunk: DiskChunk, data: 
 @given(st.text() | chunks.map(lambda chunk: chunk.file_name[1:]) | chunks.map(lambda chunk: chunk.file_name + "~"))
 def test_other_names_are_none(name: str) -> None:
     assert parse_file_name(name) is None
+
+
+@pytest.mark.parametrize(("token_count", "size_bytes"), [(0, 1), (1, 0)])
+def test_a_name_of_no_tokens_or_no_bytes_is_none(token_count: int, size_bytes: int) -> None:
+    key = ChunkKey(bytes(16))
+    chunk = DiskChunk(key=key, fingerprint=key, token_count=token_count, size_bytes=size_bytes, serial=1)
+    assert parse_file_name(chunk.file_name) is None

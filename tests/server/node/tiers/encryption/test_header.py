@@ -64,3 +64,14 @@ def test_two_chunks_have_the_same_associated_data_only_if_all_but_their_checksum
     if one.parent is None:
         known = dataclasses.replace(one, parent=ChunkKey(bytes(16)))
         assert associated_data(one) != associated_data(known)
+
+
+def test_the_format_does_not_change_by_accident() -> None:
+    header = EncryptionHeader(key_id=b"k" * 8, nonce=b"n" * 12, checksum=b"c" * 16, tag=b"t" * 16)
+    assert header.packed() == b"lmkvenc\x01" + b"k" * 8 + b"n" * 12 + b"c" * 16 + b"t" * 16
+    one = RemoteObject(
+        key=ChunkKey(b"k" * 16), fingerprint=b"f" * 16, token_count=3, size_bytes=258, checksum=9, parent=None
+    )
+    head, counts = b"lmkvenc\x01" + b"f" * 16 + b"k" * 16, b"\3" + bytes(7) + b"\2\1" + bytes(6)
+    assert associated_data(one) == head + bytes(16) + b"\0" + counts
+    assert associated_data(dataclasses.replace(one, parent=ChunkKey(b"p" * 16))) == head + b"p" * 16 + b"\1" + counts

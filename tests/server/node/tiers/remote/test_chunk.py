@@ -88,3 +88,9 @@ def test_a_header_must_be_of_the_chunk_that_was_asked_for() -> None:
         replace(OBJECT, token_count=0),
     ):
         assert CHUNK.described(other.header) is None, other
+
+
+def test_a_chunk_has_the_name_of_its_object_and_takes_its_bytes() -> None:
+    assert CHUNK.name == object_name(SPEC.fingerprint, chunk_key(5))
+    assert replace(CHUNK, root="other/").name.startswith("other/")
+    assert (CHUNK.fingerprint, CHUNK.memory_bytes) == (SPEC.fingerprint, SPEC.chunk_bytes)
