@@ -138,3 +138,24 @@ def times_found(policy: EvictionPolicy) -> int:
 def test_what_returns_later_than_it_would_stay_by_recency_is_learned() -> None:
     assert times_found(Lru()) == 0
     assert times_found(Learned()) > 1000  # of 2,000
+
+
+def test_chunks_are_grouped_by_the_number_of_their_uses_and_whether_the_last_one_was_a_hit() -> None:
+    policy, key, groups = Learned(), chunk_key(1), []
+    policy.admit(key)
+    for _ in range(70):
+        groups.append(policy._records[key].group)
+        policy.use(key)
+    levels = [0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, *[6] * 16]
+    assert groups == [0, *(2 * level + 1 for level in levels[1:]), *[15] * (70 - len(levels))]
+    policy.forget(key)
+    policy.admit(key)
+    assert policy._records[key].group == 0, "nothing is known of it any more"
+
+
+def test_the_rank_at_each_end_of_a_line_is_that_of_its_chunk() -> None:
+    policy = Learned()
+    for number in range(3):
+        policy.admit(chunk_key(number))
+    (line,) = (line for line in policy._lines if line)
+    assert [policy._rank(line, youngest=youngest)[1] for youngest in (False, True)] == [1, 3]
