@@ -20,7 +20,7 @@ from lmkv_client.engine.lookups import HeldChunks, LoadWaiter, Lookup, Lookups
 from lmkv_client.engine.node.client import Event, NodeClient, NodeLost
 from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.pool_mapping import PoolMapping
-from lmkv_client.engine.prompt_account import PromptAccounts
+from lmkv_client.engine.prompts.prompt_account import PromptAccounts
 from lmkv_client.engine.reservations import ExtentRequest, Reservations
 from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.processors import use_processors

@@ -23,9 +23,9 @@ from lmkv_client.engine.dispatcher import Dispatcher
 from lmkv_client.engine.extent import Extent, Written
 from lmkv_client.engine.held import Held
 from lmkv_client.engine.key_space import KeySpace
-from lmkv_client.engine.lookup_message import MAX_ASKED_KEYS
 from lmkv_client.engine.lookups import HeldChunks, Lookup
-from lmkv_client.engine.prompt_record import PromptRecord
+from lmkv_client.engine.prompts.lookup_message import MAX_ASKED_KEYS
+from lmkv_client.engine.prompts.prompt_record import PromptRecord
 from lmkv_client.engine.reservations import ExtentRequest
 from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.engine.waiting import await_result

@@ -12,10 +12,10 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent as ExtentMessage
 from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
-from lmkv_client.engine.lookup_message import lookup_message
 from lmkv_client.engine.outcomes import Outcomes
-from lmkv_client.engine.prompt_account import PromptAccounts, failure_reason
-from lmkv_client.engine.prompt_record import PromptRecord
+from lmkv_client.engine.prompts.lookup_message import lookup_message
+from lmkv_client.engine.prompts.prompt_account import PromptAccounts, failure_reason
+from lmkv_client.engine.prompts.prompt_record import PromptRecord
 
 TIMEOUTS_UNTIL_SUSPECT = 3
 SUSPECT_SECONDS = 1.0

@@ -9,7 +9,7 @@ from lmkv.misses.reason import MissReason
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1.chunk_pb2 import PromptSpan
 from lmkv.v1.engine_service_pb2 import AttachRequest
-from lmkv_client.engine.prompt_account import MAX_REPORTS, PromptAccount, PromptAccounts
+from lmkv_client.engine.prompts.prompt_account import MAX_REPORTS, PromptAccount, PromptAccounts
 
 CHUNK = 4
 LOGGER = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, Pro
 from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
 from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
-from lmkv_client.engine.hit_sources import HitSources
-from lmkv_client.engine.lookup_message import lookup_message
-from lmkv_client.engine.prompt_account import failure_reason
+from lmkv_client.engine.prompts.hit_sources import HitSources
+from lmkv_client.engine.prompts.lookup_message import lookup_message
+from lmkv_client.engine.prompts.prompt_account import failure_reason
 
 HOLD_SECONDS = 10.0
 """A request that waits longer for pages releases its chunks at the node, and is looked up again."""

@@ -9,8 +9,8 @@ from enum import Enum, auto
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
-from lmkv_client.engine.hit_sources import HitSources
-from lmkv_client.engine.prompt_account import PromptAccount
+from lmkv_client.engine.prompts.hit_sources import HitSources
+from lmkv_client.engine.prompts.prompt_account import PromptAccount
 
 NO_EXTRAS: Mapping[int, bytes] = {}
 

@@ -48,7 +48,7 @@ from lmkv_client.connector.vllm_api import (
 )
 from lmkv_client.engine.attachment import Attachment
 from lmkv_client.engine.node.client import NodeClient, NodeLost
-from lmkv_client.engine.prompt_account import PromptAccount, PromptAccounts
+from lmkv_client.engine.prompts.prompt_account import PromptAccount, PromptAccounts
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")

@@ -13,7 +13,7 @@ from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
-from lmkv_client.engine.lookup_message import MAX_ASKED_KEYS
+from lmkv_client.engine.prompts.lookup_message import MAX_ASKED_KEYS
 
 CHUNK = 2
 

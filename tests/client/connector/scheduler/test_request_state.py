@@ -8,7 +8,7 @@ from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
 from lmkv.tiers import Run
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
-from lmkv_client.engine.hit_sources import HitSources
+from lmkv_client.engine.prompts.hit_sources import HitSources
 
 ROOT = ChunkKey(bytes(16))
 CHUNK = 64

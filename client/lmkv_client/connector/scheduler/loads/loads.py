@@ -20,8 +20,8 @@ from lmkv_client.connector.scheduler.request_state import LookupState, RequestSt
 from lmkv_client.connector.scheduler.speeds import LoadCosts
 from lmkv_client.connector.stats import ConnectorCounters, tier_tokens
 from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
-from lmkv_client.engine.hit_sources import describe
-from lmkv_client.engine.prompt_account import failure_reason
+from lmkv_client.engine.prompts.hit_sources import describe
+from lmkv_client.engine.prompts.prompt_account import failure_reason
 
 logger = init_logger("vllm.lmkv")
 

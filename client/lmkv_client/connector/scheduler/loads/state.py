@@ -9,8 +9,8 @@ from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult
 from lmkv_client.connector.scheduler.loads.items import LoadItems
-from lmkv_client.engine.hit_sources import HitSources
-from lmkv_client.engine.prompt_account import PromptAccount
+from lmkv_client.engine.prompts.hit_sources import HitSources
+from lmkv_client.engine.prompts.prompt_account import PromptAccount
 from lmkv_kernels import ChunkCopy
 
 POOL = 0

@@ -1,4 +1,4 @@
-"""The message of a lookup: keys of a prompt's chunks, and those of its tokens that fit into it. Pure."""
+"""The message of a lookup: keys of a prompt's chunks, and those of its tokens that fit into it."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from lmkv.telemetry import NO_SPAN, Span, SpanKind
 from lmkv.tiers import OWN, PEERS
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.counters import EngineCounts
-from lmkv_client.engine.hit_sources import HitSources
-from lmkv_client.engine.prompt_account import PromptAccount, PromptAccounts
+from lmkv_client.engine.prompts.hit_sources import HitSources
+from lmkv_client.engine.prompts.prompt_account import PromptAccount, PromptAccounts
 
 
 class PromptRecord:

@@ -1,4 +1,4 @@
-"""Where the chunks of a prompt were when it was looked up: loads are counted, logged and traced by it. Pure."""
+"""Where the chunks of a prompt were when it was looked up: loads are counted, logged and traced by it."""
 
 from __future__ import annotations
 
