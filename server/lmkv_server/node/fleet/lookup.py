@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,16 +21,22 @@ logger = logging.getLogger(__name__)
 MAX_LOOKUP_KEYS = 32_768
 """Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
 
+UNARY_SECONDS = 10.0
+"""After a failure on the stream each lookup is a call of its own for this time: a coordinator delays refusals. On a
+stream, that also delays the lookups behind them; and only a call has a deadline that the coordinator knows."""
+
 
 class CoordinatorLookup:
     """Sends lookups to one coordinator. Its session sends none while it `is_suspended`."""
 
-    def __init__(self, coordinator_address: str) -> None:
+    def __init__(self, coordinator_address: str, *, unary_seconds: float = UNARY_SECONDS) -> None:
         self.is_suspended = False
         """Whether a lookup had no answer in time; the session resets it with the coordinator's next message."""
         self._failure_count = 0
         self._coordinator_address = coordinator_address
         self._call: LookupCall | None = None
+        self._unary_seconds = unary_seconds
+        self._unary_until = 0.0
 
     @property
     def failure_count(self) -> int:
@@ -69,8 +76,12 @@ class CoordinatorLookup:
     ) -> cache_service_pb2.LookupResponse:
         """Raises the coordinator's error, or `Unreachable`. A lookup that is traced is a call of its own: only calls
         have spans."""
-        if current_ids() is None:
-            return await self._send_on_stream(cache, request, deadline_seconds)
+        if current_ids() is None and time.monotonic() >= self._unary_until:
+            try:
+                return await self._send_on_stream(cache, request, deadline_seconds)
+            except LmkvError:
+                self._unary_until = time.monotonic() + self._unary_seconds
+                raise
         method = "lmkv.v1.CacheService/Lookup"
         return cast(
             cache_service_pb2.LookupResponse,

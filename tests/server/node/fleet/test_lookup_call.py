@@ -30,6 +30,8 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
 
     def __init__(self) -> None:
         self.stream_count = self.open_count = self.unary_count = self.request_count = 0
+        self.is_refusing = False
+        """Whether lookups on streams are refused."""
         self.ends = asyncio.Event()
         self.released = asyncio.Event()
 
@@ -41,8 +43,15 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
                 request_deserializer=pb.LookupStreamRequest.FromString,
                 response_serializer=pb.LookupStreamResponse.SerializeToString,
             )
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary,
+            request_deserializer=pb.LookupRequest.FromString,
+            response_serializer=pb.LookupResponse.SerializeToString,
+        )
+
+    async def _unary(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self.unary_count += 1
-        return None
+        return pb.LookupResponse(revision=self.request_count)
 
     async def _stream(self, messages: AsyncIterator[pb.LookupStreamRequest], context: Any) -> AsyncIterator[Any]:
         self.stream_count += 1
@@ -57,7 +66,7 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
                         await self.released.wait()
                     self.request_count += 1
                     result = answer.results.add()
-                    if request.chunk_keys == BAD:
+                    if request.chunk_keys == BAD or self.is_refusing:
                         result.error.CopyFrom(rpc.to_status(BadChunkKey("it is bad")))
                     else:
                         result.response.revision = self.request_count
@@ -120,7 +129,7 @@ async def test_a_lookup_that_is_cancelled_does_not_take_the_answer_of_the_next()
 
 async def test_a_late_answer_ends_the_stream_and_the_next_lookup_opens_another() -> None:
     async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address)
+        coordinator = CoordinatorLookup(address, unary_seconds=0.0)
         call = LookupCall(stub, address)
         coordinator._call = call
         late = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
@@ -137,7 +146,7 @@ async def test_a_late_answer_ends_the_stream_and_the_next_lookup_opens_another()
 
 async def test_lookups_on_a_stream_that_breaks_fail_and_the_next_opens_another() -> None:
     async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address)
+        coordinator = CoordinatorLookup(address, unary_seconds=0.0)
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         lookups.ends.set()
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
@@ -145,6 +154,29 @@ async def test_lookups_on_a_stream_that_breaks_fail_and_the_next_opens_another()
         lookups.ends.clear()
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         assert lookups.stream_count == 2
+        await coordinator.aclose()
+
+
+async def test_after_a_failure_lookups_are_calls_of_their_own_for_a_while() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address, unary_seconds=3600.0)
+        lookups.ends.set()
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
+        lookups.ends.clear()
+        for _ in range(3):
+            assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert (lookups.stream_count, lookups.unary_count, coordinator.failure_count) == (1, 3, 1)
+        await coordinator.aclose()
+
+
+async def test_lookups_do_not_wait_behind_refusals() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address, unary_seconds=3600.0)
+        lookups.is_refusing = True
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
+        assert not coordinator.is_suspended
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert (lookups.stream_count, lookups.unary_count) == (1, 1)
         await coordinator.aclose()
 
 
