@@ -236,8 +236,8 @@ class OrderRunner:
             case "hint" if self._carry_out_hint:
                 progress.hint = to_proto(await self._carry_out_hint(order.hint))
             case "record":
+                self.records.expire(time.time_ns())  # not the new one, which every coordinator must receive once
                 progress.record = without_request(self.records.put(order.record.record, coordinator))
-                self.records.expire(time.time_ns())
             case _:
                 raise BadMessage("this version knows no such order", field="action")
 

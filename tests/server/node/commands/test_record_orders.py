@@ -109,3 +109,11 @@ async def test_the_outcome_of_a_refused_record_has_the_record_that_is_kept(node:
     await until(lambda: bool(node.orders.unacknowledged(FIRST)))
     (outcome,) = node.orders.unacknowledged(FIRST)
     assert (outcome.record.operation.name, outcome.record.attempt) == ("move-1", 2)
+
+
+async def test_the_end_of_an_operation_is_reported_though_its_record_has_expired_by_the_clock_here(node: Node) -> None:
+    record = pb.OperationRecord(operation=Operation(name="move-1", done=True), attempt=1)
+    record.expire_time.FromSeconds(1)
+    assert await node.reason(FIRST, record=keep(1)) == ""
+    assert await node.reason(FIRST, record=pb.RecordOrder(record=record)) == ""
+    assert [one.operation.done for one in node.orders.records.since(0, SECOND)] == [True]
