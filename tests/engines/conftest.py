@@ -12,19 +12,16 @@ import pytest
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
 from lmkv_client.demo.process import RunningProcess, ServerProcess
 from tests.engines.faults import FaultyPair
-from tests.engines.llm import Nursery
+from tests.engines.llm import CALM, Nursery
 from tests.engines.pd import Trio
 
-ENGINE_TEST_TIMEOUT_SECONDS = 300
+ENGINE_TEST_TIMEOUT_SECONDS = 900
+"""A hang: the first test of a module also waits for its engines."""
 
 HERE = Path(__file__).parent
 
-SETTINGS = {
-    "LMKV_MAX_LOCAL_CPU_SIZE": "512MiB",
-    "LMKV_NODE_LINGER": "600",
-    "LMKV_SAVE_PARTIAL_CHUNKS": "false",  # what tests count is whole chunks
-}
-"""Of servers: room for everything that a module stores, and nodes that survive a restart."""
+SETTINGS = {f"LMKV_{key.upper()}": value for key, value in CALM.items()} | {"LMKV_MAX_LOCAL_CPU_SIZE": "512MiB"}
+"""Of servers: as other engines of the tests, and room for everything that a module stores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

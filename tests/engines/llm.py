@@ -38,16 +38,16 @@ from tests.support.fork_server import ForkedProcess, ForkServer, Request, fork
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
-READY_TIMEOUT_SECONDS = 280.0
-ANSWER_TIMEOUT_SECONDS = 280.0
-STOP_TIMEOUT_SECONDS = 20.0
+READY_TIMEOUT_SECONDS = 600.0
+ANSWER_TIMEOUT_SECONDS = 600.0
+STOP_TIMEOUT_SECONDS = 60.0
 
 CALM = {
     "max_local_cpu_size": "256MiB",
     "node_linger": "600",
     "save_partial_chunks": "false",  # what tests count is whole chunks
     # A busy machine makes tests slow, not wrong.
-    "node_start_timeout": "60",
+    "node_start_timeout": "120",
     "lookup_timeout": "5",
     "coordinator_timeout": "2",
     "load_timeout": "10",
@@ -299,7 +299,10 @@ class LlmProcess:
         return KvCacheLayout(**self._do("kv_cache"))
 
     def begin(self, prompt: Sequence[int], seconds: float) -> dict[str, Any]:
-        """Lets a request run for so long: `request_id`, `token_ids` so far, `used`, the share of pages in use."""
+        """Lets a request run for so long, and until it has pages.
+
+        `request_id`, `token_ids` so far, `used`, the share of pages in use.
+        """
         return dict(self._do("begin", prompt=prompt, seconds=seconds))
 
     def abort(self, request_id: str) -> float:

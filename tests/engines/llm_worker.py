@@ -29,8 +29,8 @@ from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 import lmkv_client.connector.vllm_connector  # noqa: F401
 from tests.support.fork_server import Request, run_module, serve
 
-FREE_TIMEOUT_SECONDS = 30.0
-"""How long pages may stay in use after the last request."""
+FREE_TIMEOUT_SECONDS = 60.0
+"""How long pages may stay in use after the last request, and how long a new one may have none."""
 
 RANK_POLL_SECONDS = 0.0005
 # Ranks wait for each step in a loop that yields, which takes all of two cores from nodes and whatever else runs.
@@ -102,14 +102,15 @@ class Worker:
         return {"groups": groups, "block_count": config.num_blocks}
 
     def begin(self, prompt: list[int], seconds: float) -> dict[str, Any]:
-        """Lets a request run for so long; its id, the tokens that it has by then, and the share of pages in use."""
+        """Lets a request run for so long, and until it has pages; its id, its tokens and the share of pages in use."""
         self._begun_count += 1
         request_id = f"begun-{self._begun_count}"
         sampling = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
         tokens: list[int] = []
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        end = time.monotonic() + seconds
+        deadline = end + FREE_TIMEOUT_SECONDS
+        while (now := time.monotonic()) < end or (not self._used() and now < deadline):
             for output in self._engine.step():
                 tokens = list(output.outputs[0].token_ids)
         return {"request_id": request_id, "token_ids": tokens, "used": self._used()}

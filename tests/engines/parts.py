@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.parts import PartItem
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import Extent
+from tests.engines.faults import eventually
 from tests.engines.llm import LlmFleet, poison
 from tests.server.node.engine_client import EngineClient
 
@@ -53,6 +55,23 @@ class NodeParts:
             assert last.key not in [held.key for held in await _held(engine, prompt)]
 
         self._attached(dropped)
+
+    def wait_on_disk(self, prompt: Sequence[int], folder: Path, item_count: int = 1) -> None:
+        """Waits until the node has written the longest hit to its disk.
+
+        The hit has `item_count` items or more: an engine may answer before it has stored all of them.
+        """
+        keys: set[str] = set()
+
+        def is_held() -> bool:
+            keys.update(held.key.hex() for held in self.held(prompt))
+            return len(keys) >= item_count
+
+        def is_written() -> bool:
+            return keys <= {file.name.partition("-")[0] for file in folder.rglob("*.chunk")}
+
+        eventually(is_held, "the prompt is in the pool")
+        eventually(is_written, "the prompt is on disk")
 
     @contextmanager
     def poisoned(self, prompt: Sequence[int], part: int) -> Iterator[None]:

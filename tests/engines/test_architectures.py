@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.engines.faults import kill
+from tests.engines.faults import ATTACHED, HEAL_SECONDS, kill
 from tests.engines.llm import Answers, LlmAnswer, LlmFleet, LlmProcess, Nursery, make_prompt
 from tests.engines.parts import NodeParts
 from tests.support.models import ARCHITECTURES, Architecture, make_architecture
@@ -29,9 +29,7 @@ TOLERANCE = 1e-4
 """Of log probabilities in float32: splitting a prompt changes the order in which numbers are added."""
 POISONED = 100 * TOLERANCE
 MAX_TOKENS = 8
-ATTACHED = "attached to node"
-"""In the engine's log."""
-REPORT_TIMEOUT_SECONDS = 20.0
+REPORT_TIMEOUT_SECONDS = 60.0
 PROMPT_TOKENS = 1000
 """Longer than a window, a local chunk and three chunks; the last block is not full."""
 
@@ -280,9 +278,7 @@ def test_a_node_that_is_killed_finds_on_disk_what_it_had(served: Served) -> None
     served.store(served.first, prompt)
     held = served.hit_tokens(PROMPT_TOKENS)
     coordinator, name = served.fleet.coordinator, served.first.name
-    names = [f"{held.key.hex()}-*" for held in NodeParts(served.fleet, name).held(prompt)]
-    disk = served.fleet.runtime_dir / "disk"
-    wait_until(lambda: all(any(disk.rglob(pattern)) for pattern in names), "the prompt is on disk")
+    NodeParts(served.fleet, name).wait_on_disk(prompt, served.fleet.runtime_dir / "disk")
     epoch, attached_count = coordinator.instances()[name].epoch, served.first.log().count(ATTACHED)
     kill(served.fleet.node_pid(name))
     served.first.forget()
@@ -293,7 +289,7 @@ def test_a_node_that_is_killed_finds_on_disk_what_it_had(served: Served) -> None
         is_attached = served.first.log().count(ATTACHED) > attached_count  # the engine knows it later than the node
         return instance is not None and instance.epoch != epoch and is_attached
 
-    wait_until(is_back, "the engine has a node again")
+    wait_until(is_back, "the engine has a node again", HEAL_SECONDS)
     served.reported(served.first, prompt)
     served.first.forget()
     answers = ask_all(served.first, prompt)

@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,7 +16,7 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
-from tests.engines.faults import CHUNK_TOKENS, HEAL_SECONDS, counting, eventually, kill
+from tests.engines.faults import ATTACHED, CHUNK_TOKENS, counting, eventually, kill
 from tests.engines.llm import CALM, make_prompt
 
 pytestmark = pytest.mark.engine
@@ -26,6 +27,14 @@ HELD_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
 HELD_CHUNKS = HELD_TOKENS // CHUNK_TOKENS
 POOL_CHUNKS = 24
 """Three prompts, and some room."""
+
+
+class Life(NamedTuple):
+    """One life of a node."""
+
+    epoch: int
+    attached_count: int
+    """How often its engine has logged that it is attached to a node, this one the last."""
 
 
 class Disk:
@@ -65,17 +74,22 @@ class Disk:
         assert answer.token_ids == expected.token_ids
         assert answer.cached_tokens == HELD_TOKENS
 
-    def attached(self, epoch: int) -> bool:
-        """Whether the engine is attached to another node than that of `epoch`."""
-        instance = self._coordinator.instances().get(NAME)
-        return instance is not None and instance.epoch != epoch and instance.engine_count > 0
+    def wait_attached(self, before: Life) -> None:
+        """Waits until the engine is attached to another node than before, and both know it."""
 
-    def kill_node(self) -> int:
-        """Kills the node; the epoch that it had."""
-        epoch = self._coordinator.instances()[NAME].epoch
+        def is_back() -> bool:
+            instance = self._coordinator.instances().get(NAME)
+            known = instance is not None and instance.epoch != before.epoch and instance.engine_count > 0
+            return known and self.engine.log().count(ATTACHED) > before.attached_count
+
+        eventually(is_back, "the engine has a node again")
+
+    def kill_node(self) -> Life:
+        """Kills the node; what it was."""
+        before = Life(self._coordinator.instances()[NAME].epoch, self.engine.log().count(ATTACHED))
         (pid,) = self.cluster.node_pids(NAME)
         kill(pid)
-        return epoch
+        return before
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +119,8 @@ def test_what_memory_has_no_room_for_is_loaded_from_disk(disk: Disk) -> None:
 def test_a_node_that_is_killed_finds_what_it_had(disk: Disk) -> None:
     tokens, expected = disk.stored()
     before = disk.chunk_count
-    epoch = disk.kill_node()
-    eventually(lambda: disk.attached(epoch), "the engine has a node again", HEAL_SECONDS)
-    assert disk.chunk_count == before
+    disk.wait_attached(disk.kill_node())
+    eventually(lambda: disk.chunk_count == before, "the new node has the chunks of the old one")
     disk.loaded(tokens, expected)
 
 
@@ -115,8 +128,8 @@ def test_an_engine_that_is_killed_with_its_node_finds_what_it_had(disk: Disk) ->
     tokens, expected = disk.stored()
     for pid in session_pids(disk.engine.pid):
         os.kill(pid, signal.SIGKILL)
-    epoch = disk.kill_node()
+    killed = disk.kill_node()
     disk.engine.kill()  # waits
     disk.cluster.start_engines()
-    eventually(lambda: disk.attached(epoch), "the engine has a node again", HEAL_SECONDS)
+    disk.wait_attached(killed)
     disk.loaded(tokens, expected)

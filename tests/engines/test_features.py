@@ -23,7 +23,7 @@ from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
-EVENT_TIMEOUT_SECONDS = 20.0
+EVENT_TIMEOUT_SECONDS = 120.0
 BLOCK = 64
 CHUNK = 256
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}

@@ -15,7 +15,15 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
-from tests.engines.llm import CALM, READY_TIMEOUT_SECONDS, LlmFleet, LlmProcess, Nursery, make_prompt
+from tests.engines.llm import (
+    CALM,
+    READY_TIMEOUT_SECONDS,
+    STOP_TIMEOUT_SECONDS,
+    LlmFleet,
+    LlmProcess,
+    Nursery,
+    make_prompt,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.in_order]
 
@@ -81,12 +89,11 @@ def test_ranks_of_one_server_load_what_either_has_stored(cluster: Cluster, bare:
     assert ask_all(engine, prompts) == expected
     assert sum(loaded_tokens(engine)) == 0
     rounds = 0
-    while sum(loaded_tokens(engine)) < 3 * 4 * 768:
+    while sum(loaded_tokens(engine)) < 3 * 4 * 768 or not all(loaded_tokens(engine)):
         rounds += 1
-        assert rounds < 10, "what is stored is loaded"
+        assert rounds < 50, "what is stored is loaded; each rank has loaded, and each counts for itself"
         engine.reset_prefix_cache()  # vLLM leaves it undone while a store holds blocks
         assert ask_all(engine, prompts[::-1]) == expected[::-1]
-    assert all(loaded_tokens(engine)), "each rank has loaded, and each counts for itself"
     assert len(cluster.node_pids()) == 1
 
 
@@ -101,7 +108,7 @@ def test_a_stopping_server_finishes_its_answers_and_leaves_them_in_the_pool(
     engine.request_stop()
     said += [token for event in stream for token in event.token_ids]
     assert tuple(said) == expected
-    engine.stop()
+    engine.stop(STOP_TIMEOUT_SECONDS)
     assert "lmkv_client/" not in engine.log(), "no traceback goes through lmkv; vLLM's own server may fall over its end"
     answers = fleet.engines["next"].ask(prompt + said)
     assert answers.loaded_tokens == 1024

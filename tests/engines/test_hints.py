@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 
 from lmkv.v1.cache_service_pb2 import HintResponse
-from lmkv.v1.chunk_pb2 import HINT_OUTCOME_ACCEPTED, TIER_DISK
+from lmkv.v1.chunk_pb2 import HINT_OUTCOME_ACCEPTED
 from lmkv_client.sync import Coordinator
 from tests.engines.faults import eventually
 from tests.engines.llm import Answers, LlmFleet, LlmProcess, Nursery, make_prompt
+from tests.engines.parts import NodeParts
 
 pytestmark = pytest.mark.engine
 
 HELD_TOKENS = 768
 HELD_CHUNKS = 3
 POOL_CHUNKS = 32
-REPORT_TIMEOUT_SECONDS = 20.0
+REPORT_TIMEOUT_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
 def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmFleet]:
     """`first`, which has a disk, and `second`; each with a small pool."""
     pool = {"max_local_cpu_size": f"{POOL_CHUNKS}MiB", "eviction_policy": "lru"}
-    logs = tmp_path_factory.mktemp("logs")
-    with LlmFleet(nursery, tiny_model, logs, coordinator=True) as fleet:
-        fleet.add("first", pool | {"local_disk": str(logs / "disk"), "max_local_disk_size": "1GB"})
+    with LlmFleet(nursery, tiny_model, tmp_path_factory.mktemp("logs"), coordinator=True) as fleet:
+        fleet.add("first", pool | {"local_disk": str(fleet.runtime_dir / "disk"), "max_local_disk_size": "1GB"})
         fleet.add("second", pool)
         fleet.start()
         yield fleet
@@ -74,6 +74,7 @@ def test_a_kept_prompt_is_loaded_from_the_pool_where_another_one_is_not(
     engine = fleet.engines["first"]
     other = prompt[::-1]
     engine.ask(other)
+    wait_on_disk(fleet, other)  # what is evicted before is not written
     answers, outcome = ask(engine, prompt, action, ttl=600)
     assert (outcome["action"], outcome["outcome"], outcome["ttl"]) == (action, "deferred", 600.0)
     flood(engine, prompt)
@@ -119,9 +120,8 @@ def test_a_prefetch_brings_a_prompt_from_disk_before_its_request(
     fleet: LlmFleet, coordinator: Coordinator, prompt: list[int]
 ) -> None:
     engine = fleet.engines["first"]
-    before = on_disk(fleet)
     expected = engine.ask(prompt).token_ids
-    eventually(lambda: on_disk(fleet) >= before + HELD_CHUNKS, "the prompt is on disk")
+    wait_on_disk(fleet, prompt)
     evicted = coordinator.hint("evict", prompt[:HELD_TOKENS], instance="first").result
     assert (evicted.outcome, evicted.chunk_count) == (HINT_OUTCOME_ACCEPTED, HELD_CHUNKS)
     result = prefetch(coordinator, prompt, "first").result
@@ -130,7 +130,6 @@ def test_a_prefetch_brings_a_prompt_from_disk_before_its_request(
     assert (answers.token_ids, answers.loaded_tokens, disk_tokens(answers)) == (expected, HELD_TOKENS, 0)
 
 
-def on_disk(fleet: LlmFleet) -> int:
-    """Chunks on the disk of `first`, as the coordinator knows of."""
-    usages = fleet.coordinator.instances()["first"].tiers
-    return sum(usage.chunk_count for usage in usages if usage.tier == TIER_DISK)
+def wait_on_disk(fleet: LlmFleet, prompt: Sequence[int]) -> None:
+    """Waits until all chunks of a prompt are on the disk of `first`."""
+    NodeParts(fleet, "first").wait_on_disk(prompt, fleet.runtime_dir / "disk", HELD_CHUNKS)

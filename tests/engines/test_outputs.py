@@ -19,7 +19,7 @@ from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
 
 pytestmark = pytest.mark.engine
 
-REPORT_TIMEOUT_SECONDS = 20.0
+REPORT_TIMEOUT_SECONDS = 60.0
 ENGINES = ("engine-1", "engine-2")
 OTHER = {"engine-1": "engine-2", "engine-2": "engine-1"}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lmkv_client.demo.model import EOS_TOKEN_ID
+from tests.engines.generated import generating
 from tests.engines.pd import OUTPUT_TOKENS, Trio
 from tests.support.models import ARCHITECTURES, make_architecture
 
@@ -73,11 +74,10 @@ def test_the_last_whole_chunks_are_handed_off_and_the_rest_is_computed(trio: Tri
     prompt = trio.prompt(token_count)
     while (right := expected(trio, name, prompt))[0] == EOS_TOKEN_ID:  # has no text: the proxy would repeat the request
         prompt = trio.prompt(token_count)
-    with trio.counting(trio.prefill) as prefill, trio.counting(trio.decode) as decode:
+    with generating(trio.prefill) as prefill, generating(trio.decode) as rest, trio.counting(trio.decode) as decode:
         answer = trio.proxy.complete(prompt, OUTPUT_TOKENS)
     assert answer.token_ids == right
-    assert prefill["vllm:generation_tokens_total"] == 1
-    assert decode["vllm:generation_tokens_total"] == OUTPUT_TOKENS - 1, "nothing is generated twice"
+    assert (prefill, rest) == ([1], [OUTPUT_TOKENS - 1]), "nothing is generated twice"
     assert decode["lmkv:loaded_tokens_total"] == hit_tokens(name, token_count)
     assert decode["lmkv:load_failures_total"] == 0
 

@@ -17,7 +17,7 @@ from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
-REPORT_TIMEOUT_SECONDS = 20.0
+REPORT_TIMEOUT_SECONDS = 60.0
 TWO_RANKS: dict[str, Any] = {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, "distributed_executor_backend": "mp"}
 
 

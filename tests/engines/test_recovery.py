@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import LmkvError
+from lmkv.rpc.frames import KEEPALIVE_SECONDS
 from lmkv_client.demo.engine import EngineProcess
 from tests.engines.faults import (
     HELD_TOKENS,
@@ -73,11 +74,14 @@ def test_a_frozen_peer_costs_one_load(pair: FaultyPair) -> None:
 
 def test_a_frozen_node_costs_its_engine_lookups_only(pair: FaultyPair) -> None:
     held, fresh = pair.stored(), pair.prompt()
+    began = time.monotonic()
     with pair.frozen("node-2"), counting(pair.second) as grown:
         check(held, pair.second.complete(held.tokens))
         check(fresh, pair.second.complete(fresh.tokens))
-        assert grown("lookup_timeouts") == grown("lookups") == 2
-        assert grown("tier_tokens", "peers") == grown("node_losses") == 0
+        assert grown("tier_tokens", "peers") == 0
+        assert grown("lookup_timeouts") == grown("lookups") > 0
+        if time.monotonic() - began < KEEPALIVE_SECONDS:  # later the engine takes its node for lost
+            assert (grown("lookups"), grown("node_losses")) == (2, 0)
     pair.heal()
 
 
@@ -100,7 +104,11 @@ def test_whatever_comes_and_goes_every_answer_is_right(pair: FaultyPair) -> None
     with ThreadPoolExecutor() as clients, counting(*pair.engines) as grown:
         asking = [clients.submit(keep_asking, engine, prompts, answered, over) for engine in pair.engines]
         try:
-            break_things(pair, random.Random(3), answered)
+            chance = random.Random(3)
+            break_things(pair, chance, answered)
+            deadline = time.monotonic() + 2 * CHAOS_SECONDS  # a slow machine breaks few things in that time
+            while not (grown("node_losses") and grown("tier_tokens", "peers")) and time.monotonic() < deadline:
+                break_things(pair, chance, answered, CHAOS_SECONDS / 4)
         finally:
             over.set()
         for client in asking:
@@ -120,9 +128,9 @@ def keep_asking(engine: EngineProcess, prompts: list[FaultPrompt], answered: lis
         answered.append(engine.name)
 
 
-def break_things(pair: FaultyPair, random_: random.Random, answered: list[str]) -> None:
+def break_things(pair: FaultyPair, random_: random.Random, answered: list[str], seconds: float = CHAOS_SECONDS) -> None:
     """Kills and freezes nodes and the coordinator, at random moments, now and then while others are still down."""
-    deadline = time.monotonic() + CHAOS_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if random_.random() < 0.7:
             eventually(pair.complete, "all processes are back")

@@ -108,6 +108,11 @@ def ask(cluster: Cluster, name: str, prompt: list[int], model: str, **more: Any)
     cluster.engines[name]._request("POST", "/v1/completions", body, timeout_seconds=120)
 
 
+def success_count(cluster: Cluster, name: str) -> float:
+    """Requests that an engine has answered."""
+    return cluster.engines[name].metrics()["vllm:request_success_total"]
+
+
 def wait_held(cluster: Cluster, prompt: list[int], expected: dict[str, int], *names: str) -> None:
     eventually(lambda: held(cluster, prompt, *names) == expected, f"{expected} under {names}")
 
@@ -128,7 +133,7 @@ def test_an_adapter_is_looked_up_pinned_moved_and_cleared_by_its_name(cluster: C
     assert held(cluster, prompt, "--model", "nickname") == {}, "the model without the adapter has other chunks"
     assert lmkv(cluster, "pin", *tokens, "--at", "engine-1")["pin"]["token_count"] == STORED
     assert lmkv(cluster, "copy", *tokens, "--from", "engine-1", "--to", "engine-2")["done"]
-    assert held(cluster, prompt, "--model", "early") == {"engine-1": STORED, "engine-2": STORED}
+    wait_held(cluster, prompt, {"engine-1": STORED, "engine-2": STORED}, "--model", "early")
     assert lmkv(cluster, "clear", *tokens, "--instance", "engine-2")["done"]
     wait_held(cluster, prompt, {"engine-1": STORED}, "--model", "early")
 
@@ -161,10 +166,13 @@ def test_the_proxy_routes_by_adapter_alias_and_salt_to_the_engine_that_holds_the
         wait_held(cluster, prompt, {holder: STORED}, "--model", model, *salt)
     with RoutingProxy(tmp_path, cluster) as proxy:
         for model, more, _, holder in cases:
-            before = cluster.engines[holder].metrics()["vllm:request_success_total"]
+            before = success_count(cluster, holder)
             body = {"model": model, "prompt": prompt, "max_tokens": 4} | more
             proxy._request("POST", "/v1/completions", body, timeout_seconds=120)
-            assert cluster.engines[holder].metrics()["vllm:request_success_total"] > before, (model, more)
+            eventually(
+                lambda holder=holder, before=before: success_count(cluster, holder) > before,  # type: ignore[misc]
+                f"{holder} has answered {(model, more)}",
+            )
 
 
 def test_a_proxy_that_salts_by_tenant_shares_prompts_within_a_tenant_only(

@@ -15,7 +15,7 @@ from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
-REPORT_TIMEOUT_SECONDS = 20.0
+REPORT_TIMEOUT_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
 pytestmark = pytest.mark.engine
 
-REPORT_TIMEOUT_SECONDS = 20.0
+REPORT_TIMEOUT_SECONDS = 60.0
 SETTINGS = {"kv_format": "token_major", "chunk_size": "100"}
 BLOCK_SIZES = {"coarse": 128, "fine": 32, "halves": 64}
 STORED = 1000

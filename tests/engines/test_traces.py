@@ -11,10 +11,11 @@ import pytest
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
+from tests.engines.faults import HEAL_SECONDS
 from tests.engines.llm import CALM, make_prompt
 from tests.lmkv.telemetry.receiver import Received, Receiver, receiving
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = make_prompt(7, 1000)
 HELD_TOKENS = 768
@@ -66,7 +67,7 @@ def test_a_request_is_one_trace_from_the_client_to_the_peer_that_gives_the_bytes
 ) -> None:
     assert cluster.coordinator is not None
     complete(cluster.engines["engine-1"], STORING)
-    cluster.coordinator.wait_for_holder(PROMPT, "engine-1", HELD_TOKENS, 30.0)
+    cluster.coordinator.wait_for_holder(PROMPT, "engine-1", HELD_TOKENS, HEAL_SECONDS)
     complete(cluster.engines["engine-2"], LOADING)
 
     def span(service: str, name: str, **fields: str) -> Received:

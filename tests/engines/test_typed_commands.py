@@ -25,7 +25,7 @@ from tests.promises.commands import command_lines
 from tests.promises.get_started import PAGES, ROOT, blocks_to_run
 from tests.promises.test_readme import in_containers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 README, CPU = ROOT / "README.md", ROOT / "docs/get-started/cpu.md"
 

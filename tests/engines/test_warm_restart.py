@@ -14,7 +14,7 @@ from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
-from tests.engines.faults import CHUNK_TOKENS, HEAL_SECONDS, counting, eventually
+from tests.engines.faults import ATTACHED, CHUNK_TOKENS, HEAL_SECONDS, counting, eventually
 from tests.engines.llm import CALM, make_prompt
 
 pytestmark = pytest.mark.engine
@@ -65,12 +65,13 @@ class Warm:
 
     def end_node(self, how: signal.Signals) -> None:
         """Ends the node, and waits until the engine has started another one."""
-        before = self._coordinator.instances()[NAME].epoch
+        before, attached_count = self._coordinator.instances()[NAME].epoch, self.engine.log().count(ATTACHED)
         os.kill(self.node_pid, how)
 
         def is_back() -> bool:
             instance = self._coordinator.instances().get(NAME)
-            return instance is not None and instance.epoch != before and instance.engine_count > 0
+            known = instance is not None and instance.epoch != before and instance.engine_count > 0
+            return known and self.engine.log().count(ATTACHED) > attached_count
 
         eventually(is_back, "the engine has a node again")
 

@@ -24,7 +24,7 @@ GRPC_PORT, HTTP_PORT = "9000", "9001"
 HOSTS = {"head:": "localhost:", "10.0.0.11": "127.0.0.1"}
 SETTINGS = CALM | {"max_local_cpu_size": "64MiB", "node_linger": "5"}
 HEALTH = {"vllm serve": "health", "lmkv coordinator": "readyz", "lmkv proxy": "health"}
-TIMEOUT_SECONDS = 500
+TIMEOUT_SECONDS = 850
 FORKED_VLLM = Path(__file__).with_name("forked_vllm.py")
 
 READY = """
