@@ -52,4 +52,4 @@ async def until_free(node: Node) -> bool:
 
 def mapped(engine: EngineClient) -> AttachedPool:
     """The pool, as a worker of the engine maps it."""
-    return attach(engine.welcomed.pool_socket, engine.engine_id, 0, engine.welcomed.epoch, 5.0)
+    return attach(engine.welcomed.pool_socket, engine.engine_id, 0, engine.welcomed.epoch, 60.0)
