@@ -18,6 +18,7 @@ from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, end_processes, free_port, pids_with_environment
+from lmkv_client.demo.sglang_engine import SglangEngine
 
 RPC_TIMEOUT_SECONDS = 60.0
 """Deadline of an RPC; a busy host may respond only after seconds."""
@@ -131,23 +132,38 @@ class Cluster:
         self.coordinator = CoordinatorProcess(self.logs) if coordinator else None
         self.settings = dict(settings or {})
         self.engines: dict[str, EngineProcess] = {}
+        self.sglang_engines: dict[str, SglangEngine] = {}
 
     def add_engine(self, name: str, settings: Mapping[str, str] | None = None, **options: Any) -> EngineProcess:
         """Adds an engine, not started, whose node is the instance `name`.
 
         `settings` override those of the cluster; `options` are passed to `EngineProcess`.
         """
-        own = {"LMKV_INSTANCE_ID": name, "LMKV_RUNTIME_DIR": str(self.runtime_dir)}
-        if self.coordinator:
-            own["LMKV_COORDINATOR_ADDRESS"] = self.coordinator.address
         options.setdefault("model", self.model)
-        environment = own | self.settings | dict(settings or {}) | options.pop("environment", {})
+        environment = self._environment(name) | dict(settings or {}) | options.pop("environment", {})
         self.engines[name] = EngineProcess(folder=self.logs, name=name, environment=environment, **options)
         return self.engines[name]
 
-    def start_engines(self, ready: Callable[[EngineProcess], None] = lambda _: None) -> None:
+    def add_sglang_engine(self, name: str, **options: Any) -> SglangEngine:
+        """The same for an SGLang server; `options` are passed to `SglangEngine`."""
+        self.sglang_engines[name] = SglangEngine(
+            self.model, self.logs, name=name, environment=self._environment(name), **options
+        )
+        return self.sglang_engines[name]
+
+    def _environment(self, name: str) -> dict[str, str]:
+        own = {"LMKV_INSTANCE_ID": name, "LMKV_RUNTIME_DIR": str(self.runtime_dir)}
+        if self.coordinator:
+            own["LMKV_COORDINATOR_ADDRESS"] = self.coordinator.address
+        return own | self.settings
+
+    @property
+    def _all(self) -> list[EngineProcess | SglangEngine]:
+        return [*self.engines.values(), *self.sglang_engines.values()]
+
+    def start_engines(self, ready: Callable[[EngineProcess | SglangEngine], None] = lambda _: None) -> None:
         """Starts all stopped engines concurrently and waits for them; calls `ready` with each."""
-        waiting = [engine for engine in self.engines.values() if not engine.alive]
+        waiting = [engine for engine in self._all if not engine.alive]
         for engine in waiting:
             engine.start()
         for engine in waiting:
@@ -168,9 +184,9 @@ class Cluster:
 
     def stop(self) -> None:
         """Stops engines, nodes and the coordinator, in any state. Idempotent."""
-        for engine in self.engines.values():
+        for engine in self._all:
             engine.request_stop()  # concurrently: each takes seconds
-        for engine in self.engines.values():
+        for engine in self._all:
             engine.stop()
         end_processes(self.node_pids())
         if self.coordinator:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,25 +19,42 @@ from rich.console import Console
 
 from lmkv.cli import Command
 from lmkv.errors import ConfigError, LmkvError
+from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.runtime.signals import stop_signals
 from lmkv.units import format_bytes
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoResult, measure
+from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoEngine, DemoResult, StoredKv, measure
 from lmkv_client.demo.model import SHAPES, make_model
 from lmkv_client.demo.process import available_memory_bytes
+from lmkv_client.demo.sglang_engine import check_sglang
 from lmkv_client.demo.table import make_table
 
 CHUNK_SIZE = 256
 BLOCK_SIZE = 128
+PAGE_SIZE = 128
+"""Tokens of a chunk if an engine is of SGLang: a page."""
+VLLM, SGLANG = "vllm", "sglang"
+ENGINES = (VLLM, SGLANG)
 FLOAT32_BYTES = 4
-ENGINE_BYTES = 1300 << 20
-"""Memory of an engine besides its model and its KV cache."""
+ENGINE_BYTES = {VLLM: 1300 << 20, SGLANG: 2600 << 20}
+"""Memory of an engine besides its model and its KV cache; SGLang's has three processes."""
 FEWEST_PROMPT_TOKENS = 2 * CHUNK_SIZE
 MOST_PROMPT_TOKENS = 16_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `lmkv demo`."""
+    parser.add_argument(
+        "--engines",
+        default="vllm,vllm",
+        metavar="KIND,KIND",
+        help="kinds of engine 1 and engine 2, each vllm or sglang (vllm,vllm)",
+    )
+    parser.add_argument(
+        "--sglang-python",
+        metavar="PATH",
+        help="Python interpreter of an environment with SGLang and lmkv (that of this command)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--model-size", choices=("mid", "tiny"), default="mid", help="size of the model (mid)")
     parser.add_argument("--prompt-tokens", type=int, default=4000, metavar="N", help="length of each prompt (4000)")
@@ -98,8 +116,10 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
     model = make_model(folder / "model", shape, args.seed)
     token_kib = shape.kv_bytes_per_token(FLOAT32_BYTES) // 1024
     progress(f"created a Llama model with random weights, {token_kib} KiB of KV cache per token")
+    kinds = _kinds(args.engines)
+    has_pages = SGLANG in kinds
     settings = {
-        "LMKV_CHUNK_SIZE": str(CHUNK_SIZE),
+        "LMKV_CHUNK_SIZE": str(PAGE_SIZE if has_pages else CHUNK_SIZE),
         "LMKV_MAX_LOCAL_CPU_SIZE": f"{_pool_mib(args.rounds, prompt_bytes)}MiB",
         "LMKV_NODE_LINGER": "5",
         # A busy machine makes the demo slow, but must not make it fail.
@@ -108,26 +128,39 @@ def _demonstrate(args: argparse.Namespace, folder: Path, logs: Path, progress: C
         "LMKV_LOAD_TIMEOUT": "10",
         "LMKV_REFUSE_SLOW_FETCHES": "false",
     }
+    if has_pages:
+        settings |= {"LMKV_SHARE_ACROSS_ENGINES": "true", "LMKV_HASH_SCHEME": PAGE_HASH_SCHEME}
     with Cluster(folder, model, logs=logs, settings=settings) as cluster:
         assert cluster.coordinator is not None
         progress(
             f"coordinator ready at {cluster.coordinator.address}, its page at "
-            f"http://{cluster.coordinator.http_address}; starting two vLLM engines, which takes half a minute or more"
+            f"http://{cluster.coordinator.http_address}; starting {_in_words(kinds)}, which takes half a minute or more"
         )
-        first, second = (
-            cluster.add_engine(
+
+        def add(name: str, kind: str) -> DemoEngine:
+            if kind == SGLANG:
+                return cluster.add_sglang_engine(
+                    name,
+                    python=args.sglang_python or sys.executable,
+                    page_size=PAGE_SIZE,
+                    context_tokens=context_tokens + PAGE_SIZE,  # SGLang never fills the last tokens
+                )
+            return cluster.add_engine(
                 name,
                 dtype="float32",  # makes completions comparable: bfloat16 ties too often
                 block_size=BLOCK_SIZE,
                 context_tokens=context_tokens,
                 kv_cache_bytes=2 * shape.kv_bytes_per_token(FLOAT32_BYTES) * context_tokens,
             )
-            for name in ("engine-1", "engine-2")
+
+        first, second = (add(f"engine-{number}", kind) for number, kind in enumerate(kinds, 1))
+        cluster.start_engines(
+            lambda engine: progress(f"{engine.name} ready at http://127.0.0.1:{engine.port} ({engine.kind})")
         )
-        cluster.start_engines(lambda engine: progress(f"{engine.name} ready at http://127.0.0.1:{engine.port}"))
         result = measure(
             cluster.coordinator,
             (first, second),
+            StoredKv(token_bytes=shape.kv_bytes_per_token(FLOAT32_BYTES), page_size=PAGE_SIZE if has_pages else 1),
             prompt_tokens=args.prompt_tokens,
             vocab_size=shape.vocab_size,
             rounds=args.rounds,
@@ -149,16 +182,38 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--seed must not be negative: {args.seed}")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"--json: the folder does not exist: {args.json.absolute().parent}")
-    if importlib.util.find_spec("vllm") is None:
+    kinds = _kinds(args.engines)
+    if args.sglang_python and SGLANG not in kinds:
+        raise ConfigError("--sglang-python is for --engines with sglang, such as vllm,sglang")
+    if VLLM in kinds and importlib.util.find_spec("vllm") is None:
         raise ConfigError("the demo needs vLLM; install it with: pip install 'lmkv[cpu]' (or 'lmkv[vllm]' with a GPU)")
+    if SGLANG in kinds:
+        check_sglang(args.sglang_python or sys.executable)
     token_bytes = SHAPES[args.model_size].kv_bytes_per_token(FLOAT32_BYTES)
     prompt_bytes = token_bytes * args.prompt_tokens
-    needed_bytes = 2 * (ENGINE_BYTES + 3 * prompt_bytes + (_pool_mib(args.rounds, prompt_bytes) << 20))
+    engine_bytes = sum(ENGINE_BYTES[kind] for kind in kinds)
+    needed_bytes = engine_bytes + 2 * (3 * prompt_bytes + (_pool_mib(args.rounds, prompt_bytes) << 20))
     if needed_bytes > (free_bytes := available_memory_bytes()):
         raise ConfigError(
             f"the demo needs {format_bytes(needed_bytes)} of memory and {format_bytes(free_bytes)} are free; "
             "set --model-size tiny, or fewer --rounds or --prompt-tokens"
         )
+
+
+def _kinds(text: str) -> tuple[str, str]:
+    """The kinds of the two engines. Raises `ConfigError` if they are not two that are known."""
+    kinds = [kind.strip().lower() for kind in text.split(",")]
+    if len(kinds) != 2 or not set(kinds) <= set(ENGINES):
+        raise ConfigError(
+            f"--engines must be two of {' and '.join(ENGINES)}, such as vllm,sglang, or one twice, not {text!r}"
+        )
+    return kinds[0], kinds[1]
+
+
+def _in_words(kinds: tuple[str, str]) -> str:
+    names = {VLLM: "vLLM", SGLANG: "SGLang"}
+    first, second = (names[kind] for kind in kinds)
+    return f"two {first} engines" if first == second else f"a {first} and a {second} engine"
 
 
 def _pool_mib(rounds: int, prompt_bytes: int) -> int:
@@ -184,9 +239,21 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+EXAMPLES = """\
+  lmkv demo                                     two vLLM engines: one loads what the other has computed
+  lmkv demo --engines vllm,sglang --sglang-python .venv-sglang/bin/python
+                                                SGLang loads what vLLM has computed, and both their own KV
+  lmkv demo --engines sglang,sglang             two SGLang engines of this Python environment
+
+Each prompt is measured three times: computed by engine 1 (cold), loaded by engine 2 from engine 1's node (from peer),
+and loaded by engine 1 from its own node (own host pool). In float32 the three answers are the same, token by token.
+SGLang and vLLM share KV by share_across_engines and hash_scheme (docs/guides/across-engines.md); the demo sets both.
+"""
+
 command = Command(
     name="demo",
     help="start a coordinator and two engines on this host and measure a shared prompt",
     add_arguments=add_arguments,
     run=run,
+    examples=EXAMPLES,
 )

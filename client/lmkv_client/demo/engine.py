@@ -33,6 +33,7 @@ _ENVIRONMENT = {
 class EngineProcess(Endpoint, CheckedServer):
     """A vLLM server. To start several concurrently, call `start` on each, then `wait_ready` on each."""
 
+    kind = "vLLM"
     ready_timeout_seconds = 600.0
 
     def __init__(

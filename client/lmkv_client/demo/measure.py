@@ -17,6 +17,7 @@ from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID
 from lmkv_client.demo.process import POLL_SECONDS
+from lmkv_client.demo.sglang_engine import SglangEngine
 
 COMPLETION_TOKENS = 16
 WARM_UP_TOKENS = 1024
@@ -32,7 +33,7 @@ class CacheTransfer:
     tokens: int
     size_bytes: int
     seconds: float
-    """Duration of the transfer: from the peer, or from the node's own pool into the engine."""
+    """Duration of the transfer: from the peer, or from the node's own pool into the engine. 0: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,8 @@ class DemoResult:
     """Medians of the rounds. There is at least one round."""
 
     rounds: Sequence[DemoRound]
+    engines: tuple[str, str] = ("vLLM", "vLLM")
+    """What kind engine 1 and engine 2 are of."""
 
     @property
     def cold_ttft_ms(self) -> float:
@@ -98,6 +101,7 @@ class DemoResult:
     def to_json(self) -> dict[str, Any]:
         """The medians and all rounds. Other programs read these names."""
         return {
+            "engines": list(self.engines),
             "cold_ttft_ms": round(self.cold_ttft_ms, 3),
             "peer_ttft_ms": round(self.peer_ttft_ms, 3),
             "own_ttft_ms": round(self.own_ttft_ms, 3),
@@ -120,9 +124,27 @@ def gib_per_s(taken: CacheTransfer) -> float:
     return taken.size_bytes / taken.seconds / GIB if taken.seconds else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredKv:
+    """What the engines store of a prompt."""
+
+    token_bytes: int
+    """Bytes of a token's KV."""
+    page_size: int = 1
+    """Only whole pages of as many tokens are stored; 1: all tokens."""
+
+    def token_count(self, prompt_tokens: int) -> int:
+        """Tokens that are stored of a prompt."""
+        return prompt_tokens // self.page_size * self.page_size
+
+
+DemoEngine = EngineProcess | SglangEngine
+
+
 def measure(
     coordinator: CoordinatorProcess,
-    engines: tuple[EngineProcess, EngineProcess],
+    engines: tuple[DemoEngine, DemoEngine],
+    kv: StoredKv,
     *,
     prompt_tokens: int,
     vocab_size: int,
@@ -138,7 +160,7 @@ def measure(
 
     def measure_prompt(count: int) -> DemoRound:
         prompt = random.integers(FIRST_BYTE_TOKEN_ID, vocab_size, count).tolist()
-        return measure_round(coordinator, engines, prompt)
+        return measure_round(coordinator, engines, kv, prompt)
 
     measure_prompt(min(prompt_tokens, WARM_UP_TOKENS))
     progress("warmed up; engine 2 is connected to engine 1's node")
@@ -146,26 +168,31 @@ def measure(
     for number in range(1, rounds + 1):
         measured.append(measure_prompt(prompt_tokens))
         progress(f"round {number} of {rounds}: {_in_words(measured[-1])}")
-    return DemoResult(rounds=measured)
+    return DemoResult(rounds=measured, engines=(engines[0].kind, engines[1].kind))
 
 
 def measure_round(
-    coordinator: CoordinatorProcess, engines: tuple[EngineProcess, EngineProcess], prompt: Sequence[int]
+    coordinator: CoordinatorProcess, engines: tuple[DemoEngine, DemoEngine], kv: StoredKv, prompt: Sequence[int]
 ) -> DemoRound:
     """Measures one prompt cold, from the peer, and from the own pool. Instances have the names of engines."""
     first, second = engines
     cold = first.complete(prompt, COMPLETION_TOKENS)
-    coordinator.wait_for_holder(prompt, first.name, len(prompt), STORE_TIMEOUT_SECONDS)
-
-    before = second.metrics()
-    peer = second.complete(prompt, COMPLETION_TOKENS)
-    from_peer = taken(second, before, peer, "peer")
-
+    coordinator.wait_for_holder(prompt, first.name, kv.token_count(len(prompt)), STORE_TIMEOUT_SECONDS)
+    peer, from_peer = _complete(second, prompt, kv, "peer")
     first.reset_prefix_cache()
-    before = first.metrics()
-    own = first.complete(prompt, COMPLETION_TOKENS)
-    from_own = taken(first, before, own, "load")
+    own, from_own = _complete(first, prompt, kv, "load")
     return DemoRound(cold=cold, peer=peer, own=own, from_peer=from_peer, from_own=from_own)
+
+
+def _complete(engine: DemoEngine, prompt: Sequence[int], kv: StoredKv, act: str) -> tuple[Completion, CacheTransfer]:
+    """The completion of a prompt, and what was loaded for it. SGLang does not measure its loads."""
+    if isinstance(engine, SglangEngine):
+        answer = engine.complete(prompt, COMPLETION_TOKENS)
+        size_bytes = answer.cached_tokens * kv.token_bytes
+        return answer, CacheTransfer(tokens=answer.cached_tokens, size_bytes=size_bytes, seconds=0.0)
+    before = engine.metrics()
+    answer = engine.complete(prompt, COMPLETION_TOKENS)
+    return answer, taken(engine, before, answer, act)
 
 
 def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: str) -> CacheTransfer:

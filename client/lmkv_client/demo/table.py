@@ -13,8 +13,7 @@ def make_table(result: DemoResult) -> Table:
     """TTFT, and what was loaded instead of computed; fits into 80 columns."""
     table = Table(
         title=f"A prompt of {result.prompt_tokens:,} tokens, medians of {len(result.rounds)} rounds",
-        caption="cold: engine 1 computes it · from peer: engine 2 loads it from engine 1\n"
-        "own host pool: engine 1 again, after a reset of its prefix cache",
+        caption=_caption(*result.engines),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -30,6 +29,14 @@ def make_table(result: DemoResult) -> Table:
     table.add_row("from peer", *_times(result.peer_ttft_ms, cold_ms), *_amounts(result.from_peer), _same(peer_same))
     table.add_row("own host pool", *_times(result.own_ttft_ms, cold_ms), *_amounts(result.from_own), _same(own_same))
     return table
+
+
+def _caption(first: str, second: str) -> str:
+    own = "own host pool: engine 1 again, after a reset of its prefix cache"
+    if first == second == "vLLM":
+        return f"cold: engine 1 computes it · from peer: engine 2 loads it from engine 1\n{own}"
+    peer = f"from peer: engine 2, {second}, loads it from engine 1"
+    return f"cold: engine 1, {first}, computes it\n{peer}\n{own}"
 
 
 def _times(ttft_ms: float, cold_ms: float) -> tuple[str, str]:

@@ -37,6 +37,17 @@ def run(*arguments: str) -> int:
         (["--seed", "-1"], "--seed must not be negative"),
         (["--json", "/nowhere/at/all.json"], "--json: the folder does not exist: /nowhere/at"),
         (["--prompt-tokens", "16000", "--rounds", "100"], "GiB of memory"),
+        (["--engines", "vllm"], "--engines must be two of vllm and sglang, such as vllm,sglang, .* not 'vllm'"),
+        (["--engines", "vllm,trt"], "--engines must be two of vllm and sglang"),
+        (["--sglang-python", sys.executable], "--sglang-python is for --engines with sglang"),
+        (
+            ["--engines", "sglang,vllm", "--sglang-python", "/nowhere/python"],
+            "--sglang-python: /nowhere/python does not",
+        ),
+        (
+            ["--engines", "sglang,sglang"],
+            f"SGLang cannot be imported by {sys.executable}; install SGLang .*docs/guides/sglang.md.* --sglang-python",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_starts(arguments: list[str], message: str) -> None:

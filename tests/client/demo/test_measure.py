@@ -129,3 +129,15 @@ def test_the_table_fits_80_columns_and_shows_what_was_taken(from_peer: CacheTran
     assert "10.0 %" in text
     assert "DIFFERS" in text
     assert "same" in text
+
+
+@pytest.mark.parametrize("kinds", [("vLLM", "SGLang"), ("SGLang", "vLLM"), ("SGLang", "SGLang")], ids=str)
+def test_the_table_names_the_kinds_of_engines(kinds: tuple[str, str]) -> None:
+    out = StringIO()
+    unmeasured = CacheTransfer(tokens=3840, size_bytes=2 << 30, seconds=0.0)
+    result = DemoResult(rounds=[round_of(2.0, from_peer=unmeasured)], engines=kinds)
+    Console(file=out, width=80).print(make_table(result))
+    assert f"engine 1, {kinds[0]}, computes it" in out.getvalue()
+    assert f"engine 2, {kinds[1]}, loads it" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert result.to_json()["engines"] == list(kinds)
