@@ -44,11 +44,14 @@ async def hit_through_proxy(fleet: Fleet) -> str:
 
 
 async def helm_test(fleet: Fleet) -> str:
-    """The pod of `helm test` lists all nodes."""
-    found = await fleet.instances()
+    """The pod of `helm test` lists all nodes, once they have registered: they are ready before."""
     nodes = [each for each in fleet.cluster.running.values() if has_node(each)]
-    assert len(found) == len(nodes), found
-    return f"{len(found)} instances"
+
+    async def registered() -> bool:
+        return len(await fleet.instances()) == len(nodes)
+
+    await fleet.cluster.wait_for(registered, f"{len(nodes)} instances have registered")
+    return f"{len(nodes)} instances"
 
 
 async def chunks_across_pods(fleet: Fleet) -> str:
