@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 NEEDS_GPU = ("kernels_gpu",)
+NEEDS_SGLANG = ("sglang",)
 QUICK_SECONDS = 300.0
 """Deadline of one benchmark with `--quick`, which should end within 180 s on an idle machine."""
 FULL_SECONDS = 3600.0
@@ -29,7 +31,8 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="DIR", help="write the rows of each to DIR/NAME.json")
     args = parser.parse_args()
-    chosen = args.only or [name for name in names() if name not in NEEDS_GPU or _has_gpu()]
+    left_out = (() if _has_gpu() else NEEDS_GPU) + (() if importlib.util.find_spec("sglang") else NEEDS_SGLANG)
+    chosen = args.only or [name for name in names() if name not in left_out]
     ends: list[str] = []
     failed_count = 0
     for name in chosen:

@@ -245,6 +245,28 @@ def hybrid(report: Report) -> Chart:
     return Chart(title="Bytes per 1,000 tokens of a prompt", unit="KiB", groups=groups)
 
 
+def sglang(report: Report) -> Chart:
+    """What a hit in the storage adds to one in SGLang's own KV cache."""
+    rows = _by_name(report)
+    systems = {
+        "lmkv": LMKV,
+        "file": Series("SGLang's file backend", VLLM.colour),
+        "mooncake": Series("Mooncake's store", LMCACHE.colour),
+    }
+    groups = [
+        Group(
+            label,
+            tuple(
+                _bar(series, rows[name])
+                for key, series in systems.items()
+                if (name := f"sglang_{key}_{at}_added_ms") in rows
+            ),
+        )
+        for at, label in (("own", "hit in the storage"), ("peer", "hit that another server has stored"))
+    ]
+    return Chart(title="SGLang: TTFT beyond that of a hit in its own KV cache", unit="ms", groups=groups)
+
+
 CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "ttft-steps": ("data_path", data_path),
     "channels": ("channels", channels),
@@ -260,6 +282,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "scale": ("scale", scale),
     "shared-map": ("shared_map", shared_map),
     "hybrid": ("hybrid", hybrid),
+    "sglang": ("sglang", sglang),
 }
 """By the name of its file in `docs/images`: the benchmark, and the function that makes its chart."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _AGENT_SYSTEMS = "(alone|lmkv_hints|lmkv|vllm_offload|lmcache|round_robin|kv_aware)"
+_SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
 _MEANINGS = {
@@ -18,8 +19,15 @@ _MEANINGS = {
     r"step_(prefix|own|peer)_load_ms": "part of the TTFT, {}: pool to pages, beyond the fetch",
     r"step_(prefix|own|peer)_compute_ms": "part of the TTFT, {}: last tokens computed",
     r"step_(prefix|own|peer)_rest_ms": "part of the TTFT, {}: HTTP, tokens, vLLM's loop",
+    rf"{_SGLANG_SYSTEMS}_cold_ms": "SGLang with {}: TTFT of a miss",
+    rf"{_SGLANG_SYSTEMS}_device_ms": "SGLang with {}: TTFT of a hit in SGLang's own KV cache",
+    rf"{_SGLANG_SYSTEMS}_own_ms": "SGLang with {}: TTFT of a hit in the storage",
+    rf"{_SGLANG_SYSTEMS}_peer_ms": "SGLang with {}: TTFT of a hit that another server has stored",
+    rf"{_SGLANG_SYSTEMS}_own_added_ms": "SGLang with {}: the same, less that of a hit in SGLang's cache",
+    rf"{_SGLANG_SYSTEMS}_peer_added_ms": "SGLang with {}: the same, less that of a hit in SGLang's cache",
     r"sglang_storage_read_ms": "a hit's lookup, and its copy from lmkv's pool to HiCache's host pool",
     r"sglang_direct_read_ms": "a hit's lookup, and its copy from lmkv's pool to a KV cache in host memory",
+    r"sglang_identical": "SGLang: answers that are equal in all cases, with all systems",
     r"miss_overhead": "throughput that lmkv costs when every prompt is a miss",
     r"miss_tokens_per_s": "throughput with lmkv, every prompt a miss",
     r"miss_cpu_us_per_token": "processor time of engine and node, every prompt a miss",
@@ -173,6 +181,9 @@ _WORDS = {
     "ucx": "UCX",
     "mooncake": "Mooncake",
     "auto": "the choice of `auto`",
+    "file": "its file backend",
+    "linker": "lmkv as external linker",
+    "plain": "no storage",
     "conversation": "conversations",
     "tool_agent": "agents with tools",
     "api": "programs",
