@@ -13,17 +13,14 @@ from typing import Self, Unpack
 import grpc
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.error_status import from_status
+from lmkv.rpc.lookup_batches import take_batch
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import CoordinatorConnection, CoordinatorConnections
 
 MAX_IN_FLIGHT = 256
 """Maximum number of lookups in flight; further ones wait."""
-
-BATCH_BYTES = MAX_MESSAGE_BYTES // 2
-"""Maximum size of a batch."""
 
 Pending = asyncio.Future[LookupResponse]
 
@@ -101,17 +98,7 @@ class _LookupCall:
         """Yields batches. gRPC takes the next one after it has sent the previous one."""
         while True:
             await self._has_requests.wait()
-            message, size_bytes = LookupStreamRequest(), 0
-            while self._requests:
-                request, answer = self._requests[0]
-                if message.requests and size_bytes + request.ByteSize() > BATCH_BYTES:
-                    break
-                self._requests.popleft()
-                if answer.done():  # the caller was cancelled
-                    continue
-                message.requests.append(request)
-                size_bytes += request.ByteSize()
-                self._pending.append(answer)
+            message = take_batch(self._requests, self._pending)
             if not self._requests:
                 self._has_requests.clear()
             if message.requests:

@@ -299,7 +299,7 @@ class LlmProcess:
         return KvCacheLayout(**self._do("kv_cache"))
 
     def begin(self, prompt: Sequence[int], seconds: float) -> dict[str, Any]:
-        """Lets a request run for so long, and until it has pages.
+        """Runs a request for `seconds`, and until it has pages.
 
         `request_id`, `token_ids` so far, `used`, the share of pages in use.
         """

@@ -102,7 +102,7 @@ class Worker:
         return {"groups": groups, "block_count": config.num_blocks}
 
     def begin(self, prompt: list[int], seconds: float) -> dict[str, Any]:
-        """Lets a request run for so long, and until it has pages; its id, its tokens and the share of pages in use."""
+        """Runs a request for `seconds`, and until it has pages. Returns id, tokens and share of pages in use."""
         self._begun_count += 1
         request_id = f"begun-{self._begun_count}"
         sampling = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)

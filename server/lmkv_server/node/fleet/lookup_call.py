@@ -11,11 +11,9 @@ import grpc
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.rpc.lookup_batches import take_batch
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 
-BATCH_BYTES = MAX_MESSAGE_BYTES // 2
-"""Maximum size of a message of several lookups."""
 IDLE_SECONDS = 30.0
 """A call without lookups ends after this time: at the coordinator it takes memory."""
 
@@ -63,17 +61,7 @@ class LookupCall:
                     continue
                 self.has_ended = True
                 return
-            message, size_bytes = LookupStreamRequest(), 0
-            while self._requests:
-                request, answer = self._requests[0]
-                if message.requests and size_bytes + request.ByteSize() > BATCH_BYTES:
-                    break
-                self._requests.popleft()
-                if answer.done():  # its caller was cancelled
-                    continue
-                message.requests.append(request)
-                size_bytes += request.ByteSize()
-                self._pending.append(answer)
+            message = take_batch(self._requests, self._pending)
             if not self._requests:
                 self._has_requests.clear()
             if message.requests:

@@ -90,7 +90,9 @@ async def test_peers_may_hold_what_is_missed_if_one_coordinator_of_two_did_not_a
         engine = await stack.enter_async_context(EngineClient(node))
         await until(lambda: node.fleet.stats().connected_count == 2)
         wire.freeze()
-        found = [await lookup_once(engine, number) for number in range(2)]  # at least one of them asks it
+        found = [
+            await lookup_once(engine, number) for number in range(2)
+        ]  # at least one of them is sent to the silent one
         assert [(MissReason.TIER_DOWN, 1)] in [missed(one) for one in found]
         assert {span.tier for one in found for span in one.missed} <= {"peers", ""}
 
