@@ -79,12 +79,11 @@ def origin(report: Report) -> str:
     """A sentence about command and machine."""
     machine, settings = report.machine, report.settings
     loads = f"{machine['load_average']} to {machine.get('load_average_at_end', machine['load_average'])}"
-    sets = ", ".join(machine["instruction_sets"])
     engine = f"SGLang {settings['sglang']}" if "sglang" in settings else f"vLLM {machine['vllm']}"
-    dtype = f", engines in {settings['dtype']}" if "dtype" in settings else ""
+    dtype = f", {settings['dtype']}" if "dtype" in settings else ""
     return (
-        f"`{report.command}`, {report.seconds:.0f} s, on {machine['cpu']}, {machine['cores']} cores ({sets}), "
-        f"{machine['memory_gb']:.0f} GB of memory, load average {loads}; {engine}{dtype}."
+        f"`{report.command}`, {report.seconds:.0f} s, {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gb']:.0f} GB, load average {loads}, {engine}{dtype}."
     )
 
 

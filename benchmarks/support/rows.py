@@ -106,7 +106,7 @@ def make_table(title: str, rows: Iterable[Row]) -> Table:
 
 def markdown_table(rows: Sequence[Row], meanings: Mapping[str, str]) -> str:
     """Rows as a Markdown table of four columns, which phones show too; `meanings` describes each row by its name."""
-    lines = ["| what it is, and its row | value | baseline | ratio |", "|---|---:|---|---:|"]
+    lines = ["| row | value | baseline | ratio |", "|---|---:|---|---:|"]
     for row in rows:
         name, value, unit, baseline, baseline_value, ratio = cells(row)
         against = f"{baseline}: {baseline_value}" if baseline else ""
