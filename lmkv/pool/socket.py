@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -62,9 +63,15 @@ class AttachedPool:
         self.pool = pool
         self._connection = connection
 
+    def watch(self) -> NodeConnection:
+        """A second descriptor of the connection, for a thread that waits until the node has exited."""
+        return NodeConnection(self._connection.dup())
+
     def close(self) -> None:
         """Unmaps the pool and disconnects from the node. Idempotent."""
         self.pool.close()
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # also for those that watch it
         self._connection.close()
 
     def close_when_unused(self) -> None:
@@ -78,6 +85,20 @@ class AttachedPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class NodeConnection:
+    """A worker's connection to the node whose pool it has mapped."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connection.settimeout(None)
+
+    def wait(self) -> None:
+        """Blocks until the node has exited or disconnected the worker, or the worker has closed the pool."""
+        with self._connection, suppress(OSError):
+            while self._connection.recv(1):
+                pass
 
 
 def attach(socket_path: Path | str, engine_id: str, rank: int, epoch: int, timeout_seconds: float) -> AttachedPool:

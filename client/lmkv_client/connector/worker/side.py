@@ -1,11 +1,12 @@
-"""The connector's worker side: copies bytes between one rank's pages and the pool. No gRPC, no lookup, no lock.
+"""The connector's worker side: copies bytes between one rank's pages and the pool. No gRPC, no lookup.
 
 vLLM calls it on the worker's main thread. Copies run beside that: on threads where the pages are in host memory, on
-streams where they are on a device.
+streams where they are on a device. The pool of a node that has exited is unmapped on another thread if no step runs.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.connector.worker.format import make_pages
 from lmkv_client.connector.worker.groups import grouped_bytes
 from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
+from lmkv_client.connector.worker.node_watch import NodeWatch
 from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier
 from lmkv_client.connector.worker.running_copies import COPY_ERRORS, RunningLoad, RunningStore
 from lmkv_client.engine.attachment import Attachment
@@ -45,6 +47,8 @@ logger = init_logger("vllm.lmkv")
 
 MAP_WAIT_SECONDS = 0.5
 """Maximum time that a step waits for a new node's pool; mapping continues on a thread after that."""
+IDLE_SECONDS = 0.5
+"""Time without a step after which the pool of a node that has exited is unmapped: copies planned before are made."""
 
 
 class WorkerSide:
@@ -89,6 +93,10 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._report: WorkerReport | None = None
         self._step_is_poisoned = False
+        self._pool_lock = threading.RLock()
+        """Held while vLLM's calls use the pool: `_release_pool` runs on another thread."""
+        self._used_at = time.monotonic()
+        """When vLLM's last call that may use the pool began."""
         self._begins_steps = False
         """Whether `begin_step` is called before pages change, so that stores may run on after their step."""
 
@@ -104,11 +112,17 @@ class WorkerSide:
     def begin_step(self) -> None:
         """Called in each step before pages change. Under a vLLM that does not, stores end in their own step."""
         self._begins_steps = True
-        if self._copies:
-            self._copies.begin_step()
+        with self._pool_lock:
+            if self._copies:
+                self._copies.begin_step()
 
     def load(self, plan: StepPlan) -> None:
         """Starts the step's loads: before the forward pass if it needs one of them, else perhaps after it."""
+        with self._pool_lock:
+            self._used_at = time.monotonic()
+            self._load(plan)
+
+    def _load(self, plan: StepPlan) -> None:
         self._follow(plan.attachment)
         if self._copies:
             self._copies.begin_step()
@@ -135,11 +149,13 @@ class WorkerSide:
         """Copies completed chunks into the pool, before their pages can change, and the tails of finished requests."""
         if not plan.stores and not plan.tails:
             return
-        running = self._store([*plan.stores, *(copy for copies in plan.tails.values() for copy in copies)])
-        if running is None:
-            self._stored_requests.update(plan.tails)
-        else:
-            self._storing.append(replace(running, finished_ids=list(plan.tails)))
+        with self._pool_lock:
+            self._used_at = time.monotonic()
+            running = self._store([*plan.stores, *(copy for copies in plan.tails.values() for copy in copies)])
+            if running is None:
+                self._stored_requests.update(plan.tails)
+            else:
+                self._storing.append(replace(running, finished_ids=list(plan.tails)))
 
     def _store(self, stores: Sequence[ChunkCopy]) -> RunningStore | None:
         """Begins to copy into the pool; None if nothing is copied."""
@@ -167,19 +183,22 @@ class WorkerSide:
 
     def take_finished(self) -> set[str]:
         """Requests whose asynchronous loads have ended since the last call, successful or not."""
-        self._take_pool()
-        for request_id, running in list(self._running.items()):
-            if running.over():
-                self._finish(request_id, running)
-                if not running.sync:
-                    self._finished.add(request_id)
+        with self._pool_lock:
+            self._used_at = time.monotonic()
+            self._take_pool()
+            for request_id, running in list(self._running.items()):
+                if running.over():
+                    self._finish(request_id, running)
+                    if not running.sync:
+                        self._finished.add(request_id)
         finished, self._finished = self._finished, set()
         return finished
 
     def take_stored_requests(self) -> set[str]:
         """Finished requests whose tails are stored, or never will be: their pages are not read any more."""
-        self._end_stores()
-        stored, self._stored_requests = self._stored_requests, set()
+        with self._pool_lock:
+            self._end_stores()
+            stored, self._stored_requests = self._stored_requests, set()
         return stored
 
     def take_failed_blocks(self) -> set[int]:
@@ -194,8 +213,9 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """The report of copies since the last call; None if there are none."""
-        self._end_stores()
-        report, self._report = self._report, None
+        with self._pool_lock:
+            self._end_stores()
+            report, self._report = self._report, None
         return report
 
     def close(self) -> None:
@@ -204,9 +224,10 @@ class WorkerSide:
         mapping, self._mapping = self._mapping, None
         if mapping:
             mapping.close()
-        if self._copies:
-            self._detach_pool()
-            self._copies.close()
+        with self._pool_lock:
+            if self._copies:
+                self._detach_pool()
+                self._copies.close()
 
     def _pages_of(self, group: LayerGroup, kv_caches: Mapping[str, torch.Tensor]) -> Pages:
         if missing := [name for name in group.layer_names if name not in kv_caches]:
@@ -299,13 +320,17 @@ class WorkerSide:
                 self._begin_postponed()  # they fail: their pool will not be mapped
             self._detach_pool()
             self._attachment = attachment
-            for storing in self._storing:
-                self._stored_requests.update(storing.finished_ids)
-            self._storing.clear()
+            self._drop_stores()
             self._report = None  # of the old attachment: void
             self._mapping = PoolMapping(attachment, self._rank)
             self._mapping.wait(MAP_WAIT_SECONDS)
         self._take_pool()
+
+    def _drop_stores(self) -> None:
+        """Stores to a pool that has been unmapped count as ended; no node learns of them."""
+        for storing in self._storing:
+            self._stored_requests.update(storing.finished_ids)
+        self._storing.clear()
 
     def _take_pool(self) -> None:
         """Opens the pool if it has been mapped; begins the loads that waited for the first try to map it."""
@@ -314,11 +339,26 @@ class WorkerSide:
         pool = self._mapping.take()
         if pool and self._attachment:
             self._mapping, self._pool = None, pool
+            NodeWatch(pool, partial(self._release_pool, pool))
             if self._copies:
                 self._copies.open(pool.pool)
             if self._lends_buffer and self._attachment.device_buffer_bytes:
                 self._buffer_agent = self._lend(self._attachment)
         self._begin_postponed()
+
+    def _release_pool(self, pool: AttachedPool) -> float | None:
+        """Unmaps the pool of a node that has exited, so that the next node may write to it, unless a step may still use
+        it. Returns after how many seconds to try again; None: the pool is unmapped.
+        """
+        with self._pool_lock:
+            if self._pool is not pool:
+                return None
+            remaining = self._used_at + IDLE_SECONDS - time.monotonic()
+            if remaining <= 0 and not self._running:
+                self._detach_pool()
+                self._drop_stores()
+                return None
+            return max(remaining, IDLE_SECONDS / 5)
 
     def _begin_postponed(self) -> None:
         for running in self._running.values():

@@ -86,6 +86,10 @@ class ServedPool:
         finally:
             resume.set()
 
+    def exit(self) -> None:
+        """Disconnects its workers and accepts no others, as a node that exits."""
+        self._run(self._socket.aclose())
+
     def close(self) -> None:
         self._run(self._socket.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -21,7 +21,7 @@ from tests.client.connector.worker.parts import SPEC, ServedPool, serve
 from tests.client.connector.worker.test_device_copier import Model, open_emulated
 from tests.kernels.layouts import Case, random_bytes
 from tests.kernels.test_cuda_emulated import on_device, whole_chunks
-from tests.waiting import WAIT_SECONDS
+from tests.waiting import WAIT_SECONDS, wait_until
 
 __all__ = ["serve"]  # a fixture
 
@@ -141,3 +141,18 @@ def test_another_pool_is_taken_while_the_device_still_stores_into_the_old_one(on
     on.worker.store(StepPlan(attachment=attachment, stores=on.case.copies))
     assert len(on.report().stores) == len(on.case.copies)
     assert bytes(old.pool.buffer) == bytes(new.pool.buffer)
+
+
+def test_without_steps_a_device_lets_go_of_the_pool_of_a_node_that_has_exited(on: OnDevice, serve: Serve) -> None:
+    old, new = serve(size_bytes=on.case.pool.size), serve(size_bytes=on.case.pool.size)
+    attachment = on.attach(old)
+    on.worker.store(StepPlan(attachment=attachment, stores=on.case.copies))
+    on.report()
+    old.exit()
+    wait_until(lambda: on.worker._pool is None)
+    copies = on.worker._copies
+    assert isinstance(copies, DevicePageCopier)
+    assert copies._opening is None, "it is not registered any more"
+    attachment = on.attach(new)
+    on.worker.store(StepPlan(attachment=attachment, stores=on.case.copies))
+    assert not on.report().skipped

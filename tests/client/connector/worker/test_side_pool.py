@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from tests.client.connector.worker.parts import (
     TILE_BYTES,
     MakeWorker,
     Serve,
+    ServedPool,
     caches,
     chunk_copy,
     finished,
@@ -148,3 +152,43 @@ def test_a_load_that_runs_while_the_node_changes_reads_the_pool_that_it_began_wi
     assert worker.take_failed_blocks() == set()
     order = [page for pair in pages for page in pair]
     assert pages_equal(source, order, target, order)
+
+
+def test_without_steps_the_worker_lets_go_of_the_pool_of_a_node_that_has_exited(
+    serve: Serve, make_worker: MakeWorker
+) -> None:
+    """Else the next node on this pool could store nothing until a request arrives."""
+    old, new, source = serve(), serve(), caches(1)
+    worker = make_worker(source)
+    stored(worker, old, {0: [3, 17]})
+    assert maps(old)
+    old.exit()
+    wait_until(lambda: not maps(old))
+    step(worker, plan_of(old, loads=[load_of([chunk_copy(0, [9, 1])], sync=True)]))
+    assert worker.take_failed_blocks() == {9, 1}, "there is no pool to load from"
+    assert is_stored(worker, new, {0: [5, 6]}), "the next node's pool is used"
+
+
+def test_a_load_that_waits_for_more_chunks_keeps_the_pool_of_a_node_that_has_exited(
+    serve: Serve, make_worker: MakeWorker
+) -> None:
+    served, source, target = serve(), caches(1), caches(None)
+    stored(make_worker(source), served, {0: [3, 17], 1: [5, 6]})
+    worker = make_worker(target)
+    step(worker, plan_of(served, loads=[replace(load_of([chunk_copy(0, [9, 1])]), final=False)]))
+    (pool,) = [worker._pool]
+    assert pool
+    served.exit()
+    wait_until(lambda: worker._used_at + worker_module.IDLE_SECONDS < time.monotonic())
+    assert worker._release_pool(pool) is not None
+    step(worker, plan_of(None, loads=[load_of([chunk_copy(1, [2, 4])])]))
+    finished(worker)
+    assert worker.take_failed_blocks() == set()
+    assert pages_equal(source, [3, 17, 5, 6], target, [9, 1, 2, 4])
+
+
+def maps(served: ServedPool) -> bool:
+    """Whether this process has a pool mapped besides its node."""
+    shared = os.fstat(served.pool.fd)
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sum(int(line.split()[4]) == shared.st_ino for line in lines) > 1
