@@ -73,7 +73,7 @@ CASES: Mapping[str, Case] = {
             "coordinator": {"replicas": 2},
             "node": {"persistPool": False, "drain": {"enabled": True, "evict": True}},
         },
-        checks=(helm_test, drain_before_stop),
+        checks=(helm_test, chunks_across_pods, drain_before_stop),  # the first: nodes take chunks that engines use
     ),
     "upgrade-nodes": Case(
         values={"coordinator": {"replicas": 2}, "node": ON_DISK},

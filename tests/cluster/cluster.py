@@ -221,11 +221,14 @@ class Cluster:
     async def roll(self, owner: str, change: Change = unchanged) -> AsyncIterator[tuple[RunningPod, Stop]]:
         """Replaces the pods of a workload one by one, in the order and with the pauses of its controller.
 
-        Yields each successor once it is ready, and how its predecessor stopped. Successors have other addresses.
+        Yields each successor once it is ready, and how its predecessor stopped. Successors have other addresses. There
+        is no pause after the last one: controllers of other workloads do not wait for it.
         """
         manifest = find(self.manifests, *owner.split("/"))
         old = self.of(owner)
-        for running in reversed(old) if manifest["kind"] == "StatefulSet" else old:
+        for number, running in enumerate(reversed(old) if manifest["kind"] == "StatefulSet" else old):
+            if number:
+                await asyncio.sleep(manifest["spec"].get("minReadySeconds", 0))
             if manifest["kind"] == "Deployment":  # one more for the time being
                 name = f"{manifest['metadata']['name']}-{next(self._generation)}"
                 new = await self.start(dataclasses.replace(change(running.pod), name=name))
@@ -236,7 +239,6 @@ class Cluster:
                 new = await self.start(change(running.pod))
                 await self.wait_ready([new])
             yield new, stop
-            await asyncio.sleep(manifest["spec"].get("minReadySeconds", 0))
 
     async def run_beside(self, name: str, command: Sequence[str]) -> None:
         """Runs a program of this machine, which the fleet uses, until the context is left.

@@ -33,7 +33,8 @@ NODES = "DaemonSet/demo-lmkv-node"
 
 def engine_values(registry: str) -> dict[str, Any]:
     """Values of the smallest engines on CPUs, with a model of each host's folder."""
-    variables = {**ENGINE_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "0"}
+    # A restarted engine finds in its host's cache what vLLM else learns of the model in a process of its own.
+    variables = {**ENGINE_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_CACHE_ROOT": f"{MODELS}/cache"}
     return {
         "image": {"registry": registry, "pullPolicy": "Never"},
         "engines": {
@@ -46,6 +47,9 @@ def engine_values(registry: str) -> dict[str, Any]:
             "resources": {"limits": {"nvidia.com/gpu": None, "memory": "3Gi"}},
             "sharedMemory": 0.125,
             "startTimeout": 600,
+            "podSpec": {
+                "containers": [{"name": "engine", "startupProbe": {"periodSeconds": 1, "failureThreshold": 600}}]
+            },
             "stopTimeout": 10,
             "modelVolume": {"hostPath": {"path": MODELS}},
             "extraEnv": [

@@ -14,7 +14,7 @@ from tests.cluster.stored import CHUNKS, known, remembered, until_held
 
 
 async def settled(fleet: Fleet) -> None:
-    """Waits until each node knows all coordinators, its engines and what its pool kept."""
+    """Waits until each node knows all coordinators, its engines and what its pool kept, and can store."""
     await fleet.cluster.wait_ready(fleet.cluster.running.values())
     coordinators = len(fleet.cluster.of(COORDINATOR))
     for running in [each for each in fleet.cluster.running.values() if has_node(each)]:
@@ -23,6 +23,7 @@ async def settled(fleet: Fleet) -> None:
             "lmkv_node_coordinators_connected": coordinators,
             "lmkv_node_engines": 1 if running in engines else len(engines),
             "lmkv_node_warm_waiting_chunks": 0,
+            "lmkv_node_pool_sealed": 0,
         }
 
         async def reached(running: RunningPod = running, expected: Mapping[str, int] = expected) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from lmkv.errors import LmkvError
 from tests.cluster.fleet import MODEL, Fleet, prompt
 from tests.cluster.kubelet import RunningPod
 from tests.cluster.nodes import Missed, load_at, store_at
@@ -15,18 +16,36 @@ CHUNKS = 8
 """Chunks that a scripted engine stores."""
 WHOLE_CHUNKS = 1792
 """Tokens of the whole chunks of a prompt of 2000 tokens."""
+UNREPORTED = "no engine has registered yet"
+"""What a coordinator answers to lookups before the fleet's first engine has been reported to it."""
 
 
 async def stored(fleet: Fleet, running: RunningPod, text: str) -> str:
-    """Has an engine compute a prompt, waits until its node has reported chunks, and returns the completion."""
-    before = sum((await fleet.instances()).values())
+    """Has an engine compute a prompt, waits until its chunks are reported, and returns the completion."""
     answer = await fleet.complete(running, text)
+    flags = await flags_of(fleet, text)
 
     async def reported() -> bool:
-        return sum((await fleet.instances()).values()) >= before + WHOLE_CHUNKS // 256
+        return max((await holders(fleet, flags)).values(), default=0) >= WHOLE_CHUNKS // 256
 
     await fleet.cluster.wait_for(reported, "the chunks of a prompt are reported")
     return answer.text
+
+
+async def flags_of(fleet: Fleet, text: str) -> list[str]:
+    """The flags by which `lmkv` names the chunks of a prompt."""
+    tokens = await fleet.tokens(fleet.engines()[0], text)
+    return ["--tokens", ",".join(map(str, tokens)), "--model", MODEL]
+
+
+async def holders(fleet: Fleet, flags: list[str]) -> dict[str, int]:
+    """The number of chunks that each instance holds; none before an engine is reported."""
+    try:
+        return await fleet.holders(flags)
+    except LmkvError as error:
+        if UNREPORTED in str(error):
+            return {}
+        raise
 
 
 async def hit(fleet: Fleet, running: RunningPod, text: str, expected: str, least: int = WHOLE_CHUNKS) -> int:
@@ -61,9 +80,8 @@ async def known(fleet: Fleet, name: str) -> Known:
         first, second = fleet.producers()[0], fleet.consumers()[-1]
         text = prompt(name)
         said = await stored(fleet, first, text)
-        tokens = await fleet.tokens(first, text)
         return Known(
-            flags=["--tokens", ",".join(map(str, tokens)), "--model", MODEL],
+            flags=await flags_of(fleet, text),
             count=WHOLE_CHUNKS // 256,
             source=fleet.instance_of(first),
             destination=fleet.instance_of(second),
@@ -109,7 +127,7 @@ async def until_held(fleet: Fleet, chunks: Known, *instances: str) -> None:
     """
 
     async def reached() -> bool:
-        held = await fleet.holders(chunks.flags)
+        held = await holders(fleet, chunks.flags)
         return held.keys() == set(instances) and min(held.values()) >= chunks.count
 
     await fleet.cluster.wait_for(reached, f"{instances} hold {chunks.count} chunks")
