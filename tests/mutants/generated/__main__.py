@@ -17,9 +17,9 @@ from tests.mutants.generated.runner import preload, run, run_all
 
 SAMPLE, MINIMUM = 40, 90.0
 TESTS_SECONDS = 60.0
-"""Limit of a module's tests without a mutant."""
+"""Limit of a module's tests without a mutant, with the default slowdown."""
 SLOWDOWN, MARGIN_SECONDS = 5.0, 5.0
-"""Limit with a mutant: that many times longer than without, and a margin for imports."""
+"""Default limit with a mutant: that many times longer than without, and a margin for imports."""
 
 
 def main() -> int:
@@ -30,6 +30,14 @@ def main() -> int:
     add("--sample", type=int, default=SAMPLE, metavar="COUNT", help="mutants per module, 0: all; default: %(default)s")
     add("--seed", type=int, default=0, help="another seed selects other mutants; default: %(default)s")
     add("--minimum", type=float, default=MINIMUM, metavar="PERCENT", help="lowest score; default: %(default)s")
+    add(
+        "--slowdown",
+        type=float,
+        default=SLOWDOWN,
+        metavar="FACTOR",
+        help="limit of a mutant's tests in multiples of their time without it: raise it on a busy host, "
+        "where a mutant may exceed the limit because of the host; default: %(default)s",
+    )
     add("--jobs", type=int, default=1, help="mutants tested at a time; default: %(default)s")
     add("--list", action="store_true", help="list the modules and their tests")
     arguments = parser.parse_args()
@@ -55,7 +63,7 @@ def _score(module: str, arguments: argparse.Namespace, known: Mapping[Equivalent
     """Tests a sample of a module's mutants and prints a row; returns the score in percent, None without one."""
     began = time.monotonic()
     tests = CORES[module]
-    clean = run(tests, TESTS_SECONDS)
+    clean = run(tests, TESTS_SECONDS * arguments.slowdown / SLOWDOWN)
     if clean.caught_by:
         print(f"{module:{width}}  without a mutant: {clean.caught_by}\n{clean.output[-2000:]}", flush=True)
         return None
@@ -63,7 +71,7 @@ def _score(module: str, arguments: argparse.Namespace, known: Mapping[Equivalent
     made = sample(module, arguments.sample, arguments.seed)
     mutants = [one for one in made.mutants if one.change() not in known]
     results, survivors = Counter[str](), []
-    limit = clean.seconds * SLOWDOWN + MARGIN_SECONDS
+    limit = clean.seconds * arguments.slowdown + MARGIN_SECONDS
     for mutant, result in run_all(mutants, tests, limit, arguments.jobs):
         results["timeout" if result.caught_by == "timeout" else "killed" if result.caught_by else "survived"] += 1
         if not result.caught_by:
