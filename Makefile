@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-ray test-sglang chaos histories mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
+.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-ray test-sglang chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-protos fix-typescript
 
@@ -70,6 +70,9 @@ chaos: $(STAMP) ## inject faults into a fleet for ten minutes and check that no 
 
 histories: $(STAMP) ## record all calls of a fleet under faults for an hour, and check them against the protos' promises
 	@LMKV_HISTORIES_SECONDS=$${LMKV_HISTORIES_SECONDS:-3600} $(BIN)/python -m pytest -q tests/histories $(ARGS)
+
+soak: $(STAMP) ## run a fleet under load for an hour and check that memory, files, threads, tasks and latency do not rise
+	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-3600} LMKV_SOAK_OUTPUT=$${LMKV_SOAK_OUTPUT:-build/soak} $(BIN)/python -m pytest -q tests/soak $(ARGS)
 
 models: $(STAMP) ## explore small models of the pool, handoffs, registration, the shared map and tails, a minute each
 	@$(BIN)/python -m tests.models $(ARGS)
