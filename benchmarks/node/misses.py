@@ -22,6 +22,9 @@ OUTPUT_TOKENS = 16
 IN_FLIGHT = 2
 SHORT_PROMPT_TOKENS = 272
 """One chunk and a little: looked up and stored, and computed as fast as anything that is."""
+SETTLE_SECONDS = 0.15
+"""Pause after a request whose time is measured: storing its chunks would delay the next one, which may be the other
+engine's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,7 @@ class Meter:
         """Time to the first token of a new prompt."""
         completion = self.engine.complete(prompt, 1)
         engines.check_miss(self.engine.name, completion)
+        time.sleep(SETTLE_SECONDS)
         return completion.ttft_seconds
 
 
@@ -108,7 +112,7 @@ def _cpu_row(bursts: Sequence[list[Burst]], tokens: int) -> Row:
 
 def _measure_ttft(run: BenchmarkRun, ours: Meter, plain: Meter, prompts: Prompts) -> None:
     sides: tuple[list[float], list[float]] = ([], [])
-    for number in range(8 if run.quick else 120):
+    for number in range(30 if run.quick else 120):
         order = (0, 1) if number % 2 else (1, 0)
         for side in order:
             sides[side].append((ours, plain)[side].ttft_seconds(prompts.make(SHORT_PROMPT_TOKENS)))
