@@ -25,6 +25,7 @@ from tests.cluster.translation import Manifest, Pod, find, pods_of, secret_data
 
 MODEL = "tiny"
 MODELS = "/models"
+CACHE = "cache"
 ENGINES = "StatefulSet/demo-lmkv-engine-"
 COORDINATOR = "StatefulSet/demo-lmkv-coordinator"
 PROXY = "Deployment/demo-lmkv-proxy"
@@ -34,7 +35,7 @@ NODES = "DaemonSet/demo-lmkv-node"
 def engine_values(registry: str) -> dict[str, Any]:
     """Values of the smallest engines on CPUs, with a model of each host's folder."""
     # A restarted engine finds in its host's cache what vLLM else learns of the model in a process of its own.
-    variables = {**ENGINE_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_CACHE_ROOT": f"{MODELS}/cache"}
+    variables = {**ENGINE_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "0", "VLLM_CACHE_ROOT": f"{MODELS}/{CACHE}"}
     return {
         "image": {"registry": registry, "pullPolicy": "Never"},
         "engines": {
@@ -69,13 +70,22 @@ class Fleet:
         self._token = reader_token(cluster.manifests)
 
     async def start(self, change: Change = unchanged) -> None:
-        """Gives each host the model and starts all pods, with what differs from the manifests."""
-        for host in self.cluster.hosts:
-            folder = self.cluster.places.of_host(host, MODELS)
+        """Gives each host the model and starts all pods, with what differs from the manifests.
+
+        Hosts have what vLLM has cached of the model in earlier cases: it compares hashes before it uses that.
+        """
+        kept = logs_folder(".cache")
+        folders = [self.cluster.places.of_host(host, MODELS) for host in self.cluster.hosts]
+        for folder in folders:
             make_model(folder / MODEL)
+            if kept.is_dir():
+                shutil.copytree(kept, folder / CACHE)
             for path in (folder, *folder.rglob("*")):
                 shutil.chown(path, 10001, 10001)
         await self.cluster.start_all(change)
+        for folder in folders:
+            if (folder / CACHE).is_dir():
+                shutil.copytree(folder / CACHE, kept, dirs_exist_ok=True)
 
     def engines(self) -> list[RunningPod]:
         """All engines, in order of their names."""
