@@ -29,20 +29,43 @@ FRAME_BYTES = 256 << 10
 """Approximate size of one response."""
 SCAN_KEYS = 4096
 """Keys of a snapshot that are read before other tasks run."""
-EVENT_BYTES = 128
-"""Approximate size of an event without its keys."""
+EVENT_BYTES = 256
+"""Approximate size of an event without its keys. As a message of protobuf, it would take from 600 bytes to 1200."""
 BOOKMARK_SECONDS = 5.0
 """Longest time between two responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutEvent:
+    """A `LayoutChange`, and the revision that it led to."""
+
     revision: int
-    change: pb.LayoutChange
+    instance_id: str
+    tier: int = 0
+    fingerprint: bytes = b""
+    admitted_keys: bytes = b""
+    evicted_keys: bytes = b""
+    instance_gone: bool = False
 
     @property
     def size_bytes(self) -> int:
-        return EVENT_BYTES + len(self.change.admitted_keys) + len(self.change.evicted_keys)
+        """Approximate size in memory."""
+        return EVENT_BYTES + len(self.admitted_keys) + len(self.evicted_keys)
+
+    def concerns(self, fingerprint: bytes) -> bool:
+        """Whether a watcher of this spec receives it; an empty `fingerprint` selects every spec."""
+        return not fingerprint or self.instance_gone or self.fingerprint == fingerprint
+
+    def to_proto(self) -> pb.LayoutChange:
+        """The message for watchers."""
+        return pb.LayoutChange(
+            instance_id=self.instance_id,
+            tier=chunk_pb2.Tier.ValueType(self.tier),
+            fingerprint=self.fingerprint,
+            admitted_keys=self.admitted_keys,
+            evicted_keys=self.evicted_keys,
+            instance_gone=self.instance_gone,
+        )
 
 
 class _Queue:
@@ -125,25 +148,18 @@ class LayoutWatch:
         self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
     ) -> None:
         """Publishes chunks that an instance gained or lost."""
-        change = pb.LayoutChange(
-            instance_id=instance_id,
-            tier=chunk_pb2.Tier.ValueType(tier),
-            fingerprint=fingerprint,
-            admitted_keys=gained,
-            evicted_keys=lost,
-        )
-        self._publish(LayoutEvent(revision, change))
+        self._publish(LayoutEvent(revision, instance_id, tier, fingerprint, gained, lost))
 
     def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
         """Publishes that an instance's chunks were replaced."""
         self.gone(revision, instance_id)
         for tier, fingerprint, keys in content:
-            for change in _admissions(instance_id, tier, fingerprint, keys):
-                self._publish(LayoutEvent(revision, change))
+            for event in _admissions(revision, instance_id, tier, fingerprint, keys):
+                self._publish(event)
 
     def gone(self, revision: int, instance_id: str) -> None:
         """Publishes that an instance left."""
-        self._publish(LayoutEvent(revision, pb.LayoutChange(instance_id=instance_id, instance_gone=True)))
+        self._publish(LayoutEvent(revision, instance_id, instance_gone=True))
 
     def _publish(self, event: LayoutEvent) -> None:
         self._history.push(event)
@@ -182,7 +198,7 @@ class LayoutWatch:
                             await watcher.wake.wait()
                 watcher.wake.clear()
                 events = watcher.take()
-                changes = [event.change for event in events if _concerns(event.change, fingerprint)]
+                changes = [event.to_proto() for event in events if event.concerns(fingerprint)]
                 if changes or not events:
                     reached = events[-1].revision if events else self._layout.revision
                     # A revision with unsent events is not reached: a client that resumes here needs the rest.
@@ -206,7 +222,8 @@ class LayoutWatch:
         cursor = 0
         while True:
             cursor, parts = self._layout.scan(cursor, SCAN_KEYS)
-            changes = [change for part in parts for change in _admissions(*part) if _concerns(change, fingerprint)]
+            events = (event for part in parts for event in _admissions(revision, *part))
+            changes = [event.to_proto() for event in events if event.concerns(fingerprint)]
             if changes:
                 yield pb.WatchResponse(revision=revision, snapshot=True, changes=changes)
             if not cursor:
@@ -214,17 +231,8 @@ class LayoutWatch:
             await asyncio.sleep(0)
 
 
-def _admissions(instance_id: str, tier: int, fingerprint: bytes, keys: bytes) -> Iterator[pb.LayoutChange]:
-    """Changes that admit `keys`, each small enough for a response."""
+def _admissions(revision: int, instance_id: str, tier: int, fingerprint: bytes, keys: bytes) -> Iterator[LayoutEvent]:
+    """Events that admit `keys`, each small enough for a response."""
     step = FRAME_BYTES // KEY_BYTES * KEY_BYTES
     for start in range(0, len(keys), step):
-        yield pb.LayoutChange(
-            instance_id=instance_id,
-            tier=chunk_pb2.Tier.ValueType(tier),
-            fingerprint=fingerprint,
-            admitted_keys=keys[start : start + step],
-        )
-
-
-def _concerns(change: pb.LayoutChange, fingerprint: bytes) -> bool:
-    return not fingerprint or change.instance_gone or change.fingerprint == fingerprint
+        yield LayoutEvent(revision, instance_id, tier, fingerprint, keys[start : start + step])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -148,6 +150,29 @@ async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) 
         await anext(watched.watch(101))
     response = await anext(watched.watch(102))
     assert [change.admitted_keys[0] for change in response.changes] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("key_count", [1, 4, 16, 64, 1000])
+def test_the_history_takes_no_more_memory_than_it_counts(key_count: int) -> None:
+    program = f"""
+import os
+from pathlib import Path
+from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.services.layout_watch import HISTORY_BYTES, LayoutWatch
+
+def used_bytes():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
+
+watched = LayoutWatch(LayoutMap())
+before = used_bytes()
+for revision in range(HISTORY_BYTES // 256):
+    watched.changed(10**6 + revision, "node-1", 2, os.urandom(16), os.urandom({16 * key_count}), b"")
+print(used_bytes() - before, HISTORY_BYTES)
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    used_bytes, limit_bytes = map(int, printed.split())
+    assert used_bytes <= 1.25 * limit_bytes
 
 
 async def test_a_watcher_that_does_not_read_is_cut_off_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
