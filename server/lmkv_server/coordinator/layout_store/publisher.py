@@ -32,7 +32,7 @@ class Publisher:
         self._on_refused = on_refused
         self._backlog = Backlog()
         self._complete: dict[ChunkOwner, int] = {}
-        """The newest term of each instance whose snapshot is published."""
+        """The newest term of each instance whose snapshot is published; of instances that left, until the next renewal."""
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self.published_count = 0
@@ -70,7 +70,9 @@ class Publisher:
         while True:
             await asyncio.sleep(interval_seconds)
             by_shard: dict[int, list[Publication]] = {}
-            for publication in publications():
+            current = {publication.owner: publication for publication in publications()}
+            self._complete = {owner: term for owner, term in self._complete.items() if owner in current}
+            for publication in current.values():
                 by_shard.setdefault(publication.owner.shard, []).append(publication)
             for shard, renewed in by_shard.items():
                 for start in range(0, len(renewed), RENEWALS_PER_CALL):

@@ -328,6 +328,26 @@ async def test_a_publisher_that_waits_for_space_continues_once_there_is_some(
     await store.aclose()
 
 
+async def test_a_publisher_forgets_the_instances_that_have_left(server: RedisServer) -> None:
+    store = await connected(server.url)
+    publisher = Publisher(store, lambda *_: None)
+    open_publications: list[Publication] = []
+    for number in range(20):
+        owner = ChunkOwner("", f"visitor-{number}")
+        open_publications.append(Publication(owner, 1, await store.next_term(owner), publisher.enqueue))
+        open_publications[-1].publish_complete()
+    publishing = asyncio.create_task(publisher.run())
+    renewing = asyncio.create_task(publisher.renew(lambda: open_publications, 0.01))
+    await until(lambda: len(publisher._complete) == 20)
+    while len(open_publications) > 1:
+        open_publications.pop().publish_gone()
+    await until(lambda: list(publisher._complete) == [ChunkOwner("", "visitor-0")])
+    for task in (publishing, renewing):
+        task.cancel()
+    await asyncio.gather(publishing, renewing, return_exceptions=True)
+    await store.aclose()
+
+
 async def test_a_server_that_freezes_is_done_without(
     pair: tuple[Coordinator, Coordinator], server: RedisServer
 ) -> None:
