@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import grpc
 
-from lmkv.keys import ChunkKey
+from lmkv.keys import KEY_BYTES, ChunkKey
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.chaos.actor import Actor
@@ -17,7 +17,25 @@ from tests.chaos.victim import PATIENCE_SECONDS, Coordinator
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 
 CHUNKS = 64
+MANY_CHUNKS = 50_000
+"""As many as one report can have."""
 STAY_SECONDS = 1.0
+
+
+async def fill_histories(coordinator: Coordinator, size_bytes: int) -> None:
+    """Has instances come and go until the history of watches has passed on keys of this size, and is full from then on.
+
+    Coordinators that share a layout map pass on the same changes.
+    """
+    async with coordinator.open_channel() as channel:
+        for number in range(-(-size_bytes // (MANY_CHUNKS * KEY_BYTES))):
+            chunks = [ChunkKey(b"filling!" + index.to_bytes(8, "big")) for index in range(MANY_CHUNKS)]
+            instance = ScriptedInstance(channel, {}, f"filler-{number}", SPEC, chunks)
+            with suppress(TimeoutError):  # a busy coordinator has read it, but not confirmed it within some seconds
+                await instance.join()
+            await instance.leave()
+            request = registry_pb.DeregisterRequest(instance_id=instance.instance_id, epoch=instance.epoch)
+            await RegistryServiceStub(channel).Deregister(request, timeout=PATIENCE_SECONDS)
 
 
 class VisitorActor(Actor):

@@ -32,7 +32,7 @@ class Publisher:
         self._on_refused = on_refused
         self._backlog = Backlog()
         self._complete: dict[ChunkOwner, int] = {}
-        """The newest term of each instance whose snapshot is published; of instances that left, until the next renewal."""
+        """The newest term of each instance whose snapshot is published; cleared of others at each renewal."""
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self.published_count = 0
