@@ -180,7 +180,7 @@ def eviction(report: Report) -> Chart:
     lru, learned = Series("lru", VLLM.colour), Series("learned, the default", LMKV.colour)
     groups = [
         Group(
-            f"{word(trace)}, {word(pool).removeprefix('a ')}",
+            f"{word(trace)}, {word(pool)}",
             (Bar(((lru, rates["lru"]),), rates["opt"]), Bar(((learned, rates["learned"]),), rates["opt"])),
         )
         for (trace, pool), rates in hit_rates(report.rows).items()
