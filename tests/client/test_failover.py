@@ -71,7 +71,7 @@ async def test_a_stream_of_lookups_continues_at_the_other(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator, coordinator.lookup_stream() as stream:
         assert not (await stream.lookup([1] * 256)).holders
         await two.first.aclose()
-        await until(lambda: stream._call is None or stream._call.ended)
+        await until(lambda: stream._call is None or stream._call.has_ended)
         assert not (await stream.lookup([1] * 256)).holders
 
 

@@ -127,7 +127,7 @@ async def test_a_watch_gives_up_once_its_patience_is_over() -> None:
 
 async def test_a_stream_of_lookups_opens_again_after_its_end(stumbling: Stumbling) -> None:
     async with Coordinator(stumbling.address) as coordinator, coordinator.lookup_stream() as stream:
-        with pytest.raises(Unreachable, match="ended the lookup stream"):
+        with pytest.raises(Unreachable, match="ended the lookups"):
             await stream.lookup(PROMPT)
         stumbling.lookups_until_end = 3
         assert [(await stream.lookup(PROMPT)).revision for _ in range(3)] == [2, 1, 0]

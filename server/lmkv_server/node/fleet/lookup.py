@@ -11,16 +11,18 @@ from typing import Any, cast
 from lmkv import rpc
 from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.rpc.lookup_call import LookupCall
 from lmkv.telemetry.spans import current_ids
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.node.fleet.lookup_call import LookupCall
 
 logger = logging.getLogger(__name__)
 
 MAX_LOOKUP_KEYS = 32_768
 """Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
 
+IDLE_SECONDS = 30.0
+"""A call without lookups ends after this time."""
 UNARY_SECONDS = 10.0
 """After a failure on the stream each lookup is a call of its own for this time: a coordinator delays refusals. On a
 stream, that also delays the lookups behind them; and only a call has a deadline that the coordinator knows."""
@@ -92,7 +94,7 @@ class CoordinatorLookup:
         self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
     ) -> cache_service_pb2.LookupResponse:
         if self._call is None or self._call.has_ended:
-            self._call = LookupCall(cache, self._coordinator_address)
+            self._call = LookupCall(cache, self._coordinator_address, idle_seconds=IDLE_SECONDS)
         call = self._call
         try:
             async with asyncio.timeout(deadline_seconds):

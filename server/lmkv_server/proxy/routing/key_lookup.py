@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +19,8 @@ from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError, ModelNotFound, Unreachable
 from lmkv.rpc.failover import Failover
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupResult, LookupStreamRequest
+from lmkv.rpc.lookup_call import LookupCall
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -37,8 +36,6 @@ LIST_TIMEOUT_SECONDS = 5.0
 PAUSE_SECONDS = 1.0
 """While lookups fail, one is tried per this time; other requests do not wait for it."""
 _LIST = "lmkv.v1.RegistryService/ListInstances"
-
-_Pending = asyncio.Future[LookupResult]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +83,7 @@ class KeyLookup:
         self._secret = secret
         self._namespaces: Namespaces | None = None
         self._list_error: LmkvError | None = None
-        self._call: _LookupCall | None = None
+        self._call: LookupCall | None = None
         self._failures = LookupFailures(logger, counters)
         self._recent = RecentPicks()
         self._retry_time = 0.0
@@ -183,7 +180,8 @@ class KeyLookup:
         address = self._coordinators.current
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._open(address).look_up(requests)
+                call = self._open(address)
+                return await asyncio.gather(*(call.lookup(request) for request in requests))
         except TimeoutError:
             self._coordinators.report_failure(address)
             raise
@@ -191,12 +189,12 @@ class KeyLookup:
             self._coordinators.report_failure(address)
             raise
 
-    def _open(self, address: str) -> _LookupCall:
+    def _open(self, address: str) -> LookupCall:
         """The stream to a coordinator, which is opened if there is none."""
         if self._call is None or self._call.has_ended or self._call.address != address:
             if self._call is not None:
-                self._call.cancel()
-            self._call = _LookupCall(address, CacheServiceStub(self._channels[address]))
+                self._call.end()
+            self._call = LookupCall(CacheServiceStub(self._channels[address]), address)
         return self._call
 
     async def _list(self, address: str) -> list[Instance]:
@@ -212,60 +210,3 @@ class KeyLookup:
             if not response.next_page_token:
                 return instances
             request = ListInstancesRequest(page_token=response.next_page_token)
-
-
-class _LookupCall:
-    """One stream and its pending lookups. Results arrive in the order of the lookups."""
-
-    def __init__(self, address: str, cache: Any) -> None:
-        self.address = address
-        self.has_ended = False
-        self._cache = cache
-        self._messages: asyncio.Queue[LookupStreamRequest] = asyncio.Queue()  # bounded by the requests in flight
-        self._pending: deque[_Pending] = deque()
-        self._reader = asyncio.create_task(self._read(), name="lmkv-picker-lookups")
-
-    async def look_up(self, requests: Sequence[LookupRequest]) -> list[LookupResponse]:
-        """Raises the coordinator's error, or `Unreachable`."""
-        loop = asyncio.get_running_loop()
-        answers: list[_Pending] = [loop.create_future() for _ in requests]
-        self._pending.extend(answers)
-        self._messages.put_nowait(LookupStreamRequest(requests=requests))
-        responses = []
-        for result in await asyncio.gather(*answers):
-            if result.HasField("error"):
-                raise rpc.from_status(result.error)
-            responses.append(result.response)
-        return responses
-
-    def cancel(self) -> None:
-        """Ends the stream."""
-        self._reader.cancel()
-
-    async def aclose(self) -> None:
-        """Ends the stream, and waits until it has ended."""
-        self.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-
-    async def _send(self) -> AsyncIterator[LookupStreamRequest]:
-        while True:
-            yield await self._messages.get()
-
-    async def _read(self) -> None:
-        end: LmkvError = Unreachable(f"the coordinator at {self.address} ended the stream", address=self.address)
-        call = self._cache.LookupStream(self._send())
-        try:
-            async for message in call:
-                for result in message.results:
-                    answer = self._pending.popleft()
-                    if not answer.done():  # its request may have timed out
-                        answer.set_result(result)
-        except grpc.RpcError as error:
-            end = rpc.from_rpc_error(error)
-        finally:
-            self.has_ended = True
-            call.cancel()
-            for answer in self._pending:
-                if not answer.done():
-                    answer.set_exception(end)
-                    answer.exception()  # it may be that nothing awaits it any more

@@ -1,41 +1,58 @@
-"""One `LookupStream` call of a node: lookups take about half the time of unary calls. Used by `fleet.lookup`."""
+"""One `LookupStream` call, for clients, nodes and the picker: lookups take about half the time of unary calls."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from lmkv import rpc
 from lmkv.errors import LmkvError, Unreachable
-from lmkv.rpc.lookup_batches import take_batch
+from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 
-IDLE_SECONDS = 30.0
-"""A call without lookups ends after this time: at the coordinator it takes memory."""
+BATCH_BYTES = MAX_MESSAGE_BYTES // 2
+"""Maximum size of a message of several lookups."""
+
+Answer = asyncio.Future[LookupResponse]
 
 
 class LookupCall:
-    """One call and its pending lookups. Answers arrive in the order of the lookups."""
+    """One call and its pending lookups. Answers arrive in the order of the lookups.
 
-    def __init__(self, cache: Any, address: str, idle_seconds: float = IDLE_SECONDS) -> None:
-        """`cache` is a stub of the coordinator at `address`."""
+    Lookups that wait while a message is being sent go into the next one. The caller bounds their number.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        address: str,
+        *,
+        idle_seconds: float | None = None,
+        to_error: Callable[[grpc.RpcError], LmkvError] = from_rpc_error,
+        on_failure: Callable[[LmkvError], None] = lambda _: None,
+    ) -> None:
+        """`cache` is a stub of the coordinator at `address`. Without lookups the call ends after `idle_seconds`: at the
+        coordinator it takes memory. `on_failure` is called when the call ends unless `end` or idleness ends it.
+        """
+        self.address = address
         self.has_ended = False
         """Whether the call takes no more lookups."""
         self._cache = cache
-        self._address = address
         self._idle_seconds = idle_seconds
-        self._requests: deque[tuple[LookupRequest, asyncio.Future[LookupResponse]]] = deque()
+        self._to_error = to_error
+        self._on_failure = on_failure
+        self._requests: deque[tuple[LookupRequest, Answer]] = deque()
         self._has_requests = asyncio.Event()
-        self._pending: deque[asyncio.Future[LookupResponse]] = deque()
-        self._reader = asyncio.create_task(self._read(), name="lmkv-node-lookups")
+        self._pending: deque[Answer] = deque()
+        self._reader = asyncio.create_task(self._read(), name="lmkv-lookups")
 
     async def lookup(self, request: LookupRequest) -> LookupResponse:
         """Raises the coordinator's error, or `Unreachable`. Cancelling it does not affect other lookups."""
-        answer: asyncio.Future[LookupResponse] = asyncio.get_running_loop().create_future()
+        answer: Answer = asyncio.get_running_loop().create_future()
         self._requests.append((request, answer))
         self._has_requests.set()
         return await answer
@@ -68,7 +85,7 @@ class LookupCall:
                 yield message
 
     async def _read(self) -> None:
-        end: LmkvError = Unreachable(f"the coordinator at {self._address} ended the lookups", address=self._address)
+        end: LmkvError = Unreachable(f"the coordinator at {self.address} ended the lookups", address=self.address)
         call: Any = None
         try:
             call = self._cache.LookupStream(self._messages())
@@ -78,18 +95,38 @@ class LookupCall:
                     if answer.done():
                         continue
                     if result.HasField("error"):
-                        answer.set_exception(rpc.from_status(result.error))
+                        answer.set_exception(from_status(result.error))
                     else:
                         answer.set_result(result.response)
         except grpc.RpcError as error:
-            end = rpc.from_rpc_error(error)
+            end = self._to_error(error)
         except grpc.aio.UsageError:  # the channel was closed before
             pass
         finally:
-            self.has_ended = True
+            if not self.has_ended:
+                self.has_ended = True
+                self._on_failure(end)
             if call is not None:
                 call.cancel()
             for answer in (*self._pending, *(answer for _, answer in self._requests)):
                 if not answer.done():
                     answer.set_exception(end)
                     answer.exception()  # it may be that nothing awaits it any more
+
+
+def take_batch(waiting: deque[tuple[LookupRequest, Answer]], pending: deque[Answer]) -> LookupStreamRequest:
+    """Moves lookups from `waiting` into a message, and their answers to `pending`, in order.
+
+    Lookups whose answer is done are dropped: their caller was cancelled. The message may be empty.
+    """
+    message, size_bytes = LookupStreamRequest(), 0
+    while waiting:
+        request, answer = waiting[0]
+        if message.requests and size_bytes + request.ByteSize() > BATCH_BYTES:
+            break
+        waiting.popleft()
+        if not answer.done():
+            message.requests.append(request)
+            size_bytes += request.ByteSize()
+            pending.append(answer)
+    return message

@@ -13,10 +13,10 @@ import pytest
 from lmkv import rpc
 from lmkv.errors import BadChunkKey, Unreachable
 from lmkv.keys import ChunkKey
+from lmkv.rpc.lookup_call import LookupCall
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv_server.node.fleet.lookup import CoordinatorLookup
-from lmkv_server.node.fleet.lookup_call import LookupCall
 from tests.waiting import WAIT_SECONDS, until
 
 KEY = ChunkKey(bytes(16))
