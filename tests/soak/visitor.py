@@ -35,7 +35,8 @@ async def fill_histories(coordinator: Coordinator, size_bytes: int) -> None:
                 await instance.join()
             await instance.leave()
             request = registry_pb.DeregisterRequest(instance_id=instance.instance_id, epoch=instance.epoch)
-            await RegistryServiceStub(channel).Deregister(request, timeout=PATIENCE_SECONDS)
+            with suppress(grpc.RpcError):  # its lease has expired before
+                await RegistryServiceStub(channel).Deregister(request, timeout=PATIENCE_SECONDS)
 
 
 class VisitorActor(Actor):
