@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import kubernetes_validate
@@ -99,6 +100,15 @@ def test_a_sidecar_runs_as_the_user_of_its_engine_unless_that_is_root(user: int 
     (node,) = patched(created, inject(created, {"both": SIDECAR}))["spec"]["initContainers"]
     assert node == {**NODE, "securityContext": {"runAsUser": node_user}}
     assert NODE["securityContext"] == {"runAsUser": 10001}
+
+
+def test_a_sidecar_keeps_the_other_settings_of_its_security_context() -> None:
+    node = {**NODE, "securityContext": {"readOnlyRootFilesystem": True, "runAsUser": 10001}}
+    created = pod(securityContext={"runAsUser": 1000})
+    (made,) = patched(created, inject(created, {"both": replace(SIDECAR, init_containers=(node,))}))["spec"][
+        "initContainers"
+    ]
+    assert made["securityContext"] == {"readOnlyRootFilesystem": True, "runAsUser": 1000}
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,38 @@ def test_what_another_epoch_of_the_instance_held_is_not_loaded() -> None:
     load = follower.begin_load()
     assert follower.set_term(load, (3, EPOCH))
     assert follower.is_loading(load)
+
+
+def following(chunks: Mapping[ChunkKey, int]) -> InstanceFollower:
+    """A follower that has loaded a snapshot."""
+    instance = Instance(InstanceInfo(instance_id="a", epoch=EPOCH, peer_address="host:1"), 0.0, 1.0)
+    follower = InstanceFollower(LayoutMap(), instance, on_load_request=lambda _: None, on_unsynced=lambda _: None)
+    follower.request_load()
+    load = follower.begin_load()
+    assert follower.set_term(load, (3, EPOCH))
+    place = bytes([TIER]) + FINGERPRINT
+    records = b"".join(place + key + tokens.to_bytes(4, "little") for key, tokens in chunks.items())
+    follower.add_records(load, MARKER + records)
+    follower.finish_scan(load, (1, 0))
+    follower.advance((1, 0))
+    assert follower.is_current
+    return follower
+
+
+def test_an_entry_reports_whether_it_changed_installed_chunks() -> None:
+    follower = following(dict.fromkeys(KEYS[:2], CHUNK_SIZE))
+    changes = [change(dict.fromkeys(KEYS[2:3], CHUNK_SIZE), set())]
+    assert follower.handle_entry(LogEntry(EntryKind.CHANGES, "", "a", EPOCH, 3, changes, []))
+    assert not follower.handle_entry(LogEntry(EntryKind.CHANGES, "", "a", EPOCH, 4, changes, []))
+    assert not follower.handle_entry(LogEntry(EntryKind.CHANGES, "", "a", EPOCH + 1, 3, changes, []))
+    assert not follower.handle_entry(LogEntry(EntryKind.COMPLETE, "", "a", EPOCH, 3, [], []))
+
+
+def test_a_closed_follower_changes_nothing_and_loads_nothing() -> None:
+    follower = following(dict.fromkeys(KEYS[:2], CHUNK_SIZE))
+    follower.close()
+    changes = [change(dict.fromkeys(KEYS[2:3], CHUNK_SIZE), set())]
+    assert not follower.handle_entry(LogEntry(EntryKind.CHANGES, "", "a", EPOCH, 3, changes, []))
+    assert follower._layout.match_at("a", TIER, KEYS[2]) == (0, 0)
+    follower.request_load()
+    assert not follower.needs_load

@@ -111,3 +111,10 @@ def test_freed_neighbours_become_one_run() -> None:
         free.give(page * ALIGNMENT, ALIGNMENT)
         free.check()
     assert free.take(3 * ALIGNMENT) == 0
+
+
+def test_nothing_cannot_be_taken_at_a_place() -> None:
+    free = FreeList(2 * ALIGNMENT)
+    assert not free.take_at(ALIGNMENT, 0)
+    free.check()
+    assert free.longest_bytes == 2 * ALIGNMENT, "the run is not divided"

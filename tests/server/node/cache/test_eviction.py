@@ -410,3 +410,11 @@ def test_what_a_policy_remembers_of_evicted_chunks_is_bounded() -> None:
         if len(queue) > 10:
             queue.pop()
     assert len(policy._once_chosen) + len(policy._again_chosen) <= 11
+
+
+def test_superseded_chunks_leave_in_the_order_in_which_they_were_superseded() -> None:
+    queue = EvictionQueue()
+    add(queue, 0, 10, 11)
+    for number in (11, 0, 10):
+        queue.supersede(chunk_key(number))
+    assert evicted(queue) == [11, 0, 10]

@@ -97,22 +97,25 @@ def test_learning_in_slices_finds_what_learning_at_once_does(monkeypatch: pytest
             steps[slice_size] += 1
     assert any(sliced.index[1])
     assert sliced.index == at_once.index
+    assert {len(of_group) for of_group in sliced.index} == {reuse_times.AGE_COUNT}
     assert steps[8] == steps[50] + 6
 
 
-def test_a_full_sample_is_made_smaller_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 64)
+@pytest.mark.parametrize("size", [63, 64, 65])
+def test_a_full_sample_is_made_smaller_in_slices(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", size)
     monkeypatch.setattr(reuse_times, "PRUNED", 8)
     times = reuse_times.ReuseTimes(1)
-    records = [reuse_times.Record(chunk_key(number), 0) for number in range(65)]
+    records = [reuse_times.Record(chunk_key(number), 0) for number in range(size + 1)]
     for record in records:
         before = len(times)
         times.add(record)
         assert len(times) > before - 8
-    while times._prune_from:
+    for _ in range(size):
         times.learn(100)
+    assert times._prune_from == 0
     kept = [record for record in records if record.slot >= 0]
-    assert 0 < len(kept) == len(times) < 64
+    assert 0 < len(kept) == len(times) < size
     assert not any(record.bits & 1 for record in kept)
 
 
@@ -159,3 +162,77 @@ def test_the_rank_at_each_end_of_a_line_is_that_of_its_chunk() -> None:
         policy.admit(chunk_key(number))
     (line,) = (line for line in policy._lines if line)
     assert [policy._rank(line, youngest=youngest)[1] for youngest in (False, True)] == [1, 3]
+
+
+def admitted(*numbers: int) -> Learned:
+    """A policy that has these chunks, all of one group, and nothing learned: the oldest leave first."""
+    policy = Learned()
+    for number in numbers:
+        policy.admit(chunk_key(number))
+    return policy
+
+
+def test_a_forgotten_chunk_leaves_the_sample() -> None:
+    policy = admitted(1, 2)
+    assert len(policy._times) == 2
+    policy.forget(chunk_key(1))
+    assert policy._times._sample == [policy._records[chunk_key(2)]]
+
+
+def test_a_chunk_outside_of_the_sample_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 1)
+    policy = admitted(*range(20))
+    outside = [key for key, record in policy._records.items() if record.slot < 0]
+    assert outside
+    sample = list(policy._times._sample)
+    for key in outside:
+        policy.forget(key)
+    assert policy._times._sample == sample
+
+
+def test_of_chunks_of_which_nothing_is_known_the_oldest_leaves() -> None:
+    policy = admitted(1, 2, 3)
+    assert [policy.choose() for _ in range(4)] == [chunk_key(1), chunk_key(2), chunk_key(3), None]
+
+
+def test_the_youngest_leaves_if_the_older_ones_are_about_to_be_used() -> None:
+    policy = admitted(1, 2, 3)
+    for index in policy._times.index:
+        index[:] = [float(level) for level in range(reuse_times.AGE_COUNT)]
+    assert policy.choose() == chunk_key(3)
+
+
+def test_groups_are_compared_after_some_choices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = admitted(*range(20))
+    compared: list[int] = []
+    monkeypatch.setattr(policy._times, "learn", compared.append)
+    for count in range(1, 17):
+        assert policy.choose() is not None
+        assert len(compared) == -(-count // learned.MAX_CHOICES)
+
+
+def test_a_chunk_that_returns_is_not_forgotten_as_an_evicted_one() -> None:
+    policy = admitted(*range(10))
+    gone = policy.choose()
+    assert gone == chunk_key(0)
+    assert list(policy._chosen) == [gone]
+    policy.admit(gone)
+    assert not policy._chosen
+    policy.use(chunk_key(1))
+    assert not policy._chosen
+    for number in range(2, 6):
+        assert policy.choose() == chunk_key(number)
+    assert list(policy._chosen) == [chunk_key(number) for number in range(2, 6)]
+
+
+def test_learning_begins_after_more_than_64_times() -> None:
+    times = reuse_times.ReuseTimes(1)
+    record = reuse_times.Record(chunk_key(1), 0)
+    times.add(record)
+    for now in range(64):
+        times.ended(record, now, again=True)
+    times.learn(64)
+    assert times._learning is None
+    times.ended(record, 64, again=True)
+    times.learn(65)
+    assert times._learning is not None

@@ -186,3 +186,17 @@ def test_a_chunk_counts_once_among_the_pins_of_an_owner() -> None:
     pins.clear()
     pins.check()
     assert pins.owned_bytes() == 0
+
+
+def test_the_revision_increases_with_each_pin_that_begins_or_ends() -> None:
+    _, pins = filled()
+    revisions = [pins.revision]
+    pins.pin("p", chunk_keys(0), 0.0, 10)
+    revisions.append(pins.revision)
+    pins.pin("q", chunk_keys(1), 0.0, 10)
+    revisions.append(pins.revision)
+    pins.unpin("p")
+    revisions.append(pins.revision)
+    pins.expire(10.0)
+    revisions.append(pins.revision)
+    assert revisions == sorted(set(revisions))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from lmkv.transfer.bandwidth import Bandwidth
@@ -187,3 +189,18 @@ def test_a_read_that_ends_after_its_holder_was_deactivated_is_measured() -> None
     it.plan.deactivate(one)
     it.plan.record_read(one, CHUNK_BYTES, CHUNK_BYTES / EXACT * 4)
     assert (one.bandwidth.rate(0.0) or 0.0) < EXACT
+
+
+def test_of_several_holders_the_one_that_takes_longest_is_relieved() -> None:
+    slow, fast, idle = holder(known(GB)), holder(known(10 * GB)), holder(known(GB))
+    plan = world(40, slow, fast, idle).plan
+    slow.assigned, fast.assigned = set(range(10)), set(range(10, 30))
+    slow.pending, fast.pending = deque(range(10)), deque(range(10, 30))
+    plan.active[:] = [slow, fast]
+    assert plan._steal(idle) == [5, 6, 7, 8, 9]
+    assert len(fast.pending) == 20
+
+
+def test_a_holder_whose_answer_takes_longer_than_the_work_has_no_share() -> None:
+    late = holder(known(GB, answer_seconds=1000.0))
+    assert world(40, late).plan._share(4, late, GB, GB) == 0.0

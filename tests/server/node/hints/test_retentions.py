@@ -127,3 +127,24 @@ def test_callers_that_retain_several_chunks_again_and_again_leave_no_trail() -> 
         retentions.retain(chunks[2:], b"b", 1, float(turn))
         assert len(retentions._due) <= 2 * LIMIT + 16
     retentions.check()
+
+
+def test_a_quota_with_a_byte_too_few_has_no_room() -> None:
+    chunk_bytes = SPEC.chunk_bytes
+    events = CacheEvents()
+    tier = HostTier(CHUNKS * chunk_bytes, events)
+    chunks = [admit(tier, SPEC, number) for number in range(2)]
+    assert Retentions(tier, 4 * chunk_bytes).room(chunks, b"a") == 2
+    assert Retentions(tier, 4 * chunk_bytes - 1).room(chunks, b"a") == 1
+
+
+def test_ends_that_are_void_are_removed_once_they_are_more_than_half() -> None:
+    tier, retentions = make()
+    chunks = [admit(tier, SPEC, number) for number in range(2)]
+    retentions.retain(chunks, b"a", 1, 0.0)
+    lengths = []
+    for turn in range(1, 100):
+        retentions.retain(chunks[:1], b"a", 1, float(turn))
+        lengths.append(len(retentions._due))
+    assert max(lengths) == 20, "not more than twice the chunks and 16"
+    assert lengths.count(2) <= 99 // 18 + 1, "not with every retention: it takes time"

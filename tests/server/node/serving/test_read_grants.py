@@ -148,6 +148,7 @@ def test_a_session_is_good_for_the_identity_that_opened_it_alone(monkeypatch: py
     access = ReadAccess()
     sessions = PeerSessions(access)
     session = sessions.open("a", "n", 1)
+    assert len(bytes.fromhex(session.session_id)) >= 16, "it cannot be guessed"
     assert sessions.open("a", "n", 1, session.session_id) is session
     assert sessions.get("a", session.session_id) is session
     for identity, instance_id, session_id in (("b", "n", session.session_id), ("a", "m", session.session_id)):

@@ -82,6 +82,8 @@ def test_it_repeats_and_the_reason_has_a_name(name: str, value: object) -> None:
 
 def test_what_is_not_known_repeats() -> None:
     assert repeat_reason(COMPLETION | {"from_the_future": 1}, COMPLETIONS) == "from_the_future"
+    greedy = {"temperature": 0, "seed": 1}
+    assert repeat_reason(COMPLETION | greedy | {"from_the_future": 1}, COMPLETIONS) == "from_the_future"
 
 
 def test_a_completion_without_limit_has_its_default_and_a_chat_has_none() -> None:
@@ -185,3 +187,9 @@ def test_words_on_hand_overs_are_the_proxys_alone() -> None:
     assert without_handoff(hinted) == {"kv_transfer_params": {"lmkv": {"kv_hints": {"actions": []}}}}
     assert without_handoff({"kv_transfer_params": {"lmkv": "kv_hints"}}) == {"kv_transfer_params": None}
     assert with_handoff({"a": 1}, None) == {"a": 1}
+
+
+def test_a_limit_of_no_token_stays_one() -> None:
+    body = {"messages": [], "max_tokens": 0, "max_completion_tokens": 4}
+    made = decode_body(body, CHAT, [1], [2, 3], None)
+    assert (made["max_tokens"], made["max_completion_tokens"]) == (0, 2)

@@ -72,3 +72,10 @@ def test_a_prompt_of_which_a_later_chunk_has_expired_matches_up_to_it() -> None:
     recent.add(keys("abc"), "one", now=0)
     recent.add(keys("a"), "one", now=5)
     assert recent.matches(keys("abc"), now=12) == {"one": 1}
+
+
+def test_expired_picks_are_dropped_before_newer_ones_expire() -> None:
+    recent = RecentPicks(ttl_seconds=10)
+    recent.add(keys("abc"), "one", now=0)
+    recent.add(keys("xy"), "two", now=10)
+    assert recent._instances.keys() == {keys("x"), keys("y")}

@@ -126,3 +126,14 @@ def test_the_contents_of_a_folder_are_adopted_once_and_up_to_its_limit() -> None
     assert index.fill([disk_chunk(0), disk_chunk(1), disk_chunk(2), again]) == [disk_chunk(1), disk_chunk(0)]
     assert list(index) == [disk_chunk(2), again]
     index.check()
+
+
+def test_a_superseded_chunk_leaves_first_and_an_unknown_one_changes_nothing() -> None:
+    index = DiskIndex(3 * file_bytes(ALIGNMENT))
+    for number in range(3):
+        assert index.reserve(file_bytes(ALIGNMENT)) == []
+        index.admit(disk_chunk(number))
+    index.supersede(chunk_key(1))
+    index.supersede(chunk_key(7))
+    gone = index.reserve(file_bytes(ALIGNMENT))
+    assert [chunk.key for chunk in gone or []] == [chunk_key(1)]
