@@ -20,7 +20,7 @@ from benchmarks.systems.pairs import ROOT
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess, end_processes, free_port, pids_with_environment
-from tests.sglang.engine import SHIM, SglangProcess, storage_flags
+from tests.sglang.engine import SHIM, SglangProcess, linker_flags, storage_flags
 
 PAGE_TOKENS = 64
 STORE_SECONDS = 60.0
@@ -103,19 +103,13 @@ def lmkv_servers(plan: ServerPlan) -> Iterator[ServerPair]:
             for prompt in prompts:
                 coordinator.wait_for_holder(prompt, "one", len(prompt) // PAGE_TOKENS * PAGE_TOKENS, STORE_SECONDS)
 
-        linker = {"linker": "DirectLinker", "linker_module_path": "benchmarks.systems.direct_linker"}
-        direct = {
-            "--enable-unified-cache-external-linker": "",
-            "--unified-cache-external-linker-backend": "dynamic",
-            "--unified-cache-external-linker-config": json.dumps(linker),
-        }
         flags = storage_flags(prefetch_threshold=PAGE_TOKENS)
         try:
             yield ServerPair(
                 first=plan.server("lmkv-one", flags, settings("one")),
                 second=plan.server("lmkv-two", flags, settings("two")),
                 wait_until_stored=wait,
-                others={"linker": plan.server("linker", direct, settings("one"))},
+                others={"linker": plan.server("linker", linker_flags(), settings("one"))},
             )
         finally:
             end_processes(pids_with_environment({"LMKV_RUNTIME_DIR": str(sockets)}, "node"))

@@ -19,7 +19,7 @@ from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.demo.process import end_processes, free_port, pids_with_environment
-from tests.sglang.engine import PAGE_SIZE, SglangProcess, install_shims, storage_flags
+from tests.sglang.engine import PAGE_SIZE, SglangProcess, install_shims, linker_flags, storage_flags
 from tests.sglang.prompts import STORE_SECONDS
 
 TEST_TIMEOUT_SECONDS = 600
@@ -66,8 +66,12 @@ class Fleet:
         layout: str = "page_first_direct",
         rank_count: int = 1,
         settings: dict[str, str] | None = None,
+        links: bool = False,
     ) -> SglangProcess:
-        """An engine, not started, whose node is the instance `instance_id`, by default `name`."""
+        """An engine, not started, whose node is the instance `instance_id`, by default `name`.
+
+        `links`: it has the linker, and otherwise HiCache with the storage backend.
+        """
         instance_id = instance_id or name
         port = self._metrics_ports.setdefault(instance_id, free_port())
         environment = {
@@ -80,7 +84,7 @@ class Fleet:
             name,
             model or self._model,
             self._logs,
-            flags=storage_flags(layout),
+            flags=linker_flags() if links else storage_flags(layout),
             environment=environment | (settings or {}),
             rank_count=rank_count,
         )

@@ -96,6 +96,16 @@ def storage_flags(layout: str = "page_first_direct", **changes: Any) -> dict[str
     }
 
 
+def linker_flags(**settings: Any) -> dict[str, str]:
+    """The flags by which an engine loads its pages from lmkv without HiCache, with these settings of lmkv."""
+    linker = {"linker": "LmkvLinker", "linker_module_path": "lmkv_client.sglang", "linker_extra_config": settings}
+    return {
+        "--enable-unified-cache-external-linker": "",
+        "--unified-cache-external-linker-backend": "dynamic",
+        "--unified-cache-external-linker-config": json.dumps(linker),
+    }
+
+
 class SglangProcess(CheckedServer):
     """An SGLang server. Entering it starts it."""
 

@@ -143,11 +143,11 @@ class Dispatcher:
             with self._lock:
                 held.record.fell_short(chunk_count)
 
-    def refuse(self, held: HeldChunks) -> None:
-        """Notes that the hit is too short to load."""
+    def refuse(self, held: HeldChunks, kept: int, reason: MissReason) -> None:
+        """Notes that the hit behind its first `kept` chunks is computed."""
         if held.record:
             with self._lock:
-                held.record.refuse()
+                held.record.refuse(kept, reason)
 
     def release(self, held: HeldChunks) -> None:
         """Ends a lookup. Idempotent."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Self
 
 from lmkv.keys import ChunkKey
+from lmkv.misses.reason import MissReason
 from lmkv_client.engine.dispatcher import Dispatcher
 from lmkv_client.engine.extent import Extent
 from lmkv_client.engine.lookups import HeldChunks, LoadWaiter
@@ -68,10 +69,13 @@ class Held:
         waiter.future.add_done_callback(lambda loaded: self._count(chunks, loaded, wanted))
         return waiter.future
 
-    def refuse(self) -> None:
-        """Records that the caller computes the hit since it is too short to load: it counts as `below_minimum`."""
+    def refuse(self, kept: int = 0, *, reason: MissReason = MissReason.BELOW_MINIMUM) -> None:
+        """Records that the caller computes the hit behind its first `kept` chunks; it counts as missed for `reason`.
+
+        By default all of the hit, since it is too short to load.
+        """
         if self._chunks:
-            self._dispatcher.refuse(self._chunks)
+            self._dispatcher.refuse(self._chunks, kept, reason)
 
     def release(self) -> None:
         """Ends the lookup: its extents are no longer valid. Never blocks. Idempotent."""

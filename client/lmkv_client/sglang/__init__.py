@@ -1,11 +1,12 @@
-"""SGLang's HiCache storage backend: `LmkvStorage` keeps the pages of its host pool in a node of lmkv.
+"""SGLang with lmkv: `LmkvStorage`, a storage backend of HiCache, and `LmkvLinker`, an external linker without HiCache.
 
-SGLang imports it by `--hicache-storage-backend dynamic` with `module_path` `lmkv_client.sglang`. `host_pool` describes
-SGLang's pages, `kv_spec` what decides whether two engines share them, and `sglang_api` has all that is imported from
-SGLang.
-Start with `storage.LmkvStorage`.
+SGLang imports them by the names in its options (docs/guides/sglang.md). `page_store` has what both do: keys, lookups,
+copies and commits. `host_pool` and `device_pool` describe SGLang's pages, `kv_spec` what decides whether two engines
+share them, and `sglang_api` and `linker_api` have all that is imported from SGLang.
+Start with `page_store.PageStore`.
 """
 
+from lmkv_client.sglang.linker import LmkvLinker
 from lmkv_client.sglang.storage import LmkvStorage
 
-__all__ = ["LmkvStorage"]
+__all__ = ["LmkvLinker", "LmkvStorage"]

@@ -11,6 +11,7 @@ import pytest
 
 from lmkv import telemetry
 from lmkv.misses.messages import describe
+from lmkv.misses.reason import MissReason
 from lmkv.rpc.endpoints import CHANNEL_OPTIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -91,6 +92,17 @@ def test_a_hit_that_is_refused_is_below_the_minimum(attach: Attach) -> None:
         held.refuse()
     assert dict(engine.counters.miss_tokens) == {"below_minimum": CHUNK, "never_stored": 2 * CHUNK}
     assert dict(engine.counters.tier_tokens) == {}
+
+
+def test_what_is_refused_behind_the_first_chunks_counts_for_its_reason(attach: Attach) -> None:
+    engine = attach()
+    keys = engine.keys(prompt(3))
+    store(engine, keys)
+    with engine.lookup(keys, timeout=WAIT_SECONDS) as held:
+        held.refuse(1, reason=MissReason.SLOWER)
+        assert len(list(held.load(1, timeout=WAIT_SECONDS))) == 1
+    assert dict(engine.counters.miss_tokens) == {"slower": 2 * CHUNK}
+    assert dict(engine.counters.tier_tokens) == {"own": CHUNK}
 
 
 def test_a_prompt_that_was_looked_up_before_counts_only_what_it_fails_to_bring(attach: Attach) -> None:

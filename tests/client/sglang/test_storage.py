@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 
 from lmkv.errors import ConfigError
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_client.demo.process import ServerProcess
 from lmkv_client.sglang import LmkvStorage
+from tests.client.sglang.conftest import NodeOfTests
 from tests.client.sglang.contract import (
     MLA_SHAPES,
     PAGE_SIZE,
@@ -24,7 +22,7 @@ from tests.client.sglang.contract import (
     page_hashes,
     slots,
 )
-from tests.waiting import is_listening, wait_until
+from tests.waiting import wait_until
 
 TOKENS = list(range(1000, 1000 + 6 * PAGE_SIZE + 3))
 HASHES = page_hashes(TOKENS)
@@ -34,37 +32,6 @@ SECOND = [20, 2, 8, 6, 5, 7]
 """Pages of the pool into which it is read."""
 
 Start = Callable[..., LmkvStorage]
-
-
-class NodeOfTests(ServerProcess):
-    """A node without engines, which restarts under the same name."""
-
-    def __init__(self, folder: Path, logs: Path, coordinator: CoordinatorProcess) -> None:
-        self.socket = folder / "node" / "engine.sock"
-        environment = {
-            "LMKV_INSTANCE_ID": "node",
-            "LMKV_RUNTIME_DIR": str(folder),
-            "LMKV_COORDINATOR_ADDRESS": coordinator.address,
-            "LMKV_MAX_LOCAL_CPU_SIZE": "16MiB",
-        }
-        super().__init__("node", [sys.executable, "-m", "lmkv", "node"], logs / "node.log", environment)
-
-    def start_and_wait(self) -> None:
-        self.start()
-        self.wait_until(lambda: is_listening(self.socket), "ready", 30.0)
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[CoordinatorProcess]:
-    with CoordinatorProcess(tmp_path) as coordinator:
-        yield coordinator
-
-
-@pytest.fixture
-def node(tmp_path: Path, short_folder: Path, coordinator: CoordinatorProcess) -> Iterator[NodeOfTests]:
-    with NodeOfTests(short_folder, tmp_path, coordinator) as node:
-        node.start_and_wait()
-        yield node
 
 
 @pytest.fixture
@@ -220,7 +187,7 @@ def test_once_weights_change_nothing_is_loaded_or_stored(start: Start) -> None:
 def test_a_host_pool_that_cannot_be_copied_is_refused(start: Start) -> None:
     pool = host_pool("page_first_direct")
     pool.kv_buffer = pool.kv_buffer[..., :3].contiguous()  # rows of 6 bytes
-    with pytest.raises(ConfigError, match="cannot copy the host pool"):
+    with pytest.raises(ConfigError, match="cannot copy the pages of SGLang"):
         start(pool)
 
 

@@ -108,10 +108,10 @@ class PromptRecord:
         if self._loaded_chunks is not None and chunk_count > self._loaded_chunks:
             self._loaded_chunks = chunk_count if chunk_count < self._hit_chunks else None
 
-    def refuse(self) -> None:
-        """Nothing of the hit is loaded: it is too short."""
-        self.account.unused = MissReason.BELOW_MINIMUM
-        self._loaded_chunks = 0
+    def refuse(self, kept: int, reason: MissReason) -> None:
+        """The hit behind its first `kept` chunks is computed, for that reason."""
+        self.account.unused = reason
+        self._loaded_chunks = kept
 
     def tier_behind(self, chunk_count: int) -> str:
         """The tier that had the chunk behind the first `chunk_count`."""
