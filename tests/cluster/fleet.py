@@ -26,6 +26,8 @@ from tests.cluster.translation import Manifest, Pod, find, pods_of, secret_data
 MODEL = "tiny"
 MODELS = "/models"
 CACHE = "cache"
+BUSY_SECONDS = 2.0
+"""Timeouts of lookups and loads: pods that wait for a processor miss nothing."""
 ENGINES = "StatefulSet/demo-lmkv-engine-"
 COORDINATOR = "StatefulSet/demo-lmkv-coordinator"
 PROXY = "Deployment/demo-lmkv-proxy"
@@ -47,6 +49,7 @@ def engine_values(registry: str) -> dict[str, Any]:
             ],
             "resources": {"limits": {"nvidia.com/gpu": None, "memory": "3Gi"}},
             "sharedMemory": 0.125,
+            "config": {"lookup_timeout": BUSY_SECONDS, "load_timeout": BUSY_SECONDS},
             "startTimeout": 600,
             "podSpec": {
                 "containers": [{"name": "engine", "startupProbe": {"periodSeconds": 1, "failureThreshold": 600}}]
@@ -57,7 +60,13 @@ def engine_values(registry: str) -> dict[str, Any]:
                 {"name": name, "value": text} for name, text in variables.items() if not name.startswith("VLLM_CPU_KV")
             ],
         },
-        "node": {"maxLocalCpuSize": 0.125, "memoryOverhead": 0.5, "resources": {"requests": {"cpu": "100m"}}},
+        "node": {
+            "config": {"coordinator_timeout": BUSY_SECONDS},
+            "maxLocalCpuSize": 0.125,
+            "memoryOverhead": 0.5,
+            "resources": {"requests": {"cpu": "100m"}},
+        },
+        "proxy": {"config": {"lookup_timeout": BUSY_SECONDS}},
     }
 
 

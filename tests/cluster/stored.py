@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from lmkv.errors import LmkvError
+from lmkv.misses.reason import MissReason
 from tests.cluster.fleet import MODEL, Fleet, prompt
 from tests.cluster.kubelet import RunningPod
 from tests.cluster.nodes import Missed, load_at, store_at
@@ -57,8 +59,19 @@ async def hit(fleet: Fleet, running: RunningPod, text: str, expected: str, least
     answer = await fleet.complete(running, text)
     assert answer.text == expected, f"{running.pod.name} says {answer.text!r}, not {expected!r}"
     if answer.cached_tokens < least:
-        raise Missed(f"{running.pod.name} loaded {answer.cached_tokens} tokens, not {least}")
+        raise Missed(f"{running.pod.name} loaded {answer.cached_tokens} tokens, not {least}; {await misses(fleet)}")
     return answer.cached_tokens
+
+
+async def misses(fleet: Fleet) -> str:
+    """Why engines have missed tokens since they started, as their metrics say."""
+    found = {}
+    for running in fleet.engines():
+        for reason in MissReason:
+            metrics = await asyncio.to_thread(fleet.endpoint(running).metrics, reason=reason.value)
+            if count := sum(value for name, value in metrics.items() if name.endswith("miss_tokens_total")):
+                found[f"{running.pod.name} {reason}"] = int(count)
+    return f"missed so far: {found}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
