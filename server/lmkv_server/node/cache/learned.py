@@ -1,9 +1,9 @@
 """An eviction policy that learns from the tier's own traffic how soon chunks are used again. Pure; no settings.
 
-Chunks are grouped by how often they were used, and by whether their last use was a hit. For each group the policy
-counts after which time its chunks are used again, or are not. From these counts follows, for each group and age, the
-number of hits to expect for the time that a chunk is kept longer (an index as by Gittins: the best such time counts).
-The chunk with the lowest index is evicted. Thereby
+Chunks are grouped by how often they were used. For each group the policy counts after which time its chunks are used
+again, or are not. From these counts follows, for each group and age, the number of hits to expect for the time that a
+chunk is kept longer (an index as by Gittins: the best such time counts). The chunk with the lowest index is evicted.
+Thereby
 
 - the group that new prompts belong to has a short probation if few of them continue, and a long one if many do;
 - chats in a later turn, and prefixes that are shared, are kept longer, if and only as long as they do return;
@@ -22,8 +22,7 @@ from lmkv_server.node.cache.reuse_times import AGE_COUNT, Record, ReuseTimes
 
 MEMORY = 8
 """Keys of evicted chunks that are remembered, for each chunk that is held."""
-USE_LEVELS = 8
-GROUP_COUNT = 2 * USE_LEVELS
+GROUP_COUNT = 8
 MAX_CHOICES = 7
 """Most chunks that are chosen from a group before all groups are compared again; fewer if another has the next one."""
 
@@ -87,8 +86,8 @@ class Learned:
             uses = record.uses = record.uses + 1
             if record.slot >= 0:
                 self._times.ended(record, self._time, again=True)
-        level = uses if uses < 3 else min((uses - 1).bit_length() + 1, USE_LEVELS - 1)
-        record.group, record.used_at = 2 * level + hit, self._time
+        record.group = uses if uses < 3 else min((uses - 1).bit_length() + 1, GROUP_COUNT - 1)
+        record.used_at = self._time
         if record.slot >= 0:
             self._times.used(record)
         self._lines[record.group][key] = record

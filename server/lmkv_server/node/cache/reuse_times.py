@@ -19,6 +19,10 @@ MAX_SAMPLE = 16384
 """Chunks whose times between uses are counted; a fixed fraction of all keys, chosen by their bits."""
 PRIOR = 32.0
 """Chunks that a group is assumed to have in common with all groups."""
+FIRST_TIMES = 16
+"""Times between uses after which learning begins. It begins anew when their number has grown by a sixteenth, or by an
+eighth of the sample if that is less: what the first requests teach is used at once."""
+GROWTH = 16
 SLICE = 1024
 """Chunks of the sample that one step of learning looks at, some 20 µs."""
 PRUNED = 64
@@ -82,6 +86,7 @@ class ReuseTimes:
         self._used_at = array("q", bytes(8 * MAX_SAMPLE))  # by place in the sample, as the records have them
         self._groups = array("b", bytes(MAX_SAMPLE))
         self._new_count = 0  # times that have ended since learning began
+        self._known_count = 0  # and before
         self._learning: Iterator[None] | None = None
 
     def __len__(self) -> int:
@@ -122,7 +127,9 @@ class ReuseTimes:
         """Does a step of learning if one is due; when all are done the index is made from what was counted by then."""
         if self._prune_from:
             self._prune()
-        if self._learning is None and self._new_count > max(64, len(self._sample) // 8):
+        due = max(FIRST_TIMES, min(self._known_count // GROWTH, len(self._sample) // 8))
+        if self._learning is None and self._new_count >= due:
+            self._known_count += self._new_count
             self._new_count = 0
             self._learning = self._steps(now)
         if self._learning and next(self._learning, self) is self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,26 @@ def test_learning_in_slices_finds_what_learning_at_once_does(monkeypatch: pytest
     assert steps[8] == steps[50] + 6
 
 
+def test_learning_begins_with_the_first_times_and_again_as_they_grow() -> None:
+    times = reuse_times.ReuseTimes(1)
+    record = reuse_times.Record(chunk_key(1), 0)
+    times.add(record)
+    times.used(record)
+    learned_at = []
+    for count in range(1, 1000):
+        times.ended(record, 10, again=True)
+        waits = times._learning is None
+        times.learn(100)
+        if waits and times._learning:
+            learned_at.append(count)
+        while times._learning:
+            times.learn(100)
+        assert any(times.index[0]) == bool(learned_at)
+    assert learned_at[0] == reuse_times.FIRST_TIMES
+    for before, after in itertools.pairwise(learned_at):
+        assert after - before <= max(reuse_times.FIRST_TIMES, before // reuse_times.GROWTH)
+
+
 @pytest.mark.parametrize("size", [63, 64, 65])
 def test_a_full_sample_is_made_smaller_in_slices(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse_times, "MAX_SAMPLE", size)
@@ -143,14 +165,14 @@ def test_what_returns_later_than_it_would_stay_by_recency_is_learned() -> None:
     assert times_found(Learned()) > 1000  # of 2,000
 
 
-def test_chunks_are_grouped_by_the_number_of_their_uses_and_whether_the_last_one_was_a_hit() -> None:
+def test_chunks_are_grouped_by_the_number_of_their_uses() -> None:
     policy, key, groups = Learned(), chunk_key(1), []
     policy.admit(key)
     for _ in range(70):
         groups.append(policy._records[key].group)
         policy.use(key)
     levels = [0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, *[6] * 16]
-    assert groups == [0, *(2 * level + 1 for level in levels[1:]), *[15] * (70 - len(levels))]
+    assert groups == [*levels, *[7] * (70 - len(levels))]
     policy.forget(key)
     policy.admit(key)
     assert policy._records[key].group == 0, "nothing is known of it any more"
@@ -223,16 +245,3 @@ def test_a_chunk_that_returns_is_not_forgotten_as_an_evicted_one() -> None:
     for number in range(2, 6):
         assert policy.choose() == chunk_key(number)
     assert list(policy._chosen) == [chunk_key(number) for number in range(2, 6)]
-
-
-def test_learning_begins_after_more_than_64_times() -> None:
-    times = reuse_times.ReuseTimes(1)
-    record = reuse_times.Record(chunk_key(1), 0)
-    times.add(record)
-    for now in range(64):
-        times.ended(record, now, again=True)
-    times.learn(64)
-    assert times._learning is None
-    times.ended(record, 64, again=True)
-    times.learn(65)
-    assert times._learning is not None
