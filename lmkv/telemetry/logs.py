@@ -91,11 +91,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """False for the traceback that gRPC logs as a servicer's failure when a caller has gone before its answer."""
+    error = record.exc_info[0] if record.exc_info else None
+    return error is None or (error.__module__, error.__name__) != ("grpc._cython.cygrpc", "ExecuteBatchError")
+
+
 def set_up_logging(level: str, log_format: str, text: str, **always: str) -> None:
     """Logs to standard error: by the pattern `text`, or as JSON with the fields `always` in each record.
 
     A later call replaces the setup of an earlier one.
     """
     handler = logging.StreamHandler()
+    handler.addFilter(_is_of_interest)
     handler.setFormatter(JsonFormatter(**always) if log_format == "json" else SafeFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -99,6 +99,19 @@ def test_a_process_logs_in_the_configured_format(log_format: str, line: str) -> 
     assert done.stderr.count("\n") == 1
 
 
+def test_a_caller_that_has_gone_before_its_answer_is_not_logged_as_a_failure() -> None:
+    program = (
+        "import logging; from lmkv import telemetry; from grpc._cython import cygrpc\n"
+        "telemetry.set_up_logging('info', 'text', '%(message)s')\n"
+        "for error in (cygrpc.ExecuteBatchError('gone'), ValueError('wrong')):\n"
+        "    try: raise error\n"
+        "    except Exception: logging.getLogger('grpc._cython.cygrpc').exception('raised in core')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.count("raised in core") == 1
+    assert "ValueError: wrong" in done.stderr
+
+
 FORGED = "\n2026-01-01 00:00:00,000 CRITICAL all is lost"
 STRANGE = ["\n", "\r", "\x0b", "\x1b[2J", "\x85", "\u2028", "\u2029", "\u202e", "\u200b", "\ud800", "\0"]
 
