@@ -20,7 +20,7 @@ MAX_SAMPLE = 16384
 PRIOR = 32.0
 """Chunks that a group is assumed to have in common with all groups."""
 FIRST_TIMES = 16
-"""Times between uses after which learning begins. It begins anew when their number has grown by a sixteenth, or by an
+"""Times between uses after which learning begins. It begins again when their number has grown by a sixteenth, or by an
 eighth of the sample if that is less: what the first requests teach is used at once."""
 GROWTH = 16
 SLICE = 1024

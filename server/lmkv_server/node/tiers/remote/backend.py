@@ -64,6 +64,8 @@ class StoreBackend:
         self._owed: set[str] = set()
         """Prefixes of names that are still to be removed; until then nothing is read."""
         self._background: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Task[None]] = set()
+        """Those of `_background` that remove single objects."""
 
     @property
     def usable(self) -> bool:
@@ -141,6 +143,8 @@ class StoreBackend:
             size_bytes=chunk.size_bytes,
             checksum=chunk.checksum,
         )
+        if self._removals:  # what was damaged is removed first: its removal would take the new object
+            await asyncio.wait(set(self._removals))
         try:
             is_new = await self.health.run(
                 "write", self.objects.put, self._store, described, memory[: chunk.size_bytes]
@@ -226,9 +230,11 @@ class StoreBackend:
         async def remove() -> None:
             await self.remove(names)
 
-        self._run_in_background(remove())
+        removal = self._run_in_background(remove())
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
 
-    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def run() -> None:
             with suppress(OSError):
                 await work
@@ -236,3 +242,4 @@ class StoreBackend:
         task = asyncio.create_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task

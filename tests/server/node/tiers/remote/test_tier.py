@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,30 @@ async def test_a_bucket_is_asked_few_questions_and_a_gap_is_noticed_by_the_load(
         host.store(10)
         await host.flushed()
         assert name_of(10) in s3.names(), "the next store fills the gap"
+
+
+async def test_a_chunk_that_is_stored_again_outlives_the_removal_of_the_damaged_one(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    remove = S3Store.remove
+
+    def slow(self: S3Store, names: Sequence[str]) -> None:
+        assert released.wait(WAIT_SECONDS)
+        remove(self, names)
+
+    async with host_with(s3.store()) as host:
+        host.store(0, 1)
+        await host.flushed()
+        host.drop(0, 1)
+        assert await host.count(0, 1) == 2
+        s3.replace(name_of(1), b"damaged")
+        monkeypatch.setattr(S3Store, "remove", slow)
+        assert await host.read(0, 1) == [0]
+        host.store(1)
+        asyncio.get_running_loop().call_later(0.2, released.set)
+        await host.flushed()
+        assert s3.read(name_of(1)) != b"damaged"
 
 
 @pytest.mark.parametrize(
