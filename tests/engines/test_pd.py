@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lmkv_client.demo.completion import Completion
@@ -91,6 +92,41 @@ def test_a_chat_is_answered_as_by_one_engine(trio: Trio) -> None:
     assert answer == trio.decode.chat(**chat, cache_salt="alone")
     assert rest == [OUTPUT_TOKENS - 1]
     assert decode["lmkv:loaded_tokens_total"] > 2 * CHUNK_TOKENS
+
+
+PASSED_ON: dict[str, dict[str, object]] = {
+    "/v1/responses": {"input": "Write a story.", "max_output_tokens": OUTPUT_TOKENS},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Write a story."}], "max_tokens": OUTPUT_TOKENS},
+    "/tokenize": {"prompt": "Write a story."},
+}
+ANSWERS = {"/v1/responses": "output", "/v1/messages": "content", "/tokenize": "tokens"}
+"""Paths that are passed on to one engine, with a body, and the member that does not differ between two answers."""
+
+
+@pytest.mark.parametrize("path", sorted(PASSED_ON))
+def test_other_paths_are_answered_as_by_the_engine(trio: Trio, path: str) -> None:
+    def ask(port: int) -> str:
+        body = {"model": trio.proxy.model_name, "temperature": 0, **PASSED_ON[path]}
+        response = httpx.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=60.0)
+        assert response.status_code == 200, response.text
+        return re.sub(r'"id": ?"[^"]*"', "", json.dumps(response.json()[ANSWERS[path]]))
+
+    assert ask(trio.proxy.port) == ask(trio.decode.port)
+
+
+@pytest.mark.parametrize("path", ["/version", "/ping", "/v1/models"])
+def test_paths_without_a_body_are_answered_as_by_the_engine(trio: Trio, path: str) -> None:
+    by_proxy, by_engine = (
+        httpx.get(f"http://127.0.0.1:{port}{path}", timeout=60.0) for port in (trio.proxy.port, trio.decode.port)
+    )
+    changing = r'"(id|created)": ?("[^"]*"|[0-9]+)'
+    assert (by_proxy.status_code, re.sub(changing, "", by_proxy.text)) == (200, re.sub(changing, "", by_engine.text))
+
+
+def test_a_path_that_no_engine_of_vllm_serves_is_a_clear_error(trio: Trio) -> None:
+    body = {"model": trio.proxy.model_name, "input": "Write a story."}
+    response = httpx.post(f"http://127.0.0.1:{trio.proxy.port}/v1/embeddings", json=body, timeout=60.0)
+    assert (response.status_code, response.json()["error"]["message"]) == (404, "no engine serves /v1/embeddings")
 
 
 @pytest.mark.parametrize("token_count", [1, 7, 255, 256, 257, 512, 3 * 512 + 1])
