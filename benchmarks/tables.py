@@ -4,6 +4,8 @@ A page marks the place of a table by a pair of comments; this program writes wha
 
     <!-- benchmark data_path -->                       all rows, and the report's notes
     <!-- benchmark data_path: peer_ttft_ratio ... -->  these rows
+    <!-- benchmark rivals by lmkv lmcache: *_cold_ms_4097 ... -->
+                                                   a line for each name, a column for each of these in place of `*`
     <!-- benchmark eviction as matrix -->              a column for each policy of eviction
     <!-- end of benchmark -->
 
@@ -17,7 +19,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.support import bar_chart, policy_table
+from benchmarks.support import bar_chart, column_table, policy_table
 from benchmarks.support.charts import CHARTS
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report, markdown_table, read_report
@@ -29,7 +31,8 @@ PICTURES = {ROOT / "docs" / "images" / f"{name}.svg": name for name in CHARTS}
 """By file: the name of the chart that it shows."""
 
 _PLACE = re.compile(
-    r"(?P<open><!-- benchmark (?P<name>[a-z_]+?)(?: as (?P<layout>matrix)|: (?P<rows>[a-z0-9_ ]+?))? -->\n)"
+    r"(?P<open><!-- benchmark (?P<name>[a-z_]+?)"
+    r"(?: as (?P<layout>matrix)|(?: by (?P<columns>[a-z0-9_ ]+?))?: (?P<rows>[a-z0-9_*\- ]+?))? -->\n)"
     r".*?(?P<close><!-- end of benchmark -->)",
     re.DOTALL,
 )
@@ -46,7 +49,10 @@ def fill(page: str, results: Path = RESULTS) -> str:
             raise ValueError(f"there is no {file.name}; make it with: {make_command(place['name'])}")
         report = read_report(file)
         names = place["rows"].split() if place["rows"] else []
-        body = policy_table.render(report) if place["layout"] else render(report, names)
+        if place["columns"]:
+            body = column_table.render(report, place["columns"].split(), names)
+        else:
+            body = policy_table.render(report) if place["layout"] else render(report, names)
         text = body if report.benchmark in named else f"{body}\n\n{origin(report)}"
         if not place["layout"] and not names and report.notes:
             text = "\n\n".join([text, *(f"- {note}" for note in report.notes)])

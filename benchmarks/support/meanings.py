@@ -33,14 +33,14 @@ _MEANINGS = {
     r"miss_cpu_us_per_token": "processor time of engine and node, every prompt a miss",
     r"miss_ttft_overhead_ms": "TTFT added to a miss by the lookup and the store",
     r"hit_vs_cold_overhead_ms": "TTFT of a hit less that of a miss, at the prompt length where it is worst",
-    r"(own|peer)_hit_ttft_ms(?:_10|_18|_64)?": "TTFT of a short prompt, hit in {}",
+    r"(own|peer)_hit_ttft_ms": "TTFT of a hit in {}",
+    r"(own|peer)_hit_ttft_ms_(10|18|64)": "TTFT of a hit in {}; {} tokens",
     r"idle_cpu_percent": "processor time of an idle engine and its node, less that of vLLM alone",
     r"hook_idle_us": "`build_connector_meta` with nothing to do",
     r"hooks_idle_step_us": "all hooks of a step with nothing to do",
-    r"store(?:_\d_threads)?_vs_memcpy": "a worker stores: pages into the pool, checksums included",
-    r"load(?:_\d_threads)?_vs_memcpy": "a worker loads: pool into the pages",
-    r"host_gather_vs_memcpy": "pages to chunks, checksums included: whole tiles",
-    r"host_scatter_vs_memcpy": "chunks to pages: whole tiles",
+    r"(store|load)_vs_memcpy": "{}: a worker, one thread",
+    r"(store|load)_(\d)_threads_vs_memcpy": "{}: a worker, {} threads",
+    r"host_(gather|scatter)_vs_memcpy": "{}: whole tiles",
     r"host_(gather|scatter)_packed_vs_memcpy": "{}: token-major, of the CPU backend's packed blocks",
     r"host_(gather|scatter)_hnd_vs_memcpy": "{}: token-major, blocks of 16, heads outside",
     r"host_(gather|scatter)_nhd_vs_memcpy": "{}: token-major, blocks of 16, heads within tokens",
@@ -74,9 +74,7 @@ _MEANINGS = {
     r"lookup_server_cpu_us": "processor time of the coordinator for each such lookup",
     r"lookup_rps_16_streams": "40 chunks among a million, from 16 clients, each with a stream",
     r"lookup_server_cpu_us_streams": "processor time of the coordinator for each such lookup, 16 streams",
-    r"fair_share_quiet_p99_ms": "lookup of 40 chunks, tenant with a token",
-    r"fair_share_at_quota_p99_ms": "the same, while another tenant sends at its quota",
-    r"fair_share_beyond_quota_p99_ms": "the same, while another tenant sends ten times its quota",
+    r"fair_share_(quiet|at_quota|beyond_quota)_p99_ms": "{}: p99 of another tenant's lookups of 40 chunks",
     r"http_lookup_ms": "`POST /lookup` by tokens, as JSON",
     r"rebuild_2m_s": "coordinator restarts: time until it knows 2 million chunks of 50 instances again",
     r"death_pause_ms": "longest lookup after an instance with a million chunks fails",
@@ -161,6 +159,8 @@ _WORDS = {
     "session_affinity": "session affinity",
     "in_turn": "round robin",
     "oracle": "oracle placement",
+    "one_engine": "one engine",
+    "nixlconnector": "NixlConnector",
     "tokens": "a prompt of token ids",
     "text": "a text, tokenized by an engine in no time",
     "gateway": "token ids, as a gateway sees it",
@@ -172,6 +172,13 @@ _WORDS = {
     "second_token": "time to the second token",
     "itl": "time between tokens",
     "total": "time to the last token",
+    "store": "pages to the pool, with checksums",
+    "load": "the pool to pages",
+    "cold": "a miss",
+    "prefix_hit": "vLLM's prefix cache",
+    "quiet": "a tenant sends nothing",
+    "at_quota": "sends at its quota",
+    "beyond_quota": "sends ten times its quota",
     "direct": "by the kernel itself",
     "staged": "through a staging buffer and DMA",
     "shm": "shared memory",
@@ -218,6 +225,11 @@ _LENGTH = re.compile(r"_(\d{3,})(?=_|$)")
 def word(name: str) -> str:
     """What a part of a row's name stands for. Raises `KeyError` if there is nothing."""
     return _WORDS[name]
+
+
+def words_of(column: str, benchmark: str) -> str:
+    """The heading of a column of rows whose names differ in this part."""
+    return f"{column} nodes" if benchmark == "scale" else _WORDS.get(column, column)
 
 
 def meaning_of(name: str, benchmark: str = "") -> str:
