@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from lmkv import telemetry
-from lmkv.keys import ChunkKey
 from lmkv.misses.memory import LossMemory
 from lmkv.misses.reason import MissReason
 from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
-from lmkv_client.connector.messages import StoreResult, WorkerReport
+from lmkv_client.connector.messages import WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
 from lmkv_client.connector.scheduler.ended_requests import EndedRequest, EndedRequests
-from lmkv_client.connector.scheduler.events import BlockEvents, ChunkBlocks
+from lmkv_client.connector.scheduler.events import BlockEvents
+from lmkv_client.connector.scheduler.pending_stores import PendingStore, PendingStores
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
@@ -29,30 +28,6 @@ logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
 """Failed steps after which a request stores no more."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PendingStore:
-    """One part of a chunk that the workers write."""
-
-    state: RequestState
-    part: int
-    key: ChunkKey
-    """Of the chunk."""
-    parent: bytes
-    """Key of the chunk before it. Of the first: empty, or the root of the key chain if it is a partial chunk."""
-    superseded: bytes
-    """Key of an earlier chunk whose part is needed less once this one is stored, or of a partial chunk with which this
-    one begins; empty if there is none."""
-    index: int
-    token_count: int
-    """Fewer than a chunk's: it is a partial chunk."""
-    blocks: ChunkBlocks
-    """Its blocks, for KV events when it is committed; empty if it has none."""
-    source: WriteCredits
-    """The credits from which its extent was taken."""
-    result: StoreResult = field(default_factory=StoreResult)
-    """What the ranks have reported so far: copies of several megabytes end in a later step, not at the same time."""
 
 
 class Stores:
@@ -93,7 +68,6 @@ class Stores:
         self._counters = counters
         self._events = events
         self._skipped = skipped
-        self._rank_count = rank_count
         self._step_chunks = -(-step_tokens // spec.chunk_size)
         self._with_decode = with_decode
         self._kept_parts = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_ALL]
@@ -103,17 +77,14 @@ class Stores:
         ]
         self._lacks_credits = False
         """Whether a chunk found no credit since credits were last requested."""
-        self._writes: dict[int, PendingStore] = {}
-        """By offset of the extent."""
-        self._discarded: set[int] = set()
-        """Offsets of writes that are not committed."""
+        self._pending = PendingStores(rank_count)
         self._ended = EndedRequests(clock)
         self._asked: dict[bool, list[int]] = {True: [], False: []}
         """Lengths of partial chunks for which to request credits, by whether they are optional."""
 
     def __len__(self) -> int:
         """Chunks that workers write, and finished requests whose last tokens they are still to write."""
-        return len(self._writes) + len(self._ended)
+        return len(self._pending) + len(self._ended)
 
     @property
     def has_ended(self) -> bool:
@@ -122,7 +93,7 @@ class Stores:
 
     def is_writing(self, state: RequestState) -> bool:
         """Whether workers still write chunks of this request, or are still to write its last tokens."""
-        return state in self._ended or any(write.state is state for write in self._writes.values())
+        return state in self._ended or self._pending.has_any_of(state)
 
     def reset_credits(self, limit: int = 0) -> None:
         """Begins without credits, as granted by another node."""
@@ -351,7 +322,7 @@ class Stores:
         shorter = state.partials.pop(index, b"")
         if not is_full:
             state.partials[index] = key
-        self._writes[offset] = PendingStore(
+        store = PendingStore(
             state=state,
             part=part,
             key=key,
@@ -362,6 +333,7 @@ class Stores:
             blocks=self._events.of_chunk(state.request_id, part, index) if is_full else (),
             source=source,
         )
+        self._pending.add(offset, store)
 
     def _refuse_null_page(self, state: RequestState) -> None:
         """Stores nothing more of this request: chunks behind a missing one cannot be found."""
@@ -377,42 +349,31 @@ class Stores:
 
         Whether there was one to commit.
         """
-        commits = []
-        skipped = []
+        written, failed = self._pending.handle_report(report)
+        self._undo(failed)
+        if not written:
+            return False
+        commits = [self._commit(offset, store) for offset, store in written.items()]
+        self._send(pb.AttachRequest(commits=commits))
         stored: dict[RequestState, int] = {}
-        for offset, store in report.stores.items():
-            if (write := self._writes.get(offset)) is None:
-                continue
-            write.result.add(store)
-            if write.result.rank_count < self._rank_count:
-                continue
-            del self._writes[offset]
-            if write.result.failed or offset in self._discarded:
-                self._discarded.discard(offset)
-                write.source.return_unwritten(offset)
-                skipped.append(write)
-                continue
-            write.source.commit()
-            commits.append(
-                pb.CommitChunk(
-                    chunk_key=write.key,
-                    offset=offset,
-                    size_bytes=self._spec.part_bytes(write.part, write.token_count),
-                    checksum=write.result.checksum,
-                    token_count=write.token_count,
-                    parent_key=write.parent,
-                    part=write.part,
-                    superseded_key=write.superseded,
-                )
-            )
-            tokens = 0 if write.part else write.token_count  # part 0 stands for the chunk
-            stored[write.state] = stored.get(write.state, 0) + tokens
-            self._events.committed(write.key, write.part, write.blocks)
-        self._undo(skipped)
-        if commits:
-            self._send(pb.AttachRequest(commits=commits))
-            self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
-        return bool(commits)
+        for store in written.values():
+            tokens = 0 if store.part else store.token_count  # part 0 stands for the chunk
+            stored[store.state] = stored.get(store.state, 0) + tokens
+            self._events.committed(store.key, store.part, store.blocks)
+        self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
+        return True
+
+    def _commit(self, offset: int, store: PendingStore) -> pb.CommitChunk:
+        return pb.CommitChunk(
+            chunk_key=store.key,
+            offset=offset,
+            size_bytes=self._spec.part_bytes(store.part, store.token_count),
+            checksum=store.result.checksum,
+            token_count=store.token_count,
+            parent_key=store.parent,
+            part=store.part,
+            superseded_key=store.superseded,
+        )
 
     def finished(self, state: RequestState) -> None:
         """Counts chunks of a finished request that were not stored."""
@@ -444,29 +405,27 @@ class Stores:
 
     def discard(self) -> None:
         """What the workers still write is not committed: it is of no use any more."""
-        self._discarded = set(self._writes)
+        self._pending.discard()
         self._ended.discard()
 
     def node_lost(self) -> None:
         """Drops all credits: the node is lost. What the workers still write is not committed."""
-        self._undo(self._writes.values())
-        self._writes.clear()
-        self._discarded.clear()
+        self._undo(self._pending.take_all())
         self._ended.discard()
         self._asked = {True: [], False: []}
         self.reset_credits()
 
-    def _undo(self, writes: Collection[PendingStore]) -> None:
+    def _undo(self, stores: Collection[PendingStore]) -> None:
         """Marks chunks as not stored, so that they are tried again."""
-        for write in writes:
-            if write.token_count < self._spec.chunk_size:
-                write.state.partials.pop(write.index, None)
-                write.state.partial_is_stored &= write.key != write.state.partial_key
-            elif write.part in self._kept_parts:
-                write.state.stored_count = min(write.state.stored_count, write.index)
+        for store in stores:
+            if store.token_count < self._spec.chunk_size:
+                store.state.partials.pop(store.index, None)
+                store.state.partial_is_stored &= store.key != store.state.partial_key
+            elif store.part in self._kept_parts:
+                store.state.stored_count = min(store.state.stored_count, store.index)
             else:
-                write.state.skipped_chunks.add(write.index)
-        for state in {write.state for write in writes}:
+                store.state.skipped_chunks.add(store.index)
+        for state in {store.state for store in stores}:
             state.store_failures += 1
 
     def _count(self, stored: dict[RequestState, int], size_bytes: int, seconds: float) -> None:
