@@ -20,8 +20,10 @@ from tests.cluster.checks import (
 from tests.cluster.reach import only_required_traffic
 from tests.cluster.restarts import (
     disk_outlives_memory,
+    drain_before_change,
     drain_before_stop,
     kill_each_kind,
+    replace_nodes,
     restart_alone,
     rolling_restart,
 )
@@ -36,6 +38,8 @@ class Case:
 
     values: Mapping[str, Any]
     checks: Sequence[Check]
+    channels: tuple[str, str] = ("auto", "nixl")
+    """The chart's `node.transferChannel` at the start and after the nodes are replaced: `tcp` and NIXL between pods."""
     secrets: Callable[[], Sequence[Manifest]] = field(default=lambda: ())
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Programs of this machine that the fleet uses, by their DNS names."""
@@ -54,7 +58,7 @@ ON_DISK = {"maxLocalDiskSize": 0.125, "diskVolume": {"hostPath": {"path": "/mnt/
 CASES: Mapping[str, Case] = {
     "nodes": Case(
         values={"coordinator": {"replicas": 2}},
-        checks=(helm_test, chunks_across_pods, *ALWAYS),
+        checks=(helm_test, chunks_across_pods, *ALWAYS, chunks_across_pods),
     ),
     "policies": Case(
         values={"coordinator": {"replicas": 2}, "networkPolicy": POLICIES},
@@ -66,18 +70,21 @@ CASES: Mapping[str, Case] = {
             drain,
             rolling_restart,
             only_required_traffic,
+            chunks_across_pods,
         ),
+        channels=("tcp", "nixl"),
     ),
     "drain": Case(
         values={
             "coordinator": {"replicas": 2},
             "node": {"persistPool": False, "drain": {"enabled": True, "evict": True}},
         },
-        checks=(helm_test, chunks_across_pods, drain_before_stop),  # the first: nodes take chunks that engines use
+        # The check before `drain_before_change`: nodes take chunks that engines use.
+        checks=(helm_test, chunks_across_pods, drain_before_change, chunks_across_pods),
     ),
     "upgrade-nodes": Case(
         values={"coordinator": {"replicas": 2}, "node": ON_DISK},
-        checks=(helm_test, upgrade, disk_outlives_memory),
+        checks=(helm_test, chunks_across_pods, upgrade, replace_nodes, chunks_across_pods, disk_outlives_memory),
         from_previous=True,
     ),
     "upgrade": Case(
@@ -87,12 +94,13 @@ CASES: Mapping[str, Case] = {
             "engines": {"groups": TWO},
             "proxy": {"enabled": True, "policy": "kv_aware"},
         },
-        checks=(helm_test, hit_across_pods, upgrade, hit_through_proxy),
+        checks=(helm_test, hit_across_pods, upgrade, replace_nodes, hit_across_pods, hit_through_proxy),
         from_previous=True,
     ),
     "valkey": Case(
         values={"coordinator": {"replicas": 2, "layoutMap": {"existingSecret": "layout-map"}}},
-        checks=(helm_test, chunks_across_pods, *ALWAYS),
+        checks=(helm_test, chunks_across_pods, *ALWAYS, chunks_across_pods),
+        channels=("tcp", "nixl"),
         secrets=lambda: (secret("layout-map", {"url": f"redis://:{PASSWORD}@{STORE}:6379/0".encode()}),),
         beside={STORE: ("redis-server", "--bind", "0.0.0.0", "--requirepass", PASSWORD, "--save", "")},
     ),
@@ -102,13 +110,12 @@ CASES: Mapping[str, Case] = {
             "engines": {"groups": TWO},
             "proxy": {"enabled": True, "policy": "kv_aware"},
         },
-        checks=(helm_test, hit_across_pods, hit_through_proxy, *ALWAYS),
+        checks=(helm_test, hit_across_pods, hit_through_proxy, *ALWAYS, hit_across_pods),
     ),
     "prefill-decode": Case(
         values={
             "node": {
                 "mode": "sidecar",
-                "transferChannel": "nixl",
                 "config": {"pd_buffer_size": 64 << 20},
                 "drain": {"enabled": True, "evict": True},
             },
@@ -121,12 +128,15 @@ CASES: Mapping[str, Case] = {
             "proxy": {"enabled": True},
             "networkPolicy": POLICIES,
         },
-        checks=(helm_test, handoff, hit_across_pods, only_required_traffic, drain_before_stop, *ALWAYS),
+        checks=(
+            *(helm_test, handoff, hit_across_pods, only_required_traffic, drain_before_stop, *ALWAYS),
+            *(handoff, hit_across_pods, only_required_traffic),
+        ),
+        channels=("nixl", "auto"),
     ),
     "tls-tokens": Case(
         values={
             "coordinator": {"replicas": 2},
-            "node": {"transferChannel": "nixl"},
             "tls": {"enabled": True, "mutual": True, "certManager": {"enabled": True, "issuerRef": {"name": "fleet"}}},
             "auth": {"tokensSecret": "tokens", "engineSecret": "engine", "readerSecret": "reader"},
             "clusterSecret": {"existingSecret": "fleet"},
@@ -141,7 +151,9 @@ CASES: Mapping[str, Case] = {
             strangers_are_refused,
             only_required_traffic,
             *ALWAYS,
+            hit_across_pods,
         ),
+        channels=("nixl", "auto"),
         secrets=lambda: (*tokens("team-a"), secret("fleet", {"cluster-secret": b"one for all"})),
     ),
     "sidecar": Case(
@@ -149,12 +161,11 @@ CASES: Mapping[str, Case] = {
             "coordinator": {"replicas": 2},
             "node": {
                 "mode": "sidecar",
-                "transferChannel": "tcp",
                 "drain": {"enabled": True, "evict": True},
             },
             "engines": {"groups": TWO},
         },
-        checks=(helm_test, hit_across_pods, restart_alone, drain_before_stop, *ALWAYS),
+        checks=(helm_test, hit_across_pods, restart_alone, drain_before_stop, *ALWAYS, hit_across_pods),
     ),
 }
 """By name."""

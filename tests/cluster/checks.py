@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from tests.cluster.fleet import COORDINATOR, PROXY, Fleet, has_node, prompt
+from tests.cluster.fleet import COORDINATOR, NODES, PROXY, Fleet, has_node, prompt
 from tests.cluster.kubelet import RunningPod
 from tests.cluster.nodes import load_at, store_at
 from tests.cluster.stored import CHUNKS, WHOLE_CHUNKS, hit, known, stored, until_held
 
 Check = Callable[[Fleet], Awaitable[str]]
 """Raises `AssertionError`; returns what it measured, for the table."""
+BETWEEN_PODS = {"auto": "tcp", "nixl": "nixl", "tcp": "tcp"}
+"""The channel between pods by the configured one: they share no memory and have no RDMA."""
 
 
 async def hit_across_pods(fleet: Fleet) -> str:
     """A prompt that one engine computes is loaded by another in another pod with another node, over the network."""
     first, second = fleet.producers()[0], fleet.consumers()[-1]
     assert fleet.node_of(first) is not fleet.node_of(second)
-    text = prompt("across")
+    text = prompt(f"across-{fleet.transfer_channel}")
     said = await stored(fleet, first, text)
     loaded = await hit(fleet, second, text, said)
-    return f"{loaded} tokens by {await channel_of(fleet, fleet.node_of(second))}"
+    return f"{loaded} tokens by {await channel_of(fleet, fleet.node_of(second), fleet.instance_of(first))}"
 
 
-async def channel_of(fleet: Fleet, node: RunningPod) -> str:
-    """The channel by which a node reads from others; asserts that it is the configured one, and over the network."""
-    channels = await fleet.channels_of(node)
-    wanted = {"nixl", "tcp"} if fleet.transfer_channel == "auto" else {fleet.transfer_channel}
-    assert channels, f"{node.pod.name} has not read from another node"
-    assert channels <= wanted, f"{node.pod.name} reads by {channels}, not {wanted}"
-    return ", ".join(sorted(channels))
+async def channel_of(fleet: Fleet, node: RunningPod, source: str) -> str:
+    """The channel by which a node reads from an instance; asserts that it is what the configuration demands."""
+    found, wanted = await fleet.channel_of(node, source), BETWEEN_PODS[fleet.transfer_channel]
+    assert found == wanted, f"{node.pod.name} reads from {source} by {found or 'no channel'}, not {wanted}"
+    return found
 
 
 async def hit_through_proxy(fleet: Fleet) -> str:
@@ -57,15 +57,18 @@ async def helm_test(fleet: Fleet) -> str:
 async def chunks_across_pods(fleet: Fleet) -> str:
     """Chunks that are stored at the node of one host are found and loaded by the other's, over the network of pods."""
     first, second = fleet.cluster.hosts
-    await store_at(fleet.cluster, first, 0, CHUNKS)
+    before = (await fleet.instances()).get(first, 0)
+    number = 20_000 + 100 * list(BETWEEN_PODS).index(fleet.transfer_channel)
+    await store_at(fleet.cluster, first, number, CHUNKS)
 
     async def reported() -> bool:
-        return (await fleet.instances()).get(first) == CHUNKS
+        return (await fleet.instances()).get(first, 0) >= before + CHUNKS
 
     await fleet.cluster.wait_for(reported, f"the chunks of {first} are reported")
-    elsewhere = await load_at(fleet.cluster, second, 0, CHUNKS)
+    elsewhere = await load_at(fleet.cluster, second, number, CHUNKS)
     assert sum(elsewhere.values()) == CHUNKS, elsewhere
-    return f"{CHUNKS} chunks"
+    (node,) = (each for each in fleet.cluster.of(NODES) if each.pod.host == second)
+    return f"{CHUNKS} chunks by {await channel_of(fleet, node, first)}"
 
 
 async def move(fleet: Fleet) -> str:
@@ -92,7 +95,7 @@ async def handoff(fleet: Fleet) -> str:
     """The proxy has one engine compute the prompt and another decode: it says what a single engine says."""
     (proxy,) = fleet.cluster.of(PROXY)
     decode = next(each for each in fleet.engines() if "decode" in each.pod.name)
-    text = prompt("handoff")
+    text = prompt(f"handoff-{fleet.transfer_channel}")
     answer = await fleet.complete(proxy, text)
     metrics = await fleet.metrics(decode)
     received = metrics["lmkv_node_handoffs_received_total"]

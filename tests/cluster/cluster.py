@@ -114,9 +114,15 @@ class Cluster:
         namespace = next(each["metadata"]["namespace"] for each in self.manifests)
         gateway = subnet["gateway"]
         self._network = Network(name=PREFIX, gateway=gateway, search=search_domains(namespace, DOMAIN))
-        if policies := [each for each in self.manifests if each["kind"] == "NetworkPolicy"]:
+        if policies := policies_of(self.manifests):
             nameserver = Party(namespace=DNS_NAMESPACE, labels={}, address=gateway)
             self._firewall = Firewall(policies, gateway, [nameserver])
+
+    async def apply(self, manifests: Sequence[Manifest]) -> None:
+        """Replaces the manifests: policies change at once, pods when they are replaced."""
+        self.manifests = list(manifests)
+        if self._firewall:
+            await self._firewall.replace(policies_of(self.manifests))
 
     async def _save_logs(self) -> None:
         for running in self.running.values():
@@ -270,6 +276,11 @@ class Cluster:
             Endpoint(pod=each.pod, address=each.address, is_ready=each.is_ready) for each in self.running.values()
         ]
         self._nameserver.known = self._beside | names(self.manifests, endpoints, DOMAIN)
+
+
+def policies_of(manifests: Iterable[Manifest]) -> list[Manifest]:
+    """The network policies of manifests."""
+    return [each for each in manifests if each["kind"] == "NetworkPolicy"]
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:

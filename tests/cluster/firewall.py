@@ -42,6 +42,12 @@ class Firewall:
             self._pods[name] = party, pid
             await self._update()
 
+    async def replace(self, policies: Sequence[Manifest]) -> None:
+        """Enforces other policies. Raises `FirewallError`."""
+        async with self._lock:
+            self._policies = policies
+            await self._update()
+
     async def remove(self, name: str) -> None:
         """Removes a pod from the rules of all others. Raises `FirewallError`."""
         async with self._lock:

@@ -73,8 +73,10 @@ def engine_values(registry: str) -> dict[str, Any]:
 class Fleet:
     """The pods of one case."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, other_channel: Sequence[Manifest] = ()) -> None:
+        """`other_channel`: the manifests with the other channel between pods."""
         self.cluster = cluster
+        self._other_channel = other_channel
         self._tls = client_context(cluster.manifests, cluster.places.disk)
         self._token = reader_token(cluster.manifests)
 
@@ -123,12 +125,17 @@ class Fleet:
     @property
     def transfer_channel(self) -> str:
         """What the nodes are configured with."""
-        config = yaml.safe_load(find(self.cluster.manifests, "ConfigMap", "demo-lmkv-node")["data"]["lmkv.yaml"])
-        return str(config["transfer_channel"])
+        return configured_channel(self.cluster.manifests)
 
-    async def channels_of(self, node: RunningPod) -> set[str]:
-        """The channels by which a node has read from others, by its log."""
-        return set(re.findall(r"reading from \S+ by channel (\w+)", (await node.logs())["node"]))
+    async def change_channel(self) -> None:
+        """Gives the cluster the manifests with the other channel between pods; nodes use it once they are replaced."""
+        assert self._other_channel, "the case has no other channel"
+        await self.cluster.apply(self._other_channel)
+
+    async def channel_of(self, node: RunningPod, source: str) -> str:
+        """The channel by which a node reads from an instance since their last connection, by its log; empty: none."""
+        channels = re.findall(rf"reading from {re.escape(source)}:\S+ by channel (\w+)", (await node.logs())["node"])
+        return channels[-1] if channels else ""
 
     async def complete(self, running: RunningPod, prompt: str, **extra: object) -> Completion:
         """A completion by the API of a pod: of an engine, or of the proxy."""
@@ -206,6 +213,12 @@ class Fleet:
         if code:
             raise LmkvError(f"lmkv {verb} ended with exit code {code}: {output}")
         return output[output.find("{") :] if "--json" in words else output
+
+
+def configured_channel(manifests: Sequence[Manifest]) -> str:
+    """The `transfer_channel` of the nodes."""
+    config = yaml.safe_load(find(manifests, "ConfigMap", "demo-lmkv-node")["data"]["lmkv.yaml"])
+    return str(config["transfer_channel"])
 
 
 def engine_command(pod: Pod) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lmkv.errors import LmkvError
+from tests.cluster.cluster import Change, unchanged
 from tests.cluster.fleet import COORDINATOR, NODES, PROXY, Fleet, has_node
 from tests.cluster.kubelet import RunningPod, Stop
 from tests.cluster.nodes import load_at, store_at
 from tests.cluster.stored import CHUNKS, known, remembered, until_held
+from tests.cluster.translation import Pod, pods
 
 
 async def settled(fleet: Fleet) -> None:
@@ -97,18 +100,40 @@ async def restart_alone(fleet: Fleet) -> str:
 async def rolling_restart(fleet: Fleet) -> str:
     """Every workload is replaced pod by pod in the order of upgrades; a prompt of before still hits at every engine.
 
+    The new pods use the other channel.
     No container of another workload restarts, and all stop within their grace periods.
     """
+    return await replace_pods(fleet, owners(fleet))
+
+
+async def replace_nodes(fleet: Fleet) -> str:
+    """As `rolling_restart`, but only nodes are replaced, by those with the other channel."""
+    return await replace_pods(fleet, [NODES])
+
+
+async def replace_pods(fleet: Fleet, chosen: Sequence[str]) -> str:
+    """Replaces these workloads by those with the other channel; what was stored before still hits."""
     verify = await remembered(fleet, "rolling")
     began = asyncio.get_running_loop().time()
-    for owner in owners(fleet):
+    await fleet.change_channel()
+    for owner in chosen:
         others = restarts(fleet, besides=owner)
-        async for _, stop in fleet.cluster.roll(owner):
+        async for _, stop in fleet.cluster.roll(owner, of_manifests(fleet)):
             assert_in_time(stop, owner)
         await settled(fleet)
         await verify()
         assert restarts(fleet, besides=owner) == others, f"replacing {owner} restarted another workload"
     return f"{asyncio.get_running_loop().time() - began:.0f} s"
+
+
+def of_manifests(fleet: Fleet) -> Change:
+    """The change that gives a pod the spec of its manifest."""
+    specs = {pod.owner: pod.spec for pod in pods(fleet.cluster.manifests, fleet.cluster.hosts)}
+
+    def changed(pod: Pod) -> Pod:
+        return dataclasses.replace(pod, spec=specs[pod.owner])
+
+    return changed
 
 
 def owners(fleet: Fleet) -> list[str]:
@@ -124,6 +149,17 @@ def rank(owner: str) -> tuple[int, str]:
 
 async def drain_before_stop(fleet: Fleet) -> str:
     """A pod that is deleted first copies what only its node holds, within its grace period; it hits at the other."""
+    return await replace_drained(fleet, unchanged)
+
+
+async def drain_before_change(fleet: Fleet) -> str:
+    """As `drain_before_stop`; the pod is then replaced by one with the other channel."""
+    await fleet.change_channel()
+    return await replace_drained(fleet, of_manifests(fleet))
+
+
+async def replace_drained(fleet: Fleet, change: Change) -> str:
+    """Deletes a pod, checks that its chunks were copied and hit at the other, and replaces it."""
     chunks = await known(fleet, "before the stop")
     await until_held(fleet, chunks, chunks.source)
     (running,) = (
@@ -137,7 +173,7 @@ async def drain_before_stop(fleet: Fleet) -> str:
     assert_in_time(stop, running.pod.owner)
     await until_held(fleet, chunks, chunks.destination)
     await chunks.check_loads()
-    await fleet.cluster.start(running.pod)
+    await fleet.cluster.start(change(running.pod))
     await settled(fleet)
     return f"{chunks.count} chunks"
 

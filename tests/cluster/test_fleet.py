@@ -97,6 +97,6 @@ def test_an_engines_instance_is_named_by_its_own_pod_or_by_its_host(tmp_path: Pa
         assert (asked.instance_of(engine), asked.node_of(engine).pod.name) == (instance, node)
 
 
-@pytest.mark.parametrize(("case", "channel"), [("default", "auto"), ("sidecar", "tcp"), ("tls-tokens", "nixl")])
+@pytest.mark.parametrize(("case", "channel"), [("default", "auto"), ("policies", "tcp"), ("tls-tokens", "nixl")])
 def test_the_cases_cover_the_channels_between_pods(case: str, channel: str, tmp_path: Path) -> None:
     assert fleet(StoppedCluster(case, tmp_path)).transfer_channel == channel

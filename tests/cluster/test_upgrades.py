@@ -9,9 +9,9 @@ from tests.cluster.cases import CASES
 from tests.cluster.fleet import Fleet
 from tests.cluster.kubelet import Stop
 from tests.cluster.nodes import Missed
-from tests.cluster.restarts import assert_in_time
+from tests.cluster.restarts import assert_in_time, of_manifests
 from tests.cluster.translation import pods
-from tests.cluster.upgrades import of_manifests, outcome, refused
+from tests.cluster.upgrades import outcome, refused
 from tests.cluster.versions import Version
 
 OLD = Version(registry="localhost/previous", tag="0.0.9")

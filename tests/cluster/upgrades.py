@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from tests.cluster.cluster import Change
 from tests.cluster.fleet import Fleet
 from tests.cluster.nodes import Missed
-from tests.cluster.restarts import assert_in_time, owners, settled
+from tests.cluster.restarts import assert_in_time, of_manifests, owners, settled
 from tests.cluster.stored import remembered, share
-from tests.cluster.translation import Pod, pods
 
 REASON = re.compile(r"version|format|cannot share|refus", re.IGNORECASE)
 """What a line of a log contains that explains why another version's chunks miss."""
@@ -41,16 +38,6 @@ async def upgrade(fleet: Fleet) -> str:
 
                 outcomes[await outcome(fleet, share_next)] += 1
     return f"{replaced} pods replaced: {', '.join(f'{count} {text}' for text, count in outcomes.items())}"
-
-
-def of_manifests(fleet: Fleet) -> Change:
-    """The change that gives a pod the spec of its manifest."""
-    specs = {pod.owner: pod.spec for pod in pods(fleet.cluster.manifests, fleet.cluster.hosts)}
-
-    def changed(pod: Pod) -> Pod:
-        return dataclasses.replace(pod, spec=specs[pod.owner])
-
-    return changed
 
 
 async def outcome(fleet: Fleet, attempt: Callable[[], Awaitable[None]]) -> str:
