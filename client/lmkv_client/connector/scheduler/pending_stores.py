@@ -53,7 +53,7 @@ class PendingStores:
         return any(store.state is state for store in self._stores.values())
 
     def add(self, offset: int, store: PendingStore) -> None:
-        """Adds a store that this step's plan tells the workers to write."""
+        """Adds a store of this step's plan, which the workers write."""
         self._stores[offset] = store
 
     def handle_report(self, report: WorkerReport) -> tuple[dict[int, PendingStore], list[PendingStore]]:
