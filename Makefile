@@ -66,10 +66,10 @@ benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an 
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
 
 chaos: $(STAMP) ## inject faults into a fleet for ten minutes and check that no data is wrong and nothing is left behind
-	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q tests/chaos $(ARGS)
+	@LMKV_CHAOS_SECONDS=$${LMKV_CHAOS_SECONDS:-600} $(BIN)/python -m pytest -q --junitxml=build/chaos.xml tests/chaos $(ARGS)
 
 histories: $(STAMP) ## record all calls of a fleet under faults for an hour, and check them against the protos' promises
-	@LMKV_HISTORIES_SECONDS=$${LMKV_HISTORIES_SECONDS:-3600} $(BIN)/python -m pytest -q tests/histories $(ARGS)
+	@LMKV_HISTORIES_SECONDS=$${LMKV_HISTORIES_SECONDS:-3600} $(BIN)/python -m pytest -q --junitxml=build/histories.xml tests/histories $(ARGS)
 
 soak: $(STAMP) ## run a fleet under load for an hour and check that memory, files, threads, tasks and latency do not rise
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-3600} LMKV_SOAK_OUTPUT=$${LMKV_SOAK_OUTPUT:-build/soak} $(BIN)/python -m pytest -q tests/soak $(ARGS)

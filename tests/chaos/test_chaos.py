@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ REST_SECONDS = 900.0
 @pytest.mark.timeout(SECONDS + REST_SECONDS)
 @pytest.mark.parametrize("shares_map", SHARED, ids=lambda shares_map: "shared-map" if shares_map else "own-maps")
 async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_left(
-    shares_map: bool, tmp_path: Path, short_folder: Path, capsys: pytest.CaptureFixture[str]
+    shares_map: bool,
+    tmp_path: Path,
+    short_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     run = f"LMKV_CHAOS_SHARED={shares_map:d} LMKV_CHAOS_SEED={SEED} LMKV_CHAOS_SECONDS={SECONDS:g}"
     with capsys.disabled():
@@ -77,6 +82,8 @@ async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_lef
             raise
     with capsys.disabled():
         print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+    for name, value in {"run": run, **counts}.items():
+        record_property(name, value)
     assert counts["chunks fetched"] > 0
     assert counts["chunks compared"] > 0
     assert counts["questions answered"] > 0

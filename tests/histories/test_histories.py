@@ -12,7 +12,7 @@ import math
 import os
 import random
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -61,7 +61,11 @@ class RecordedHavoc(Havoc):
 @pytest.mark.timeout(ROUND_SECONDS + REST_SECONDS)
 @pytest.mark.parametrize("number", range(math.ceil(SECONDS / ROUND_SECONDS)))
 async def test_every_answer_is_one_that_the_protos_promise(
-    number: int, tmp_path: Path, short_folder: Path, capsys: pytest.CaptureFixture[str]
+    number: int,
+    tmp_path: Path,
+    short_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     seed = SEED + number
     shares_map = seed % 2 == 1
@@ -83,6 +87,8 @@ async def test_every_answer_is_one_that_the_protos_promise(
         print(
             f"{recorder.count} records, {len(RULES)} rules; " + ", ".join(f"{n} {what}" for what, n in counts.items())
         )
+    for name, value in {"run": run, "records": recorder.count, **counts}.items():
+        record_property(name, value)
     for violation in violations:
         kept = await asyncio.to_thread(minimise, history, violation)
         shown = "\n".join(f"  {record}" for record in kept[-40:])

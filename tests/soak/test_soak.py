@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from lmkv_server.coordinator.services.layout_watch import HISTORY_BYTES
+from lmkv_server.node.handoff.table import MAX_ENDED
 from tests.chaos.actor import act
 from tests.chaos.calm import calm, ready
 from tests.chaos.fleet import Fleet
@@ -27,7 +28,7 @@ from tests.histories.workload import HandoffActor, ResultActor, ResumingWatcher,
 from tests.soak.latencies import HOST, Latencies, TimedAskActor, TimedEngineActor, pipe
 from tests.soak.report import Report, Sample
 from tests.soak.resources import Resources
-from tests.soak.visitor import VisitorActor, fill_histories
+from tests.soak.visitor import VisitorActor, fill_history, fill_names_of_handoffs
 
 SECONDS = float(os.environ.get("LMKV_SOAK_SECONDS", "15"))
 SEED = int(os.environ.get("LMKV_SOAK_SEED", random.SystemRandom().randrange(1 << 32)))
@@ -125,7 +126,10 @@ async def soak(fleet: CountedFleet, report: Report, counts: Counter[str]) -> Non
         )
 
     async def run() -> None:
-        await fill_histories(coordinators[0], HISTORY_BYTES if SECONDS >= JUDGED_SECONDS else 1)
+        is_judged = SECONDS >= JUDGED_SECONDS
+        history_bytes = HISTORY_BYTES if is_judged else 1
+        await asyncio.gather(*(fill_history(coordinator, history_bytes) for coordinator in coordinators))
+        await fill_names_of_handoffs(nodes[1], MAX_ENDED if is_judged else 1)
         async with pipe(latencies):
             await act(load, sample())
         counts["chunks compared"] += await calm(fleet, watchers)

@@ -3,40 +3,97 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import grpc
 
 from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
+from lmkv_server.coordinator.services.layout_watch import EVENT_BYTES
+from lmkv_server.coordinator.tenants import UNNAMED
 from tests.chaos.actor import TROUBLE, Actor
+from tests.chaos.asker import holders
 from tests.chaos.engine import SPEC
-from tests.chaos.victim import PATIENCE_SECONDS, Coordinator
+from tests.chaos.operators import Line
+from tests.chaos.victim import PATIENCE_SECONDS, Coordinator, Node
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 
 CHUNKS = 64
-MANY_CHUNKS = 50_000
-"""As many as one report can have."""
 STAY_SECONDS = 1.0
+CHANGES_PER_REPORT = 4
+REPORTS_PER_STEP = 500
+FILL_SECONDS = 300.0
+"""What a step may take on a busy host; it takes a part of a second otherwise."""
 
 
-async def fill_histories(coordinator: Coordinator, size_bytes: int) -> None:
-    """Has instances come and go until the history of watches has passed on keys of this size, and is full from then on.
+async def fill_history(coordinator: Coordinator, size_bytes: int) -> None:
+    """Has instances gain and lose single chunks until a history of watches of this size has only such changes.
 
-    Coordinators that share a layout map pass on the same changes.
+    Most changes of the load are as small: from then on, the history takes the same memory. Fills the logs in the store,
+    too.
     """
-    async with coordinator.open_channel() as channel:
-        for number in range(-(-size_bytes // (MANY_CHUNKS * KEY_BYTES))):
-            chunks = [ChunkKey(b"filling!" + index.to_bytes(8, "big")) for index in range(MANY_CHUNKS)]
-            instance = ScriptedInstance(channel, {}, f"filler-{number}", SPEC, chunks)
-            with suppress(*TROUBLE):  # a busy coordinator has read it, but not confirmed it within some seconds
-                await instance.join()
+    change_count = 1 + size_bytes // (EVENT_BYTES + KEY_BYTES)
+    step_count = -(-change_count // (SHARD_COUNT * REPORTS_PER_STEP * CHANGES_PER_REPORT))
+    async with Line(coordinator) as line, coordinator.open_channel() as channel:
+        for name in _names_by_shard(coordinator.name):
+            instance = ScriptedInstance(channel, {}, name, SPEC, [_key(0)])
+            await instance.join()
+            keys = map(_key, itertools.count())
+            pairs = ((gained, lost) for lost, gained in itertools.pairwise(keys))
+            for _ in range(step_count):
+                for _ in range(REPORTS_PER_STEP):
+                    await instance.replace_each(itertools.islice(pairs, CHANGES_PER_REPORT // 2))
+                (newest,) = instance.chunks
+                await _wait_held(line, instance, newest)
             await instance.leave()
-            request = registry_pb.DeregisterRequest(instance_id=instance.instance_id, epoch=instance.epoch)
-            with suppress(grpc.RpcError):  # its lease has expired before
-                await RegistryServiceStub(channel).Deregister(request, timeout=PATIENCE_SECONDS)
+            request = registry_pb.DeregisterRequest(instance_id=name, epoch=instance.epoch)
+            await RegistryServiceStub(channel).Deregister(request, timeout=PATIENCE_SECONDS)
+
+
+async def _wait_held(line: Line, instance: ScriptedInstance, key: ChunkKey) -> None:
+    async with asyncio.timeout(FILL_SECONDS):
+        while True:
+            with suppress(grpc.RpcError):  # a busy coordinator
+                ((held_by,), _) = await holders(line, [key])
+                if instance.instance_id in held_by:
+                    return
+            await instance.report_stats()  # renews its lease
+            await asyncio.sleep(0.05)
+
+
+def _names_by_shard(coordinator: str) -> list[str]:
+    """A name of an instance for each shard of the store."""
+    names: dict[int, str] = {}
+    for number in itertools.count():
+        if len(names) == SHARD_COUNT:
+            break
+        name = f"filler-{number}-of-{coordinator}"
+        names.setdefault(ChunkOwner(UNNAMED, name).shard, name)
+    return list(names.values())
+
+
+def _key(number: int) -> ChunkKey:
+    return ChunkKey(b"filling!" + number.to_bytes(8, "big"))
+
+
+async def fill_names_of_handoffs(node: Node, count: int) -> None:
+    """Has a peer withdraw handoffs: the node remembers the names of this many that have ended."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{node.port}") as channel:
+        stub: Any = PeerServiceStub(channel)
+        opening = peer_pb.InitRequest(instance_id="filler", epoch=1, spec=SPEC.to_proto())
+        session = await stub.Init(opening, timeout=PATIENCE_SECONDS)
+        for number in range(count):
+            request = peer_pb.ReleaseRequest(
+                request_id=f"handoffs of a filler that ended {number}", session_id=session.session_id
+            )
+            await stub.Release(request, timeout=PATIENCE_SECONDS)
 
 
 class VisitorActor(Actor):

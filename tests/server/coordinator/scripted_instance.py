@@ -155,6 +155,16 @@ class ScriptedInstance:
             self.chunks.update(chunks)
         await self._report(changes=[self._change(chunks, tier)])
 
+    async def replace_each(self, pairs: Iterable[tuple[ChunkKey, ChunkKey]]) -> None:
+        """Gains the first chunk of each pair and loses the second: two changes of one chunk each, in one report."""
+        changes: list[pb.ChunkChange] = []
+        for gained, lost in pairs:
+            self.chunks[gained] = self.spec.chunk_size
+            self.chunks.pop(lost, None)
+            changes.append(self._change({gained: self.spec.chunk_size}))
+            changes.append(pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=lost))
+        await self._report(changes=changes)
+
     async def report_stats(self) -> None:
         """Reports what it has done."""
         await self._report(stats=self.stats)

@@ -15,6 +15,8 @@ MAX_ENDED = 10_000
 MAX_BYTES = 64 << 20
 """Size of all operations of a tenant; ended ones are evicted, the oldest first."""
 MAX_REQUEST_ID_BYTES = 256
+LATE_SECONDS = 660.0
+"""How much longer than `ttl_seconds` an instance may report an operation that was evicted or deleted here."""
 
 
 class OperationTable:
@@ -24,7 +26,7 @@ class OperationTable:
         self.ttl_seconds = ttl_seconds
         self._running: dict[str, Operation] = {}
         self._ended: OrderedDict[str, Operation] = OrderedDict()  # by end time
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: OrderedDict[str, float] = OrderedDict()  # since when, by the monotonic clock
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._budget = Budget(owner_bytes=MAX_RECORD_BYTES, total_bytes=MAX_BYTES)
 
@@ -51,7 +53,7 @@ class OperationTable:
         return self._running.get(name) or self._ended.get(name)
 
     def is_forgotten(self, name: str) -> bool:
-        """Whether the operation was known, and was evicted or deleted."""
+        """Whether the operation was known, and was evicted or deleted, so long as instances may still report it."""
         return name in self._forgotten
 
     def repeated(self, request: Request) -> Operation | None:
@@ -96,14 +98,17 @@ class OperationTable:
         """Removes an operation that has ended; one that runs stays."""
         if self._ended.pop(operation.name, None):
             self._budget.drop(operation.reporter, operation.name)
-            self._forgotten[operation.name] = None
+            self._forgotten[operation.name] = time.monotonic()
             if len(self._forgotten) > MAX_ENDED:
                 self._forgotten.popitem(last=False)
             if request := operation.request:
                 self._by_request_id.pop((request.DESCRIPTOR.name, request.request_id), None)
 
     def expire(self) -> None:
-        """Removes operations that ended too long ago, and the oldest of too many."""
+        """Removes operations that ended too long ago, the oldest of too many, and names that no instance reports."""
+        oldest_name = time.monotonic() - self.ttl_seconds - LATE_SECONDS
+        while self._forgotten and next(iter(self._forgotten.values())) < oldest_name:
+            self._forgotten.popitem(last=False)
         oldest = time.time() - self.ttl_seconds
         while self._ended:
             first = next(iter(self._ended.values()))

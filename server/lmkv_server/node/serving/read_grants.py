@@ -19,6 +19,9 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 
 MAX_SESSIONS = 4096
 """Most sessions that one identity may have; beyond these the one that was not used for longest is dropped."""
+MAX_INSTANCE_SESSIONS = 16
+"""Most sessions of one identity that name the same instance, likewise: an instance uses one, and none of those that it
+opened before a restart."""
 MAX_GRANTS = 64
 """Most grants that one session may have at a time."""
 SHARE = 4
@@ -61,10 +64,17 @@ class PeerSessions:
             reader=self._access.admit(f"{instance_id}:{epoch}"),
         )
         own = self._by_identity[identity]
+        same = [one for one in own.values() if one.instance_id == instance_id]  # least recently used first
+        if len(same) >= MAX_INSTANCE_SESSIONS:
+            self._drop(same[0])
+        elif len(own) >= MAX_SESSIONS:
+            self._drop(next(iter(own.values())))
         own[session.session_id] = session
-        if len(own) > MAX_SESSIONS:
-            self._access.revoke(own.popitem(last=False)[1].reader)
         return session
+
+    def _drop(self, session: PeerSession) -> None:
+        del self._by_identity[session.identity][session.session_id]
+        self._access.revoke(session.reader)
 
     def find(self, identity: str, session_id: str) -> PeerSession | None:
         """The session of this id, if it is one of this identity."""

@@ -13,7 +13,14 @@ from lmkv.transfer.access import ReadAccess
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.serving import read_grants
-from lmkv_server.node.serving.read_grants import MAX_GRANTS, PeerSession, PeerSessions, ReadGrant, ReadGrants
+from lmkv_server.node.serving.read_grants import (
+    MAX_GRANTS,
+    MAX_INSTANCE_SESSIONS,
+    PeerSession,
+    PeerSessions,
+    ReadGrant,
+    ReadGrants,
+)
 
 CHUNK_COUNT = 16
 BASE = 1 << 32
@@ -165,6 +172,19 @@ def test_a_session_is_good_for_the_identity_that_opened_it_alone(monkeypatch: py
         sessions.open("a", "n", epoch)
     assert sessions.find("a", session.session_id) is None
     assert access.find(session.reader.token) is None
+
+
+def test_an_instance_that_opens_sessions_again_and_again_keeps_the_last_ones_only() -> None:
+    access = ReadAccess()
+    sessions = PeerSessions(access)
+    neighbour = sessions.open("", "neighbour", 1)
+    opened = [sessions.open("", "restarting", epoch) for epoch in range(10 * MAX_INSTANCE_SESSIONS)]
+    kept = [session for session in opened if access.find(session.reader.token)]
+    assert kept == opened[-MAX_INSTANCE_SESSIONS:]
+    assert [session for session in opened if sessions.find("", session.session_id)] == kept
+    sessions.open("", "restarting", 0)
+    assert not sessions.find("", kept[0].session_id), "it was not used for longest"
+    assert sessions.get("", neighbour.session_id) is neighbour
 
 
 def test_what_is_granted_may_be_read_until_the_grant_ends() -> None:
