@@ -13,14 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.demo.process import end_processes, free_port, pids_with_environment
 from tests.sglang.engine import PAGE_SIZE, SglangProcess, install_shims, linker_flags, storage_flags
 from tests.sglang.prompts import STORE_SECONDS
+from tests.waiting import wait_until
 
 TEST_TIMEOUT_SECONDS = 600
 HERE = Path(__file__).parent
@@ -101,10 +104,20 @@ class Fleet:
         """Chunks that are in a node's pool; of all ranks together."""
         return self.metrics(instance_id).get("lmkv_node_chunks", 0.0)
 
-    def wait_stored(self, prompt: Sequence[int], instance_id: str) -> None:
+    def wait_stored(self, prompt: Sequence[int], instance_id: str, *, cache_salt: str = "") -> None:
         """Waits until the coordinator knows all pages of a prompt at an instance: SGLang stores after it answered."""
         count = len(prompt) // PAGE_SIZE * PAGE_SIZE
-        self.coordinator.wait_for_holder(prompt, instance_id, count, STORE_SECONDS)
+        if not cache_salt:
+            self.coordinator.wait_for_holder(prompt, instance_id, count, STORE_SECONDS)
+            return
+        wait_until(lambda: self.holders(prompt, cache_salt).get(instance_id, 0) >= count, "it is stored", STORE_SECONDS)
+
+    def holders(self, prompt: Sequence[int], cache_salt: str) -> dict[str, int]:
+        """Number of tokens of a prompt with a cache salt that each instance holds."""
+        request = cache_service_pb2.LookupRequest(tokens=prompt, cache_salt=cache_salt)
+        with grpc.insecure_channel(self.coordinator.address) as channel:
+            response = cache_service_pb2_grpc.CacheServiceStub(channel).Lookup(request, timeout=60, wait_for_ready=True)
+        return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
     def node_pids(self, instance_id: str = "") -> list[int]:
         """Running nodes: of one instance, or all."""

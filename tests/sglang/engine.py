@@ -140,10 +140,11 @@ class SglangProcess(CheckedServer):
         except OSError:
             return False
 
-    def answer(self, prompt: Sequence[int]) -> SglangAnswer:
+    def answer(self, prompt: Sequence[int], *, cache_salt: str | None = None) -> SglangAnswer:
         """The greedy completion of a prompt."""
         sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
-        status, body = self._call("POST", "/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+        request = {"input_ids": list(prompt), "sampling_params": sampling, "cache_salt": cache_salt}
+        status, body = self._call("POST", "/generate", request)
         assert status == 200, body
         answer = json.loads(body)
         return SglangAnswer(

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.shm import HiCacheShm
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.server_args import ServerArgs
 
@@ -63,6 +64,16 @@ def test_calls_have_the_parameters_that_sglang_passes(name: str) -> None:
 
 def test_a_call_has_at_most_128_pages() -> None:
     assert getattr(hicache_storage, "STORAGE_BATCH_SIZE", 128) == 128
+
+
+def test_the_backend_shm_stores_nothing() -> None:
+    """It only places the host pool in shared memory: a hit in it cannot be measured (docs/performance/sglang.md)."""
+    storage = HiCacheShm(None)
+    key = page_hashes(TOKENS)[0]
+    assert storage.set(key, torch.ones(1))
+    assert not storage.exists(key)
+    assert storage.get(key) is None
+    assert storage.batch_exists_v2([key]).kv_hit_pages == 0
 
 
 @pytest.mark.parametrize("salt", ["", "tenant-a", "größe"])

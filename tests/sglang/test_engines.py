@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmkv_client.demo.model import TINY, make_model
+from tests.sglang.checks import check_many_requests, check_salts, wait_loaded
 from tests.sglang.conftest import Fleet
 from tests.sglang.engine import SglangProcess
 from tests.sglang.prompts import HIT_TOKENS, PAGE_COUNT, STORE_SECONDS, make_prompt
@@ -39,18 +39,13 @@ def test_a_prompt_is_loaded_after_a_flush(fleet: Fleet, engine: SglangProcess) -
 def test_fifty_requests_at_once_are_answered_as_without_lmkv(
     fleet: Fleet, alone: SglangProcess, engine: SglangProcess
 ) -> None:
-    shared = make_prompt(7, 400)
-    prompts = [[*shared, *make_prompt(100 + index, 60 + index)] for index in range(50)]
-    with ThreadPoolExecutor(50) as threads:
-        expected = [answer.token_ids for answer in threads.map(alone.answer, prompts)]
-        cold = list(threads.map(engine.answer, prompts))
-        assert [answer.token_ids for answer in cold] == expected
-        for prompt in prompts:
-            fleet.wait_stored(prompt, "one")
-        engine.flush()
-        warm = list(threads.map(engine.answer, prompts))
-    assert [answer.token_ids for answer in warm] == expected
-    assert sum(answer.cached_tokens for answer in warm) >= 50 * 400 // 2
+    check_many_requests(fleet, alone, engine, "one", seed=7)
+
+
+def test_pages_with_a_salt_are_found_with_that_salt_alone(
+    fleet: Fleet, alone: SglangProcess, engine: SglangProcess
+) -> None:
+    check_salts(fleet, alone, engine, "one", seed=10)
 
 
 def test_a_killed_node_costs_a_recompute_and_the_next_one_serves(
@@ -66,7 +61,7 @@ def test_a_killed_node_costs_a_recompute_and_the_next_one_serves(
     assert engine.answer(prompts[0]).token_ids == expected[0]
     wait_until(lambda: set(fleet.node_pids("one")) - set(first_pids), "another node runs", STORE_SECONDS)
     assert engine.answer(prompts[1]).token_ids == expected[1]
-    wait_loaded(engine, prompts[1], expected[1])
+    wait_loaded(engine, prompts[1], expected[1], HIT_TOKENS)
 
 
 def test_pages_on_disk_are_loaded_and_damaged_ones_are_computed(
@@ -87,7 +82,7 @@ def test_pages_on_disk_are_loaded_and_damaged_ones_are_computed(
     wait_until(are_on_disk, "all pages are on disk", STORE_SECONDS)
     engine.flush()
     fleet.kill_node("one")  # with all that was in its memory
-    wait_loaded(engine, prompts[0], expected[0])
+    wait_loaded(engine, prompts[0], expected[0], HIT_TOKENS)
     assert fleet.found_chunks("one", "disk") >= PAGE_COUNT
     engine.flush()
     damage(fleet.disk)
@@ -117,18 +112,6 @@ def test_pages_of_weights_that_were_replaced_are_not_used(
         answer = engine.answer(prompt)
         assert (answer.token_ids, answer.cached_tokens) == (expected, 0)
         engine.flush()
-
-
-def wait_loaded(engine: SglangProcess, prompt: Sequence[int], expected: Sequence[int]) -> None:
-    """Asks until the prompt is a hit, and each time for the expected answer."""
-
-    def is_loaded() -> bool:
-        engine.flush()  # else SGLang has it by itself
-        answer = engine.answer(prompt)
-        assert answer.token_ids == expected
-        return answer.cached_tokens == HIT_TOKENS
-
-    wait_until(is_loaded, "the node serves the prompt", STORE_SECONDS)
 
 
 def damage(folder: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lmkv_client.demo.process import POLL_SECONDS
+from tests.sglang.checks import check_hit, check_many_requests, check_salts, wait_loaded
 from tests.sglang.conftest import Fleet
 from tests.sglang.engine import SglangProcess
-from tests.sglang.prompts import HIT_TOKENS, PAGE_COUNT, STORE_SECONDS, make_prompt
+from tests.sglang.prompts import PAGE_COUNT, STORE_SECONDS, make_prompt
 from tests.waiting import wait_until
 
 FETCHED = 'lmkv_node_tier_read_chunks_total{tier="peers"}'
@@ -61,20 +62,13 @@ def test_decoded_pages_are_stored(fleet: Fleet, engine: SglangProcess) -> None:
 def test_fifty_requests_at_once_are_answered_as_without_lmkv(
     fleet: Fleet, alone: SglangProcess, engine: SglangProcess
 ) -> None:
-    shared = make_prompt(35, 400)
-    prompts = [[*shared, *make_prompt(300 + index, 60 + index)] for index in range(50)]
-    with ThreadPoolExecutor(50) as threads:
-        expected = [answer.token_ids for answer in threads.map(alone.answer, prompts)]
-        cold = list(threads.map(engine.answer, prompts))
-        assert [answer.token_ids for answer in cold] == expected
-        for prompt in prompts:
-            fleet.wait_stored(prompt, "linked")
-        engine.flush()
-        before = fleet.found_chunks("linked", "own")
-        warm = list(threads.map(engine.answer, prompts))
-    assert [answer.token_ids for answer in warm] == expected
-    assert sum(answer.cached_tokens for answer in warm) >= 50 * 400 // 2
-    assert fleet.found_chunks("linked", "own") > before
+    check_many_requests(fleet, alone, engine, "linked", seed=35)
+
+
+def test_pages_with_a_salt_are_found_with_that_salt_alone(
+    fleet: Fleet, alone: SglangProcess, engine: SglangProcess
+) -> None:
+    check_salts(fleet, alone, engine, "linked", seed=38)
 
 
 def test_pages_at_a_peer_are_fetched_for_a_later_request(
@@ -124,23 +118,4 @@ def test_a_node_that_is_killed_during_requests_aborts_none(
             finally:
                 is_done.set()
             assert killing.result() >= 1
-    wait_loaded(engine, prompts[0], expected[0])
-
-
-def check_hit(engine: SglangProcess, prompt: Sequence[int], expected: Sequence[int]) -> None:
-    """Asks once: all of the prompt but the last page is loaded."""
-    answer = engine.answer(prompt)
-    assert (answer.token_ids, answer.cached_tokens) == (tuple(expected), HIT_TOKENS)
-
-
-def wait_loaded(engine: SglangProcess, prompt: Sequence[int], expected: Sequence[int]) -> None:
-    """Asks until the prompt is a hit, and each time for the expected answer."""
-    tokens = (len(prompt) - 1) // 16 * 16
-
-    def is_loaded() -> bool:
-        engine.flush()
-        answer = engine.answer(prompt)
-        assert answer.token_ids == expected
-        return answer.cached_tokens == tokens
-
-    wait_until(is_loaded, "a node serves the prompt", STORE_SECONDS)
+    wait_loaded(engine, prompts[0], expected[0], 496)  # of 500, whole pages

@@ -28,28 +28,39 @@ def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_latent_model(tmp_path_factory.mktemp("models") / "latent")
 
 
-def test_each_rank_stores_and_loads_its_own_heads(fleet: Fleet, model: Path) -> None:
-    check_ranks(fleet, "ranks", model, stored_count=RANKS * PAGE_COUNT)
-    specs = fleet.coordinator.instances()["ranks"].specs
+WAYS = pytest.mark.parametrize("links", [False, True], ids=["hicache", "linker"])
+
+
+@WAYS
+def test_each_rank_stores_and_loads_its_own_heads(fleet: Fleet, model: Path, links: bool) -> None:
+    check_ranks(fleet, "ranks", model, stored_count=RANKS * PAGE_COUNT, links=links)
+    specs = fleet.coordinator.instances()["ranks"].specs  # those of both ways
     assert len({spec.fingerprint for spec in specs}) == RANKS
 
 
 def test_one_rank_stores_latents_and_all_load_them(fleet: Fleet, latent_model: Path) -> None:
-    check_ranks(fleet, "latents", latent_model, stored_count=PAGE_COUNT)
+    check_ranks(fleet, "latents", latent_model, stored_count=PAGE_COUNT, links=False)
     specs = fleet.coordinator.instances()["latents"].specs
     assert len({spec.fingerprint for spec in specs}) == 1
-    assert fleet.chunk_count("latents") == PAGE_COUNT
 
 
-def check_ranks(fleet: Fleet, name: str, model: Path, *, stored_count: int) -> None:
+def check_ranks(fleet: Fleet, instance_id: str, model: Path, *, stored_count: int, links: bool) -> None:
     """Has two ranks store a prompt that they have computed, and load it after a flush."""
-    prompt = make_prompt(8)
-    with fleet.engine(name, model=model, rank_count=RANKS) as engine:
+    prompt = make_prompt(8 + links)  # a prompt for each way: they share pages
+    name = f"{instance_id}-{'linker' if links else 'hicache'}"
+    with fleet.engine(name, instance_id=instance_id, model=model, rank_count=RANKS, links=links) as engine:
+        before = fleet.chunk_count(instance_id)
         cold = engine.answer(prompt)
         assert cold.cached_tokens == 0
-        wait_until(lambda: fleet.chunk_count(name) >= stored_count, "every rank that stores has stored", STORE_SECONDS)
+        wait_until(
+            lambda: fleet.chunk_count(instance_id) >= before + stored_count,
+            "every rank that stores has stored",
+            STORE_SECONDS,
+        )
         engine.flush()
-        before = fleet.found_chunks(name, "own")
+        found_before = fleet.found_chunks(instance_id, "own")
         warm = engine.answer(prompt)
+        found = fleet.found_chunks(instance_id, "own") - found_before
     assert (warm.token_ids, warm.cached_tokens) == (cold.token_ids, HIT_TOKENS)
-    assert fleet.found_chunks(name, "own") - before >= RANKS * PAGE_COUNT
+    assert found >= RANKS * PAGE_COUNT
+    assert fleet.chunk_count(instance_id) == before + stored_count

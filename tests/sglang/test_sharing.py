@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.sglang.checks import check_hit
 from tests.sglang.conftest import Fleet
 from tests.sglang.engine import SglangProcess
-from tests.sglang.prompts import HIT_TOKENS, PAGE_COUNT, make_prompt
+from tests.sglang.prompts import PAGE_COUNT, make_prompt
 
 
 def test_a_restarted_server_and_a_peer_load_what_the_first_has_stored(fleet: Fleet, alone: SglangProcess) -> None:
@@ -34,8 +35,8 @@ def test_a_restarted_server_and_a_peer_load_what_the_first_has_stored(fleet: Fle
 
 def check_hits(engine: SglangProcess, prompts: list[list[int]], expected: list[tuple[int, ...]]) -> None:
     """Asks each prompt once: all of it but the last page is loaded, and the answers are those expected."""
-    hits = [engine.answer(prompt) for prompt in prompts]
-    assert [(answer.token_ids, answer.cached_tokens) for answer in hits] == [(ids, HIT_TOKENS) for ids in expected]
+    for prompt, own in zip(prompts, expected, strict=True):
+        check_hit(engine, prompt, own)
 
 
 def specs_of(fleet: Fleet, instance_id: str) -> set[bytes]:

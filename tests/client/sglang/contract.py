@@ -9,9 +9,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
 import torch
+
+from lmkv_client.sglang.linker_api import LinkerRank
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, SIZE = 3, 24, 16, 2, 8
 LATENT = 24
@@ -41,18 +42,11 @@ class HostPoolFields:
 
 
 @dataclass(kw_only=True)
-class StorageConfigFields:
-    """The fields of `HiCacheStorageConfig`."""
+class StorageConfigFields(LinkerRank):
+    """The fields of `HiCacheStorageConfig`: a linker has the same of itself."""
 
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    attn_cp_rank: int = 0
-    attn_cp_size: int = 1
-    is_mla_model: bool = False
     model_name: str | None = "tiny"
-    extra_config: dict[str, Any] | None = None
+    is_mla_model: bool = False
 
 
 def host_pool(layout: str, *, seed: int = 0, is_mla: bool = False) -> HostPoolFields:
