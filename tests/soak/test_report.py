@@ -1,4 +1,4 @@
-"""A run that leaks is told from one that does not, by series like those of real runs."""
+"""The judgement of a soak finds leaks, and accepts runs without, in series like those of real runs."""
 
 from __future__ import annotations
 
