@@ -38,8 +38,9 @@ def test_each_rank_stores_and_loads_its_own_heads(fleet: Fleet, model: Path, lin
     assert len({spec.fingerprint for spec in specs}) == RANKS
 
 
-def test_one_rank_stores_latents_and_all_load_them(fleet: Fleet, latent_model: Path) -> None:
-    check_ranks(fleet, "latents", latent_model, stored_count=PAGE_COUNT, links=False)
+@WAYS
+def test_one_rank_stores_latents_and_all_load_them(fleet: Fleet, latent_model: Path, links: bool) -> None:
+    check_ranks(fleet, "latents", latent_model, stored_count=PAGE_COUNT, links=links)
     specs = fleet.coordinator.instances()["latents"].specs
     assert len({spec.fingerprint for spec in specs}) == 1
 

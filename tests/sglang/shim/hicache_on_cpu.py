@@ -55,6 +55,7 @@ def back_up_layers(
 
 def install() -> None:
     """Called by SGLang in each of its processes."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import mha, mla
 
     not_pinned = (False, "cpu", "default")
@@ -65,13 +66,13 @@ def install() -> None:
         module.transfer_kv_direct = transfer_direct
         module.transfer_kv_per_layer_direct_pf_lf = load_layer
         module.transfer_kv_all_layer_direct_lf_pf = back_up_layers
-    make_buffer = of_latents.init_kv_buffer
+    make_pool = MLATokenToKVPool.__init__
 
-    def init_kv_buffer(pool: Any) -> Any:
+    def initialize(pool: Any, *args: Any, **settings: Any) -> None:
         attend_to_latents()
-        return make_buffer(pool)
+        make_pool(pool, *args, **settings)
 
-    of_latents.init_kv_buffer = init_kv_buffer
+    MLATokenToKVPool.__init__ = initialize
 
 
 def attend_to_latents() -> None:
