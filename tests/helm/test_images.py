@@ -20,6 +20,7 @@ DIGEST = f"sha256:{'a' * 64}"
 PROGRAM = r"""#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in
+    mmdebstrap*) echo "base of $SOURCE_DATE_EPOCH" >> "$CALLS" ;;
     "docker info") exit $((1 - DAEMON)) ;;
     "docker pull"*|"buildah pull"*) exit $((1 - REGISTRY)) ;;
     "docker image inspect --format {{index"*) echo "python@$DIGEST" ;;
@@ -126,6 +127,8 @@ def test_without_docker_and_a_registry_buildah_builds_on_debian_what_it_can(prog
     lines = calls.read_text().splitlines()
     (bootstrap,) = (line for line in lines if line.startswith("mmdebstrap"))
     assert "--include=ca-certificates,passwd,python3 " in bootstrap
+    assert lines[lines.index(bootstrap) + 1] == "base of 315532800", "the same base from the same packages"
+    assert "buildah commit --quiet --timestamp 315532800 working-container localhost/lmkv-base:bookworm" in lines
     assert lines.index(bootstrap) < lines.index("buildah rm working-container"), "made once, and nothing is left"
     assert not any("base.digest" in line for line in lines)
 
