@@ -16,12 +16,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-ray test-sglang chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images cluster chart version verify \
+.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-envoy test-ray test-sglang chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-reproducible cluster chart version verify \
 	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-protos fix-typescript
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 	@echo 'ARGS="..." is passed on by demo and test: make demo ARGS="--json numbers.json", make test ARGS="tests/rpc -x"'
 
 setup: $(STAMP) ## install lmkv, vLLM for CPUs and all tools into .venv and .buf
@@ -55,6 +55,10 @@ test-models: $(STAMP) ## run the tests with engines of all architectures, and fo
 test-cpp-engine: $(STAMP) ## compile and run the engine in C++ of docs/examples; as root, installs Debian's packages for it
 	@scripts/setup-cpp-engine
 	@$(BIN)/python -m pytest tests/sdk/test_cpp_engine.py $(ARGS)
+
+test-envoy: $(STAMP) build/tools/envoy ## run the endpoint picker's tests with Envoy
+	@LMKV_ENVOY=$(CURDIR)/build/tools/envoy/bin/envoy \
+		$(BIN)/python -m pytest tests/server/proxy/picker/test_envoy.py $(ARGS)
 
 test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 	@.venv-ray/bin/python -m pytest tests/ray $(ARGS)
@@ -116,6 +120,9 @@ fix-locks: build/tools/audit ## resolve the hash-locked packages of the images a
 
 images: ## build the container images with Docker or buildah; IMAGES=ghcr.io/lmkv names their registry, TARGETS="lmkv" selects
 	@python3 scripts/images --registry $(IMAGES) --version $(VERSION) $(TARGETS)
+
+images-reproducible: ## build images twice with buildah and compare them byte by byte; TARGETS="lmkv" selects
+	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
 cluster: $(STAMP) ## run the chart's pods with Podman and check the fleet; ARGS="default tls" selects cases; run `make images` before
 	@$(BIN)/python -m tests.cluster --registry $(IMAGES) $(ARGS)
