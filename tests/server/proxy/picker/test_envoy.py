@@ -227,7 +227,7 @@ async def test_the_load_of_a_client_that_leaves_ends(
     await until(lambda: front.in_flight(engines[0]) == 0)
 
 
-async def test_without_a_healthy_engine_clients_are_told_when_to_retry(
+async def test_without_a_healthy_engine_clients_learn_when_to_retry(
     make_engine: MakeEngine, make_picker: MakePicker, open_gateway: OpenGateway
 ) -> None:
     engines = await some(make_engine, 1)
