@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,13 @@ MAX_TOKENS = 3072
 RETAIN_SECONDS = 3600
 """Longer than the benchmark takes."""
 HINTED = "lmkv_hints"
-"""The system whose requests say whether their sessions continue."""
+"""lmkv, with requests that say whether their sessions wait for a tool or have ended."""
+DISK = "lmkv_disk"
+"""lmkv, with a disk behind the memory."""
+DISK_HINTED = "lmkv_disk_hints"
+"""The same, with requests that also have the next session prefetched."""
+HINTED_SYSTEMS = (HINTED, DISK_HINTED)
+OWN_SYSTEMS = ("lmkv", HINTED, DISK, DISK_HINTED)
 POLICIES = ("round_robin", "kv_aware")
 
 
@@ -82,9 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sessions", type=int, metavar="N", help="sessions (24; 4 with --quick)")
     parser.add_argument("--turns", type=int, metavar="N", help="most requests of a session (6; 4 with --quick)")
-    parser.add_argument(
-        "--hints", action="store_true", help="also lmkv with hints: `retain` while a session waits, `evict` at its end"
-    )
     parser.add_argument("--lmcache-python", type=Path, metavar="PATH", help="Python of an environment with LMCache 0.5")
 
 
@@ -116,14 +119,17 @@ def measure(run: BenchmarkRun) -> None:
         "prompts_in_cache": PROMPTS_IN_CACHE,
     }
     cache_bytes = PROMPTS_IN_CACHE * workload.context_tokens * engines.token_bytes(dtype)
-    engines.check_memory((4 + args.hints) * (engines.ENGINE_BYTES + cache_bytes) + (3 + args.hints) * plan.pool_bytes)
     described = chats.systems(run, plan, args.lmcache_python)
-    if args.hints:
-        described[HINTED] = partial(chats.lmkv, plan, HINTED)
+    described[HINTED] = partial(chats.lmkv, plan, HINTED)
+    disk_bytes = workload.session_tokens * engines.token_bytes(dtype)
+    for name in (DISK, DISK_HINTED):
+        described[name] = partial(chats.lmkv, plan, name, disk_bytes=disk_bytes)
+    count = len(described)
+    engines.check_memory(count * (engines.ENGINE_BYTES + cache_bytes) + (count - 1) * plan.pool_bytes)
     with ExitStack() as stack:
-        answered = play(run, start(run, stack, described), workload, hinted=(HINTED,))
+        answered = play(run, start(run, stack, described), workload)
         run.add(*rows_of(answered))
-    for name in answered.keys() & {"lmkv", HINTED}:
+    for name in OWN_SYSTEMS:
         engines.check_identical(run, f"{name} and the engine alone", *identical(answered[name], answered[ALONE]))
     if run.quick:
         run.note("two engines behind the proxy were not measured: --quick leaves them out")
@@ -134,12 +140,10 @@ def measure(run: BenchmarkRun) -> None:
         engines.check_identical(run, f"{name} and the engine alone", *identical(completions, answered[ALONE]))
 
 
-def play(
-    run: BenchmarkRun, systems: Mapping[str, Endpoint], workload: Workload, hinted: Container[str] = ()
-) -> dict[str, list[Completion]]:
+def play(run: BenchmarkRun, systems: Mapping[str, Endpoint], workload: Workload) -> dict[str, list[Completion]]:
     """All requests, each with every system in turn, in changing order: what else the machine does meets all of them.
 
-    Those to the `hinted` systems have hints.
+    Those to `HINTED_SYSTEMS` have hints.
     """
     last = workload.last_requests
     beginning, parts = workload.parts()
@@ -151,7 +155,12 @@ def play(
             history = histories[name].setdefault(request.session, list(beginning))
             del history[len(history) if request.kept_tokens is None else request.kept_tokens :]
             history += new
-            extra = hint(ends=number - 1 in last) if name in hinted else None
+            extra = None
+            if name in HINTED_SYSTEMS:
+                after = workload.requests[number : number + 1]
+                is_other = name == DISK_HINTED and after and after[0].session != request.session
+                soon = histories[name].get(after[0].session) if is_other else None
+                extra = hints(ends=number - 1 in last, soon=soon)
             completion = systems[name].complete(history, request.answer_tokens, extra=extra)
             history += completion.token_ids
             completions[name].append(completion)
@@ -162,12 +171,18 @@ def play(
     return completions
 
 
-def hint(*, ends: bool) -> dict[str, object]:
-    """What a request says of its session, which ends with it or waits for a tool."""
-    kind, payload = ("evict", {}) if ends else ("retain", {"ttl": RETAIN_SECONDS})
-    action = {"action_id": "session", "action_type": kind, "action_version": "1.0", "payload": payload}
-    envelope = {"protocol_version": "1.0", "message_id": "", "actions": [action]}
+def hints(*, ends: bool, soon: Sequence[int] | None = None) -> dict[str, object]:
+    """What a request says of its session, which ends with it or waits for a tool; and that another one, whose tokens so
+    far are `soon`, will go on next."""
+    actions = [_action("evict") if ends else _action("retain", ttl=RETAIN_SECONDS)]
+    if soon:
+        actions.append(_action("prefetch", tokens=list(soon)))
+    envelope = {"protocol_version": "1.0", "message_id": "", "actions": actions}
     return {"kv_transfer_params": {"lmkv": {"kv_hints": envelope}}}
+
+
+def _action(kind: str, **payload: object) -> dict[str, object]:
+    return {"action_id": kind, "action_type": kind, "action_version": "1.0", "payload": payload}
 
 
 def play_routed(run: BenchmarkRun, plan: ChatPlan, workload: Workload) -> dict[str, list[Completion]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_AGENT_SYSTEMS = "(alone|lmkv_hints|lmkv|vllm_offload|lmcache|round_robin|kv_aware)"
+_AGENT_SYSTEMS = "(alone|lmkv_disk_hints|lmkv_disk|lmkv_hints|lmkv|vllm_offload|lmcache|round_robin|kv_aware)"
 _SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
@@ -151,6 +151,8 @@ _WORDS = {
     "scatter": "chunks to pages",
     "lmkv": "lmkv",
     "lmkv_hints": "lmkv with hints",
+    "lmkv_disk": "lmkv with a disk",
+    "lmkv_disk_hints": "lmkv with a disk and hints",
     "vllm_offloading": "vLLM's offloading, p2p",
     "lmcache": "LMCache",
     "alone": "engine alone",

@@ -78,10 +78,15 @@ def alone(plan: ChatPlan) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def lmkv(plan: ChatPlan, name: str = "lmkv") -> Iterator[EngineProcess]:
+def lmkv(plan: ChatPlan, name: str = "lmkv", *, disk_bytes: int = 0) -> Iterator[EngineProcess]:
     """lmkv's node beside the engine, without a coordinator. Each needs a name of its own."""
     settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
     run = plan.run
+    if disk_bytes:
+        settings |= {
+            "LMKV_LOCAL_DISK": str(run.folder / f"{name}-disk"),
+            "LMKV_MAX_LOCAL_DISK_SIZE": f"{-(-disk_bytes >> 20)}MiB",
+        }
     with Cluster(run.folder, plan.model, logs=run.logs, settings=settings, coordinator=False) as cluster:
         engine = cluster.add_engine(name, **plan.options)
         engine.start()

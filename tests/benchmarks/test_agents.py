@@ -122,17 +122,23 @@ def test_prompts_continue_with_the_answers_of_their_own_system_and_are_cut_where
     assert [len(prompt) for prompt in own.prompts] == [16, 16, 21, 12]
 
 
-def test_hints_retain_a_session_until_its_last_request_and_evict_it_then() -> None:
+def test_hints_retain_a_session_until_its_last_request_evict_it_then_and_prefetch_the_next_one() -> None:
     numbers = (0, 1, 0, 0)
     requests = [AgentRequest(session=one, kept_tokens=None, new_tokens=9, answer_tokens=5) for one in numbers]
-    hinted, other = RecordingEngine(), RecordingEngine()
-    agents.play(
-        make_run(), {"hinted": hinted, "other": other}, Workload(requests=requests, shared_tokens=6), ["hinted"]
-    )
-    assert other.extras == [None] * 4
-    parsed = [parse(extra["kv_transfer_params"]["lmkv"]["kv_hints"]) for extra in hinted.extras]
-    assert not any(one.rejected for one in parsed)
-    assert [one.hints[0].action for one in parsed] == ["retain", "evict", "retain", "evict"]
+    systems = {name: RecordingEngine() for name in ("lmkv", "lmkv_hints", "lmkv_disk", "lmkv_disk_hints")}
+    agents.play(make_run(), systems, Workload(requests=requests, shared_tokens=6))
+    assert systems["lmkv"].extras == systems["lmkv_disk"].extras == [None] * 4
+
+    def actions(name: str) -> list[list[str]]:
+        parsed = [parse(extra["kv_transfer_params"]["lmkv"]["kv_hints"]) for extra in systems[name].extras]
+        assert not any(one.rejected for one in parsed)
+        return [[str(hint.action) for hint in one.hints] for one in parsed]
+
+    assert actions("lmkv_hints") == [["retain"], ["evict"], ["retain"], ["evict"]]
+    assert actions("lmkv_disk_hints") == [["retain"], ["evict", "prefetch"], ["retain"], ["evict"]]
+    _, second, *_ = systems["lmkv_disk_hints"].extras
+    prefetched = second["kv_transfer_params"]["lmkv"]["kv_hints"]["actions"][1]["payload"]["tokens"]
+    assert prefetched == [*systems["lmkv_disk_hints"].prompts[0], 5, 2], "the session so far, answers included"
 
 
 def make_run() -> Any:
