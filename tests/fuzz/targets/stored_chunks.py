@@ -40,7 +40,7 @@ ON_DISK = DiskChunk(
 
 
 def _slot(serial: int, offset: int) -> bytes:
-    table = memoryview(bytearray(SLOT_BYTES))
+    table = bytearray(SLOT_BYTES)
     chunk = Chunk(
         key=OBJECT.key,
         parent=None,
@@ -52,7 +52,9 @@ def _slot(serial: int, offset: int) -> bytes:
         generation=serial,
         tier=TIER,
     )
-    Ledger(table).put(chunk)
+    Ledger(memoryview(table)).put(chunk)
+    table[:8] = serial.to_bytes(8, "little")
+    table[-4:] = crc32(table[:-4]).to_bytes(4, "little")
     return bytes(table)
 
 
@@ -65,6 +67,7 @@ SEEDS = [
     b"\1" + dataclasses.replace(OBJECT, parent=OBJECT.key, token_count=8, size_bytes=2048).header,
     b"\2" + _slot(1, 0) + bytes(SLOT_BYTES) + _slot(2, 8192) + _slot(3, 0),
     b"\2" + _slot((1 << 64) - 1, 0) + bytes(SLOT_BYTES),  # no serial can follow
+    b"\2" + _slot(1 << 63, 0) + bytes(SLOT_BYTES),
     b"\3" + ENCRYPTED.packed(),
     b"\3" + ENCRYPTED.packed()[:-1],
 ]
@@ -139,7 +142,9 @@ def _ledger(data: bytes, sealed: bool) -> None:
     )
     ledger.put(new)
     kept = Ledger(memoryview(table)).records
-    assert len(kept) == (len(table) >= SLOT_BYTES), "a dropped record is found again, or a new one is not"
+    assert len(kept) == 1 - ledger.unrecorded_count, "a dropped record is found again, or a new one is not"
+    is_last = bool(records) and records[-1].serial == (1 << 64) - 1
+    assert ledger.unrecorded_count == (is_last or len(table) < SLOT_BYTES), "a chunk has no record, and could have one"
 
 
 def _encryption(data: bytes, sealed: bool) -> None:

@@ -29,8 +29,8 @@ _FIELDS = struct.Struct("<QQQQI?16s16s16s")  # serial, offset, size, checksum, t
 _SEAL = struct.Struct("<I")
 SLOT_BYTES = _FIELDS.size + _SEAL.size
 _EMPTY = bytes(SLOT_BYTES)
-_MAX_SERIAL = 1 << 63
-"""No node gets this far; the serials after it must fit, too."""
+_MAX_SERIAL = (1 << 64) - 1
+"""No node gets this far, but a damaged table can. No serial follows it: chunks then have no record."""
 _READ_SLOTS = 1024
 
 
@@ -92,6 +92,9 @@ class Ledger:
     def put(self, chunk: Chunk) -> None:
         """Records a complete chunk. Does nothing if it has a record."""
         if chunk.offset in self._slots:
+            return
+        if self._serial == _MAX_SERIAL:
+            self._unrecorded_count += 1
             return
         if self._empty:
             slot = self._empty.pop()
@@ -157,7 +160,5 @@ def _unpack(slot: bytes) -> LedgerRecord | None:
     if slot == _EMPTY or _SEAL.pack(crc32(fields)) != seal:
         return None
     serial, offset, size_bytes, checksum, token_count, has_parent, parent, key, fingerprint = _FIELDS.unpack(fields)
-    if serial > _MAX_SERIAL:
-        return None
     above = ChunkKey(parent) if has_parent else None
     return LedgerRecord(serial, offset, size_bytes, checksum, token_count, above, ChunkKey(key), fingerprint)

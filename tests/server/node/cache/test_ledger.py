@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -138,6 +139,32 @@ def test_a_slot_that_holds_nonsense_is_used_again() -> None:
         ledger.put(chunk(number, number))
     assert len(found(memory)) == 2
     assert ledger.unrecorded_count == 0
+
+
+@pytest.mark.parametrize("serial", [(1 << 63) - 1, 1 << 63, (1 << 64) - 2])
+def test_records_follow_one_with_a_high_serial(serial: int) -> None:
+    memory = _with_serial(serial)
+    ledger = Ledger(memory)
+    ledger.put(chunk(2, 1))
+    assert found(memory) == [described(chunk(1, 0)), described(chunk(2, 1))]
+    assert ledger.unrecorded_count == 0
+
+
+def test_no_record_follows_one_with_the_highest_serial() -> None:
+    memory = _with_serial((1 << 64) - 1)
+    ledger = Ledger(memory)
+    ledger.put(chunk(2, 1))
+    assert found(memory) == [described(chunk(1, 0))]
+    assert ledger.unrecorded_count == 1
+
+
+def _with_serial(serial: int) -> memoryview:
+    """A table with a record of `chunk(1, 0)`."""
+    memory = table()
+    Ledger(memory).put(chunk(1, 0))
+    memory[:8] = serial.to_bytes(8, "little")
+    memory[SLOT_BYTES - 4 : SLOT_BYTES] = crc32(memory[: SLOT_BYTES - 4]).to_bytes(4, "little")
+    return memory
 
 
 def test_of_two_records_for_one_place_one_counts() -> None:
