@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-envoy test-ray test-sglang chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-reproducible cluster chart version verify \
-	benchmarks verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
+	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-protos fix-typescript
 
 help: ## list the targets
@@ -77,6 +77,9 @@ histories: $(STAMP) ## record all calls of a fleet under faults for an hour, and
 
 soak: $(STAMP) ## run a fleet under load for an hour and check that memory, files, threads, tasks and latency do not rise
 	@LMKV_SOAK_SECONDS=$${LMKV_SOAK_SECONDS:-3600} LMKV_SOAK_OUTPUT=$${LMKV_SOAK_OUTPUT:-build/soak} $(BIN)/python -m pytest -q tests/soak $(ARGS)
+
+kv-events: $(STAMP) ## compare an index built from KV events with the layout map over a recorded trace: make kv-events TRACE=FILE
+	@LMKV_EVENTS_TRACE=$(TRACE) $(BIN)/python -m pytest -q -s tests/client/test_kv_events_trace.py $(ARGS)
 
 models: $(STAMP) ## explore small models of the pool, handoffs, registration, the shared map and tails, a minute each
 	@$(BIN)/python -m tests.models $(ARGS)

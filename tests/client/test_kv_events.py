@@ -5,127 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own, at import
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
 from lmkv_client import Coordinator as Client
 from lmkv_client import kv_event_publisher
-from lmkv_client.kv_event_publisher import END, EventPublisher, read_replay
+from lmkv_client.kv_event_publisher import EventPublisher, read_replay
 from lmkv_client.kv_events import BATCH_EVENTS, HEARTBEAT_SECONDS, MEDIA, LayoutEvents, Model, PublishedBatch
 from lmkv_client.watch import LayoutUpdate
-from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.node.node import Node
 from tests.client.conftest import RunCommand
-from tests.server.node.cases import chunk_key, small_spec
-from tests.server.node.engine_client import EngineClient
-from tests.server.node.node_parts import node_config
+from tests.client.event_consumers import Consumer, Index, Subscriber, batch_decoder
+from tests.client.layout_fleet import CAPACITY, SPEC, Fleet, drift, has
+from tests.server.node.cases import chunk_key
 from tests.waiting import eventually, until
 
-SPEC = small_spec()
 FINGERPRINT = SPEC.fingerprint
-CAPACITY = 30
-Index = set[tuple[str, str | None, bytes]]
-"""What is held: topic, medium and key."""
-
-batch_decoder = msgspec.msgpack.Decoder(KVEventBatch)
-
-
-class Consumer:
-    """An index built from batches, as a router keeps one. Batches are decoded by vLLM's own classes."""
-
-    def __init__(self) -> None:
-        self.index: Index = set()
-        self.last: dict[str, int] = {}
-        """The number of the last batch by topic."""
-        self.cleared_count = 0
-
-    def apply(self, batch: PublishedBatch) -> None:
-        """Applies a batch that is the next one, or that a replay has."""
-        topic = batch.topic
-        if batch.sequence <= self.last.get(topic, -1):
-            return
-        self.last[topic] = batch.sequence
-        decoded = batch_decoder.decode(batch.payload)
-        assert decoded.data_parallel_rank == 0
-        for event in decoded.events:
-            match event:
-                case AllBlocksCleared():
-                    self.index = {one for one in self.index if one[0] != topic}
-                    self.cleared_count += 1
-                case BlockStored(block_hashes=hashes, medium=medium):
-                    assert (event.token_ids, event.parent_block_hash) == ([], None)
-                    self.index |= {(topic, medium, hash_) for hash_ in hashes if isinstance(hash_, bytes)}
-                case BlockRemoved(block_hashes=hashes, medium=medium):
-                    self.index -= {(topic, medium, hash_) for hash_ in hashes if isinstance(hash_, bytes)}
-
-    def lacks(self, batch: PublishedBatch) -> bool:
-        """Whether batches before this one were missed."""
-        return batch.sequence > self.last.get(batch.topic, -1) + 1
-
-
-class Subscriber(Consumer):
-    """A consumer at the sockets of a publisher, of whose batches it misses some."""
-
-    def __init__(self, endpoint: str, replay_endpoint: str, misses: Callable[[], bool] = lambda: False) -> None:
-        super().__init__()
-        self._endpoints = endpoint, replay_endpoint
-        self._misses = misses
-        self.missed_count = self.replay_count = 0
-
-    async def __aenter__(self) -> Subscriber:
-        self._context = zmq.asyncio.Context()
-        self._socket, self._replay = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
-        self._socket.connect(self._endpoints[0])
-        self._socket.subscribe(b"kv@")
-        self._replay.connect(self._endpoints[1])
-        self._task = asyncio.create_task(self._follow())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._context.destroy(linger=0)
-
-    def check(self) -> None:
-        """Raises the error of a batch."""
-        if self._task.done():
-            self._task.result()
-
-    async def _follow(self) -> None:
-        await self._catch_up(0)  # whatever was published before
-        while True:
-            topic, sequence, payload = await self._socket.recv_multipart()
-            batch = PublishedBatch(topic.decode(), int.from_bytes(sequence, "big"), payload)
-            if self._misses():
-                self.missed_count += 1
-                continue
-            if self.lacks(batch):
-                self.replay_count += 1
-                await self._catch_up(self.last.get(batch.topic, -1) + 1, topic)
-            self.apply(batch)
-
-    async def _catch_up(self, start: int, *of_topic: bytes) -> None:
-        await self._replay.send_multipart([b"", start.to_bytes(8, "big"), *of_topic])
-        while True:
-            _, topic, sequence, payload = await self._replay.recv_multipart()
-            if sequence == END:
-                return
-            self.apply(PublishedBatch(topic.decode(), int.from_bytes(sequence, "big"), payload))
 
 
 # ---- the batches
@@ -277,69 +178,6 @@ async def test_without_pyzmq_or_a_usable_endpoint_the_command_says_what_to_do(
 # ---- real coordinators and nodes
 
 
-class Fleet:
-    """A coordinator and nodes with small pools, which restart; an engine at each stores chunks."""
-
-    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
-        self._folder = folder
-        self._names = names
-        self._nodes: dict[str, AsyncExitStack] = {}
-        self.engines: dict[str, EngineClient] = {}
-        self.address = ""
-
-    async def __aenter__(self) -> Fleet:
-        self._coordinator = await Coordinator(port=0).__aenter__()
-        self.address = self._coordinator.address
-        for name in self._names:
-            await self._start(name)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for stack in self._nodes.values():
-            await stack.aclose()
-        await self._coordinator.__aexit__(None, None, None)
-
-    async def _start(self, name: str) -> None:
-        stack = self._nodes[name] = AsyncExitStack()
-        disk = self._folder / f"{name}-disk"
-        node = await stack.enter_async_context(
-            Node(
-                node_config(
-                    self._folder,
-                    name,
-                    coordinator_address=(self.address,),
-                    enable_p2p=False,
-                    max_local_cpu_size=f"{CAPACITY * SPEC.chunk_bytes}B",
-                    **({"local_disk": str(disk), "max_local_disk_size": "1MiB"} if name == self._names[0] else {}),
-                )
-            )
-        )
-        self.engines[name] = await stack.enter_async_context(EngineClient(node, "engine", SPEC))
-
-    async def restart(self, name: str) -> None:
-        """The node ends, and starts with an empty pool."""
-        await self._nodes.pop(name).aclose()
-        await self._start(name)
-
-    async def restart_coordinator(self) -> None:
-        """The coordinator ends, and starts at the same address with an empty map."""
-        port = self._coordinator.port
-        await self._coordinator.__aexit__(None, None, None)
-        self._coordinator = await Coordinator(port=port).__aenter__()
-
-    async def map(self) -> Index:
-        """What the coordinator's map has, as it sends it to a new watcher."""
-        held: Index = set()
-        async with Client(self.address) as client:
-            async for one in client.watch():
-                for part in one.changes:
-                    keys = [part.admitted_keys[at : at + 16] for at in range(0, len(part.admitted_keys), 16)]
-                    held |= {(f"kv@{part.instance_id}@small", MEDIA[part.tier], key) for key in keys}
-                if not one.snapshot:
-                    return held
-        raise AssertionError("the watch ended")
-
-
 @pytest.fixture
 async def fleet(short_folder: Path) -> AsyncIterator[Fleet]:
     async with Fleet(short_folder, ("one", "two")) as fleet:
@@ -380,17 +218,6 @@ async def test_an_index_built_from_events_equals_the_map_after_evictions_and_res
         assert {medium for _, medium, _ in steady.index} == {"CPU", "STORAGE"}
         assert len([one for one in steady.index if one[1] == "CPU"]) <= 2 * CAPACITY
         assert not following.done()
-
-
-async def drift(fleet: Fleet, consumer: Subscriber) -> Index:
-    """What is only in the index or only in the map."""
-    consumer.check()
-    return consumer.index ^ await fleet.map()
-
-
-async def has(fleet: Fleet, one: tuple[str, str | None, bytes]) -> bool:
-    """Whether the map has a chunk."""
-    return one in await fleet.map()
 
 
 async def test_the_command_publishes_what_a_coordinator_has(fleet: Fleet, short_folder: Path) -> None:
