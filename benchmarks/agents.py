@@ -173,7 +173,7 @@ def play(run: BenchmarkRun, systems: Mapping[str, Endpoint], workload: Workload)
 
 def hints(*, ends: bool, soon: Sequence[int] | None = None) -> dict[str, object]:
     """What a request says of its session, which ends with it or waits for a tool; and that another one, whose tokens so
-    far are `soon`, will go on next."""
+    far are `soon`, will continue next."""
     actions = [_action("evict") if ends else _action("retain", ttl=RETAIN_SECONDS)]
     if soon:
         actions.append(_action("prefetch", tokens=list(soon)))

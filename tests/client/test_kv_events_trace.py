@@ -81,7 +81,7 @@ class Replay:
         await asyncio.gather(self._restart_node(restarted), self._send(second, only=other))
         await self._command.stop()
         await self._restart_node(other)
-        await self._send(third)  # nobody publishes what changes now
+        await self._send(third)  # no node publishes what changes now
         await self._command.start()
         self.counts["restarts of lmkv events"] += 1
         await asyncio.gather(self._restart_coordinator(), self._send(fourth))

@@ -15,7 +15,7 @@ from tests.promises.conftest import ROOT
 
 ACTIONLINT = Path(sys.executable).with_name("actionlint")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-NAMES = {"audit", "chart", "docs", "images", "release", "test", "vllm", "wheels"}
+NAMES = {"audit", "chart", "docs", "images", "nightly", "release", "test", "vllm", "wheels"}
 
 
 def steps(workflow: Path) -> list[dict[str, Any]]:
@@ -56,7 +56,22 @@ def test_workflows_call_the_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     scripts = "\n".join(step.get("run", "") for workflow in WORKFLOWS for step in steps(workflow))
     called = set(re.findall(r"\bmake (?:--silent )?([a-z-]+)", scripts))
-    assert called >= {"audit", "chart", "docs", "images", "sdist", "setup", "test", "verify", "verify-vllm", "wheels"}
+    assert called >= {
+        "audit",
+        "chart",
+        "docs",
+        "fuzz",
+        "histories",
+        "images",
+        "sdist",
+        "setup",
+        "soak",
+        "test",
+        "test-sglang",
+        "verify",
+        "verify-vllm",
+        "wheels",
+    }
     assert called <= targets
     assert not re.search(r"\b(?:pytest|mypy|ruff|mkdocs|cibuildwheel|docker build)\b", scripts)
 
