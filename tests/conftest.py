@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from lmkv_client.demo.process import LEFT_BY_ENGINES
 from lmkv_client.demo.process import free_port as find_free_port
 
 pytest_plugins = ("tests.engines.llm", "tests.support.forked_commands")  # pytest takes this here only
@@ -65,7 +66,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails the run if it leaves shared memory of lmkv behind: once, after the last of its processes."""
+    """Fails the run if it leaves shared memory of lmkv or of engines behind: once, after the last of its processes."""
     if hasattr(session.config, "workerinput"):
         return
     before = session.config.stash[SHARED_BEFORE]
@@ -172,4 +173,6 @@ def _processes_with(assignment: str) -> dict[int, str]:
 
 def _shared_memory() -> set[str]:
     folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir() if "lmkv" in entry.name} if folder.is_dir() else set()
+    if not folder.is_dir():
+        return set()
+    return {entry.name for entry in folder.iterdir() if "lmkv" in entry.name or entry.name.startswith(LEFT_BY_ENGINES)}

@@ -31,6 +31,7 @@ from lmkv_client.demo.process import (
     POLL_SECONDS,
     RunningProcess,
     end_processes,
+    left_by_engines,
     pids_with_environment,
     session_pids,
 )
@@ -177,6 +178,7 @@ class LlmProcess:
         self._connection: socket.socket | None = None
         self._lines: Any = None
         self._process: ForkedProcess | None = None
+        self._shared_memory = set[Path]()
 
     @property
     def runs(self) -> bool:
@@ -208,6 +210,7 @@ class LlmProcess:
     def request_stop(self) -> None:
         """Asks the engine to end, without waiting for it. Idempotent."""
         if self._connection is not None:
+            self._shared_memory |= left_by_engines(session_pids(self.pid))
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
 
@@ -223,6 +226,7 @@ class LlmProcess:
         """Kills it, and all in its session, as a crash would. Its node has a session of its own. Idempotent."""
         if self._connection is None:
             return
+        self._shared_memory |= left_by_engines(session_pids(self.pid))
         deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         while pids := session_pids(self.pid):
             assert time.monotonic() < deadline, f"{self.name}: processes {pids} survive SIGKILL"
@@ -230,6 +234,8 @@ class LlmProcess:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
+        while self._shared_memory:
+            self._shared_memory.pop().unlink(missing_ok=True)
         with suppress(OSError):  # something was still to be sent
             self._lines.close()
         self._connection.close()

@@ -23,6 +23,9 @@ from lmkv.errors import LmkvError
 POLL_SECONDS = 0.05
 PORT_CLASSES = 32
 """Number of disjoint sets of ports, of which a process chooses from one."""
+SHARED_MEMORY = Path("/dev/shm")  # where POSIX shared memory is
+LEFT_BY_ENGINES = ("vllm_dist_", "sgl_shm_mq_", "sglang_loads_")
+"""How the names of shared memory begin that vLLM and SGLang leave behind when a signal ends them."""
 
 _returned_ports: deque[int] = deque(maxlen=100)
 
@@ -62,8 +65,8 @@ def launch(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str
 class ServerProcess:
     """A process in its own session, with a log file.
 
-    `stop` and `kill` end all processes of the session. A child with its own session, such as a node that an engine
-    starts, survives them.
+    `stop` and `kill` end all processes of the session, and remove the shared memory that an engine leaves behind. A
+    child with its own session, such as a node that an engine starts, survives them.
     """
 
     launch: ClassVar[Callable[[Sequence[str], IO[bytes], Mapping[str, str]], RunningProcess]] = staticmethod(launch)
@@ -79,6 +82,7 @@ class ServerProcess:
         self.environment = dict(environment or {})
         self._process: RunningProcess | None = None
         self._stop_requested = False
+        self._shared_memory = set[Path]()
 
     def start(self) -> None:
         """Starts the process, also again after it exited. Appends to the log."""
@@ -130,6 +134,7 @@ class ServerProcess:
         """Sends SIGTERM without waiting. Idempotent, since some servers skip their clean-up at a second signal."""
         if self._process is not None and self.alive and not self._stop_requested:
             self._stop_requested = True
+            self._shared_memory |= left_by_engines(session_pids(self._process.pid))
             self._process.terminate()
 
     def stop(self, timeout_seconds: float = 20.0) -> None:
@@ -148,6 +153,7 @@ class ServerProcess:
         if self._process is None:
             return
         session = self._process.pid
+        self._shared_memory |= left_by_engines(session_pids(session))
         deadline = time.monotonic() + 10.0
         while True:
             for pid in (members := session_pids(session)):
@@ -159,6 +165,8 @@ class ServerProcess:
                 raise LmkvError(f"{self.name}: processes {members} survived SIGKILL")
             time.sleep(0.01)
         self._process.wait(10.0)
+        while self._shared_memory:
+            self._shared_memory.pop().unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -231,6 +239,20 @@ def session_pids(session: int) -> list[int]:
         if int(own_session) == session and state not in "ZX":
             members.append(pid)
     return members
+
+
+def left_by_engines(pids: Sequence[int]) -> set[Path]:
+    """The shared memory that these processes map, as far as an engine does not remove it when a signal ends it."""
+    found = set[Path]()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        for name in re.findall(rf"{SHARED_MEMORY}/([^/\n]+)", maps):
+            if name.startswith(LEFT_BY_ENGINES) and not name.endswith(" (deleted)"):
+                found.add(SHARED_MEMORY / name)
+    return found
 
 
 def pids_with_environment(variables: Mapping[str, str], word: str) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {
 WITH_DAEMON = (
     "import subprocess, sys\n"
     f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}, 'node'], start_new_session=True).wait()"
+)
+SHARING = (
+    "import mmap, os, sys; file = open(sys.argv[1], 'w+b'); file.truncate(4096)\n"
+    "memory = mmap.mmap(file.fileno(), 4096); print('up', flush=True); import time; time.sleep(60)"
 )
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
 
@@ -152,3 +157,28 @@ def test_processes_with_close_ids_choose_from_different_ports(monkeypatch: pytes
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
         chosen.append(free_port())
     assert len({port % PORT_CLASSES for port in chosen}) == PORT_CLASSES
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_shared_memory_of_engines_goes_with_them_and_that_of_others_stays(tmp_path: Path, end: str) -> None:
+    engines = Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}")
+    others = Path(f"/dev/shm/test-{uuid.uuid4().hex}")
+    processes = [
+        ServerProcess("server", [sys.executable, "-c", SHARING, str(file)], tmp_path / file.name)
+        for file in (engines, others)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.wait_until(lambda process=process: "up" in process.log(), "ready", 60)  # type: ignore[misc]
+        assert engines.exists()
+        for process in processes:
+            getattr(process, end)()
+        assert not engines.exists()
+        assert others.exists()
+    finally:
+        for process in processes:
+            process.kill()
+        others.unlink(missing_ok=True)
+        engines.unlink(missing_ok=True)
