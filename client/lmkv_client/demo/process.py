@@ -242,7 +242,7 @@ def session_pids(session: int) -> list[int]:
 
 
 def left_by_engines(pids: Sequence[int]) -> set[Path]:
-    """The shared memory that these processes map, as far as an engine does not remove it when a signal ends it."""
+    """The shared memory that these processes map, if engines leave it behind when a signal ends them."""
     found = set[Path]()
     for pid in pids:
         try:
