@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Self
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, Unreachable
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.kv_events import LayoutEvents, Model, PublishedBatch
 from lmkv_client.watch import LayoutUpdate
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
+RETRY_SECONDS = 0.5
+"""Between two questions to a coordinator that does not respond."""
 MAX_QUEUED = 100_000
 """Most messages that wait for one consumer; further ones are dropped, and it has to ask for a replay."""
 
@@ -76,8 +78,15 @@ class EventPublisher:
                 await self._publisher.send_multipart(frames(batch))
 
     async def _learn(self, coordinator: Coordinator) -> None:
-        """Learns the names and chunk sizes of all models."""
-        for instance in await coordinator.instances():
+        """Learns the names and chunk sizes of all models. Waits for a coordinator that does not respond."""
+        while True:
+            try:
+                instances = await coordinator.instances()
+                break
+            except Unreachable as error:
+                logger.warning("cannot learn the models of new chunks, trying again: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+        for instance in instances:
             for spec in instance.specs:
                 self._events.models[spec.fingerprint] = Model(spec.model_name, spec.chunk_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -65,10 +66,12 @@ class Fleet:
         await self._nodes.pop(name).aclose()
         await self._start(name)
 
-    async def restart_coordinator(self) -> None:
-        """The coordinator ends, and starts at the same address with an empty map."""
+    async def restart_coordinator(self, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        """The coordinator ends, and starts at the same address with an empty map, after `meanwhile`."""
         port = self._coordinator.port
         await self._coordinator.__aexit__(None, None, None)
+        if meanwhile:
+            await meanwhile()
         self._coordinator = await Coordinator(port=port).__aenter__()
 
     async def map(self) -> Index:

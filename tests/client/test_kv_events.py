@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.client.conftest import RunCommand
 from tests.client.event_consumers import Consumer, Index, Subscriber, batch_decoder
 from tests.client.layout_fleet import CAPACITY, SPEC, Fleet, drift, has
 from tests.server.node.cases import chunk_key
-from tests.waiting import eventually, until
+from tests.waiting import WAIT_SECONDS, eventually, until
 
 FINGERPRINT = SPEC.fingerprint
 
@@ -218,6 +218,28 @@ async def test_an_index_built_from_events_equals_the_map_after_evictions_and_res
         assert {medium for _, medium, _ in steady.index} == {"CPU", "STORAGE"}
         assert len([one for one in steady.index if one[1] == "CPU"]) <= 2 * CAPACITY
         assert not following.done()
+
+
+async def test_a_publisher_waits_for_a_coordinator_that_is_away_when_a_model_is_new(
+    fleet: Fleet, short_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = LayoutEvents(topic="kv@{instance}@{model}", first_sequence=1000, buffer_batches=5)
+    published = asyncio.Event()
+
+    async def updates() -> AsyncGenerator[LayoutUpdate, None]:
+        yield update(change("one", [chunk_key(1)]))
+        published.set()
+
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client(fleet.address))
+        publisher = await stack.enter_async_context(EventPublisher(events, f"ipc://{short_folder}/kv", ""))
+
+        async def follow_until_it_waits() -> None:
+            stack.callback(asyncio.create_task(publisher.follow(client, updates())).cancel)
+            await until(lambda: "cannot learn the models of new chunks" in caplog.text)
+
+        await fleet.restart_coordinator(meanwhile=follow_until_it_waits)
+        await asyncio.wait_for(published.wait(), WAIT_SECONDS)
 
 
 async def test_the_command_publishes_what_a_coordinator_has(fleet: Fleet, short_folder: Path) -> None:

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
+from signal import SIGTERM
 
 import pytest
 
@@ -56,9 +57,11 @@ class EventsCommand:
 
     async def stop(self) -> None:
         if self._process:
-            self._process.terminate()
-            await self._process.communicate()
-            self._process = None
+            process, self._process = self._process, None
+            if process.returncode is None:
+                process.terminate()
+            _, errors = await process.communicate()
+            assert process.returncode in {0, 130, -SIGTERM, 128 + SIGTERM}, errors.decode()
 
 
 class Replay:
