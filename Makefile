@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-envoy test-ray test-sglang chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-reproducible cluster chart version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
-	fix-format fix-lint fix-locks fix-protos fix-typescript
+	fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -187,6 +187,9 @@ verify-floors: $(STAMP) ## check the import contracts
 
 fix-floors: $(STAMP) ## regenerate docs/contribute/packages.md from the import contracts and docstrings
 	@$(BIN)/python scripts/architecture
+
+fix-metrics: $(STAMP) ## regenerate docs/reference/metrics.md from the metrics in the code
+	@$(BIN)/python scripts/metrics-reference
 
 verify-vllm: ## check that the newest vLLM has what the connector relies on; VLLM=0.32.0 names another version
 	@scripts/verify-vllm $(VLLM)

@@ -45,7 +45,9 @@ class CertificateEnd:
         """One gauge: the end of the certificate that expires first."""
         from prometheus_client.metrics_core import GaugeMetricFamily
 
-        family = GaugeMetricFamily(METRIC_NAME, "When the certificate of tls_cert ends, since 1970.")
+        family = GaugeMetricFamily(
+            METRIC_NAME, "End of validity of the certificate in tls_cert, in Unix time, read at each scrape."
+        )
         if self._path:
             with suppress(OSError, ValueError):
                 family.add_metric([], validity(self._path)[1])

@@ -58,7 +58,7 @@ class ServerCalls:
 
         family = HistogramMetricFamily(
             "rpc_server_call_duration_seconds",
-            "Time that unary gRPC calls took in the server.",
+            "Time that answered unary gRPC calls took in the server.",
             labels=("rpc_system_name", "rpc_method", "rpc_response_status_code"),
         )
         bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]

@@ -18,21 +18,21 @@ COUNTERS = {
     "loaded_bytes": "Bytes loaded from the node's pool into pages.",
     "load_seconds": "Seconds from the start of each load until its last byte was in its page.",
     "avoided_prefill_seconds": "Seconds that computing the loaded tokens would have taken, at the measured rate.",
-    "miss_tokens": "Tokens of prompts that were computed, by the reason why they were not loaded.",
-    "tier_tokens": "Tokens among the loaded ones that were not in the node's pool, by the tier that held them.",
+    "miss_tokens": "Tokens of prompts that were computed, by the reason of the miss, when the request ends.",
+    "tier_tokens": "Loaded tokens that were not in the node's pool, by the tier where the lookup found them.",
     "peer_bytes": "Bytes fetched from peers into the node's pool.",
     "peer_seconds": "Seconds that fetches from peers took.",
     "lookups": "Prompts looked up.",
     "lookup_seconds": "Seconds that prompts waited for their lookups.",
-    "refused_fetch_tokens": "Tokens that could be loaded or fetched and were computed, for that was quicker.",
+    "refused_fetch_tokens": "Tokens that could be loaded or fetched and were computed because that was quicker.",
     "lookup_timeouts": "Lookups that the node did not answer in time.",
-    "load_failures": "Loads that brought less than was found; the rest was computed.",
+    "load_failures": "Loads of less than was found; the rest was computed.",
     "skipped_chunks": "Chunks not stored in all parts: no write credits, no node, failed stores, or null pages.",
     "null_page_requests": "Requests of which no more is stored because vLLM freed pages of them while they ran.",
-    "handed_tokens": "Tokens whose KV decode engines have from this one by handoffs.",
-    "handed_bytes": "Bytes that their nodes read for that.",
-    "handed_seconds": "Seconds that these reads took.",
-    "handoff_failures": "Handoffs that ended by an error; the decode computes what it has not.",
+    "handed_tokens": "Tokens whose KV decode engines received from this one by handoffs.",
+    "handed_bytes": "Bytes of handoffs that nodes of decode engines read.",
+    "handed_seconds": "Seconds that nodes of decode engines took to read handoffs.",
+    "handoff_failures": "Handoffs that ended with an error; the decode engine computes the rest.",
     "node_losses": "Times that the node was lost.",
     "hints": "Actions of hints in requests, by action and outcome.",
 }
@@ -50,7 +50,8 @@ LABELS = {TIER_TOKENS: ("tier",), MISS_TOKENS: ("reason",), HINTS: ("action", "o
 """Labels of counters besides vLLM's own. Their counts are kept under the name and the values, separated by colons."""
 
 SPEC_CONFLICTS = "spec_conflicts"
-"""Gauge: instances of the same model that share nothing with this one."""
+GAUGES = {SPEC_CONFLICTS: "Instances of the same model that share nothing with this one."}
+"""Gauges by name; Prometheus knows them as `lmkv:NAME`."""
 
 
 @dataclass
@@ -120,7 +121,7 @@ class PromMetrics(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
         make = {name: (self._counter_cls, text) for name, text in COUNTERS.items()}
-        make[SPEC_CONFLICTS] = (self._gauge_cls, "Instances of the same model that share nothing with this one.")
+        make |= {name: (self._gauge_cls, text) for name, text in GAUGES.items()}
         self._labelvalues = labelvalues
         self._metrics: dict[str, dict[int, Any]] = {}
         self._labelled: dict[str, Any] = {}

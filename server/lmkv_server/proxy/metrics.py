@@ -1,4 +1,4 @@
-"""Prometheus metrics of the proxy. `docs/guides/proxy.md` lists their names."""
+"""Prometheus metrics of the proxy. `docs/reference/metrics.md` lists their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ProxyMetrics(Collector):
         """Exposed at `/metrics` and exported by OTLP."""
         self.requests = Counter(
             "lmkv_proxy_requests",
-            "Requests by path, by how engines shared them, and by outcome.",
+            "Requests. strategy: continue, repeat, alone, none. "
+            "outcome: ok, refused, failed, timeout, cancelled, rejected.",
             ["path", "strategy", "outcome"],
             registry=self.registry,
         )
@@ -41,14 +42,17 @@ class ProxyMetrics(Collector):
             registry=self.registry,
         )
         self.lookups = Counter(
-            "lmkv_proxy_lookups", "Lookups at the coordinator, by outcome.", ["outcome"], registry=self.registry
+            "lmkv_proxy_lookups",
+            "Lookups at the coordinator. outcome: hit, miss, failed.",
+            ["outcome"],
+            registry=self.registry,
         )
         self.asked_tokens = Counter(
-            "lmkv_proxy_lookup_asked_tokens", "Tokens of the prompts that were looked up.", registry=self.registry
+            "lmkv_proxy_lookup_asked_tokens", "Tokens of prompts that were looked up.", registry=self.registry
         )
         self.hit_tokens = Counter(
             "lmkv_proxy_lookup_hit_tokens",
-            "Of these, tokens that the instance of the selected engine held.",
+            "Tokens of them that the chosen engine held: the hit rate of routing.",
             registry=self.registry,
         )
         self.first_token_seconds = Histogram(
@@ -110,17 +114,23 @@ class PickerMetrics(Collector):
         self.registry = CollectorRegistry()
         """Exposed at `/metrics` and exported by OTLP."""
         self.requests = Counter(
-            "lmkv_picker_requests", "Requests of the gateway, by outcome.", ["outcome"], registry=self.registry
+            "lmkv_picker_requests",
+            "Requests. outcome: picked, no_endpoint (503), rejected (429), refused (by cache_salt_policy), timeout.",
+            ["outcome"],
+            registry=self.registry,
         )
         self.lookups = Counter(
-            "lmkv_picker_lookups", "Lookups at the coordinator, by outcome.", ["outcome"], registry=self.registry
+            "lmkv_picker_lookups",
+            "Lookups at the coordinator. outcome: hit, miss, failed, skipped.",
+            ["outcome"],
+            registry=self.registry,
         )
         self.asked_tokens = Counter(
-            "lmkv_picker_lookup_asked_tokens", "Tokens of the prompts that were looked up.", registry=self.registry
+            "lmkv_picker_lookup_asked_tokens", "Tokens of prompts that were looked up.", registry=self.registry
         )
         self.hit_tokens = Counter(
             "lmkv_picker_lookup_hit_tokens",
-            "Of these, tokens that the instance of the picked engine held.",
+            "Tokens of them that the picked engine held: the hit rate of routing.",
             registry=self.registry,
         )
         self.pick_seconds = Histogram(

@@ -158,7 +158,7 @@ def test_engines_may_be_written_in_several_ways(raw: object) -> None:
 
 
 def test_the_documentation_lists_every_metric(make_metrics: Callable[[], set[str]]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "guides" / "proxy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     names = make_metrics()
     assert len(names) > 10
     assert [name for name in sorted(names) if f"`{name}" not in page] == []

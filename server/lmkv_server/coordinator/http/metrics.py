@@ -1,6 +1,6 @@
 """`/metrics` in Prometheus's text format, and the metrics of all tenants for OTLP.
 
-`docs/reference/http.md` lists the names.
+`docs/reference/metrics.md` lists the names.
 Most values are read from the core at a scrape, so that they cost nothing in between.
 """
 
@@ -127,7 +127,9 @@ class CoordinatorMetrics(Collector):
         yield ended
 
     def _http(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(f"{PREFIX}http_requests", "HTTP requests.", labels=["path", "code"])
+        requests = CounterMetricFamily(
+            f"{PREFIX}http_requests", "HTTP requests, by path and status.", labels=["path", "code"]
+        )
         for labels, count in self._http_requests.items():
             requests.add_metric(labels, count)
         yield requests

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a node, collected at each scrape. `docs/reference/telemetry.md` lists them."""
+"""The Prometheus metrics of a node, collected at each scrape. `docs/reference/metrics.md` lists them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PREFIX = "lmkv_node_"
 
 TIER_COUNTERS = {
     "written_chunks": "Chunks written to the tier.",
-    "written_bytes": "Bytes of these.",
+    "written_bytes": "Bytes written to the tier.",
     "present_chunks": "Chunks not written because the tier had them.",
-    "skipped_chunks": "Chunks not written: evicted first, no room, or refused.",
-    "read_chunks": "Chunks read from the tier into the pool.",
-    "read_bytes": "Bytes of these.",
+    "skipped_chunks": "Chunks never written: evicted first, no room, or refused.",
+    "read_chunks": "Chunks read from the tier into the pool; from peers, those of handoffs included.",
+    "read_bytes": "Bytes read from the tier into the pool.",
     "damaged_chunks": "Chunks dropped because they were damaged or gone when they were read.",
-    "undecryptable_chunks": "Those of them that could not be decrypted: of another key, or changed.",
+    "undecryptable_chunks": "Damaged chunks that could not be decrypted: of another key, or changed.",
     "evicted_chunks": "Chunks evicted from the tier to make room.",
-    "failures": "Failures to open, read or write a backend of the tier.",
+    "failures": "Failures of a folder, store or peer of the tier.",
     "late_lookups": "Lookups that the tier did not answer in time.",
 }
 TIER_GAUGES = {
-    "waiting_chunks": "Chunks that wait to be written to the tier.",
-    "down_backends": "Backends of the tier that cannot be used now.",
+    "waiting_chunks": "Chunks queued for writing to the tier.",
+    "down_backends": "Folders and stores of the tier that cannot be used now.",
 }
 """The fields of `TierStats`, all in one of the two."""
 TIER_USAGES = {
@@ -93,26 +93,32 @@ class NodeMetrics(Collector):
 
     def _holdings(self) -> Iterator[Metric]:
         yield _gauge("pool_capacity_bytes", "Bytes of the pool.", self._tier.size_bytes)
-        yield _gauge("pool_used_bytes", "Bytes of the pool that chunks and write grants occupy.", self._tier.used_bytes)
-        yield _gauge("pool_chunk_bytes", "Bytes of the pool that visible chunks occupy.", self._tier.chunk_bytes)
+        yield _gauge("pool_used_bytes", "Bytes of the pool used by chunks and grants.", self._tier.used_bytes)
+        yield _gauge(
+            "pool_chunk_bytes", "Bytes of the pool used by chunks that lookups can find.", self._tier.chunk_bytes
+        )
         yield _gauge(
             "pool_reserved_bytes",
-            "Bytes of the pool that may be written to.",
+            "Bytes of the pool reserved for writers.",
             self._tier.reserved_bytes,
         )
         yield _gauge("chunks", "Chunks held, each part of a chunk counted.", len(self._tier))
         yield _counter("evicted_chunks", "Chunks evicted to make room.", self._tier.evicted_count)
 
     def _warm_start(self, warm: WarmStart) -> Iterator[Metric]:
-        yield _gauge("pool_sealed", "1 while workers of the previous node map the pool.", int(self._tier.sealed))
-        stats = warm.stats()
-        yield _gauge("warm_waiting_chunks", "Chunks of the previous process to be verified.", stats.waiting_chunks)
-        yield _counter("warm_chunks", "Chunks of the previous process that were recovered.", stats.found_chunks)
-        yield _counter("warm_bytes", "Bytes of these.", stats.found_bytes)
-        yield _counter(
-            "warm_damaged_chunks", "Chunks of the previous process dropped as damaged.", stats.damaged_chunks
+        yield _gauge(
+            "pool_sealed", "1 while workers of a previous node map the pool: nothing is stored.", int(self._tier.sealed)
         )
-        yield _counter("warm_unrecorded_chunks", "Chunks that do not fit into the ledger.", stats.unrecorded_chunks)
+        stats = warm.stats()
+        yield _gauge("warm_waiting_chunks", "Recovered chunks that are not yet verified.", stats.waiting_chunks)
+        yield _counter("warm_chunks", "Chunks recovered after a restart.", stats.found_chunks)
+        yield _counter("warm_bytes", "Bytes of the chunks recovered after a restart.", stats.found_bytes)
+        yield _counter("warm_damaged_chunks", "Recovered chunks that were damaged and dropped.", stats.damaged_chunks)
+        yield _counter(
+            "warm_unrecorded_chunks",
+            "Chunks that the ledger has no room for: they will not survive a restart.",
+            stats.unrecorded_chunks,
+        )
 
     def _in_tiers(self) -> Iterator[Metric]:
         """What each secondary tier has done, and how full it is if the node knows; the label `tier` is its name."""
@@ -128,81 +134,105 @@ class NodeMetrics(Collector):
         yield _counter("lookups", "Lookups of engines.", lookups.count)
         yield _counter("lookup_asked_chunks", "Chunks that engines looked up.", lookups.asked_chunks)
         found = CounterMetricFamily(
-            f"{PREFIX}lookup_found_chunks", "Chunks among them that were found, by tier.", labels=["tier"]
+            f"{PREFIX}lookup_found_chunks", "Chunks of lookups that were found, by tier.", labels=["tier"]
         )
         _add(found, lookups.found_chunks)
         yield found
-        yield _counter("fetches_refused_slower", "Fetches not offered: computing is quicker.", lookups.refused_slower)
+        yield _counter("fetches_refused_slower", "Lookups with peer hits that computing beats.", lookups.refused_slower)
         fleet = self._fleet.stats()
-        yield _gauge("coordinators_connected", "Coordinators that answer.", fleet.connected_count)
+        yield _gauge("coordinators_connected", "Coordinators connected.", fleet.connected_count)
         yield _gauge(
-            "coordinators_refusing", "Coordinators at which another node has the instance id.", fleet.refused_count
+            "coordinators_refusing", "Coordinators at which another node has this instance id.", fleet.refused_count
         )
         yield _counter(
             "lookup_failures", "Lookups that a coordinator refused or did not answer in time.", fleet.lookup_failures
         )
         yield _gauge(
-            "spec_conflicts", "Instances of the same models with an incompatible KvSpec.", len(self._fleet.conflicts)
+            "spec_conflicts", "Instances of the same models with incompatible chunks.", len(self._fleet.conflicts)
         )
 
     def _hint_metrics(self) -> Iterator[Metric]:
-        ended = CounterMetricFamily(f"{PREFIX}hints", "Hints of engines and clients.", labels=["action", "outcome"])
+        ended = CounterMetricFamily(
+            f"{PREFIX}hints", "Actions of hints of engines and clients, by outcome.", labels=["action", "outcome"]
+        )
         for (action, outcome), count in self._hints.counts.items():
             ended.add_metric([action, outcome], count)
         yield ended
         retentions = self._hints.retentions
         yield _gauge("retained_chunks", "Chunks that hints retain: evicted after others.", len(retentions))
-        yield _gauge("retained_bytes", "Bytes of these.", retentions.size_bytes)
+        yield _gauge("retained_bytes", "Bytes of the chunks that hints retain.", retentions.size_bytes)
 
     def _fetching(self, side: PeerSide) -> Iterator[Metric]:
         transfers, fetches = side.pipeline.stats(), side.fetcher.stats()
         yield _gauge("read_grants", "Grants that peers have on chunks here.", len(side.service.grants))
         yield _counter(
-            "refused_reads", "Reads by peers that no live grant covered.", side.channels.access.refused_count
+            "refused_reads",
+            "Reads over tcp and ucx without a live grant: a few are slow readers, many a peer that reads too much.",
+            side.channels.access.refused_count,
         )
-        yield _counter("damaged_chunks", "Chunks dropped as damaged in the own memory.", side.inspector.damaged_count)
-        yield _counter("hedged_fetches", "Times that a peer was late and another was asked too.", fetches.hedge_count)
-        yield _gauge("quarantined_batches", "Batches whose transfer has not stopped.", transfers.quarantined_batches)
-        yield _gauge("quarantined_bytes", "Bytes of the pool that these may write to.", transfers.quarantined_bytes)
+        yield _counter(
+            "damaged_chunks",
+            "Chunks dropped because they were damaged in this node's memory.",
+            side.inspector.damaged_count,
+        )
+        yield _counter("hedged_fetches", "Fetches repeated at another peer because one was late.", fetches.hedge_count)
+        yield _gauge(
+            "quarantined_batches",
+            "Batches of transfers that were given up and have not stopped.",
+            transfers.quarantined_batches,
+        )
+        yield _gauge(
+            "quarantined_bytes",
+            "Bytes of the pool to which such transfers may still write.",
+            transfers.quarantined_bytes,
+        )
 
     def _handing(self, side: PeerSide) -> Iterator[Metric]:
         """Both sides of handoffs from prefill to decode."""
         receiver, handoffs = side.receiver, side.receiver.handoffs
         sent, received, admitted = side.senders.stats(), receiver.stats(), handoffs.stats()
-        yield _gauge("handoffs_sending", "Handoffs that engines here give away now.", len(side.senders))
-        yield _counter("handoffs_sent", "Handoffs given away whole.", sent.done_count)
-        yield _counter(
-            "handoffs_unsent", "Handoffs that failed, or were ended before they were whole.", sent.failed_count
-        )
-        yield _counter("handoff_sent_bytes", "Bytes that other nodes read for handoffs.", sent.sent_bytes)
-        yield _gauge("handoffs_receiving", "Handoffs that are kept here now.", len(handoffs))
-        yield _gauge("handoff_buffer_bytes", "Bytes of the pool that these take.", handoffs.used_bytes)
-        yield _gauge("handoff_buffer_limit_bytes", "Most bytes of the pool that they may take.", handoffs.buffer_bytes)
-        yield _counter("handoff_received_bytes", "Bytes read for handoffs.", received.received_bytes)
-        yield _counter("handoff_device_bytes", "Bytes of these that went into device buffers.", received.device_bytes)
+        yield _gauge("handoffs_sending", "Handoffs in progress, prefill side.", len(side.senders))
+        yield _counter("handoffs_sent", "Complete handoffs, prefill side.", sent.done_count)
+        yield _counter("handoffs_unsent", "Incomplete handoffs, prefill side.", sent.failed_count)
+        yield _counter("handoff_sent_bytes", "Bytes of handoffs that other nodes read.", sent.sent_bytes)
+        yield _gauge("handoffs_receiving", "Handoffs in progress, decode side.", len(handoffs))
+        yield _gauge("handoff_buffer_bytes", "Bytes of the pool used by handoffs.", handoffs.used_bytes)
+        yield _gauge("handoff_buffer_limit_bytes", "Maximum bytes of the pool for handoffs.", handoffs.buffer_bytes)
+        yield _counter("handoff_received_bytes", "Bytes of handoffs received.", received.received_bytes)
+        yield _counter("handoff_device_bytes", "Bytes of handoffs received in device buffers.", received.device_bytes)
         yield _gauge(
-            "device_buffer_bytes", "Device memory that engines lend for handoffs.", receiver.buffers.lent_bytes
+            "device_buffer_bytes",
+            "GPU memory that engines lend for handoffs (pd_buffer_device).",
+            receiver.buffers.lent_bytes,
         )
-        yield _gauge("device_buffer_used_bytes", "Bytes of it that are in use.", receiver.buffers.used_bytes)
-        ended = CounterMetricFamily(f"{PREFIX}handoffs_received", "Handoffs that are over, by end.", labels=["end"])
+        yield _gauge(
+            "device_buffer_used_bytes", "GPU memory lent for handoffs that is in use.", receiver.buffers.used_bytes
+        )
+        ended = CounterMetricFamily(
+            f"{PREFIX}handoffs_received",
+            "Ended handoffs, decode side, by end: committed, aborted or expired.",
+            labels=["end"],
+        )
         for state, count in admitted.ended_counts.items():
             ended.add_metric([state.value], count)
         yield ended
-        yield _counter("handoffs_abandoned", "Those of them that no request came for.", admitted.abandoned_count)
-        yield _counter("handoffs_refused", "Handoffs that there was no room for.", admitted.refused_count)
+        yield _counter("handoffs_abandoned", "Handoffs without a request, decode side.", admitted.abandoned_count)
+        yield _counter("handoffs_refused", "Handoffs without room, decode side.", admitted.refused_count)
 
     def _order_metrics(self) -> Iterator[Metric]:
         orders = self._orders.stats()
         ended = CounterMetricFamily(
-            f"{PREFIX}orders_ended", "Orders of the coordinator that ended.", labels=["kind", "state"]
+            f"{PREFIX}orders_ended",
+            "Orders of coordinators that ended, such as moves, clears and pins.",
+            labels=["kind", "state"],
         )
         for state, counts in (("done", orders.done_counts), ("failed", orders.failed_counts)):
             _add(ended, counts, state)
         yield ended
-        chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks that they were executed for.", labels=["kind"])
+        chunks = CounterMetricFamily(f"{PREFIX}order_chunks", "Chunks of ended orders.", labels=["kind"])
         _add(chunks, orders.chunk_counts)
         yield chunks
-        yield _gauge("orders_running", "Orders that run or wait.", orders.running_count)
+        yield _gauge("orders_running", "Orders that run or are queued.", orders.running_count)
 
 
 def _by_tier(

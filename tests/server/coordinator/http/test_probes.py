@@ -80,14 +80,15 @@ async def test_metrics_describe_fleet_and_work(http: httpx.AsyncClient, make: Ma
 
 
 async def test_every_metric_is_documented_with_its_labels(http: httpx.AsyncClient, make: Make) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "reference" / "http.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "metrics.md").read_text()
     async with make("a", CHUNKS):
         await http.post("/lookup", json={"tokens": PROMPT})
         families = list(text_string_to_metric_families((await http.get("/metrics")).text))
     own = [family for family in families if family.name.startswith("lmkv_coordinator_")]
     assert len(own) >= 12
     for family in own:
-        row = next((line for line in page.splitlines() if line.startswith(f"| `{family.name}` |")), None)
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        row = next((line for line in page.splitlines() if line.startswith(f"| `{name}` | {family.type} |")), None)
         assert row is not None, family.name
         assert row.endswith(f"| {family.documentation} |")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
