@@ -61,14 +61,14 @@ class HostMemory(Protocol):
 class PendingCopy:
     """Copies in flight. Only `wait` blocks the calling thread."""
 
-    def __init__(
-        self, copier: CudaCopier, buffer: LaunchBuffer, order: Sequence[int], read: CudaEvent, end: CudaEvent
-    ) -> None:
+    def __init__(self, copier: CudaCopier, plan: _LaunchPlan, read: CudaEvent, end: CudaEvent) -> None:
+        """`end`, as `plan.begin`, was made with `timing`."""
         self._copier = copier
-        self._buffer: LaunchBuffer | None = buffer
-        self._order = order
-        self._read, self._end = read, end
+        self._buffer: LaunchBuffer | None = plan.buffer
+        self._order = plan.order
+        self._begin, self._read, self._end = plan.begin, read, end
         self._sums: list[int] = []
+        self._seconds = 0.0
 
     def block_stream(self, stream: int) -> None:
         """Work submitted to `stream` from now on waits until the copies are done."""
@@ -110,15 +110,22 @@ class PendingCopy:
         assert self._buffer is None, "the copies are not done"
         return self._sums
 
+    @property
+    def seconds(self) -> float:
+        """Of finished copies, their duration by the device's clock, from when the pages could be accessed."""
+        assert self._buffer is None, "the copies are not done"
+        return self._seconds
+
     def _finish(self, buffer: LaunchBuffer) -> None:
+        self._seconds = self._end.seconds_since(self._begin)
         sums = buffer.words[: len(self._order)].view(np.uint64)
         self._sums = [0] * len(self._order)
         for index, value in zip(self._order, sums.tolist(), strict=True):
             self._sums[index] = value
         self._buffer = None
         self._copier.buffers.release(buffer)
-        self._read.close()
-        self._end.close()
+        for event in (self._begin, self._read, self._end):
+            event.close()
 
 
 class CudaCopier:
@@ -185,7 +192,7 @@ class CudaCopier:
             plan.buffer.download(len(rows), streams.kernels.handle)
             with _closing(streams.kernels.event()) as summed_event:
                 summed_event.block_stream(streams.dma.handle)
-            return PendingCopy(self, plan.buffer, plan.order, read, streams.dma.event())
+            return PendingCopy(self, plan, read, streams.dma.event(timing=True))
 
     def scatter(self, copies: Sequence[ChunkCopy], *, after: int) -> PendingCopy:
         """Starts to copy tokens from extents of the pool into pages; the inverse of `gather`.
@@ -208,7 +215,7 @@ class CudaCopier:
                 half.filled.block_stream(streams.kernels.handle)
                 self._launch("scatter", plan.with_staging(arguments, half), batch, streams, rows)
                 half.free.record(streams.kernels.handle)
-            return PendingCopy(self, plan.buffer, plan.order, streams.kernels.event(), streams.kernels.event())
+            return PendingCopy(self, plan, streams.kernels.event(), streams.kernels.event(timing=True))
 
     def close(self) -> None:
         """Waits for the copies in flight and releases all resources. Idempotent."""
@@ -243,6 +250,7 @@ class CudaCopier:
         np.concatenate(parts, out=buffer.words[:position])
         with _closing(CudaEvent(self.device.driver, after)) as point:
             point.block_stream(streams.kernels.handle)
+        begin = streams.kernels.event(timing=True)
         buffer.upload(position, streams.kernels.handle)
         launches, sums = [], buffer.device.address
         for batch, (start, copy_count, id_count) in zip(batches, sections, strict=True):
@@ -260,9 +268,8 @@ class CudaCopier:
             )
             launches.append((batch, arguments))
             sums += 8 * copy_count
-        return _LaunchPlan(
-            buffer=buffer, launches=launches, order=[index for batch in batches for index in batch.indices]
-        )
+        order = [index for batch in batches for index in batch.indices]
+        return _LaunchPlan(buffer=buffer, begin=begin, launches=launches, order=order)
 
     def _launch(
         self, operation: Operation, arguments: Arguments, batch: Batch, streams: _DirectionStreams, rows: Rows
@@ -308,6 +315,8 @@ class _LaunchPlan:
     """The launches of one call; each batch is one launch."""
 
     buffer: LaunchBuffer
+    begin: CudaEvent
+    """When the pages may be accessed."""
     launches: list[tuple[Batch, Arguments]]
     order: list[int]
     """Indices of the copies in the order of their sums."""

@@ -59,9 +59,9 @@ class CudaStream:
         self.handle = cast(int, driver.handle("cuStreamCreate", _NON_BLOCKING).value)
         self._closed = False
 
-    def event(self) -> CudaEvent:
+    def event(self, *, timing: bool = False) -> CudaEvent:
         """An event at the current end of the stream."""
-        return CudaEvent(self._driver, self.handle)
+        return CudaEvent(self._driver, self.handle, timing=timing)
 
     def close(self) -> None:
         """Waits for all submitted work, and destroys the stream. Idempotent."""

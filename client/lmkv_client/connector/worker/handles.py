@@ -21,9 +21,15 @@ class CopyHandle(Protocol):
     def checksums(self) -> list[int]:
         """Of a gather that is done: for each copy what its words add to its chunk's checksum."""
 
+    @property
+    def seconds(self) -> float | None:
+        """Of a copy that is done: its duration, if the device measured it; else None."""
+
 
 class ThreadTask:
     """A copy or a check on threads of this process."""
+
+    seconds = None
 
     def __init__(self, futures: Sequence[Future[None]] = (), checksums: Sequence[int] = ()) -> None:
         self._futures = futures
@@ -44,6 +50,8 @@ class ThreadTask:
 
 class GatherTask:
     """A gather on a thread of this process, whose result are the checksums."""
+
+    seconds = None
 
     def __init__(self, gathering: Future[list[int]]) -> None:
         self._gathering = gathering
@@ -100,3 +108,8 @@ class JoinedCopies:
             for index, value in zip(own, part.checksums, strict=True):
                 sums[index] = value
         return sums
+
+    @property
+    def seconds(self) -> float | None:
+        """Implements `CopyHandle`. The longest of the parts."""
+        return max((part.seconds for part in self._parts if part.seconds is not None), default=None)

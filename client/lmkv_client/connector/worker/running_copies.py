@@ -28,6 +28,8 @@ class RunningLoad:
     postponed: list[LoadPlan] = field(default_factory=list)
     """Pieces that wait until the pool is mapped."""
     size_bytes: int = 0
+    copy_seconds: float | None = None
+    """Total duration of the parts that have ended, where the device measures it."""
     failed_blocks: list[int] = field(default_factory=list)
     copied_blocks: list[int] = field(default_factory=list)
     final: bool = False
@@ -60,10 +62,21 @@ class RunningLoad:
 
     def _part_is_over(self, part: CopyHandle) -> bool:
         try:
-            return part.done()
+            if not part.done():
+                return False
         except COPY_ERRORS as error:
             self.fail(error)
-            return True
+        else:
+            if part.seconds is not None:
+                self.copy_seconds = (self.copy_seconds or 0.0) + part.seconds
+        return True
+
+    def seconds(self, now: float) -> float:
+        """How long it took. The end of a synchronous load on a device is seen only after the forward pass that waits
+        for it, so the device's clock counts."""
+        if self.sync and self.copy_seconds is not None:
+            return self.copy_seconds
+        return now - self.started_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

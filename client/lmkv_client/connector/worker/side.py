@@ -278,7 +278,8 @@ class WorkerSide:
 
     def _add_written(self, storing: RunningStore) -> None:
         report = self._reporting()
-        report.store_seconds = time.perf_counter() - storing.started_at
+        seconds = storing.copying.seconds
+        report.store_seconds = time.perf_counter() - storing.started_at if seconds is None else seconds
         sums: dict[int, int] = {}
         for copy, part in zip(storing.copies, storing.copying.checksums, strict=True):
             sums[copy.offset] = sums.get(copy.offset, 0) + part  # an extent has the layers of several groups
@@ -302,7 +303,7 @@ class WorkerSide:
         self._reporting().loaded[request_id] = LoadResult(
             rank_count=1,
             size_bytes=0 if is_useless else running.size_bytes,
-            seconds=time.monotonic() - running.started_at,
+            seconds=running.seconds(time.monotonic()),
             failed=is_useless,
         )
 

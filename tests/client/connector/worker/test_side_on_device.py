@@ -28,6 +28,9 @@ __all__ = ["serve"]  # a fixture
 
 Serve = Callable[..., ServedPool]
 
+DEVICE_SECONDS = 1e-3
+"""Between any two events of the emulated device."""
+
 
 class OnDevice:
     """A worker, the engine's device, and the forwards on it."""
@@ -89,6 +92,7 @@ def test_a_store_is_reported_when_the_device_is_done_with_it(on: OnDevice, serve
     on.worker.load(StepPlan(attachment=attachment))  # the next step; its forward changes the pages
     on.model.forward(on.case.memory, on.later)
     report = on.report()
+    assert report.store_seconds == DEVICE_SECONDS
     on.model.run()
     assert np.array_equal(on.case.memory, on.later)
     pool = np.frombuffer(served.pool.buffer, np.uint8)
@@ -115,6 +119,8 @@ def test_a_load_is_reported_when_its_pages_are_filled(on: OnDevice, serve: Serve
         on.model.run()
     assert finished == (set() if sync else {"r"})
     assert not report.loaded["r"].failed
+    # The forward pass of a synchronous load is over before its end is seen; the device's clock leaves it out.
+    assert (report.loaded["r"].seconds == DEVICE_SECONDS) == sync
     assert on.worker.take_failed_blocks() == set()
     filled = on.case.memory.copy()
     on.case.twin.scatter(on.case.pool_tensor, on.case.copies)

@@ -187,7 +187,7 @@ class Loads:
 
     def _end(self, load_state: LoadState, loaded: LoadResult, *, complete: bool) -> None:
         """Releases the extents, and counts the load."""
-        seconds = self._clock() - load_state.started_at
+        seconds = loaded.seconds if load_state.sync else self._clock() - load_state.started_at
         tokens = 0 if loaded.failed else load_state.arrived_tokens
         is_handoff = bool(load_state.tokens_by_tier(tokens).get(HANDOFF))  # a prefill engine computed the tokens
         self._lookups.release_lookup(
