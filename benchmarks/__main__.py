@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-NEEDS_GPU = ("kernels_gpu",)
+NEEDS_GPU = ("engines_gpu", "kernels_gpu")
 NEEDS_SGLANG = ("sglang",)
 QUICK_SECONDS = 300.0
 """Deadline of one benchmark with `--quick`, which should end within 180 s on an idle machine."""

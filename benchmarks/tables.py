@@ -86,11 +86,18 @@ def origin(report: Report) -> str:
     machine, settings = report.machine, report.settings
     loads = f"{machine['load_average']} to {machine.get('load_average_at_end', machine['load_average'])}"
     engine = f"SGLang {settings['sglang']}" if "sglang" in settings else f"vLLM {machine['vllm']}"
-    dtype = f", {settings['dtype']}" if "dtype" in settings else ""
-    return (
-        f"`{report.command}`, {report.seconds:.0f} s, {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gb']:.0f} GB, load average {loads}, {engine}{dtype}."
-    )
+    facts = [
+        f"`{report.command}`",
+        f"{report.seconds:.0f} s",
+        *([settings["gpu"]] if "gpu" in settings else []),
+        machine["cpu"],
+        f"{machine['cores']} cores",
+        f"{machine['memory_gb']:.0f} GB",
+        f"load average {loads}",
+        *([engine] if "sglang" in settings or machine["vllm"] else []),
+        *([settings["dtype"]] if "dtype" in settings else []),
+    ]
+    return f"{', '.join(facts)}."
 
 
 def make_command(name: str) -> str:

@@ -73,6 +73,23 @@ def kernels_cpu(report: Report) -> Chart:
     return Chart(title="Copies on the host, throughput", unit="GB/s", groups=groups, limit="memcpy")
 
 
+def kernels_gpu(report: Report) -> Chart:
+    """Throughput of stores and loads between pages on a GPU and pinned memory, beside plain copies."""
+    rows = _by_name(report)
+    store, load = Series("store, with checksum", LMKV.colour), Series("load", SECOND.colour)
+    groups = [
+        Group(
+            label,
+            (
+                _with_limit(rows[f"gpu_store_{way}_vs_memcpy"], store),
+                _with_limit(rows[f"gpu_load_{way}_vs_memcpy"], load),
+            ),
+        )
+        for way, label in (("staged", "through a staging buffer"), ("direct", "by the kernel itself"))
+    ]
+    return Chart(title="Between a GPU and the pool, throughput", unit="GB/s", groups=groups, limit="plain copy")
+
+
 def control_plane(report: Report) -> Chart:
     """Latencies of lookups at the coordinator, and at LMCache's controller."""
     labels = {
@@ -271,6 +288,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "ttft-steps": ("data_path", data_path),
     "channels": ("channels", channels),
     "kernels-cpu": ("kernels_cpu", kernels_cpu),
+    "kernels-gpu": ("kernels_gpu", kernels_gpu),
     "control-plane": ("control_plane", control_plane),
     "doc-qa": ("doc_qa", doc_qa),
     "pd-transfer": ("pd", pd),

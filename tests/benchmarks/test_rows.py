@@ -33,6 +33,7 @@ BENCHMARKS = (
     "control_plane",
     "data_path",
     "doc_qa",
+    "engines_gpu",
     "eviction",
     "hybrid",
     "kernels_cpu",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +82,17 @@ SHAPES = {"tiny": TINY, "mid": MID, "llama_vocab": LLAMA_VOCAB}
 """The presets by name."""
 
 
-def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0) -> Path:
+Draw = Callable[[tuple[int, ...], float], bytes | memoryview]
+"""Draws a tensor of these dimensions from a normal distribution with this standard deviation, as bfloat16."""
+
+
+def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0, draw: Draw | None = None) -> Path:
     """Writes a model with its tokenizer into `folder`, which is made if missing, and returns `folder`.
 
     Equal arguments write equal bytes, whatever the machine; another seed gives another model of the same shape.
     Weights are bfloat16. Overwrites an incomplete folder; keeps a complete one with the same arguments.
+
+    `draw` replaces NumPy's generator, which takes minutes for billions of weights; `seed` is then only a name.
     """
     config = _config(shape, seed)
     config_file = folder / "config.json"
@@ -94,7 +100,7 @@ def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config_file.unlink(missing_ok=True)
-    _write_weights(folder / "model.safetensors", shape, seed)
+    _write_weights(folder / "model.safetensors", shape, draw or _numpy_draw(seed))
     write_tokenizer(folder, shape.vocab_size, shape.context_tokens)
     config_file.write_text(json.dumps(config, indent=2) + "\n")  # last: marks the folder as complete
     return folder
@@ -148,7 +154,7 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], float
     yield "lm_head.weight", (shape.vocab_size, hidden), 4.0 * hidden**-0.5
 
 
-def _write_weights(file: Path, shape: ModelShape, seed: int) -> None:
+def _write_weights(file: Path, shape: ModelShape, draw: Draw) -> None:
     """Writes the safetensors format: length of the header, header in JSON, tensors in its order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -158,15 +164,23 @@ def _write_weights(file: Path, shape: ModelShape, seed: int) -> None:
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors must be aligned
-    random = np.random.default_rng(seed)
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, dimensions, deviation in _parameters(shape):
             if deviation is None:
-                values = np.ones(dimensions, dtype=np.float32)
+                out.write(_to_bfloat16(np.ones(dimensions, dtype=np.float32)).tobytes())
             else:
-                values = random.standard_normal(dimensions, dtype=np.float32) * np.float32(deviation)
-            out.write(_to_bfloat16(values).tobytes())
+                out.write(draw(dimensions, deviation))
+
+
+def _numpy_draw(seed: int) -> Draw:
+    random = np.random.default_rng(seed)
+
+    def draw(dimensions: tuple[int, ...], deviation: float) -> bytes:
+        values = random.standard_normal(dimensions, dtype=np.float32) * np.float32(deviation)
+        return _to_bfloat16(values).tobytes()
+
+    return draw
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
