@@ -15,6 +15,7 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc.endpoints import PLAINTEXT, open_channel
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.failover import Failover
+from lmkv.rpc.unary_call import answer_of
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 
@@ -56,7 +57,8 @@ class CoordinatorConnection:
         `extra_seconds` extends the deadline, for a request that the coordinator holds.
         """
         try:
-            return await method(request, timeout=self.timeout_seconds + extra_seconds)
+            answer: Response = await answer_of(method(request, timeout=self.timeout_seconds + extra_seconds))
+            return answer
         except grpc.RpcError as error:
             raise self.to_error(error) from None
 

@@ -18,6 +18,7 @@ from lmkv.errors import Unreachable
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.interceptor import Interceptor
 from lmkv.rpc.reloading_channel import ReloadingChannel
+from lmkv.rpc.unary_call import answer_of
 from lmkv.runtime.reload import Reloadable
 from lmkv.telemetry.calls import ServerCalls
 
@@ -163,7 +164,7 @@ async def call(
     """
     with telemetry.call(name, address) as span:
         try:
-            response = await method(request, timeout=timeout_seconds, metadata=span.metadata)
+            response: Response = await answer_of(method(request, timeout=timeout_seconds, metadata=span.metadata))
         except grpc.RpcError as error:
             lmkv_error = from_rpc_error(error)
             span.set_rpc_status(lmkv_error.metadata.get("grpc_code", lmkv_error.code))
