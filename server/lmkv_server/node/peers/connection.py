@@ -248,9 +248,9 @@ class PeerConnection:
         except LmkvError as error:
             logger.debug("handoff %s to %s will be abandoned: %s", request_id, self.name, error)
 
-    async def close(self) -> None:
-        """Ends the connection. Idempotent."""
-        await self._rpc_channel.close(None)
+    async def close(self, grace_seconds: float | None = None) -> None:
+        """Ends the connection, once the calls in flight have ended or this time has passed. Idempotent."""
+        await self._rpc_channel.close(grace_seconds)
 
     async def _call(self, name: str, request: object, timeout_seconds: float) -> Any:
         method = getattr(self._stub, name)

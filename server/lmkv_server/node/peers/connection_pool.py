@@ -121,7 +121,10 @@ class PeerConnectionPool:
         self._spawn(self._closed(connection))
 
     async def _closed(self, connection: PeerConnection) -> None:
-        await connection.close()
+        await connection.close(RELEASE_SECONDS)  # gRPC never frees the memory of calls that it cancels here
+        current = self._by_instance.get(connection.instance_id)
+        if current and current.name == connection.name:
+            return  # the same peer at another address: its memory is used as before
         try:
             await self._channels.remove_peer(connection.name)
         except LmkvError as error:
