@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from tests.waiting import until
 
 PROGRAM = Path(__file__).with_name("counted_lmkv.py")
 PLAIN = ["-m", "lmkv"]
+_READ_ONLY = re.compile(r" r--s \S+ \S+ \S+ +/memfd:[^\n]*\n(?:[A-Z][^\n]*\n)*?Rss: +(\d+) kB")
+"""A mapping of shared memory without a file, in /proc/PID/smaps."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,7 +27,8 @@ class Usage:
     """Of all processes of a session together."""
 
     memory_bytes: int = 0
-    """Resident anonymous and shared memory; not mapped files, which the kernel drops when it likes."""
+    """Resident anonymous and shared memory, without memory of others that is mapped to be read; not mapped files, which
+    the kernel drops when it likes."""
     fds: int = 0
     threads: int = 0
     tasks: int = 0
@@ -76,5 +80,12 @@ def add_usage(usage: Usage, pid: int) -> None:
     """Adds what a process uses. Raises `OSError` if it has ended."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     usage.memory_bytes += 1024 * sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    usage.memory_bytes -= peers_bytes(pid)
     usage.fds += len(list(Path(f"/proc/{pid}/fd").iterdir()))
     usage.threads += int(status["Threads"])
+
+
+def peers_bytes(pid: int) -> int:
+    """Resident bytes of pools that a process maps to read them: they count for the node whose pools they are."""
+    found = _READ_ONLY.findall(Path(f"/proc/{pid}/smaps").read_text())
+    return 1024 * sum(int(resident_kib) for resident_kib in found)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import random
 import subprocess
 import sys
 
 import pytest
 
+from lmkv.pool.pool import Pool
 from tests.soak.latencies import HOST
 from tests.soak.report import Report, Sample
-from tests.soak.resources import Usage, add_usage
+from tests.soak.resources import Usage, add_usage, peers_bytes
 
 SECONDS = 3600.0
 MIB = 1 << 20
@@ -95,3 +98,16 @@ async def test_what_a_process_keeps_is_measured() -> None:
     first, last = seen[0], seen[-1]
     assert last.memory_bytes - first.memory_bytes >= 12 * MIB
     assert (last.fds - first.fds, last.threads - first.threads) == (3, 3)
+
+
+def test_memory_of_another_process_that_is_read_does_not_count() -> None:
+    before, after = Usage(), Usage()
+    with Pool.create(64 * MIB) as pool:
+        pool.buffer[:] = bytes(64 * MIB)
+        add_usage(before, os.getpid())
+        with mmap.mmap(pool.fd, 64 * MIB, prot=mmap.PROT_READ) as mapped:
+            assert not any(mapped[:: mmap.PAGESIZE])
+            add_usage(after, os.getpid())
+            assert peers_bytes(os.getpid()) == 64 * MIB
+    assert peers_bytes(os.getpid()) == 0
+    assert after.memory_bytes - before.memory_bytes < 16 * MIB
