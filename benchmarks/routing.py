@@ -14,17 +14,20 @@ from benchmarks.replay.files import read_trace
 from benchmarks.replay.fleet import (
     ANSWER_RATE,
     ORACLE,
+    OTHER,
     PICKER,
     PLACEMENTS,
     PREFILL_RATE,
     REPORT_SECONDS,
     Fleet,
+    OtherRouter,
     Outcome,
     sessions_of,
 )
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems import picks
+from benchmarks.systems.dynamo_selector import DynamoSelector, dynamo_problem, dynamo_version
 from lmkv.config import PickerConfig
 
 EXCERPT = Path(__file__).parent / "replay" / "data" / "conversation_excerpt.jsonl.gz"
@@ -32,6 +35,7 @@ ENGINE_COUNTS = (8, 16, 64)
 ENGINE_TOKENS = 1_000_000
 """Tokens of one engine's cache: 128 GB of a model with 128 KiB a token."""
 LRU, LEARNED = "lru", "learned"
+DYNAMO = "dynamo"
 PARTS = ("placement", "picks")
 
 
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-tokens", type=int, default=ENGINE_TOKENS, metavar="N", help="size of one engine's cache, in tokens"
     )
+    parser.add_argument("--dynamo-python", type=Path, metavar="PATH", help="Python of an environment with Dynamo 1.6")
     parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
 
 
@@ -75,21 +80,31 @@ def _measure_placements(run: BenchmarkRun) -> None:
     run.say(f"{len(trace.requests)} requests of {len(set(sessions))} sessions, caches of {engine_tokens} tokens each")
     load_tokens = PickerConfig().load_tokens
 
-    def replay(placement: str, engine_count: int, policy: str) -> Outcome:
-        fleet = Fleet(trace, placement, engine_count, engine_tokens, policy=policy, load_tokens=load_tokens)
+    def replay(placement: str, engine_count: int, policy: str, other: OtherRouter | None = None) -> Outcome:
+        kind = OTHER if other else placement
+        fleet = Fleet(trace, kind, engine_count, engine_tokens, policy=policy, load_tokens=load_tokens, other=other)
         outcome = fleet.replay(sessions, speed=engine_count / ENGINE_COUNTS[0])
         run.say(f"{engine_count} engines, {policy}, {placement}: {outcome.hit_rate:.2f} %")
         return outcome
 
+    dynamo: Path | None = run.args.dynamo_python
+    if problem := dynamo_problem(dynamo):
+        run.note(problem)
+        dynamo = None
+    if dynamo:
+        run.report.settings["dynamo"] = dynamo_version(dynamo)
     for engine_count in ENGINE_COUNTS:
         outcomes = {placement: replay(placement, engine_count, LRU) for placement in PLACEMENTS}
+        if dynamo:
+            with DynamoSelector(dynamo, run.logs, trace, [str(number) for number in range(engine_count)]) as other:
+                outcomes[DYNAMO] = replay(DYNAMO, engine_count, LRU, other)
         bound = outcomes[ORACLE].hit_rate
         run.add(Row(name=f"{ORACLE}_{engine_count}_hit_rate", value=bound, unit="%"))
         for placement, outcome in outcomes.items():
+            name = f"{placement}_{engine_count}"
             if placement != ORACLE:
-                name = f"{placement}_{engine_count}"
                 run.add(compare(f"{name}_hit_rate", outcome.hit_rate, "%", "oracle", bound))
-                run.add(Row(name=f"{name}_prefill_s", value=statistics.mean(outcome.waits), unit="s"))
+            run.add(Row(name=f"{name}_prefill_s", value=statistics.mean(outcome.waits), unit="s"))
         learned = {placement: replay(placement, engine_count, LEARNED).hit_rate for placement in (PICKER, ORACLE)}
         name = f"{PICKER}_{engine_count}_learned_hit_rate"
         run.add(compare(name, learned[PICKER], "%", "oracle", learned[ORACLE]))

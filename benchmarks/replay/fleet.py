@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from benchmarks.replay.traces import Request, Trace, found_tokens
 from lmkv.keys import ChunkKey
@@ -35,6 +36,7 @@ SESSION_TTL = 600.0
 
 PICKER, ROUND_ROBIN, SESSIONS, ORACLE = "picker", "in_turn", "session_affinity", "oracle"
 PLACEMENTS = (PICKER, ROUND_ROBIN, SESSIONS, ORACLE)
+OTHER = "other"
 """
 - `picker`: policy kv_aware of `lmkv picker` and `lmkv proxy`, with its default weight of load.
 - `in_turn`: their policy `round_robin`.
@@ -43,7 +45,24 @@ PLACEMENTS = (PICKER, ROUND_ROBIN, SESSIONS, ORACLE)
   arrival. So every request is where all is held that any engine holds or computes, nothing is held twice, and no cache
   is full before another one. Load does not count. No placement finds more, except where caches are so small that
   eviction decides: there the same policy may find a little more in several small caches than in one.
+- `other`: a router that is no part of lmkv, see `OtherRouter`.
 """
+
+
+class OtherRouter(Protocol):
+    """A router that learns what the picker knows: requests when they come, changes of caches `REPORT_SECONDS` late."""
+
+    def choose(self, name: str, keys: Sequence[ChunkKey]) -> str:
+        """The engine's instance id for a request of this name."""
+
+    def computed(self, name: str) -> None:
+        """The request's prompt is computed."""
+
+    def answered(self, name: str) -> None:
+        """The request is answered."""
+
+    def change(self, instance: str, new: Sequence[ChunkKey], evicted: Sequence[ChunkKey]) -> None:
+        """An instance's cache has changed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,12 +150,20 @@ class LayoutView:
         return found | dict.fromkeys(holders, len(keys))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arrival:
+    name: str
+    seconds: float
+    request: Request
+    hit_count: int | None
+    """If it is known on arrival."""
+
+
 class _SimulatedEngine:
     def __init__(self, engine: Engine, cache: Cache) -> None:
         self.engine = engine
         self.cache = cache
-        self.waiting: deque[tuple[float, Request, int | None]] = deque()
-        """With the time of arrival, and the hit if it is known then."""
+        self.waiting: deque[_Arrival] = deque()
         self.is_busy = False
 
 
@@ -144,8 +171,18 @@ class Fleet:
     """Simulated engines with one placement."""
 
     def __init__(
-        self, trace: Trace, placement: str, engine_count: int, engine_tokens: int, *, policy: str, load_tokens: int
+        self,
+        trace: Trace,
+        placement: str,
+        engine_count: int,
+        engine_tokens: int,
+        *,
+        policy: str,
+        load_tokens: int,
+        other: OtherRouter | None = None,
     ) -> None:
+        """`other` is for the placement `other`; it knows the engines by the ids `0`, `1`, ..."""
+        assert (placement == OTHER) == (other is not None)
         self._trace = trace
         self._placement = placement
         capacity = engine_tokens // trace.chunk_tokens
@@ -159,6 +196,7 @@ class Fleet:
         name = {PICKER: "kv_aware", ROUND_ROBIN: "round_robin"}.get(placement, "least_loaded")
         self._pool = EnginePool(list(self._engines), cost_by(name, load_tokens), SessionAffinity(SESSION_TTL))
         self._view = LayoutView()
+        self._other = other
         self._recent = RecentPicks()
         self._outcome = Outcome()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -178,7 +216,10 @@ class Fleet:
         self._event_count += 1
         heapq.heappush(self._events, (seconds, self._event_count, act))
 
-    def _arrive(self, request: Request, session: str) -> None:
+    def _choose(self, name: str, request: Request, session: str) -> Engine:
+        if self._other:
+            instance = self._other.choose(name, request.keys)
+            return next(engine for engine in self._engines if engine.instance_id == instance)
         cached: Mapping[str, int] = {}
         if self._placement == PICKER:
             matches = self._view.matches(request.keys)
@@ -188,6 +229,11 @@ class Fleet:
         affinity = session if self._placement == SESSIONS else ""
         engine = self._pool.choose(self._now, session=affinity, cached=cached)
         assert engine is not None
+        return engine
+
+    def _arrive(self, request: Request, session: str) -> None:
+        name = str(self._outcome.counts.total())
+        engine = self._choose(name, request, session)
         engine.in_flight_count += 1
         if self._placement == PICKER:
             self._recent.add(b"".join(request.keys), engine.instance_id, self._now)
@@ -197,34 +243,40 @@ class Fleet:
         if self._placement == ORACLE:
             hit_count = simulated.cache.use(request.keys)
             simulated.cache.store(request.stored)
-        simulated.waiting.append((self._now, request, hit_count))
+        simulated.waiting.append(_Arrival(name=name, seconds=self._now, request=request, hit_count=hit_count))
         self._start(simulated)
 
     def _start(self, simulated: _SimulatedEngine) -> None:
         if simulated.is_busy or not simulated.waiting:
             return
         simulated.is_busy = True
-        arrival, request, hit_count = simulated.waiting.popleft()
+        arrival = simulated.waiting.popleft()
+        request, hit_count = arrival.request, arrival.hit_count
         if hit_count is None:
             hit_count = simulated.cache.use(request.keys)
         hit = found_tokens(self._trace, request, hit_count)
         self._outcome.asked_tokens += request.token_count
         self._outcome.hit_tokens += hit
         end = self._now + (request.token_count - hit) / PREFILL_RATE
-        self._outcome.waits.append(end - arrival)
-        self._at(end, lambda: self._computed(simulated, request))
+        self._outcome.waits.append(end - arrival.seconds)
+        self._at(end, lambda: self._computed(simulated, arrival))
 
-    def _computed(self, simulated: _SimulatedEngine, request: Request) -> None:
+    def _computed(self, simulated: _SimulatedEngine, arrival: _Arrival) -> None:
         simulated.is_busy = False
         engine = simulated.engine
-        new, evicted = simulated.cache.store(request.stored)
-        if self._placement == PICKER:
-            self._at(self._now + REPORT_SECONDS, lambda: self._view.change(engine.instance_id, new, evicted))
-        self._at(self._now + request.answer_tokens / ANSWER_RATE, lambda: self._answered(engine))
+        new, evicted = simulated.cache.store(arrival.request.stored)
+        change = self._other.change if self._other else self._view.change
+        if self._placement in (PICKER, OTHER):
+            self._at(self._now + REPORT_SECONDS, lambda: change(engine.instance_id, new, evicted))
+        if self._other:
+            self._other.computed(arrival.name)
+        self._at(self._now + arrival.request.answer_tokens / ANSWER_RATE, lambda: self._answered(engine, arrival.name))
         self._start(simulated)
 
-    def _answered(self, engine: Engine) -> None:
+    def _answered(self, engine: Engine, name: str) -> None:
         engine.in_flight_count -= 1
+        if self._other:
+            self._other.answered(name)
 
 
 def sessions_of(trace: Trace) -> list[str]:

@@ -262,6 +262,30 @@ def hybrid(report: Report) -> Chart:
     return Chart(title="Bytes per 1,000 tokens of a prompt", unit="KiB", groups=groups)
 
 
+def routing(report: Report) -> Chart:
+    """Hit rates by placement and number of engines."""
+    rows = _by_name(report)
+    placements = {
+        "picker": Series("endpoint picker", LMKV.colour),
+        "session_affinity": Series("session affinity", SECOND.colour),
+        "dynamo": Series("Dynamo's KV router", VLLM.colour),
+        "in_turn": Series("round robin", ALONE.colour),
+    }
+    counts = sorted({int(found[1]) for name in rows if (found := re.fullmatch(r"oracle_(\d+)_hit_rate", name))})
+    groups = [
+        Group(
+            f"{count} engines",
+            tuple(
+                _with_limit(rows[name], series)
+                for key, series in placements.items()
+                if (name := f"{key}_{count}_hit_rate") in rows
+            ),
+        )
+        for count in counts
+    ]
+    return Chart(title="Hit tokens of all prompts' tokens", unit="%", groups=groups, limit="oracle placement")
+
+
 def sglang(report: Report) -> Chart:
     """What a hit in the storage adds to one in SGLang's own KV cache."""
     rows = _by_name(report)
@@ -300,6 +324,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "scale": ("scale", scale),
     "shared-map": ("shared_map", shared_map),
     "hybrid": ("hybrid", hybrid),
+    "routing": ("routing", routing),
     "sglang": ("sglang", sglang),
 }
 """By the name of its file in `docs/images`: the benchmark, and the function that makes its chart."""

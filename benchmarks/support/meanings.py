@@ -8,6 +8,7 @@ _AGENT_SYSTEMS = "(alone|lmkv_disk_hints|lmkv_disk|lmkv_hints|lmkv|vllm_offload|
 _SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
+_HOST_CHANNELS = "(tcp|nixl|ucx|mooncake|auto)"
 _MEANINGS = {
     r"(peer|own)_ttft_ratio": "TTFT of a hit in {}, over the TTFT of a miss",
     r"ttft_cold_ms": "TTFT of a miss",
@@ -59,9 +60,11 @@ _MEANINGS = {
     r"(shm|nixl|tcp_tls|tcp|ucx|mooncake)_read_vs_\w+": "read by {}, without RPCs and checksums",
     r"(shm|nixl|tcp_tls|tcp|ucx|mooncake)_cpu_s_per_gb": "processor time of both ends, {}",
     r"(shm|nixl|tcp_tls|tcp|ucx|mooncake)_idle_cpu_percent": "processor time of both ends, {}, idle",
-    r"hosts_(nixl|tcp|auto)_first_fetch(?:_ms|_vs_best)": "first fetch of 160 MiB from another host by {}",
-    r"hosts_(nixl|tcp|auto)_fetch(?:_vs_best)?": "later fetches of 160 MiB from another host by {}",
-    r"hosts_(nixl|tcp|auto)_cpu_s_per_gb": "processor time of both ends for fetches from another host by {}",
+    rf"hosts_{_HOST_CHANNELS}_first_fetch(?:_ms|_vs_best)": "first fetch of 160 MiB from another host by {}",
+    rf"hosts_{_HOST_CHANNELS}_fetch(?:_vs_best)?": "later fetches of 160 MiB from another host by {}",
+    r"hosts_peer_ttft_ms": "TTFT of a hit at a node of another host, 4,000 tokens",
+    r"hosts_pd_seam_ms": "disaggregated prefill from another host: from the first token to the second, 4,000 tokens",
+    rf"hosts_{_HOST_CHANNELS}_cpu_s_per_gb": "processor time of both ends for fetches from another host by {}",
     r"keys_100k_tokens_ms": "keys of 100,000 tokens",
     r"lookup_p\d+_ms": "the engine asks its node: hit in the node's pool",
     r"lookup_peer_p\d+_ms": "the engine asks its node: hit at a peer",
@@ -128,9 +131,9 @@ _MEANINGS = {
     rf"{_AGENT_SYSTEMS}_ttft_p(50|99)_ms": "{}: TTFT, p{}",
     rf"{_AGENT_SYSTEMS}_hit_rate": "{}: hit rate in tokens",
     rf"{_AGENT_SYSTEMS}_tokens_per_s": "{}: throughput",
-    r"(picker|in_turn|session_affinity|oracle)_(\d+)_hit_rate": "{}, {} engines: hit rate in tokens",
+    r"(picker|in_turn|session_affinity|dynamo|oracle)_(\d+)_hit_rate": "hit rate in tokens, {1} engines; {0}",
     r"picker_(\d+)_learned_hit_rate": "endpoint picker, {} engines that evict by `learned`: hit rate in tokens",
-    r"(picker|in_turn|session_affinity)_(\d+)_prefill_s": "{}, {} engines: mean simulated TTFT",
+    r"(picker|in_turn|session_affinity|dynamo|oracle)_(\d+)_prefill_s": "mean simulated TTFT, {1} engines; {0}",
     r"pick_tokens_cpu_ms": "processor time of the picker for a choice, a prompt of token ids",
     r"pick_(tokens|text|gateway)_p(50|99)_ms": "time of a choice, {}, p{}",
     r"no_prefetch_(disk|remote|peer)_ttft_ms": "TTFT without a prefetch, prompt in {}",
@@ -165,6 +168,7 @@ _WORDS = {
     "session_affinity": "session affinity",
     "in_turn": "round robin",
     "oracle": "oracle placement",
+    "dynamo": "Dynamo's KV router",
     "one_engine": "one engine",
     "nixlconnector": "NixlConnector",
     "tokens": "a prompt of token ids",

@@ -57,6 +57,8 @@ ENGINE_COUNT = 8
 PATH = "/v1/completions"
 PART_BYTES = 64 << 10
 """Parts in which a gateway sends bodies."""
+ARRIVAL_SECONDS = 0.02
+"""Time in which the picker has received all parts of a body but the last one."""
 WARM_UP = 20
 WAIT_SECONDS = 30.0
 
@@ -207,7 +209,7 @@ async def _pick_over(stub: Any, body: bytes) -> tuple[str, float]:
     parts = [body[begin : begin + PART_BYTES] for begin in range(0, len(body), PART_BYTES)]
     for part in parts:
         await call.write(ProcessingRequest(request_body=HttpBody(body=part)))
-    await asyncio.sleep(0.002)  # the parts have arrived before the last, empty one: it is the time of the choice
+    await asyncio.sleep(ARRIVAL_SECONDS)  # the parts have arrived before the last, empty one
     started = time.perf_counter()
     await call.write(ProcessingRequest(request_body=HttpBody(end_of_stream=True)))
     answer = await call.read()

@@ -9,9 +9,11 @@ import pytest
 from benchmarks.replay.files import read_trace
 from benchmarks.replay.fleet import (
     ORACLE,
+    OTHER,
     PICKER,
     PLACEMENTS,
     PREFILL_RATE,
+    REPORT_SECONDS,
     ROUND_ROBIN,
     SESSIONS,
     Cache,
@@ -33,6 +35,27 @@ def request(seconds: float, *numbers: int) -> Request:
     """A prompt of chunks of 100 tokens, answered at once."""
     prompt = keys(*numbers)
     return Request(keys=prompt, token_count=100 * len(prompt), stored=prompt, arrival_seconds=seconds)
+
+
+class Recorder:
+    """A router that sends all requests to one engine, and writes down what it receives."""
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self.received: list[object] = []
+
+    def choose(self, name: str, keys: Sequence[ChunkKey]) -> str:
+        self.received.append(("asked", name, list(keys)))
+        return self.instance
+
+    def computed(self, name: str) -> None:
+        self.received.append(("computed", name))
+
+    def answered(self, name: str) -> None:
+        self.received.append(("answered", name))
+
+    def change(self, instance: str, new: Sequence[ChunkKey], evicted: Sequence[ChunkKey]) -> None:
+        self.received.append(("changed", instance, list(new), list(evicted)))
 
 
 def replay(placement: str, requests: Sequence[Request], engine_count: int = 2, engine_tokens: int = 10_000) -> Outcome:
@@ -110,3 +133,18 @@ def test_no_placement_finds_more_than_the_oracle_where_nothing_is_evicted() -> N
         rates[placement] = outcome.hit_rate
     assert max(rates, key=lambda placement: rates[placement]) == ORACLE
     assert rates[PICKER] > 0.9 * rates[ORACLE] > 2 * rates[ROUND_ROBIN]
+
+
+def test_another_router_receives_what_the_picker_knows() -> None:
+    seconds = 200 / PREFILL_RATE
+    assert seconds < REPORT_SECONDS
+    recorder = Recorder("1")
+    trace = Trace(requests=[request(0, 1, 2), request(1, 1, 2, 3)], chunk_tokens=100)
+    fleet = Fleet(trace, OTHER, 2, 10_000, policy="lru", load_tokens=512, other=recorder)
+    outcome = fleet.replay(["", ""], speed=1.0)
+    assert outcome.counts == {"http://1": 2}
+    assert outcome.hit_tokens == 200
+    first = [("asked", "0", keys(1, 2)), ("computed", "0"), ("answered", "0"), ("changed", "1", keys(1, 2), [])]
+    second = [("asked", "1", keys(1, 2, 3)), ("computed", "1"), ("answered", "1")]
+    assert recorder.received[:7] == first + second
+    assert recorder.received[7:] == [("changed", "1", keys(3), [])]
