@@ -5,30 +5,35 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.node import fetches, host_fetches
+from benchmarks.node import fetches, host_fetches, host_ttft
 from benchmarks.node.bare_ends import LIMITS
 from benchmarks.support import engines
 from benchmarks.support.command import Benchmark, BenchmarkRun
 
 HOSTS = "hosts"
-"""The part that compares `auto` with the channels between hosts."""
+"""The part that compares the channels, and `auto`, between hosts."""
+TTFT = "ttft"
+"""The part that compares hits and handoffs between hosts with those on one host."""
+PARTS = (*LIMITS, HOSTS, TTFT)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     engines.add_dtype_argument(parser)
-    parts = (*LIMITS, HOSTS)
-    parser.add_argument("--only", action="append", choices=parts, help="measure this part alone; may be repeated")
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure this part alone; may be repeated")
 
 
 def measure(run: BenchmarkRun) -> None:
     """One channel after the other, each with processes of its own at both ends; then all of them between two hosts."""
     dtype = engines.choose_dtype(run)
-    for part in run.args.only or (*LIMITS, HOSTS):
-        run.say(f"fetches between hosts, {host_fetches.STARTS} starts" if part == HOSTS else f"fetches by {part}")
+    for part in run.args.only or PARTS:
         if part == HOSTS:
+            run.say("fetches between hosts")
             host_fetches.measure(run, dtype)
+        elif part == TTFT:
+            host_ttft.measure(run, dtype)
         else:
+            run.say(f"fetches by {part}")
             fetches.measure(run, dtype, [part], closely=True)
 
 

@@ -14,10 +14,10 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from benchmarks.node.fetch_ends import ReadingNode, keys_of
-from benchmarks.node.hosts import Host, two_hosts
+from benchmarks.node.hosts import Host, NoHosts, two_hosts
 from benchmarks.support import engines
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row, compare
@@ -29,8 +29,9 @@ from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.tiers.progress import Progress
 
-CHANNELS = ("tcp", "nixl")
-"""Those that `auto` chooses from between hosts."""
+CHOICES = ("tcp", "nixl")
+"""The channels that `auto` chooses from between hosts."""
+PLUG_INS = ("ucx", "mooncake")
 FETCH_BYTES = 160 << 20
 SPARE_CHUNKS = 1
 FETCH_SECONDS = 30.0
@@ -40,30 +41,48 @@ FETCHES = 20
 
 
 def measure(run: BenchmarkRun, dtype: str) -> None:
-    """Adds the rows of each channel, then those of `auto` beside the best of them."""
+    """Adds the rows of each channel, then those of `auto` beside the best that it can choose."""
     run.logs.mkdir(parents=True, exist_ok=True)
     try:
         with two_hosts() as (one, other):
-            starts = 1 if run.quick else STARTS
-            made = [{name: _measure(run, name, dtype, one, other) for name in (*CHANNELS, AUTO)} for _ in range(starts)]
-    except LmkvError as error:
+            results = {name: _starts(run, name, dtype, one, other) for name in (*CHOICES, AUTO)}
+            for name in PLUG_INS:
+                try:
+                    results[name] = _starts(run, name, dtype, one, other)
+                except LmkvError as error:
+                    run.note(f"Fetches between hosts by {name} were not measured: {error}")
+    except NoHosts as error:
         run.note(f"Fetches between hosts were not measured: {error}")
         return
-    firsts, rates, costs = (
-        {name: statistics.median(one[name][part] for one in made) for name in made[0]} for part in range(3)
-    )
-    for name in CHANNELS:
-        run.add(Row(name=f"hosts_{name}_first_fetch_ms", value=firsts[name], unit="ms"))
-        run.add(Row(name=f"hosts_{name}_fetch", value=rates[name], unit="GB/s"))
-        run.add(Row(name=f"hosts_{name}_cpu_s_per_gb", value=costs[name], unit="s/GB"))
-    best = max(CHANNELS, key=lambda name: rates[name])
-    run.add(compare("hosts_auto_first_fetch_vs_best", firsts[AUTO], "ms", best, firsts[best]))
-    run.add(compare("hosts_auto_fetch_vs_best", rates[AUTO], "GB/s", best, rates[best]))
-    run.add(Row(name="hosts_auto_cpu_s_per_gb", value=costs[AUTO], unit="s/GB"))
+    for name, result in results.items():
+        if name != AUTO:
+            run.add(Row(name=f"hosts_{name}_first_fetch_ms", value=result.first_ms, unit="ms"))
+            run.add(Row(name=f"hosts_{name}_fetch", value=result.gb_per_s, unit="GB/s"))
+        run.add(Row(name=f"hosts_{name}_cpu_s_per_gb", value=result.cpu_s_per_gb, unit="s/GB"))
+    best = max(CHOICES, key=lambda name: results[name].gb_per_s)
+    for name, part, unit in (("first_fetch", "first_ms", "ms"), ("fetch", "gb_per_s", "GB/s")):
+        chosen, against = (getattr(results[name], part) for name in (AUTO, best))
+        run.add(compare(f"hosts_auto_{name}_vs_best", chosen, unit, best, against))
 
 
-def _measure(run: BenchmarkRun, channel: str, dtype: str, one: Host, other: Host) -> tuple[float, float, float]:
-    """Milliseconds of the first fetch; GB/s of the others; processor seconds of both ends per GB."""
+class _Result(NamedTuple):
+    """What one channel does between hosts."""
+
+    first_ms: float
+    """Of the first fetch."""
+    gb_per_s: float
+    """Of the others, in 2^30 bytes."""
+    cpu_s_per_gb: float
+    """Processor time of both ends for the others."""
+
+
+def _starts(run: BenchmarkRun, channel: str, dtype: str, one: Host, other: Host) -> _Result:
+    """Medians of several starts of both ends."""
+    made = [_measure(run, channel, dtype, one, other) for _ in range(1 if run.quick else STARTS)]
+    return _Result(*(statistics.median(values) for values in zip(*made, strict=True)))
+
+
+def _measure(run: BenchmarkRun, channel: str, dtype: str, one: Host, other: Host) -> _Result:
     rounds = 5 if run.quick else FETCHES
     log = run.logs / f"hosts-{channel}.log"
     with ExitStack() as stack:
@@ -76,7 +95,8 @@ def _measure(run: BenchmarkRun, channel: str, dtype: str, one: Host, other: Host
         cpu_seconds = owner.ask("cpu")["seconds"] + reader.ask("cpu")["seconds"] - before
     run.say(f"between hosts by {channel}: {rest['channel']}, first fetch {1000 * first['seconds'][0]:.0f} ms")
     rate = statistics.median(rest["size_bytes"] / seconds for seconds in rest["seconds"])
-    return 1000 * first["seconds"][0], rate / 1e9, cpu_seconds / (rounds * rest["size_bytes"] / GIB)
+    cpu_s_per_gb = cpu_seconds / (rounds * rest["size_bytes"] / GIB)
+    return _Result(1000 * first["seconds"][0], rate / GIB, cpu_s_per_gb)
 
 
 class _End:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from lmkv.errors import LmkvError
 
 NETWORK = "198.18.77"
-"""Of the addresses that are set aside for benchmarks."""
+OWN_NETWORK = "198.18.78"
+"""Of the addresses that are set aside for benchmarks; the second one is for networks with this host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,16 +27,18 @@ class Host:
     """What a command line begins with to run there."""
 
 
+class NoHosts(LmkvError):
+    """This process may not make hosts."""
+
+
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Makes two hosts, and removes them. Raises `LmkvError` if this process may not; it needs root."""
+    """Makes two hosts, and removes them. Raises `NoHosts` if this process may not; it needs root."""
     names = [f"lmkv-{os.getpid()}-{number}" for number in (1, 2)]
     cards = [f"lm{os.getpid()}-{number}" for number in (1, 2)]
+    apart = ("unshare", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
     hosts = [
-        Host(
-            address=f"{NETWORK}.{number}",
-            prefix=("ip", "netns", "exec", name, "unshare", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),
-        )
+        Host(address=f"{NETWORK}.{number}", prefix=("ip", "netns", "exec", name, *apart))
         for number, name in enumerate(names, 1)
     ]
     try:
@@ -43,19 +46,44 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _ip("netns", "add", name)
         _ip("link", "add", cards[0], "netns", names[0], "type", "veth", "peer", "name", cards[1], "netns", names[1])
         for name, card, host in zip(names, cards, hosts, strict=True):
-            _ip("-n", name, "address", "add", f"{host.address}/24", "dev", card)
-            for device in ("lo", card):
-                _ip("-n", name, "link", "set", device, "up")
+            _start(card, host, "-n", name)
         yield hosts[0], hosts[1]
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # and its card
+            _remove(name)
+
+
+@contextmanager
+def this_host_and_another() -> Iterator[tuple[Host, Host]]:
+    """This host with an address for another one, which is made and removed. Raises `NoHosts` as `two_hosts` does."""
+    name, cards = f"lmkv-{os.getpid()}", [f"lm{os.getpid()}-{number}" for number in (1, 2)]
+    here = Host(address=f"{OWN_NETWORK}.1")
+    there = Host(address=f"{OWN_NETWORK}.2", prefix=("ip", "netns", "exec", name, "unshare", "--ipc", "--uts"))
+    try:
+        _ip("netns", "add", name)
+        _ip("link", "add", cards[0], "type", "veth", "peer", "name", cards[1], "netns", name)
+        _start(cards[0], here)
+        _start(cards[1], there, "-n", name)
+        yield here, there
+    finally:
+        _remove(name)
+
+
+def _start(card: str, host: Host, *place: str) -> None:
+    _ip(*place, "address", "add", f"{host.address}/24", "dev", card)
+    for device in ("lo", card):
+        _ip(*place, "link", "set", device, "up")
+
+
+def _remove(name: str) -> None:
+    """Removes a namespace, and with it its card and the card's other end."""
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def _ip(*words: str) -> None:
     try:
         subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise LmkvError("network namespaces need the program `ip`") from None
+        raise NoHosts("network namespaces need the program `ip`") from None
     except subprocess.CalledProcessError as error:
-        raise LmkvError(f"ip {' '.join(words)}: {error.stderr.strip()}") from None
+        raise NoHosts(f"ip {' '.join(words)}: {error.stderr.strip()}") from None
