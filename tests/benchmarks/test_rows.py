@@ -35,6 +35,7 @@ BENCHMARKS = (
     "doc_qa",
     "engines_gpu",
     "eviction",
+    "hosts",
     "hybrid",
     "kernels_cpu",
     "kernels_gpu",
