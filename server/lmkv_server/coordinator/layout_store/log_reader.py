@@ -29,7 +29,7 @@ class LogListener(Protocol):
         """All entries up to the reader's position were handled."""
 
     def handle_gap(self, shard: int) -> None:
-        """Entries were trimmed before they were read, or cannot be decoded."""
+        """Entries were trimmed before they were read, or cannot be decoded, or the log was dropped."""
 
 
 class LogReader:
@@ -65,5 +65,18 @@ class LogReader:
                 self._listener.advance(self._shard)
                 if number % ENTRIES_PER_STEP == ENTRIES_PER_STEP - 1:
                     await asyncio.sleep(0)
+            if not logged:
+                await self._check_dropped()
             if len(logged) < READ_ENTRIES:  # else more entries are available already
                 await asyncio.sleep(GATHER_SECONDS)
+
+    async def _check_dropped(self) -> None:
+        """Reads the log from its beginning if the store has dropped the one that was read. Raises `StoreLost`.
+
+        Positions contain the time of the store. If its clock was set back since, those of a new log are lower than the
+        reader's: nothing follows that one, and nothing shows a gap.
+        """
+        if await self._store.tail(self._shard) < self.position:
+            logger.warning("the log of the shared layout map was dropped; reloading shard %d", self._shard)
+            self.position = (0, 0)
+            self._listener.handle_gap(self._shard)
