@@ -24,6 +24,7 @@ from tests.chaos.calm import calm, ready
 from tests.chaos.engine_actor import EngineActor
 from tests.chaos.fleet import COORDINATORS, WITH_DISK, Fleet
 from tests.chaos.havoc import Havoc
+from tests.chaos.kept_logs import kept_logs
 from tests.chaos.operators import MoveActor, PinActor
 from tests.chaos.schedule import schedule
 from tests.chaos.watchers import LayoutWatcher, MetricsWatcher
@@ -52,38 +53,42 @@ async def test_whatever_is_done_to_the_fleet_no_byte_is_wrong_and_nothing_is_lef
     with capsys.disabled():
         print(f"\n{run}")
     counts: Counter[str] = Counter()
-    async with Fleet(short_folder, tmp_path, shares_map=shares_map) as fleet:
-        for node in fleet.nodes:
-            await ready(node)
-        names = [node.name for node in fleet.nodes]
-        stores = [store.name for store in fleet.stores]
-        havoc = Havoc(fleet, schedule(SEED, names, COORDINATORS, WITH_DISK, stores), SEED, counts)
-        engines = [EngineActor(node, number, SEED, counts) for node in fleet.nodes for number in range(ENGINES)]
-        operators = [actor(fleet.nodes, fleet.coordinators, SEED, counts) for actor in (MoveActor, PinActor)]
-        askers = [AskActor(coordinator, SEED, counts) for coordinator in fleet.coordinators]
-        watchers = [LayoutWatcher(coordinator, SEED, counts) for coordinator in fleet.coordinators]
+    name = f"chaos-{'shared-map' if shares_map else 'own-maps'}-{SEED}"
+    with kept_logs(name, run, tmp_path, capsys):
+        async with Fleet(short_folder, tmp_path, shares_map=shares_map) as fleet:
+            for node in fleet.nodes:
+                await ready(node)
+            names = [node.name for node in fleet.nodes]
+            stores = [store.name for store in fleet.stores]
+            havoc = Havoc(fleet, schedule(SEED, names, COORDINATORS, WITH_DISK, stores), SEED, counts)
+            engines = [EngineActor(node, number, SEED, counts) for node in fleet.nodes for number in range(ENGINES)]
+            operators = [actor(fleet.nodes, fleet.coordinators, SEED, counts) for actor in (MoveActor, PinActor)]
+            askers = [AskActor(coordinator, SEED, counts) for coordinator in fleet.coordinators]
+            watchers = [LayoutWatcher(coordinator, SEED, counts) for coordinator in fleet.coordinators]
 
-        async def long_enough() -> None:
-            await asyncio.sleep(SECONDS)
-            await until(lambda: counts["chunks fetched"] and counts["questions answered"], "engines fetch, others ask")
+            async def long_enough() -> None:
+                await asyncio.sleep(SECONDS)
+                await until(
+                    lambda: counts["chunks fetched"] and counts["questions answered"], "engines fetch, others ask"
+                )
 
-        async def ordeal() -> None:
-            await act([*engines, *operators, *askers, havoc], long_enough())
-            ended = time.monotonic()
-            counts["chunks compared"] += await calm(fleet, watchers)
-            counts["seconds until calm"] = round(time.monotonic() - ended)
+            async def ordeal() -> None:
+                await act([*engines, *operators, *askers, havoc], long_enough())
+                ended = time.monotonic()
+                counts["chunks compared"] += await calm(fleet, watchers)
+                counts["seconds until calm"] = round(time.monotonic() - ended)
 
-        try:
-            await act([*watchers, MetricsWatcher(fleet, SEED, counts)], ordeal())
-            await fleet.end()
-        except Exception as error:
-            done = "\n".join(map(str, havoc.done))
-            error.add_note(f"{run}; what was done:\n{done}")
-            raise
+            try:
+                await act([*watchers, MetricsWatcher(fleet, SEED, counts)], ordeal())
+                await fleet.end()
+            except Exception as error:
+                done = "\n".join(map(str, havoc.done))
+                error.add_note(f"{run}; what was done:\n{done}")
+                raise
     with capsys.disabled():
         print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
-    for name, value in {"run": run, **counts}.items():
-        record_property(name, value)
+    for what, value in {"run": run, **counts}.items():
+        record_property(what, value)
     assert counts["chunks fetched"] > 0
     assert counts["chunks compared"] > 0
     assert counts["questions answered"] > 0

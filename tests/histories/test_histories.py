@@ -2,7 +2,7 @@
 
 `make histories` runs it for an hour, in rounds of a minute; every run of the tests has one short round.
 LMKV_HISTORIES_SECONDS is the time of all rounds, LMKV_HISTORIES_SEED the seed of the first. A failure states the seed
-of its round and the fewest records that show it; the whole history is in the folder of the test (`--basetemp`).
+of its round and the fewest records that show it; the whole history and all logs stay in `build/failures`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.chaos.calm import NOTHING_LEFT, calm, ready
 from tests.chaos.engine_actor import EngineActor
 from tests.chaos.fleet import COORDINATORS, WITH_DISK, Fleet
 from tests.chaos.havoc import Havoc
+from tests.chaos.kept_logs import kept_logs
 from tests.chaos.operators import Line, MoveActor, PinActor
 from tests.chaos.schedule import Fault, schedule
 from tests.chaos.victim import Node
@@ -74,25 +75,23 @@ async def test_every_answer_is_one_that_the_protos_promise(
     counts: Counter[str] = Counter()
     with capsys.disabled():
         print(f"\n{run} ({'one map' if shares_map else 'a map per coordinator'})", flush=True)
-    try:
+    with kept_logs(f"histories-{seed}", run, tmp_path, capsys):
         with Recorder(path) as recorder:
             async with Fleet(short_folder, tmp_path, shares_map=shares_map, tap=recorder) as fleet:
                 await record(fleet, recorder, seed, counts)
         history = await asyncio.to_thread(lambda: History(load(path)))
         violations = await asyncio.to_thread(check, history)
-    except Exception as error:
-        error.add_note(run)
-        raise
-    with capsys.disabled():
-        print(
-            f"{recorder.count} records, {len(RULES)} rules; " + ", ".join(f"{n} {what}" for what, n in counts.items())
-        )
-    for name, value in {"run": run, "records": recorder.count, **counts}.items():
-        record_property(name, value)
-    for violation in violations:
-        kept = await asyncio.to_thread(minimise, history, violation)
-        shown = "\n".join(f"  {record}" for record in kept[-40:])
-        pytest.fail(f"{run}: {violation.rule}: {violation.what}\n{shown}\nall records: {path}")
+        with capsys.disabled():
+            print(
+                f"{recorder.count} records, {len(RULES)} rules; "
+                + ", ".join(f"{n} {what}" for what, n in counts.items())
+            )
+        for name, value in {"run": run, "records": recorder.count, **counts}.items():
+            record_property(name, value)
+        for violation in violations:
+            kept = await asyncio.to_thread(minimise, history, violation)
+            shown = "\n".join(f"  {record}" for record in kept[-40:])
+            pytest.fail(f"{run}: {violation.rule}: {violation.what}\n{shown}\nall records: {path.name}")
     path.unlink()
 
 
