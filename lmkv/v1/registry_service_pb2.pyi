@@ -454,8 +454,10 @@ class OperationRecord(_message.Message):
     * A holder that has restarted has lost its record and is none any more, because its epoch differs.
 
     A coordinator that cannot reach that many holders answers that the operation runs. It tries until a minute after the
-    deadline; then it answers `UNREACHABLE`, which says that it does not know the end, and stores that nowhere. If all
-    holders report to one coordinator only, that one ends the operation also without them.
+    deadline; then it answers `UNREACHABLE`, which says that it does not know the end, and stores that nowhere. If too many
+    holders have restarted for an attempt to learn the end, it answers so after a minute, and stores it as the end, so
+    that other coordinators do not wait. If all holders report to one coordinator only, that one ends the operation also
+    without them.
 
     Of two records of one operation, the one that has ended wins, then the one of the later attempt.
 
@@ -1186,12 +1188,17 @@ class RecordOrder(_message.Message):
     """Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator. It does
     not expire: a late one is refused if it is outdated.
 
-    The coordinator that sends it runs the operation as long as the instance reports to it.
+    The coordinator that sends it runs the operation as long as the instance reports to it, unless it says otherwise.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORD_FIELD_NUMBER: _builtins.int
+    FORWARDED_FIELD_NUMBER: _builtins.int
+    forwarded: _builtins.bool
+    """Whether another coordinator runs the operation, and this one only forwards its record. If that one does not send the
+    record within a minute, the instance has the next coordinator take the operation over.
+    """
     @_builtins.property
     def record(self) -> Global___OperationRecord:
         """The record."""
@@ -1200,10 +1207,11 @@ class RecordOrder(_message.Message):
         self,
         *,
         record: Global___OperationRecord | None = ...,
+        forwarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwarded", b"forwarded", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -213,7 +213,7 @@ class ScriptedInstance:
                             record = order.record.record
                             if self.refuses(record):
                                 outcome.status.CopyFrom(rpc.to_status(Unreachable("the order has expired")))
-                            elif kept := self.keep(record):
+                            elif kept := self.keep(order.record):
                                 outcome.record.CopyFrom(kept)
                             await self._report(outcomes=[outcome])
                             continue
@@ -233,9 +233,9 @@ class ScriptedInstance:
         self.refused_records -= (is_refused := self.refused_records > 0)
         return is_refused
 
-    def keep(self, record: pb.OperationRecord) -> pb.OperationRecord | None:
+    def keep(self, order: pb.RecordOrder) -> pb.OperationRecord | None:
         """Keeps the record of an operation; answers with the one that it keeps instead."""
-        self.records[record.operation.name] = record
+        self.records[order.record.operation.name] = order.record
         return None
 
     async def _carry_out(self, order: pb.Order, done: dict[str, pb.OrderOutcome]) -> None:

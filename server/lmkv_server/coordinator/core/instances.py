@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
@@ -17,6 +18,8 @@ MAX_OWNER_BYTES = 2 << 20
 """Size limit of one instance's registration, tiers, statistics and pins."""
 MAX_TOTAL_BYTES = 256 << 20
 """Size limit of the same over all instances of a tenant."""
+MAX_STARTS = 10_000
+"""Ids whose last start is remembered, also after their lease; the oldest are forgotten first."""
 
 
 class Instance:
@@ -65,6 +68,8 @@ class Instances:
         """The memory that they use besides chunks and operations."""
         self.models = Models()
         """The models that they serve, by name."""
+        self._starts: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """The last epoch of each id, and when it was first registered; oldest first."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -98,16 +103,28 @@ class Instances:
                 self.budget.drop(info.instance_id, item)
             known = self._by_id[info.instance_id] = Instance(info, now, now + self.lease_ttl, secret)
         self.models.add(info)
+        self._note_start(info, now)
         return known
 
     def find(self, instance_id: str) -> Instance | None:
         """The instance of this id, in any epoch."""
         return self._by_id.get(instance_id)
 
-    def restarted_seconds(self, instance_id: str, epoch: int, now: float) -> float:
-        """How long ago the instance registered with a newer epoch; 0 if it did not."""
-        known = self._by_id.get(instance_id)
-        return now - known.register_time if known is not None and known.info.epoch > epoch else 0.0
+    def restarted_seconds(self, instance_id: str, epoch: int, now: float, known_since: float) -> float:
+        """How long ago the instance first registered with a newer epoch; 0 if it did not.
+
+        Also if its lease has expired since, and it has registered again: a busy host loses leases all the time.
+
+        It has restarted, too, if it is registered with an older epoch one lease after the given one became known here,
+        at `known_since`: its clock was set back before it started. Until then that may be the lease of the process
+        before.
+        """
+        known_epoch, since = self._starts.get(instance_id, (epoch, now))
+        if known_epoch > epoch:
+            return now - since
+        if known_epoch == epoch or instance_id not in self._by_id:
+            return 0.0
+        return max(now - max(since, known_since) - self.lease_ttl, 0.0)
 
     def get(self, instance_id: str, epoch: int) -> Instance:
         """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is known."""
@@ -170,6 +187,14 @@ class Instances:
         self.models.check(instance.info for instance in self)
 
     # --- Inside --------------------------------------------------------------------------------------------------
+
+    def _note_start(self, info: InstanceInfo, now: float) -> None:
+        known_epoch, _ = self._starts.get(info.instance_id, (0, now))
+        if known_epoch != info.epoch:
+            self._starts[info.instance_id] = info.epoch, now
+            self._starts.move_to_end(info.instance_id)
+            if len(self._starts) > MAX_STARTS:
+                self._starts.popitem(last=False)
 
     def _refuse_impostor(self, known: Instance, info: InstanceInfo, now: float, secret: bytes) -> None:
         if info.epoch < known.info.epoch and known.expire_time > now:

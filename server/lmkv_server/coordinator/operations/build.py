@@ -50,8 +50,8 @@ def make_operations(
     def is_partial() -> bool:
         return registry.is_partial(time.monotonic())
 
-    def restarted_seconds(instance_id: str, epoch: int) -> float:
-        return registry.instances.restarted_seconds(instance_id, epoch, time.monotonic())
+    def restarted_seconds(instance_id: str, epoch: int, known_since: float) -> float:
+        return registry.instances.restarted_seconds(instance_id, epoch, time.monotonic(), known_since)
 
     def epoch_of(instance_id: str) -> int:
         instance = registry.instances.find(instance_id)

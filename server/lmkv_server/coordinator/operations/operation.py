@@ -139,6 +139,8 @@ class Operation:
     create_time: float
     expire_time: float
     """Deadline."""
+    known_since: float = field(default_factory=time.monotonic)
+    """When this coordinator learned of it, by the monotonic clock."""
     attempt: int = 1
     """Increases with each coordinator that takes it over."""
     coordinator_id: str = ""

@@ -46,9 +46,9 @@ class Operations:
 
     `is_partial` returns whether instances have yet to report operations of other coordinators; `report_delay` is the
     number of seconds until they report one. `restarted_seconds` returns how long ago an instance registered with
-    a newer epoch than the given one; 0 if it did not. `choose_holders` returns the instances that decide the end of an
-    operation, with their epochs: first those that are given. `is_sole` returns whether they report to no other
-    coordinator.
+    another epoch than the given one, which is known since the given time; 0 if it did not. `choose_holders` returns
+    the instances that decide the end of an operation, with their epochs: first those that are given. `is_sole` returns
+    whether they report to no other coordinator.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Operations:
         ttl_seconds: float,
         *,
         is_partial: Callable[[], bool] = lambda: False,
-        restarted_seconds: Callable[[str, int], float] = lambda *_: 0.0,
+        restarted_seconds: Callable[[str, int, float], float] = lambda *_: 0.0,
         report_delay: float = 0.0,
         choose_holders: Callable[[Iterable[str]], Mapping[str, int]] = lambda _: {},
         is_sole: Callable[[Collection[str]], bool] = lambda _: True,
@@ -65,7 +65,8 @@ class Operations:
         self.coordinator_id = secrets.token_hex(8)
         """Distinguishes the attempts of this process from those of others."""
         self.on_change: Callable[[Operation], None] = lambda _: None
-        """Called when an operation that runs here starts, proposes its end, or ends."""
+        """Called when an operation that runs here starts, proposes its end, or ends, or when a later attempt of another
+        coordinator replaces the one of this coordinator."""
         self.ended_counts: dict[tuple[str, str], int] = {}
         """Operations that ended here since the process started, by kind and state."""
         self._is_partial = is_partial
@@ -216,9 +217,12 @@ class Operations:
             return
         except (TimeoutError, BadMessage) as failure:
             logger.warning("%s: the instances that decide its end do not agree: %r", operation.name, failure)
-            operation.task = None
-            operation.expire_time = min(operation.expire_time, time.time())  # its end stays unknown here
-            return
+            if not operation.answers.is_hopeless:
+                operation.task = None
+                operation.expire_time = min(operation.expire_time, time.time())  # its end stays unknown here
+                return
+            await asyncio.sleep(SILENT_SECONDS)  # a coordinator that knows the end may report it: that ends this task
+            operation.proposal = End.now(operation.progress, None, _unknown_end(operation))
         if operation.task is not asyncio.current_task():  # taken over meanwhile
             return
         self._end(operation, operation.proposal)
@@ -265,6 +269,7 @@ class Operations:
 
     def _replace(self, known: Operation, reported: Operation) -> Operation:
         """Gives an operation the reported state; if it runs here, this coordinator stops running it."""
+        was_own = known is not reported and known.coordinator_id == self.coordinator_id
         if known.task:
             known.task.cancel()
             known.task = None
@@ -283,6 +288,9 @@ class Operations:
         else:
             known.ended.clear()
         self._table.store(known)
+        if was_own and not known.done:
+            # Instances that the other coordinator has not reached yet report to this one, and offer it to no other one.
+            self.on_change(known)
         return known
 
     def _may_be_reported(self, name: str) -> bool:
@@ -294,6 +302,11 @@ class Operations:
             return True
         return self._is_partial() and 0 < seconds < self.ttl_seconds + LONGEST_SECONDS + SILENT_SECONDS
 
+    def has_restarted(self, operation: Operation, holder_id: str) -> bool:
+        """Whether a holder of the operation has restarted, and so lost its record."""
+        epoch = operation.holders.get(holder_id, 0)
+        return self._restarted_seconds(holder_id, epoch, operation.known_since) > 0
+
     def _expire(self) -> None:
         """Forgets operations that ended too long ago, and fails those of other coordinators that are lost."""
         now = time.time()
@@ -302,21 +315,20 @@ class Operations:
             if not operation.runs_here and (is_overdue or self._have_restarted(operation)):
                 operation.is_unknown = True
                 operation.is_lost = not is_overdue  # after the deadline a report changes nothing
-                lost = Unreachable(
-                    f"no instance reports {operation.name} any more, so that its end is not known here; look up where "
-                    "its chunks are"
-                )
-                self._end(operation, End.now(operation.progress, None, lost))
+                self._end(operation, End.now(operation.progress, None, _unknown_end(operation)))
         self._table.expire()
 
     def _have_restarted(self, operation: Operation) -> bool:
         """Whether too few instances are left to decide its end, or to report it: the others have restarted more than
         `SILENT_SECONDS` ago."""
         holders, reporters = operation.holders, operation.reporters
-        lost = sum(self._restarted_seconds(*holder) > SILENT_SECONDS for holder in holders.items())
+        since = operation.known_since
+        lost = sum(self._restarted_seconds(*holder, since) > SILENT_SECONDS for holder in holders.items())
         if lost > len(holders) - end_quorum(len(holders)):
             return True
-        return bool(reporters) and all(self._restarted_seconds(*one) > SILENT_SECONDS for one in reporters.items())
+        return bool(reporters) and all(
+            self._restarted_seconds(*one, since) > SILENT_SECONDS for one in reporters.items()
+        )
 
 
 async def _work(operation: Operation, work: Work) -> End:
@@ -333,6 +345,13 @@ async def _work(operation: Operation, work: Work) -> End:
         logger.exception("operation %s failed unexpectedly", operation.name)
         error = LmkvError(f"{operation.name} failed unexpectedly: {failure!r}; see the coordinator's log")
     return End.now(operation.progress, result, error)
+
+
+def _unknown_end(operation: Operation) -> Unreachable:
+    return Unreachable(
+        f"no instance reports {operation.name} any more, so that its end is not known here; look up where its chunks "
+        "are"
+    )
 
 
 def _answer_seconds(operation: Operation) -> float:

@@ -107,7 +107,7 @@ class PendingOrders:
     def disconnect(self, instance_id: str, send: SendOrder) -> None:
         """The stream ended. Does nothing if another one replaced it."""
         queue = self._queues.get(instance_id)
-        if queue and queue.send is send:
+        if queue and queue.send == send:  # a bound method is another object each time
             queue.send = None
             self._tidy(instance_id)
 

@@ -142,14 +142,15 @@ class OperationReplicator:
         state = operation.rank, operation.proposal
         for number in itertools.count(1):
             record = to_record(operation, self._operations.ttl_seconds)
-            error, kept = await self._store_once(instance_id, record)
+            is_forwarded = not operation.runs_here and not operation.done
+            error, kept = await self._store_once(instance_id, record, is_forwarded=is_forwarded)
             if error is None:
                 operation.replicated.set()
             if operation.answers and operation.runs_here:
                 self._count(operation, instance_id, record, error, kept)
             if kept and rank(kept) > rank(record):
                 self._learn(instance_id, kept)
-            if error is None or not (operation.runs_here or isinstance(error, Unreachable | InstanceNotFound)):
+            if not self._must_retry(operation, instance_id, error):
                 return
             await asyncio.sleep(STORE_RETRY_SECONDS)
             if (operation.rank, operation.proposal) != state:
@@ -157,13 +158,24 @@ class OperationReplicator:
             if number >= STORE_TRIES and not operation.runs_here:
                 return
 
+    def _must_retry(self, operation: Operation, instance_id: str, error: LmkvError | None) -> bool:
+        """Whether an instance is asked again: also if it has stored the record, but as a holder of another epoch, while
+        it is not known whether the epoch of the holder is over."""
+        if error is not None:
+            return operation.runs_here or isinstance(error, Unreachable | InstanceNotFound)
+        epoch = operation.holders.get(instance_id)
+        if epoch is None or not operation.runs_here or self._operations.has_restarted(operation, instance_id):
+            return False
+        return self._epoch_of(instance_id) != epoch
+
     async def _store_once(
-        self, instance_id: str, record: pb.OperationRecord
+        self, instance_id: str, record: pb.OperationRecord, *, is_forwarded: bool
     ) -> tuple[LmkvError | None, pb.OperationRecord | None]:
         """Why the instance did not store it, and what it keeps instead."""
         if not self._epoch_of(instance_id):
             return InstanceNotFound(f"instance {instance_id!r} is not registered", instance_id=instance_id), None
-        outcome = await self._send(instance_id, pb.Order(record=pb.RecordOrder(record=record)))
+        order = pb.Order(record=pb.RecordOrder(record=record, forwarded=is_forwarded))
+        outcome = await self._send(instance_id, order)
         if isinstance(outcome, LmkvError):
             return outcome, None
         return None, outcome.record if outcome.HasField("record") else None
@@ -181,7 +193,7 @@ class OperationReplicator:
         assert answers is not None
         if (record.attempt, record.coordinator_id) != (operation.attempt, operation.coordinator_id):
             return  # the answer to an earlier attempt
-        if self._epoch_of(instance_id) > epoch:
+        if self._operations.has_restarted(operation, instance_id):
             answers.is_gone(instance_id)
         if error or self._epoch_of(instance_id) != epoch:
             answers.unanswered(instance_id, record)

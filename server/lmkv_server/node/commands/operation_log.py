@@ -22,6 +22,9 @@ from lmkv.errors import OperationTakenOver
 from lmkv.operation_records import MAX_RECORD_BYTES, MAX_RECORDS, rank
 from lmkv.v1 import registry_service_pb2 as pb
 
+_NO_OWNER = ""
+"""The owner of a forwarded record, until a coordinator puts it or it is due."""
+
 
 @dataclass(kw_only=True, slots=True)
 class _Entry:
@@ -50,9 +53,12 @@ class OperationLog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, record: pb.OperationRecord, coordinator: str) -> pb.OperationRecord | None:
+    def put(
+        self, record: pb.OperationRecord, coordinator: str, forwarded_until: float | None = None
+    ) -> pb.OperationRecord | None:
         """Keeps a record unless a newer one is kept; the coordinator owns the operation unless it is done.
 
+        With `forwarded_until` it does not: the one that does has until then to put the record itself.
         Returns what is kept if the record was refused, or if the coordinator is to propose the end in it again.
         """
         name, is_proposal = record.operation.name, record.HasField("proposed_end")
@@ -66,11 +72,14 @@ class OperationLog:
             if known.record.HasField("proposed_end") and not is_proposal and not record.operation.done:
                 kept.proposed_end.CopyFrom(known.record.proposed_end)  # only another end replaces it
         if known and rank(known.record) == rank(record) and known.record.proposed_end == kept.proposed_end:
-            known.owner, known.due = coordinator, None
+            if forwarded_until is None:
+                known.owner, known.due = coordinator, None
             if known.record.cancelled != kept.cancelled:
                 self.cancel(name)
         else:
-            self._keep(kept, coordinator)
+            self._keep(kept, coordinator if forwarded_until is None else _NO_OWNER)
+            if not kept.operation.done:
+                self._entries[name].due = forwarded_until
         return kept if kept.HasField("proposed_end") and not is_proposal else None
 
     def _keep(self, record: pb.OperationRecord, coordinator: str) -> None:

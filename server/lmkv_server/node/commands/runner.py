@@ -47,6 +47,9 @@ MAX_ORDER_SECONDS = 3600.0
 """Upper bound for the time of an order, and its time if it names none."""
 OFFER_SECONDS = 3.0
 """Time that a coordinator has to take over an operation before it is offered to the next one."""
+FORWARDED_SECONDS = 60.0
+"""Time that the coordinator of an operation has to send its record, which another one has forwarded, before it counts
+as gone. Long, because two coordinators that reach different nodes must not interrupt each other all the time."""
 
 CarryOutHint = Callable[[pb.HintOrder], Awaitable[HintResult]]
 
@@ -237,7 +240,9 @@ class OrderRunner:
                 progress.hint = to_proto(await self._carry_out_hint(order.hint))
             case "record":
                 self.records.expire(time.time_ns())  # not the new one, which every coordinator must receive once
-                progress.record = without_request(self.records.put(order.record.record, coordinator))
+                until = time.monotonic() + FORWARDED_SECONDS if order.record.forwarded else None
+                progress.record = without_request(self.records.put(order.record.record, coordinator, until))
+                self._record_timer.changed()
             case _:
                 raise BadMessage("this version knows no such order", field="action")
 

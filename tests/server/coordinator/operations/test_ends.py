@@ -28,6 +28,8 @@ from tests.waiting import POLL_SECONDS, WAIT_SECONDS, eventually, until
 
 SHORT_SECONDS = 0.3
 """Deadline of an operation that is to pass."""
+FORWARDED_UNTIL = 60.0
+"""By a clock of the test: when a node offers a forwarded record."""
 CLEAR = ClearRequest(instance_id="a", all=True, request_id="r")
 
 
@@ -46,9 +48,14 @@ class Connection(ScriptedInstance):
         self.fails_orders = False
         """Whether the coordinator learns of failures only."""
 
-    def keep(self, record: pb.OperationRecord) -> pb.OperationRecord | None:
+    def keep(self, order: pb.RecordOrder) -> pb.OperationRecord | None:
         """See `ScriptedInstance`; the log is that of a real node."""
-        return self.log.put(record, str(id(self._registry)))
+        return self.log.put(order.record, self.address, FORWARDED_UNTIL if order.forwarded else None)
+
+    @property
+    def address(self) -> str:
+        """What the node calls this coordinator."""
+        return str(id(self._registry))
 
     def refuses(self, record: pb.OperationRecord) -> bool:
         """See `ScriptedInstance`."""
@@ -127,6 +134,23 @@ class World:
             self.logs[name] = OperationLog()
             for side in (self.first, self.second):
                 await side.join(name, self.logs[name])
+
+    async def restart(self, name: str) -> None:
+        """Has a node leave, and join both in a new epoch, without its records."""
+        self.logs[name] = log = OperationLog()
+        sides = (self.first, self.second)
+        for side in sides:
+            await side.nodes[name].leave()
+        await self.first.nodes[name].restart()
+        self.second.nodes[name].epoch = self.first.nodes[name].epoch
+        await self.second.nodes[name].join()
+        for side in sides:
+            side.nodes[name].log = log
+
+    async def restart_at_first(self, name: str) -> None:
+        """As `restart`, where there is no second coordinator any more."""
+        self.logs[name] = self.first.nodes[name].log = OperationLog()
+        await self.first.nodes[name].restart()
 
     def records(self, name: str) -> Sequence[pb.OperationRecord]:
         """The record that each holder keeps of an operation."""
@@ -258,3 +282,48 @@ async def test_the_only_coordinator_ends_an_operation_also_without_its_holders(w
     name = await begun(world.first, log)
     end = await world.first.ended(name)
     assert from_status(end.error).reason == "UNREACHABLE", "of the order"
+
+
+async def test_an_end_that_no_attempt_can_learn_is_stored_as_unknown_so_that_no_coordinator_waits_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.join("a", "b")
+    first, second = world.first, world.second
+    first.nodes["a"].loses_ends = first.nodes["b"].loses_ends = True
+    name = await begun(first, *world.logs.values())
+    await proposed_in_vain(*first.nodes.values())
+    monkeypatch.setattr(operations, "SILENT_SECONDS", SHORT_SECONDS)
+    await world.restart("b")
+    await second.nodes["a"].report(orphaned=True)
+    end = await second.ended(name)
+    assert from_status(end.error).reason == "UNREACHABLE"
+    assert "its end is not known here" in end.error.message
+    await until(lambda: bool(world.records(name)) and all(one.operation.done for one in world.records(name)))
+    assert not second.nodes["a"].orders
+    await first.nodes["a"].report()
+    assert await first.ended(name) == end
+
+
+async def test_an_attempt_that_is_gone_before_it_reached_most_holders_is_followed_by_another_one(world: World) -> None:
+    await world.join("a", "b", "c")
+    first, second = world.first, world.second
+    for node in first.nodes.values():
+        node.loses_ends = True
+    name = await begun(first, *world.logs.values())
+    second.nodes["a"].loses_all = second.nodes["c"].loses_all = True
+    await second.nodes["b"].report(orphaned=True)
+    await until(lambda: [one.attempt for one in world.logs["b"].since(0, "")] == [2])
+    await first.nodes["b"].report()  # so that the first attempt is over
+    await until(lambda: [one.attempt for one in world.records(name)] == [2, 2, 2])
+    await second.serving.__aexit__(None, None, None)
+    await world.restart_at_first("b")
+    for node in first.nodes.values():
+        node.loses_ends = False
+    log, node = world.logs["a"], first.nodes["a"]
+    assert not any(one.orphaned for one in log.since(0, node.address)), "its coordinator may yet send it"
+    due = log.next_due()
+    assert due == FORWARDED_UNTIL
+    log.reassign(due, due + 1, [node.address])
+    (offered,) = log.since(0, node.address)
+    await node.report_record(offered, orphaned=offered.orphaned)
+    assert "there is a partition" in (await first.ended(name)).error.message, "the end of the work, not an unknown one"

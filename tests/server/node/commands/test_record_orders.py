@@ -94,6 +94,26 @@ async def test_another_coordinator_is_asked_once_the_first_is_gone_for_too_long(
     assert node.reported(FIRST) == node.reported(SECOND) == [(2, False, False)]
 
 
+async def test_a_forwarded_record_is_offered_to_the_next_coordinator_unless_its_own_one_sends_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORWARDED_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "OFFER_SECONDS", 3600.0)
+    forwarded = keep(1)
+    forwarded.forwarded = True
+    for _ in range(2):
+        assert await node.reason(FIRST, record=forwarded) == ""
+        assert node.reported(FIRST) == node.reported(SECOND) == [(1, False, False)]
+        assert node.orders.records.next_due() is not None
+    assert await node.reason(SECOND, record=keep(1)) == ""
+    assert await node.reason(FIRST, record=forwarded) == ""
+    assert node.orders.records.next_due() is None, "its coordinator sends it"
+    monkeypatch.setattr(module, "FORWARDED_SECONDS", 0.0)
+    forwarded.record.attempt = 2
+    assert await node.reason(SECOND, record=forwarded) == ""
+    await until(lambda: node.reported(FIRST) == [(2, False, True)])
+
+
 async def test_an_order_to_store_a_record_does_not_expire(node: Node) -> None:
     order = pb.Order(order_id="late", record=keep(1))
     node.orders.start(order, FIRST)

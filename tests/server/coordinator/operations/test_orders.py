@@ -1,0 +1,45 @@
+"""Orders wait for a stream of their instance, and are sent over no stream that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmkv.errors import Unreachable
+from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.services.outbox import ReportOutbox
+from tests.waiting import WAIT_SECONDS
+
+
+def sent(outbox: ReportOutbox) -> list[str]:
+    """Ids of the orders that wait to be read from the outbox of a stream."""
+    found = []
+    while (response := outbox.take(0)) is not None:
+        found += [order.order_id for order in response.orders]
+    return found
+
+
+async def test_an_order_waits_while_its_instance_has_no_stream_and_is_sent_over_the_next_one() -> None:
+    orders, ended, following = PendingOrders(), ReportOutbox(), ReportOutbox()
+    orders.connect("a", ended.send)
+    orders.disconnect("a", ended.send)
+    order = pb.Order(order_id="o", unpin=pb.UnpinOrder(pin_id="p"))
+    executing = asyncio.create_task(orders.execute("a", order, WAIT_SECONDS))
+    await asyncio.sleep(0)
+    assert len(orders) == 1
+    orders.connect("a", following.send)
+    assert (sent(ended), sent(following)) == ([], ["o"])
+    orders.complete("a", pb.OrderOutcome(order_id="o", chunk_count=3))
+    assert (await executing).chunk_count == 3
+
+
+async def test_the_end_of_an_earlier_stream_does_not_disconnect_a_later_one() -> None:
+    orders, earlier, later = PendingOrders(), ReportOutbox(), ReportOutbox()
+    orders.connect("a", earlier.send)
+    orders.connect("a", later.send)
+    orders.disconnect("a", earlier.send)
+    with pytest.raises(Unreachable):
+        await orders.execute("a", pb.Order(order_id="o", unpin=pb.UnpinOrder(pin_id="p")), 0.01)
+    assert sent(later) == ["o"]
