@@ -111,7 +111,7 @@ def replay(trace: Trace, policy: str, pool_tokens: int) -> float:
     found = asked = 0
     for request in trace.requests:
         held = list(itertools.takewhile(queue.__contains__, request.keys))
-        queue.use(held)
+        queue.use(held, request.keys[len(held) :])
         found += found_tokens(trace, request, len(held))
         asked += request.token_count
         _store(queue, request.stored, capacity)

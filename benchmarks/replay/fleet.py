@@ -92,7 +92,7 @@ class Cache:
     def use(self, keys: Sequence[ChunkKey]) -> int:
         """The number of leading chunks that are held."""
         held = list(itertools.takewhile(self._queue.__contains__, keys))
-        self._queue.use(held)
+        self._queue.use(held, keys[len(held) :])
         return len(held)
 
     def store(self, keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[ChunkKey]]:

@@ -6,9 +6,10 @@ import heapq
 from collections import OrderedDict
 
 from lmkv.keys import ChunkKey
+from lmkv_server.node.cache.eviction import ByUses
 
 
-class Sieve:
+class Sieve(ByUses):
     """SIEVE (Zhang et al., NSDI '24): one line, and a hand that evicts the first unused one it meets."""
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Sieve:
         self._ahead, self._behind = self._behind, self._ahead
 
 
-class S3Fifo:
+class S3Fifo(ByUses):
     """S3-FIFO (Yang et al., SOSP '23): what is not used while it passes a short line does not get into the long one."""
 
     SHORT_SHARE = 0.1
@@ -86,7 +87,7 @@ class S3Fifo:
         return None
 
 
-class TwoQueues:
+class TwoQueues(ByUses):
     """2Q (Johnson and Shasha, VLDB '94), half and half: only what comes back after its time gets into the LRU line."""
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class TwoQueues:
         return self._lru.popitem(last=False)[0] if self._lru else None
 
 
-class Gdsf:
+class Gdsf(ByUses):
     """GreedyDual-Size-Frequency (Cherkasova, HP Labs '98) for chunks of equal size and cost: by uses and age.
 
     The clock is the priority of the last chunk that was evicted; each use sets a chunk's priority to clock plus uses.

@@ -28,6 +28,12 @@ _FIRST = 1 << 62
 class EvictionPolicy(Protocol):
     """An order of chunks. Every call takes amortized constant time."""
 
+    def ask(self, keys: Sequence[ChunkKey], missing: Sequence[ChunkKey]) -> None:
+        """A prompt is asked for: `keys` are in the order, and are used next; `missing` follow them and are not there.
+
+        Those of `missing` that are admitted afterwards are taken for parts of this prompt. Takes constant time a key.
+        """
+
     def admit(self, key: ChunkKey) -> None:
         """Adds a chunk that is not in the order."""
 
@@ -41,7 +47,14 @@ class EvictionPolicy(Protocol):
         """Removes and returns the next chunk to evict; None if the order is empty."""
 
 
-class Lru:
+class ByUses:
+    """What policies have in common that look at each chunk by itself, not at the prompts that it is part of."""
+
+    def ask(self, keys: Sequence[ChunkKey], missing: Sequence[ChunkKey]) -> None:
+        """Makes no difference."""
+
+
+class Lru(ByUses):
     """Least recently used first."""
 
     def __init__(self) -> None:
@@ -61,7 +74,7 @@ class Lru:
         return self._line.popitem(last=False)[0] if self._line else None
 
 
-class Arc:
+class Arc(ByUses):
     """Adaptive replacement (Megiddo and Modha, FAST '03): those used once and those used again, each by recency.
 
     Chunks that were used once go first as long as there are more of them than their share, so that a long document
@@ -158,8 +171,14 @@ class EvictionQueue:
             self._children[parent] = self._children.get(parent, 0) + 1
         self._policy.admit(key)
 
-    def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first."""
+    def use(self, keys: Sequence[ChunkKey], missing: Sequence[ChunkKey] | None = None) -> None:
+        """Chunks of a prompt, in its order, were used. The head becomes the youngest: tails are evicted first.
+
+        If they were used because the prompt was asked for, `missing` are those of its chunks behind them, which are
+        not there; None if it was not.
+        """
+        if missing is not None:
+            self._policy.ask(keys, missing)
         for key in reversed(keys):
             assert key in self._parents, "use of a chunk that is not there"
             if key in self._retained:

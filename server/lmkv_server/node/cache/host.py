@@ -131,7 +131,7 @@ class HostTier:
             if chunk is None:
                 break
             found.append(chunk)
-        self._queue.use([chunk.key for chunk in found])
+        self._queue.use([chunk.key for chunk in found], keys[len(found) :])
         return found
 
     def use(self, chunks: Iterable[Chunk]) -> None:

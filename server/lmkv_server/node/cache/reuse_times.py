@@ -5,8 +5,9 @@ Every call takes bounded time: what walks through the whole sample does so in sl
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ AGE_COUNT = 96
 MAX_SAMPLE = 16384
 """Chunks whose times between uses are counted; a fixed fraction of all keys, chosen by their bits."""
 PRIOR = 32.0
-"""Chunks that a group is assumed to have in common with all groups."""
+"""Chunks that a level of uses is assumed to have in common with all levels, and uses that a size has with all sizes."""
 FIRST_TIMES = 16
 """Times between uses after which learning begins. It begins again when their number has grown by a sixteenth, or by an
 eighth of the sample if that is less: what the first requests teach is used at once."""
@@ -35,13 +36,15 @@ Counts = NDArray[np.float64]
 class Record:
     """What is known of a chunk that is held or remembered."""
 
-    __slots__ = ("bits", "group", "slot", "used_at", "uses")
+    __slots__ = ("bits", "group", "size", "slot", "used_at", "uses")
 
     def __init__(self, key: ChunkKey, uses: int) -> None:
         self.bits = int.from_bytes(key[-4:], "big")
         """Bits of the key, by which it belongs to the sample or not."""
         self.uses = uses
         """All of them, also while it was evicted: a chunk that is stored again was needed."""
+        self.size = 0
+        """The level of the new chunks of the prompt that asked for it last; 0 if there were none or none is known."""
         self.group = 0
         self.used_at = 0
         self.slot = -1
@@ -71,12 +74,17 @@ def first_age(level: int) -> int:
 
 
 class ReuseTimes:
-    """Counts of a sample, and the index that follows from them."""
+    """Counts of a sample, and the index that follows from them.
 
-    def __init__(self, group_count: int) -> None:
+    A group is a level of uses and a size of prompts. How the chance of another use changes with age is learned for each
+    level, and by which factor it differs for each size: few sessions suffice for that.
+    """
+
+    def __init__(self, uses_count: int, size_count: int = 1) -> None:
+        group_count = uses_count * size_count
         self.index = [[0.0] * AGE_COUNT for _ in range(group_count)]
         """By group and age: the hits per time to expect of a chunk that is kept longer."""
-        self._group_count = group_count
+        self._shape = uses_count, size_count, AGE_COUNT
         self._sample: list[Record] = []
         self._mask = 0  # which bits of a key are 0 if it belongs to the sample
         self._prune_from = 0  # records before this one may not belong to it any more
@@ -137,7 +145,7 @@ class ReuseTimes:
 
     def _steps(self, now: int) -> Iterator[None]:
         """Counts times that have ended, and those of the chunks that wait for their next use; then makes the index."""
-        size = self._group_count * AGE_COUNT
+        size = math.prod(self._shape)
         waiting: Counts = np.zeros(size)
         for start in range(0, len(self._sample), SLICE):
             stop = min(start + SLICE, len(self._sample))
@@ -146,17 +154,17 @@ class ReuseTimes:
                 ages = np.maximum(now - np.frombuffer(self._used_at, np.int64)[start:stop], 0)
                 waiting += np.bincount(groups * AGE_COUNT + age_levels(ages), minlength=size)
             yield
-        shape, reached = (self._group_count, AGE_COUNT), age_level(now) + 1
-        again = np.array(self._again).reshape(shape)[:, :reached]
-        passed = (np.array(self._ended) + waiting).reshape(shape)[:, :reached]  # chunks by the age that they reached
+        reached = age_level(now) + 1
+        again = np.array(self._again).reshape(self._shape)[..., :reached]
+        passed = (np.array(self._ended) + waiting).reshape(self._shape)[..., :reached]  # by the age that they reached
         yield
-        chance = _chances(again.sum(0), passed.sum(0), np.zeros(reached), 1.0)
-        chances = _chances(again, passed, chance, PRIOR)
+        chances = _chances(again, passed)
         if passed.sum() > 8 * len(self._sample):  # old times lose weight
             self._halve()
         yield
-        for group, of_group in enumerate(chances):
-            self.index[group] = hit_index(of_group) + [0.0] * (AGE_COUNT - reached)
+        for level, of_level in enumerate(chances):
+            start = level * len(of_level)
+            self.index[start : start + len(of_level)] = _padded(hit_index(of_level))
             yield
 
     def _halve(self) -> None:
@@ -188,23 +196,49 @@ _LATER = np.triu(np.ones((AGE_COUNT, AGE_COUNT), bool))
 """By age and the end of a later one: whether the end is behind the age."""
 
 
-def _chances(again: Counts, passed: Counts, prior: Counts, weight: float) -> Counts:
-    """For each age: the probability that a chunk that reaches it is used again at it (Kaplan and Meier)."""
-    reached = passed[..., ::-1].cumsum(-1)[..., ::-1]
-    chances: Counts = (again + weight * prior) / (reached + weight)
+def _chances(again: Counts, passed: Counts) -> Counts:
+    """By level of uses, size and age: the probability that a chunk that reaches the age is used again at it."""
+    reached = passed[..., ::-1].cumsum(-1)[..., ::-1]  # as Kaplan and Meier
+    of_all = _smooth(again.sum((0, 1))) / (_smooth(reached.sum((0, 1))) + 1)
+    of_levels = (_smooth(again.sum(1)) + PRIOR * of_all) / (_smooth(reached.sum(1)) + PRIOR)
+    chances: Counts = np.empty_like(again)
+    for levels in slice(1), slice(1, None):  # factors differ between chunks that were never used again and others
+        expected = (reached[levels] * of_levels[levels, None]).sum((0, 2))
+        factors = (again[levels].sum((0, 2)) + PRIOR) / (expected + PRIOR)
+        chances[levels] = np.minimum(of_levels[levels, None] * factors[:, None], 1)
     return chances
 
 
-def hit_index(chances: Sequence[float] | Counts) -> list[float]:
-    """For each age, the most hits per time that a chunk of that age can have if it is kept up to some later age.
+def _smooth(counts: Counts) -> Counts:
+    """The mean of each age and those beside it."""
+    summed, width = counts.copy(), np.full(counts.shape[-1], 3.0)
+    summed[..., 1:] += counts[..., :-1]
+    summed[..., :-1] += counts[..., 1:]
+    width[0] -= 1
+    width[-1] -= 1
+    smooth: Counts = summed / width
+    return smooth
+
+
+def hit_index(chances: Counts) -> Counts:
+    """For each age, the last dimension, the most hits per time that a chunk of that age can have if it is kept up to
+    some later age.
 
     On the curve of probable hits over the time that a chunk is kept on average, this is the steepest line from each
     point to a later one.
     """
-    count = len(chances)
-    waiting = np.concatenate(([1.0], np.cumprod(1 - np.asarray(chances))))
-    times = np.concatenate(([0.0], np.cumsum(_WIDTHS[:count] * (waiting[:-1] + waiting[1:]) / 2)))
-    rise = waiting[:-1, None] - waiting[None, 1:]
-    run = np.maximum(times[None, 1:] - times[:-1, None], 1e-12)
-    index: list[float] = (rise / run).max(axis=1, where=_LATER[:count, :count], initial=0.0).tolist()
+    count = chances.shape[-1]
+    waiting = np.ones((*chances.shape[:-1], count + 1))
+    np.cumprod(1 - chances, -1, out=waiting[..., 1:])
+    times = np.zeros_like(waiting)
+    np.cumsum(_WIDTHS[:count] * (waiting[..., :-1] + waiting[..., 1:]) / 2, -1, out=times[..., 1:])
+    rise = waiting[..., :-1, None] - waiting[..., None, 1:]
+    run = np.maximum(times[..., None, 1:] - times[..., :-1, None], 1e-12)
+    index: Counts = (rise / run).max(axis=-1, where=_LATER[:count, :count], initial=0.0)
     return index
+
+
+def _padded(index: Counts) -> list[list[float]]:
+    """Rows for all ages; no hits are known of those beyond the last one."""
+    padded: list[list[float]] = np.pad(index, ((0, 0), (0, AGE_COUNT - index.shape[-1]))).tolist()
+    return padded

@@ -330,7 +330,7 @@ class Counted:
     def __init__(self, inner: EvictionPolicy) -> None:
         self.inner = inner
         self.choices = 0
-        self.admit, self.use, self.forget = inner.admit, inner.use, inner.forget
+        self.ask, self.admit, self.use, self.forget = inner.ask, inner.admit, inner.use, inner.forget
 
     def choose(self) -> ChunkKey | None:
         self.choices += 1
