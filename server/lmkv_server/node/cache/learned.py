@@ -27,7 +27,7 @@ from lmkv_server.node.cache.reuse_times import AGE_COUNT, Record, ReuseTimes
 MEMORY = 8
 """Keys of evicted chunks that are remembered, for each chunk that is held."""
 MAX_ASKED = 4096
-"""Keys that were asked for and are not stored yet, besides one for each record; those asked for first are given up."""
+"""Keys that were asked for and are not stored yet, besides one for each chunk that is held; the first are given up."""
 USES_COUNT = 8
 SIZE_COUNT = 10
 """Numbers of uses, and of a prompt's new chunks, that are told apart: a group is one of each."""
@@ -64,7 +64,7 @@ class Learned:
             self._asked[key] = size
         if missing:
             self._asked[missing[-1]] = LAST
-        while len(self._asked) > len(self._records) + MAX_ASKED:
+        while len(self._asked) > MAX_ASKED + len(self._records) // MEMORY:
             self._asked.popitem(last=False)
 
     def admit(self, key: ChunkKey) -> None:

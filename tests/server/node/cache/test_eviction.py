@@ -82,14 +82,15 @@ class QueueAgainstModel(RuleBasedStateMachine):
             add(self.queue, number)
             self.there[number] = 0
 
-    @rule(number=NUMBERS)
-    def use(self, number: int) -> None:
+    @rule(number=NUMBERS, asked=st.booleans())
+    def use(self, number: int, asked: bool) -> None:
         found = []
         for one in prompt_to(number):
             if one not in self.there:
                 break
             found.append(one)
-        use(self.queue, *found)
+        missing = prompt_to(number)[len(found) :] if asked else None
+        self.queue.use([chunk_key(one) for one in found], missing and [chunk_key(one) for one in missing])
         for one in reversed(found):
             self.there[one] = self.there.pop(one)
         self.superseded.difference_update(found)

@@ -15,6 +15,7 @@ from lmkv.misses.reason import MissReason
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
+from lmkv_server.node.cache.learned import LAST, Learned
 from tests.server.node.cache.page_runs import first_page
 from tests.server.node.cases import clear
 
@@ -434,3 +435,14 @@ def test_the_bytes_of_a_tier_add_up() -> None:
     assert tier.size_bytes == 4 * ALIGNMENT
     assert tier.reserve(5 * ALIGNMENT) is None, "larger than the pool"
     assert len(tier) == 1, "nothing was evicted for it"
+
+
+def test_a_prompt_that_is_looked_up_tells_the_policy_which_chunks_are_new() -> None:
+    policy = Learned()
+    tier = HostTier(PAGES * ALIGNMENT, policy=policy)
+    for number in range(3):
+        admit(tier, number)
+    assert len(tier.find([chunk_key(number) for number in range(8)])) == 3
+    for number in range(3, 8):
+        admit(tier, number)
+    assert [policy._records[chunk_key(number)].size for number in range(8)] == [3] * 7 + [LAST]

@@ -64,7 +64,7 @@ def test_the_rank_of_a_chunk_is_the_index_at_its_age() -> None:
 def test_the_index_is_the_steepest_rise_of_hits_over_time() -> None:
     chances = [0.0] * reuse_times.AGE_COUNT
     chances[6] = 1.0  # all are used again at ages from 12 to 16
-    index = reuse_times.hit_index(chances)
+    index = reuse_times.hit_index(np.array(chances)).tolist()
     assert index[:6] == sorted(index[:6])  # the nearer the use, the higher
     assert index[0] == pytest.approx(1 / 14)
     assert index[5] == pytest.approx(1 / 6)
@@ -169,13 +169,131 @@ def test_chunks_are_grouped_by_the_number_of_their_uses() -> None:
     policy, key, groups = Learned(), chunk_key(1), []
     policy.admit(key)
     for _ in range(70):
-        groups.append(policy._records[key].group)
+        groups.append(policy._records[key].group // learned.SIZE_COUNT)
         policy.use(key)
     levels = [0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, *[6] * 16]
     assert groups == [*levels, *[7] * (70 - len(levels))]
     policy.forget(key)
     policy.admit(key)
     assert policy._records[key].group == 0, "nothing is known of it any more"
+
+
+def ask(policy: Learned, *numbers: int) -> None:
+    """A prompt is asked for, and what is missing of it is stored."""
+    known = [key for key in map(chunk_key, numbers) if key in policy._records]
+    policy.ask(known, [chunk_key(number) for number in numbers[len(known) :]])
+    for key in reversed(known):
+        policy.use(key)
+    for number in numbers[len(known) :]:
+        policy.admit(chunk_key(number))
+
+
+def sizes(policy: Learned, *numbers: int) -> list[int]:
+    return [policy._records[chunk_key(number)].size for number in numbers]
+
+
+def test_chunks_are_grouped_by_the_new_chunks_of_the_prompt_that_asked_last() -> None:
+    policy = Learned()
+    ask(policy, *range(6))
+    assert sizes(policy, *range(6)) == [3, 3, 3, 3, 3, learned.LAST]
+    ask(policy, *range(4), 10)
+    assert sizes(policy, *range(6), 10) == [1, 1, 1, 1, 3, learned.LAST, learned.LAST]
+    ask(policy, *range(4), 10)
+    assert sizes(policy, *range(4), 10) == [0] * 5, "it has no new chunks"
+    assert [policy._records[chunk_key(number)].group % learned.SIZE_COUNT for number in range(4)] == [0] * 4
+    ask(policy, *range(1000, 2000))
+    assert sizes(policy, 1000, 1998) == [learned.LAST - 1] * 2
+    assert not policy._asked
+
+
+def test_chunks_that_were_evicted_are_not_new_when_they_are_asked_for_again() -> None:
+    policy = Learned()
+    ask(policy, *range(8))
+    ask(policy, 100)
+    assert policy.choose() == chunk_key(0)
+    policy.ask([], [chunk_key(number) for number in range(11)])
+    policy.admit(chunk_key(0))
+    assert sizes(policy, 0) == [2], "3 of 11 are new"
+
+
+def test_chunks_that_no_prompt_asked_for_have_no_size() -> None:
+    policy = admitted(1, 2)
+    policy.use(chunk_key(1))
+    assert sizes(policy, 1, 2) == [0, 0]
+
+
+def test_what_was_asked_for_and_never_stored_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MAX_ASKED", 4)
+    policy = admitted(1)
+    for number in range(10, 100, 3):
+        policy.ask([], [chunk_key(number + place) for place in range(3)])
+        assert len(policy._asked) <= 4
+    policy.admit(chunk_key(10))
+    policy.admit(chunk_key(97))
+    assert sizes(policy, 10, 97) == [0, 2]
+
+
+def prompts_found(policy: EvictionPolicy, *, told: bool) -> int:
+    """Of 194 prompts of three new chunks, how many are found, all but the last chunk, when they return after 60 others
+    of eight new chunks, which do not."""
+    queue, found = EvictionQueue(policy), 0
+
+    def request(first: int, count: int) -> bool:
+        keys = [chunk_key(first + place) for place in range(count)]
+        held = list(itertools.takewhile(queue.__contains__, keys))
+        queue.use(held, keys[len(held) :] if told else None)
+        for parent, key in itertools.pairwise((None, *keys)):
+            assert key is not None
+            if key not in queue:
+                if len(queue) == 200:
+                    queue.pop()
+                queue.add(key, parent)
+        return len(held) >= count - 1
+
+    for turn in range(0, 200_000, 1000):
+        request(turn, 3)
+        for other in range(10):
+            request(turn + 100 + 10 * other, 8)
+        found += turn >= 6000 and request(turn - 6000, 3)
+    return found
+
+
+def test_prompts_of_a_size_that_never_returns_leave_before_those_of_one_that_does() -> None:
+    assert prompts_found(Lru(), told=True) == 0
+    assert prompts_found(Learned(), told=True) > 150
+    assert prompts_found(Learned(), told=False) < 100
+
+
+def test_the_same_requests_have_the_same_chunks_evicted() -> None:
+    gone: list[list[ChunkKey]] = []
+    for _ in range(2):
+        policy = Learned()
+        gone.append([])
+        for number in range(0, 9000, 9):
+            ask(policy, *range(number, number + number % 8 + 1))
+            ask(policy, *range(number // 2, number // 2 + 3))
+            gone[-1].extend(key for _ in range(6) if len(policy._records) > 100 and (key := policy.choose()))
+    assert gone[0] == gone[1] != []
+
+
+def test_a_size_of_few_chunks_has_the_chances_of_its_level_times_a_factor() -> None:
+    shape = (2, 2, 20)
+    again, passed = np.zeros(shape), np.zeros(shape)
+    again[0, 0, 10] = passed[0, 0, 10] = 400  # all of size 0 are used again at one age
+    passed[0, 1, 15] = 400  # none of size 1 is
+    passed[1, :, 15] = 400
+    chances = reuse_times._chances(again, passed)
+    many, few = chances[0]
+    assert 0.15 < many[10] < 1
+    assert 0 < few[10] < 0.2 * many[10]
+    assert few[9] / many[9] == pytest.approx(few[10] / many[10]), "one factor for all ages"
+    assert (chances[1, 0] == chances[1, 1]).all(), "factors are apart for chunks that were used again"
+    assert ((chances >= 0) & (chances <= 1)).all()
+
+
+def test_ages_are_smoothed_by_those_beside_them() -> None:
+    assert reuse_times._smooth(np.array([3.0, 0.0, 0.0, 6.0])).tolist() == [1.5, 1.0, 2.0, 3.0]
+    assert reuse_times._smooth(np.array([3.0])).tolist() == [3.0]
 
 
 def test_the_rank_at_each_end_of_a_line_is_that_of_its_chunk() -> None:
