@@ -89,8 +89,8 @@ class QueueAgainstModel(RuleBasedStateMachine):
             if one not in self.there:
                 break
             found.append(one)
-        missing = prompt_to(number)[len(found) :] if asked else None
-        self.queue.use([chunk_key(one) for one in found], missing and [chunk_key(one) for one in missing])
+        prompt = [chunk_key(one) for one in prompt_to(number)]
+        self.queue.use(prompt[: len(found)], prompt[len(found) :] if asked else None)
         for one in reversed(found):
             self.there[one] = self.there.pop(one)
         self.superseded.difference_update(found)
