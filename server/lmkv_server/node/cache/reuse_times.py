@@ -20,6 +20,8 @@ MAX_SAMPLE = 16384
 """Chunks whose times between uses are counted; a fixed fraction of all keys, chosen by their bits."""
 PRIOR = 32.0
 """Chunks that a level of uses is assumed to have in common with all levels, and uses that a size has with all sizes."""
+KEPT = 32
+"""Times that count at least, for each chunk of the sample: fewer make the index differ by chance."""
 FIRST_TIMES = 16
 """Times between uses after which learning begins. It begins again when their number has grown by a sixteenth, or by an
 eighth of the sample if that is less: what the first requests teach is used at once."""
@@ -159,7 +161,7 @@ class ReuseTimes:
         passed = (np.array(self._ended) + waiting).reshape(self._shape)[..., :reached]  # by the age that they reached
         yield
         chances = _chances(again, passed)
-        if passed.sum() > 8 * len(self._sample):  # old times lose weight
+        if passed.sum() > KEPT * len(self._sample):  # old times lose weight
             self._halve()
         yield
         for level, of_level in enumerate(chances):

@@ -291,6 +291,21 @@ def test_a_size_of_few_chunks_has_the_chances_of_its_level_times_a_factor() -> N
     assert ((chances >= 0) & (chances <= 1)).all()
 
 
+def test_old_times_lose_weight_once_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_times, "KEPT", 3)
+    times = reuse_times.ReuseTimes(1)
+    record = reuse_times.Record(chunk_key(1), 0)
+    times.add(record)
+    times.used(record)
+    counts = []
+    for _ in range(200):
+        times.ended(record, 10, again=True)
+        times.learn(100)
+        counts.append(sum(times._ended))
+    assert 16 < max(counts) < 64
+    assert sum(times._again) == sum(times._ended)
+
+
 def test_ages_are_smoothed_by_those_beside_them() -> None:
     assert reuse_times._smooth(np.array([3.0, 0.0, 0.0, 6.0])).tolist() == [1.5, 1.0, 2.0, 3.0]
     assert reuse_times._smooth(np.array([3.0])).tolist() == [3.0]
