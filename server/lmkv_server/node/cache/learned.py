@@ -30,7 +30,7 @@ MAX_ASKED = 4096
 """Keys that were asked for and are not stored yet, besides one for each chunk that is held; the first are given up."""
 USES_COUNT = 8
 SIZE_COUNT = 10
-"""Numbers of uses, and of a prompt's new chunks, that are told apart: a group is one of each."""
+"""Numbers of uses, and of a prompt's new chunks, by which chunks are grouped: a group is one of each."""
 LAST = SIZE_COUNT - 1
 """What the last chunk of a prompt has as size: often it is partial, and the next turn does not continue it."""
 MAX_CHOICES = 15

@@ -437,7 +437,7 @@ def test_the_bytes_of_a_tier_add_up() -> None:
     assert len(tier) == 1, "nothing was evicted for it"
 
 
-def test_a_prompt_that_is_looked_up_tells_the_policy_which_chunks_are_new() -> None:
+def test_the_policy_learns_from_a_lookup_which_chunks_are_new() -> None:
     policy = Learned()
     tier = HostTier(PAGES * ALIGNMENT, policy=policy)
     for number in range(3):

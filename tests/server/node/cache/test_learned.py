@@ -233,7 +233,7 @@ def test_what_was_asked_for_and_never_stored_is_given_up(monkeypatch: pytest.Mon
     assert sizes(policy, 10, 97) == [0, 2]
 
 
-def prompts_found(policy: EvictionPolicy, *, told: bool) -> int:
+def prompts_found(policy: EvictionPolicy, *, asks: bool) -> int:
     """Of 194 prompts of three new chunks, how many are found, all but the last chunk, when they return after 60 others
     of eight new chunks, which do not."""
     queue, found = EvictionQueue(policy), 0
@@ -241,7 +241,7 @@ def prompts_found(policy: EvictionPolicy, *, told: bool) -> int:
     def request(first: int, count: int) -> bool:
         keys = [chunk_key(first + place) for place in range(count)]
         held = list(itertools.takewhile(queue.__contains__, keys))
-        queue.use(held, keys[len(held) :] if told else None)
+        queue.use(held, keys[len(held) :] if asks else None)
         for parent, key in itertools.pairwise((None, *keys)):
             assert key is not None
             if key not in queue:
@@ -259,9 +259,9 @@ def prompts_found(policy: EvictionPolicy, *, told: bool) -> int:
 
 
 def test_prompts_of_a_size_that_never_returns_leave_before_those_of_one_that_does() -> None:
-    assert prompts_found(Lru(), told=True) == 0
-    assert prompts_found(Learned(), told=True) > 150
-    assert prompts_found(Learned(), told=False) < 100
+    assert prompts_found(Lru(), asks=True) == 0
+    assert prompts_found(Learned(), asks=True) > 150
+    assert prompts_found(Learned(), asks=False) < 100
 
 
 def test_the_same_requests_have_the_same_chunks_evicted() -> None:
