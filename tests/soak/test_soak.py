@@ -77,12 +77,13 @@ async def test_a_fleet_under_steady_load_uses_no_more_and_takes_no_longer(
     except Exception as error:
         error.add_note(report.run)
         raise
-    trends = report.trends()
-    report.write(output, trends)
-    with capsys.disabled():
-        print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
-        if SECONDS >= JUDGED_SECONDS:
-            print(*trends, f"{output}/soak.json, {output}/soak.svg", sep="\n", flush=True)
+    finally:  # also if the end of the run fails: it was measured
+        trends = report.trends()
+        report.write(output, trends)
+        with capsys.disabled():
+            print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+            if SECONDS >= JUDGED_SECONDS:
+                print(*trends, f"{output}/soak.json, {output}/soak.svg", sep="\n", flush=True)
     assert {what for sample in report.samples for what in sample.latencies} == LATENCIES
     for sample in report.samples:
         assert sample.usage.keys() == fleet.victims.keys()
