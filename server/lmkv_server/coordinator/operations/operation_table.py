@@ -20,12 +20,16 @@ LATE_SECONDS = 660.0
 
 
 class OperationTable:
-    """Operations by name and by request id. Ended ones are kept for `ttl_seconds`."""
+    """Operations by name and by request id.
+
+    Ended ones are kept for `ttl_seconds` by the monotonic clock: a jump of the wall clock loses none.
+    """
 
     def __init__(self, ttl_seconds: float) -> None:
         self.ttl_seconds = ttl_seconds
         self._running: dict[str, Operation] = {}
-        self._ended: OrderedDict[str, Operation] = OrderedDict()  # by end time
+        self._ended: OrderedDict[str, Operation] = OrderedDict()  # in the order in which they were stored
+        self._ended_since: dict[str, float] = {}  # when this coordinator learned of the end, by the monotonic clock
         self._forgotten: OrderedDict[str, float] = OrderedDict()  # since when, by the monotonic clock
         self._by_request_id: dict[tuple[str, str], Operation] = {}
         self._budget = Budget(owner_bytes=MAX_RECORD_BYTES, total_bytes=MAX_BYTES)
@@ -77,7 +81,12 @@ class OperationTable:
         """Adds an operation, or files it again after it changed, with its current size."""
         self._running.pop(operation.name, None)
         self._ended.pop(operation.name, None)
-        (self._ended if operation.done else self._running)[operation.name] = operation
+        if operation.done:
+            self._ended[operation.name] = operation
+            self._ended_since.setdefault(operation.name, time.monotonic())
+        else:
+            self._running[operation.name] = operation
+            self._ended_since.pop(operation.name, None)
         self._budget.set(operation.reporter, operation.name, operation.size_bytes)
         request = operation.request
         if request and request.request_id:
@@ -97,6 +106,7 @@ class OperationTable:
     def forget(self, operation: Operation) -> None:
         """Removes an operation that has ended; one that runs stays."""
         if self._ended.pop(operation.name, None):
+            del self._ended_since[operation.name]
             self._budget.drop(operation.reporter, operation.name)
             self._forgotten[operation.name] = time.monotonic()
             if len(self._forgotten) > MAX_ENDED:
@@ -109,9 +119,9 @@ class OperationTable:
         oldest_name = time.monotonic() - self.ttl_seconds - LATE_SECONDS
         while self._forgotten and next(iter(self._forgotten.values())) < oldest_name:
             self._forgotten.popitem(last=False)
-        oldest = time.time() - self.ttl_seconds
+        oldest = time.monotonic() - self.ttl_seconds
         while self._ended:
             first = next(iter(self._ended.values()))
-            if len(self._ended) <= MAX_ENDED and (first.end_time or 0) >= oldest:
+            if len(self._ended) <= MAX_ENDED and self._ended_since[first.name] >= oldest:
                 return
             self.forget(first)

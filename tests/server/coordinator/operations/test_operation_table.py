@@ -28,6 +28,24 @@ def ended(number: int) -> Operation:
     )
 
 
+def test_a_jump_of_the_wall_clock_loses_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(wall=time.time(), monotonic=0.0)
+    clock = SimpleNamespace(time=lambda: now.wall, monotonic=lambda: now.monotonic)
+    monkeypatch.setattr(operation_table, "time", clock)
+    table = OperationTable(TTL_SECONDS)
+    table.store(operation := ended(1))
+    now.wall += 3600.0
+    now.monotonic += TTL_SECONDS - 1.0
+    table.store(operation)  # filed again: it is not kept for longer
+    table.expire()
+    assert table.find(operation.name) is operation
+    now.wall -= 7200.0
+    now.monotonic += 2.0
+    table.expire()
+    assert table.find(operation.name) is None
+    assert table.is_forgotten(operation.name)
+
+
 def test_names_of_evicted_operations_are_kept_until_no_instance_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = SimpleNamespace(seconds=0.0)
     clock = SimpleNamespace(time=time.time, monotonic=lambda: passed.seconds)
