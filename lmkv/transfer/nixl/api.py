@@ -20,9 +20,6 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "fatal",  # NIXL reports errors itself
     "UCX_LOG_FILE": "stderr",
-    # No hooks in `mmap`: memory is registered explicitly. While UCX installs them, which takes 0.4 s, every thread that
-    # calls `mmap` waits, by the wall clock: where that is set back by an hour then, the process stands still for one.
-    "UCX_MEM_MMAP_HOOK_MODE": "none",
 }
 """Defaults of environment variables that NIXL and UCX read when they are loaded."""
 BATCH_BYTES = 64 << 20
