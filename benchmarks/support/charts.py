@@ -49,6 +49,13 @@ def channels(report: Report) -> Chart:
     return Chart(title="Fetch from another node, throughput", unit="GB/s", groups=groups, limit="limit of the channel")
 
 
+def hosts(report: Report) -> Chart:
+    """Throughput of fetches from another host by each channel."""
+    rows = _by_name(report)
+    groups = [Group(name, (_bar(LMKV, rows[f"hosts_{name}_fetch"]),)) for name in ("tcp", "ucx", "nixl", "mooncake")]
+    return Chart(title="Fetch from another host, throughput", unit="GB/s", groups=groups)
+
+
 def kernels_cpu(report: Report) -> Chart:
     """Throughput of the copies between pages and chunks, beside memcpy."""
     layouts = {
@@ -311,6 +318,7 @@ def sglang(report: Report) -> Chart:
 CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "ttft-steps": ("data_path", data_path),
     "channels": ("channels", channels),
+    "hosts": ("hosts", hosts),
     "kernels-cpu": ("kernels_cpu", kernels_cpu),
     "kernels-gpu": ("kernels_gpu", kernels_gpu),
     "control-plane": ("control_plane", control_plane),

@@ -21,6 +21,10 @@ TROUBLE = (LmkvError, grpc.RpcError, TimeoutError, OSError, AssertionError, asyn
 """Errors that an engine may get from a killed or frozen node; `EngineClient` asserts that its stream continues."""
 
 
+CLEAN_UP_SECONDS = 30.0
+"""An actor that still runs so long after it was cancelled is cancelled again."""
+
+
 class Actor(ABC):
     """Something that acts until the test ends."""
 
@@ -44,9 +48,11 @@ async def act(actors: Iterable[Actor], story: Coroutine[Any, Any, None]) -> None
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        running = set(tasks)
+        while running:  # an actor that suppresses an error of its clean-up suppresses its cancellation with it
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=CLEAN_UP_SECONDS)
 
 
 async def _run(actor: Actor) -> None:
