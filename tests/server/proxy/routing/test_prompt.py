@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS
@@ -62,6 +62,8 @@ def test_what_is_not_an_object_is_refused(body: bytes) -> None:
         read_prompt(COMPLETIONS, body)
 
 
+@example({"prompt": [], "model": {"prompt": [0]}})
+@example({"prompt": [1], "x": {"prompt": []}})
 @given(
     st.dictionaries(
         st.sampled_from(["prompt", "model", "x"]),
