@@ -22,7 +22,7 @@ TROUBLE = (LmkvError, grpc.RpcError, TimeoutError, OSError, AssertionError, asyn
 
 
 CLEAN_UP_SECONDS = 30.0
-"""An actor that still runs so long after it was cancelled is cancelled again."""
+"""After this time, an actor that still runs is cancelled again."""
 
 
 class Actor(ABC):
