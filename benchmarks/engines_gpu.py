@@ -217,7 +217,7 @@ def rounds_of(run: BenchmarkRun, cluster: Cluster, names: Sequence[str], prompts
     for _ in range(rounds(run)):
         measure_round(cluster, names, prompts.make(length), hits)
     words = ", ".join(f"{hits.median_ms(name):.1f} ms {name}" for name in hits.seconds)
-    run.say(f"{length} tokens: {words}")
+    run.say(f"{length} tokens: {words}; answers equal in {sum(hits.identical)} of {len(hits.identical)} rounds")
     for name, count in hits.computed.items():
         run.note(f"{name}: {count} of {len(hits.identical)} prompts of {length} tokens were computed, not loaded")
     if different := hits.identical.count(False):
