@@ -156,6 +156,12 @@ def test_the_node_keeps_a_report_of_each_prompt(attach: Attach, tmp_path: Path) 
         engine = attach(enable_p2p=True, coordinator_address=(coordinator.address,))
         keys = engine.keys(prompt(3))
         store(engine, keys[:1])
+
+        def peers_are_asked() -> bool:
+            engine.lookup(keys, request_id="before", timeout=WAIT_SECONDS).release()
+            return "never_stored" in engine.counters.miss_tokens
+
+        until(peers_are_asked)
         engine.lookup(keys, request_id="chat-7", timeout=WAIT_SECONDS).release()
         engine.lookup(keys, timeout=WAIT_SECONDS).release()
         until(lambda: len(coordinator.instances()) == 1 and len(reports(coordinator, "/")) == 1)

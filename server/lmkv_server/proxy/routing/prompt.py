@@ -69,9 +69,7 @@ def read_prompt(path: str, body: bytes) -> PromptRequest:
     """Reads a request's body. Raises `NotJson`."""
     opening = _TOKENS.match(body, begin) if (begin := body.find(_NAME)) >= 0 else None
     end = body.find(b"]", opening.end()) if opening else -1
-    if (
-        opening is not None and end >= 0 and body.find(_NAME, end) < 0
-    ):  # the only one: it cannot be mistaken for another
+    if opening is not None and end >= 0 and body.find(_NAME, end) < 0:  # no other `prompt` that could be the one
         try:
             rest = msgspec.json.decode(body[: opening.end()] + b"[]" + body[end + 1 :])
             if isinstance(rest, dict) and rest.get("prompt") in _LIFTED:
