@@ -175,8 +175,9 @@ class AgentThread:
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent = api.nixl_agent(self._agent_name, config)
-            for backend in self._backends:
-                self._agent.create_backend(backend)
+            with nixl_api.without_mmap_hooks():
+                for backend in self._backends:
+                    self._agent.create_backend(backend)
             self._agent.register_memory(self._region, self._segment)
             return bytes(self._agent.get_agent_metadata())
         except self._errors as error:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ ENVIRONMENT = {
     "UCX_LOG_FILE": "stderr",
 }
 """Defaults of environment variables that NIXL and UCX read when they are loaded."""
+_HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
 BATCH_BYTES = 64 << 20
 """Maximum bytes per post: on one host the post itself copies, which delays polling."""
 
@@ -55,6 +57,23 @@ def load() -> Any:
         "pip install 'lmkv[nixl]', or set enable_p2p to false",
         key="transfer_channel",
     )
+
+
+@contextmanager
+def without_mmap_hooks() -> Iterator[None]:
+    """Makes the UCX that is loaded meanwhile install no hooks in `mmap`: memory is registered explicitly.
+
+    While UCX installs them, which takes 0.4 s, every thread that calls `mmap` waits, by the wall clock: where that is
+    set back by an hour then, the process stands still for one. A UCX that is loaded later may choose: without hooks,
+    UCXX ends with a segmentation fault when a read is interrupted.
+    """
+    is_chosen = _HOOKS in os.environ
+    os.environ.setdefault(_HOOKS, "none")
+    try:
+        yield
+    finally:
+        if not is_chosen:
+            os.environ.pop(_HOOKS, None)
 
 
 def errors(api: Any) -> tuple[type[Exception], ...]:

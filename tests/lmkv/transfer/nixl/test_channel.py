@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.transfer import ChannelEnd, Copy, open_channel
 from lmkv.transfer.nixl.api import BATCH_BYTES, descriptor_batches
+from tests.chaos.clock import Clock, compiled
 from tests.lmkv.transfer.ends import (
     GRANT_ID,
     MIB,
@@ -68,6 +71,31 @@ async def test_a_backend_that_is_not_there_is_refused_by_key() -> None:
     with pytest.raises(ConfigError, match="nixl_backends: PIGEON"):
         await open_channel("nixl", ChannelEnd(name="reader:1", pool=memory.pool, nixl_backends=("PIGEON",)))
     memory.close()
+
+
+async def opened_and_closed() -> None:
+    channel = await Memory(MIB).open("nixl", "reader:1")
+    await channel.aclose()
+
+
+def test_nixl_starts_while_the_wall_clock_is_set_back_again_and_again(tmp_path: Path) -> None:
+    library = compiled(tmp_path)
+    assert library is not None, "cc is missing: install gcc"
+    clock, has_ended = Clock(library, tmp_path / "clock"), threading.Event()
+
+    def set_back() -> None:
+        for hours in itertools.count():
+            clock.jump(-3600.0 * hours)
+            if has_ended.wait(0.005):
+                return
+
+    setting_back = threading.Thread(target=set_back)
+    setting_back.start()
+    try:
+        in_new_process(opened_and_closed, UCX_TLS="tcp", **clock.environment)
+    finally:
+        has_ended.set()
+        setting_back.join()
 
 
 def test_a_process_that_forgets_to_close_ends_cleanly_beside_a_dead_peer_and_prints_nothing(tmp_path: Path) -> None:
