@@ -13,7 +13,7 @@ from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.plugins import CHANNELS, load_plugin, plugin_names
 from lmkv.transfer.access import ReadAccess
 from lmkv.transfer.channel import Channel, ChannelEnd, Copy
-from lmkv.transfer.links import NEEDED_LINKS, find_links, rank
+from lmkv.transfer.links import NEEDED_LINKS, find_links, missing_link, rank
 from lmkv.transfer.switching import SwitchingReader
 
 logger = logging.getLogger(__name__)
@@ -92,15 +92,15 @@ class Channels:
         return self._end.access
 
     async def start(self) -> None:
-        """Opens the channel if only one is allowed. Of several, begins to open those that need a link which this host
-        has: they will be used, and take longest. The others are opened on first use.
+        """Opens the channel if only one is allowed. Of several, begins to open those that lack no link, so that no
+        first read waits for them. The others are opened on first use.
 
         Raises `ConfigError` if the only one does not start.
         """
         if len(self.names) == 1:
             await self._open(self.names[0])
         else:
-            self.prepare([name for name in self.names if NEEDED_LINKS.get(name) in self._links])
+            self.prepare([name for name in self.names if missing_link(name, self._links) is None])
 
     async def offer(self, wanted: Sequence[str]) -> Channel:
         """The first channel of `wanted` that this node has and can start; one that needs a link that this host lacks
