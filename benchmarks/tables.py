@@ -30,6 +30,9 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURES = {ROOT / "docs" / "images" / f"{name}.svg": name for name in CHARTS}
 """By file: the name of the chart that it shows."""
 
+USUAL_SIZE = (2, 24)
+"""Cores and GB of memory of a machine that the pages do not describe."""
+
 _PLACE = re.compile(
     r"(?P<open><!-- benchmark (?P<name>[a-z_]+?)"
     r"(?: as (?P<layout>matrix)|(?: by (?P<columns>[a-z0-9_ ]+?))?: (?P<rows>[a-z0-9_*\- ]+?))? -->\n)"
@@ -82,22 +85,29 @@ def render(report: Report, names: list[str]) -> str:
 
 
 def origin(report: Report) -> str:
-    """A sentence about command and machine."""
+    """A sentence about command and machine; docs/performance/benchmarks.md has what is equal for all."""
     machine, settings = report.machine, report.settings
+    command = re.sub(r" --json \S+", "", report.command)
+    size = (machine["cores"], round(machine["memory_gb"]))
     loads = f"{machine['load_average']} to {machine.get('load_average_at_end', machine['load_average'])}"
     engine = f"SGLang {settings['sglang']}" if "sglang" in settings else f"vLLM {machine['vllm']}"
     facts = [
-        f"`{report.command}`",
+        f"`{command}`",
         f"{report.seconds:.0f} s",
         *([settings["gpu"]] if "gpu" in settings else []),
-        machine["cpu"],
-        f"{machine['cores']} cores",
-        f"{machine['memory_gb']:.0f} GB",
-        f"load average {loads}",
-        *([engine] if "sglang" in settings or machine["vllm"] else []),
+        _short_cpu(machine["cpu"]),
+        *([f"{size[0]} cores", f"{size[1]} GB"] if size != USUAL_SIZE else []),
+        f"load {loads}",
+        *([engine] if {"sglang", "dtype"} & settings.keys() else []),
         *([settings["dtype"]] if "dtype" in settings else []),
     ]
     return f"{', '.join(facts)}."
+
+
+def _short_cpu(cpu: str) -> str:
+    """The name without marks, and family and model in short: `AMD EPYC (25/1)`."""
+    name = re.sub(r"\(R\)|\(TM\)| Processor| CPU", "", cpu)
+    return re.sub(r"\(family (\d+), model (\d+)\)", r"(\1/\2)", name)
 
 
 def make_command(name: str) -> str:
