@@ -237,6 +237,8 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "salts": ("salts", salts),
     "scale": ("scale", part_charts.scale),
     "shared-map": ("shared_map", part_charts.shared_map),
+    "tiers-disk": ("tiers", part_charts.tiers_disk),
+    "tiers-remote": ("tiers", part_charts.tiers_remote),
     "hybrid": ("hybrid", hybrid),
     "routing": ("routing", routing),
     "sglang": ("sglang", sglang),

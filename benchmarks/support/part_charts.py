@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from benchmarks.support.bar_chart import Bar, Chart, Group, Series
-from benchmarks.support.chart_rows import LMCACHE, LMKV, SECOND, VLLM, bar_of, bar_with_limit, by_name
+from benchmarks.support.chart_rows import ALONE, LMCACHE, LMKV, SECOND, VLLM, bar_of, bar_with_limit, by_name
 from benchmarks.support.meanings import word
 from benchmarks.support.policy_table import hit_rates
 from benchmarks.support.rows import Report
@@ -131,6 +131,45 @@ def shared_map(report: Report) -> Chart:
         Group(label, (Bar(((LMKV, ratio),)),)) for name, label in labels.items() if (ratio := rows[name].ratio or 0.0)
     ]
     return Chart(title="Shared layout map: ratio to one map for each coordinator", unit="x", groups=groups)
+
+
+def tiers_disk(report: Report) -> Chart:
+    """Throughput of the disk tier by size of chunks."""
+    rows = by_name(report)
+    series = {
+        "tier": LMKV,
+        "encrypted": Series("lmkv, encrypted", SECOND.colour),
+        "nixl": Series("lmkv, NIXL", VLLM.colour),
+    }
+    groups = [
+        Group(
+            f"{act}, {word(size)}",
+            tuple(bar_with_limit(rows[f"disk_{way}_{act}_{size}"], one) for way, one in series.items()),
+        )
+        for size in ("512kib", "2mib", "8mib")
+        for act in ("write", "read")
+    ]
+    return Chart(title="Disk tier, throughput", unit="GB/s", groups=groups, limit="same files without a tier")
+
+
+def tiers_remote(report: Report) -> Chart:
+    """Processor time of the remote tier by store and size of chunks."""
+    rows = by_name(report)
+    series = {
+        "bare": Series("the store's client alone", ALONE.colour),
+        "tier": LMKV,
+        "encrypted": Series("lmkv, encrypted", SECOND.colour),
+    }
+    groups = [
+        Group(
+            f"{word(store)}, {act}, {word(size)}",
+            tuple(bar_of(one, rows[f"{store}_{way}_{act}_cpu_{size}"]) for way, one in series.items()),
+        )
+        for store in ("redis", "s3")
+        for size in ("1mib", "8mib")
+        for act in ("write", "read")
+    ]
+    return Chart(title="Remote tier, processor time of the node", unit="s/GB", groups=groups)
 
 
 def _both(name: str) -> Iterable[tuple[Series, str]]:

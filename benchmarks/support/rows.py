@@ -105,13 +105,23 @@ def make_table(title: str, rows: Iterable[Row]) -> Table:
 
 
 def markdown_table(rows: Sequence[Row], meanings: Mapping[str, str]) -> str:
-    """Rows as a Markdown table of four columns, which phones show too; `meanings` describes each row by its name."""
-    lines = ["| row | value | baseline | ratio |", "|---|---:|---|---:|"]
+    """Rows as a Markdown table of four columns, which phones show too; `meanings` describes each row by its name.
+
+    Without any baseline and ratio there are two columns.
+    """
+    width = 4 if any(row.baseline or row.ratio is not None for row in rows) else 2
+    lines = [["row", "value", "baseline", "ratio"], ["---", "---:", "---", "---:"]]
     for row in rows:
         name, value, unit, baseline, baseline_value, ratio = cells(row)
         against = f"{baseline}: {baseline_value}" if baseline else ""
-        lines.append(f"| {meanings[row.name]}<br>`{name}` | {value} {unit} | {against} | {ratio} |")
-    return "\n".join(lines)
+        lines.append([f"{meanings[row.name]}<br>`{name}`", f"{value} {unit}", against, ratio])
+    return "\n".join(_markdown_line(line[:width]) for line in lines)
+
+
+def _markdown_line(columns: Sequence[str]) -> str:
+    if columns[0] == "---":
+        return f"|{'|'.join(columns)}|"
+    return f"| {' | '.join(columns)} |"
 
 
 def cells(row: Row) -> list[str]:

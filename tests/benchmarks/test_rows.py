@@ -48,6 +48,7 @@ BENCHMARKS = (
     "scale",
     "sglang",
     "shared_map",
+    "tiers",
 )
 ROW_FIELDS = ["name", "value", "unit", "baseline", "baseline_value", "ratio"]
 RESULTS = sorted(tables.RESULTS.glob("*.json"))
@@ -133,6 +134,11 @@ def test_a_table_shows_every_row_and_what_it_is_compared_with() -> None:
     assert lines[2] == "| a copy<br>`first` | 12.0 ms | memcpy: 6.00 | 2.00 |"
     assert lines[3] == "| a read<br>`second` | 1.00 GB/s |  |  |"
     assert len({line.count("|") for line in lines}) == 1
+    assert markdown_table(rows[1:], {"second": "a read"}).splitlines() == [
+        "| row | value |",
+        "|---|---:|",
+        "| a read<br>`second` | 1.00 GB/s |",
+    ]
 
 
 def test_acts_are_timed_in_turns_that_change_sides() -> None:

@@ -1,0 +1,49 @@
+"""What passes through a tier give, and how their rows are named."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.meanings import meaning_of
+from benchmarks.tier.passes import Chunks, Passes, through
+from lmkv_server.node.cache.events import CacheEvents
+from lmkv_server.node.tiers.disk.tier import DiskTier
+
+
+def test_chunks_pass_through_a_tier_and_back_and_are_compared_with_the_bare_way(tmp_path: Path) -> None:
+    passes = Passes()
+    with Chunks(64 << 10, 1 << 20) as chunks:
+        assert len(chunks.keys) == 16
+        for way in ("bare", "tier"):
+            for _ in range(2):
+                tier = DiskTier(
+                    [tmp_path / "disk"],
+                    chunks.size_bytes,
+                    tier=chunks.tier,
+                    pool=chunks.pool,
+                    events=CacheEvents(),
+                )
+                asyncio.run(through(tier, chunks, passes, way))
+    rows = {row.name: row for row in passes.rows("disk", "2mib")}
+    assert set(rows) == {
+        f"disk_{way}_{act}_{rest}"
+        for way in ("bare", "tier")
+        for act in ("write", "read")
+        for rest in ("2mib", "cpu_2mib")
+    }
+    assert rows["disk_bare_read_2mib"].ratio is None
+    assert rows["disk_tier_read_2mib"].baseline_value == rows["disk_bare_read_2mib"].value > 0
+    assert rows["disk_tier_write_cpu_2mib"].unit == "s/GB"
+    assert all(meaning_of(name) for name in rows)
+    assert list((tmp_path / "disk").glob("*.chunk")) == [], "files remain"
+
+
+def test_a_pass_that_is_not_compared_is_an_error() -> None:
+    passes = Passes()
+    with passes.timed("tier", "write", 1 << 20):
+        pass
+    with pytest.raises(KeyError, match="bare"):
+        list(passes.rows("disk", "2mib"))
