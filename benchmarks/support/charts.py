@@ -137,8 +137,10 @@ def prefetch(report: Report) -> Chart:
     groups = []
     for source, label in labels.items():
         if row := rows.get(f"prefetched_{source}_ttft_ms"):
-            bars = (baseline_of(pool, row), bar_of(after, row), bar_of(without, rows[f"no_prefetch_{source}_ttft_ms"]))
-            groups.append(Group(label, bars))
+            bars = [baseline_of(pool, row), bar_of(after, row), bar_of(without, rows[f"no_prefetch_{source}_ttft_ms"])]
+            if kvcr := rows.get(f"kvcr_{source}_ttft_ms"):
+                bars.append(bar_of(Series("KVCR", LMCACHE.colour), kvcr))
+            groups.append(Group(label, tuple(bars)))
     return Chart(title="TTFT of a prompt of 4,097 tokens that left the pool", unit="ms", groups=groups)
 
 

@@ -159,6 +159,8 @@ _MEANINGS = {
     r"warm_pause_ms": "warm restart: longest pause of the event loop",
     r"warm_ledger_s": "reading the ledger of 100 GiB, chunks of 2 MiB",
     r"disk_index_s": "listing the files of 100 GiB, chunks of 2 MiB",
+    r"kvcr_(disk|peer)_ttft_ms": "KVCR: TTFT, prompt in {}",
+    r"kvcr_unhinted_ttft_ms": "KVCR: TTFT of a request without a hint, prompt in a peer's pool",
     r"lmcache_http_lookup_ms": "LMCache's controller: `POST /lookup` by tokens, as JSON",
 }
 """By pattern of the row's name, without the length of its prompts."""

@@ -115,7 +115,7 @@ def offloading_pair(plan: PairPlan) -> Iterator[EnginePair]:
         source = {"kv_request_id": f"r{count}", "remote_host": "127.0.0.1", "remote_port": ports[0]}
         return {"kv_transfer_params": {"remote_kv_source": source}}
 
-    with _running(plan.run, pair), ExitStack() as stack:
+    with running(plan.run, pair), ExitStack() as stack:
         stack.callback(remove_regions, pair)
         yield EnginePair(
             first=pair[0],
@@ -169,7 +169,7 @@ def lmcache_pair(plan: PairPlan, python: Path) -> Iterator[EnginePair]:
     with controller:
         controller.start()
         controller.wait_until(lambda: answers(f"http://127.0.0.1:{http}/controller/key-stats"), "ready", 60.0)
-        with _running(plan.run, pair):
+        with running(plan.run, pair):
             yield EnginePair(first=pair[0], second=pair[1], wait_until_stored=wait)
 
 
@@ -222,7 +222,7 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def _running(run: BenchmarkRun, pair: Sequence[EngineProcess]) -> Iterator[None]:
+def running(run: BenchmarkRun, pair: Sequence[EngineProcess]) -> Iterator[None]:
     """Both engines, started at once and ended at once."""
     try:
         for engine in pair:
