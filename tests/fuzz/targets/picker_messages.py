@@ -70,7 +70,8 @@ SEEDS = [
 
 def run(data: bytes) -> None:
     """A message with an odd number has the next choice refused."""
-    exchange, refuses = Exchange(MAX_BODY_BYTES), False
+    taken: list[bytes] = []
+    exchange, refuses = Exchange(MAX_BODY_BYTES, lambda part, **_: taken.append(part)), False
     sent, returned, choices, is_streamed = b"", b"", 0, True
     for number, encoded in Input(data).calls(MAX_MESSAGES):
         refuses |= bool(number & 1)
@@ -86,6 +87,8 @@ def run(data: bytes) -> None:
             sent += message.request_body.body
         if exchange.is_waiting:
             assert exchange.body is None or len(exchange.body) <= MAX_BODY_BYTES
+            assert exchange.has_body == (exchange.body is not None)
+            assert exchange.body in (None, b"".join(taken)), "the body was not read in the parts that it came in"
             choices += 1
             answers += [exchange.refuse(pb.ServiceUnavailable, "no")] if refuses else exchange.pick(ENDPOINT)
             assert not exchange.is_waiting

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from lmkv_server.proxy.admission import InvalidRequest
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
@@ -20,7 +21,8 @@ from lmkv_server.proxy.pd.parameters import (
     without_handoff,
     without_hints,
 )
-from lmkv_server.proxy.routing.prompt import NotJson, read_prompt
+from lmkv_server.proxy.routing.arriving_prompt import ArrivingPrompt
+from lmkv_server.proxy.routing.prompt import NotJson, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import HttpResponse
 from lmkv_server.proxy.upstream.events import EventSplitter, data_of, event_of
 from tests.fuzz.inputs import Input
@@ -79,6 +81,7 @@ def _request(path: str, content: bytes) -> None:
         assert body is None, error  # the other decoder reads it
         return
     assert body is not None
+    _check_parts(path, content, request)
     _check_prompt(request.body, request.tokens.tolist() if request.tokens is not None else None, body)
     assert isinstance(request.model_name + request.cache_salt + request.user + request.text_prompt, str)
     assert request.has_text in (True, False)
@@ -102,6 +105,20 @@ def _request(path: str, content: bytes) -> None:
             assert (decode.get("min_tokens") or 0) >= 0
             assert _encoded(decode)
         assert _encoded(prefill)
+
+
+def _check_parts(path: str, content: bytes, request: PromptRequest) -> None:
+    """A body that arrives in parts is read as the whole."""
+    arriving = ArrivingPrompt()
+    early = [arriving.add(content[at : at + 5]) for at in range(0, len(content), 5)]
+    early.append(arriving.end())
+    found = arriving.read(path)
+    assert found.body == request.body
+    assert (found.tokens is None) == (request.tokens is None)
+    if request.tokens is not None and found.tokens is not None:
+        assert found.tokens.tolist() == request.tokens.tolist()
+        if arriving.has_returned_tokens:
+            assert np.concatenate(early).tolist() == request.tokens.tolist(), "what is hashed in advance"
 
 
 def _check_prompt(rest: dict[str, Any], tokens: list[int] | None, body: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ A data plane that does not send its modes uses FULL_DUPLEX_STREAMED, as the prot
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 from google.protobuf.struct_pb2 import ListValue, Struct
 
@@ -51,13 +52,27 @@ MAX_PART_BYTES = 62_000
 """Maximum size of a part of a body that is returned: data planes limit them to 64 KiB."""
 
 
+class _Part(NamedTuple):
+    """A part of a body. A message would copy it at each access."""
+
+    body: bytes
+    is_last: bool
+
+
+class OnPart(Protocol):
+    """Takes a part of a body, in order."""
+
+    def __call__(self, part: bytes, *, is_last: bool) -> None: ...
+
+
 class Exchange:
     """One HTTP request and its response.
 
     `receive` takes each message of the data plane. While `is_waiting`, the caller has to `pick` or to `refuse`.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, on_part: OnPart) -> None:
+        """`on_part` is called with each part of a body that is held back until the choice."""
         self.path = ""
         """Path of the request, without its query."""
         self.headers: Mapping[str, str] = {}
@@ -75,7 +90,8 @@ class Exchange:
         self._is_observed = False
         self._request_mode: BodySendMode.ValueType = FULL_DUPLEX_STREAMED
         self._response_mode: BodySendMode.ValueType = FULL_DUPLEX_STREAMED
-        self._held: list[HttpBody] = []
+        self._on_part = on_part
+        self._held: list[_Part] = []
         self._held_bytes = 0
         self._pending = ""
         """The phase whose answer carries the choice."""
@@ -92,11 +108,14 @@ class Exchange:
         return self._held_bytes > self._max_body_bytes
 
     @property
+    def has_body(self) -> bool:
+        """Whether the request's body is known: it is not if it is too large, or was not sent before the choice."""
+        return bool(self._held) and not self.is_too_large
+
+    @property
     def body(self) -> bytes | None:
-        """The request's body; None if it is not known: it is too large, or was not sent before the choice."""
-        if not self._held or self.is_too_large:
-            return None
-        return self._held[0].body if len(self._held) == 1 else b"".join(part.body for part in self._held)
+        """The request's body; None if it is not known."""
+        return b"".join(part.body for part in self._held) if self.has_body else None
 
     def receive(self, message: ProcessingRequest) -> Iterator[ProcessingResponse]:
         """The answers to a message that do not depend on the choice."""
@@ -125,7 +144,10 @@ class Exchange:
         elif phase == "response_body":
             self.is_over |= message.response_body.end_of_stream
             if self._response_mode == FULL_DUPLEX_STREAMED:
-                yield from (ProcessingResponse(response_body=part) for part in _returned(message.response_body))
+                yield from (
+                    ProcessingResponse(response_body=part)
+                    for part in _returned(_Part(message.response_body.body, message.response_body.end_of_stream))
+                )
             else:
                 yield ProcessingResponse(response_body=BodyResponse(response=CommonResponse()))
         elif phase == "response_trailers":
@@ -148,7 +170,7 @@ class Exchange:
         )
         chosen = CommonResponse(header_mutation=mutation, clear_route_cache=True)
         if body is not None:
-            held = [HttpBody(body=body, end_of_stream=held[-1].end_of_stream)]
+            held = [_Part(body, held[-1].is_last)]
             if self._pending == "request_body":
                 chosen.body_mutation.CopyFrom(BodyMutation(body=body))
         metadata = Struct()
@@ -191,25 +213,28 @@ class Exchange:
             yield ProcessingResponse(request_headers=HeadersResponse(response=CommonResponse()))
 
     def _request_body(self, message: HttpBody) -> Iterator[ProcessingResponse]:
+        part = _Part(message.body, message.end_of_stream)
         if self._is_picked:
             if self._request_mode == FULL_DUPLEX_STREAMED:
-                yield from (ProcessingResponse(request_body=part) for part in _returned(message))
+                yield from (ProcessingResponse(request_body=one) for one in _returned(part))
             else:
                 yield ProcessingResponse(request_body=BodyResponse(response=CommonResponse()))
             return
-        self._held.append(message)
-        self._held_bytes += len(message.body)
-        is_complete = message.end_of_stream or self._request_mode == BUFFERED
+        self._held.append(part)
+        self._held_bytes += len(part.body)
+        is_complete = part.is_last or self._request_mode == BUFFERED
         self.is_waiting = is_complete or self.is_too_large
+        if not self.is_too_large:
+            self._on_part(part.body, is_last=is_complete)
 
 
-def _returned(part: HttpBody) -> Iterator[BodyResponse]:
+def _returned(part: _Part) -> Iterator[BodyResponse]:
     """A part of a body, unchanged, in pieces of at most `MAX_PART_BYTES`."""
     body, begin = part.body, 0
     while True:
         end = begin + MAX_PART_BYTES
         is_last = end >= len(body)
-        piece = StreamedBodyResponse(body=body[begin:end], end_of_stream=part.end_of_stream and is_last)
+        piece = StreamedBodyResponse(body=body[begin:end], end_of_stream=part.is_last and is_last)
         yield BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))
         if is_last:
             return

@@ -11,7 +11,9 @@ import msgspec
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.picker.arriving_body import ArrivingBody
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
+from lmkv_server.proxy.routing.growing_chains import GrowingChains
 from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch
 from lmkv_server.proxy.routing.lookup import tokenize
 from lmkv_server.proxy.routing.pools import EnginePool
@@ -40,8 +42,12 @@ class EnginePicker:
         self._metrics = metrics
         self._session_header = session_header
 
+    def arriving(self) -> ArrivingBody:
+        """A body for `pick`, which its parts are added to while they arrive."""
+        return ArrivingBody(self._lookup)
+
     async def pick(
-        self, path: str, headers: Mapping[str, str], body: bytes | None, subset: Collection[str] | None
+        self, path: str, headers: Mapping[str, str], body: ArrivingBody | bytes | None, subset: Collection[str] | None
     ) -> Engine:
         """The engine of a request. Without the body it is picked by session and load.
 
@@ -55,7 +61,8 @@ class EnginePicker:
         ]
         serving = [engine for engine in candidates if any(one.name == prompt.model_name for one in engine.models)]
         allowed = frozenset(serving or candidates)
-        match = await self._match(prompt, headers) if len(allowed) > 1 else NO_MATCH
+        chains = body.chains if isinstance(body, ArrivingBody) else None
+        match = await self._match(prompt, headers, chains) if len(allowed) > 1 else NO_MATCH
         engine = self._pool.choose(
             time.monotonic(),
             session=headers.get(self._session_header, "") or prompt.user,
@@ -69,7 +76,9 @@ class EnginePicker:
         self._metrics.hit_tokens.inc(match.held.get(engine.instance_id, 0))
         return engine
 
-    async def _match(self, prompt: PromptRequest, headers: Mapping[str, str]) -> PrefixMatch:
+    async def _match(
+        self, prompt: PromptRequest, headers: Mapping[str, str], chains: GrowingChains | None
+    ) -> PrefixMatch:
         """What instances hold of the prompt; nothing if that is not known."""
         tokens = prompt.tokens
         if self._lookup is None or (tokens is None and not (prompt.has_text and self._lookup.is_ready)):
@@ -89,7 +98,7 @@ class EnginePicker:
             except (EngineFailed, EngineRejected, TimeoutError, msgspec.DecodeError, ValueError) as error:
                 self._lookup.failed(error)
                 return NO_MATCH
-        return await self._lookup.look_up(tokens, prompt.model_name, prompt.cache_salt)
+        return await self._lookup.look_up(tokens, prompt.model_name, prompt.cache_salt, chains)
 
 
 def address_of(engine: Engine) -> str:
@@ -97,9 +106,11 @@ def address_of(engine: Engine) -> str:
     return engine.url.partition("://")[2]
 
 
-def _prompt(path: str, body: bytes | None) -> PromptRequest:
+def _prompt(path: str, body: ArrivingBody | bytes | None) -> PromptRequest:
+    if not body or path not in (COMPLETIONS, CHAT):
+        return read_prompt(path, _NOTHING)
     try:
-        return read_prompt(path, body if body and path in (COMPLETIONS, CHAT) else _NOTHING)
+        return body.read(path) if isinstance(body, ArrivingBody) else read_prompt(path, body)
     except NotJson as error:  # the engine answers with its error
         logger.debug("routed without a lookup: the body is not JSON: %s", error)
         return read_prompt(path, _NOTHING)

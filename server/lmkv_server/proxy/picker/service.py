@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,6 +23,7 @@ from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.passthrough import UNCACHED
+from lmkv_server.proxy.picker.arriving_body import ArrivingBody
 from lmkv_server.proxy.picker.endpoints import Endpoints
 from lmkv_server.proxy.picker.exchange import Exchange
 from lmkv_server.proxy.picker.selection import EnginePicker, address_of
@@ -57,20 +58,22 @@ class ExternalProcessorService(ExternalProcessorServicer):
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncIterator[ProcessingResponse]:
-        exchange, load, admitted = Exchange(self._max_body_bytes), ExitStack(), ExitStack()
+        body, load, admitted = self._picker.arriving(), ExitStack(), ExitStack()
+        exchange = Exchange(self._max_body_bytes, body.add)
         held_bytes = 0
         has_room = self._metrics.stream_count < self._limit
         self._metrics.stream_count += 1
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 async for message in request_iterator:
+                    begin = time.perf_counter()
                     if not has_room:
                         self._metrics.requests.labels("rejected").inc()
                         yield exchange.refuse(TooManyRequests, "max_concurrent_requests are in flight")
                         return
                     for response in exchange.receive(message):
                         yield response
-                    held_bytes = self._count_held(exchange, held_bytes)
+                    held_bytes = self._count_held(exchange, body, held_bytes)
                     if self._metrics.held_bytes > HELD_BODIES * self._max_body_bytes:
                         self._metrics.requests.labels("rejected").inc()
                         yield exchange.refuse(
@@ -78,9 +81,10 @@ class ExternalProcessorService(ExternalProcessorServicer):
                         )
                         return
                     if exchange.is_waiting:
-                        for response in await self._pick(exchange, load, admitted):
+                        for response in await self._pick(begin, exchange, body, load, admitted):
                             yield response
-                        held_bytes = self._count_held(exchange, held_bytes)
+                        body.clear()
+                        held_bytes = self._count_held(exchange, body, held_bytes)
                     if exchange.served:
                         self._count_at(exchange.served, load)
                         exchange.served = ""
@@ -94,13 +98,16 @@ class ExternalProcessorService(ExternalProcessorServicer):
             self._metrics.held_bytes -= held_bytes
             self._metrics.stream_count -= 1
 
-    async def _pick(self, exchange: Exchange, load: ExitStack, admitted: ExitStack) -> list[ProcessingResponse]:
-        begin = time.perf_counter()
+    async def _pick(
+        self, begin: float, exchange: Exchange, body: ArrivingBody, load: ExitStack, admitted: ExitStack
+    ) -> Iterable[ProcessingResponse]:
+        """The answers to the message that arrived at `begin`. `body` has taken the parts that it came in."""
         try:
             client = admitted.enter_context(self._salts.client(exchange.headers))
             salted = _salted(client, exchange)
-            body, headers = exchange.body if salted is None else salted, client.headers(exchange.headers)
-            engine = await self._picker.pick(exchange.path, headers, body, exchange.subset)
+            known = body if salted is None and exchange.has_body else salted
+            headers = client.headers(exchange.headers)
+            engine = await self._picker.pick(exchange.path, headers, known, exchange.subset)
         except NotAdmitted as error:
             self._metrics.requests.labels("refused").inc()
             return [exchange.refuse(error.status, str(error), error.headers)]
@@ -111,12 +118,13 @@ class ExternalProcessorService(ExternalProcessorServicer):
         self._metrics.requests.labels("picked").inc()
         load.enter_context(engine.count_request())
         changed = {HEADER: headers.get(HEADER, "")} if headers.get(HEADER) != exchange.headers.get(HEADER) else {}
-        return list(exchange.pick(address_of(engine), body=salted, headers=changed))
+        return exchange.pick(address_of(engine), body=salted, headers=changed)
 
-    def _count_held(self, exchange: Exchange, before_bytes: int) -> int:
-        """Counts what an exchange holds now instead of before. Returns it."""
-        self._metrics.held_bytes += exchange.held_bytes - before_bytes
-        return exchange.held_bytes
+    def _count_held(self, exchange: Exchange, body: ArrivingBody, before_bytes: int) -> int:
+        """Counts what an exchange and its body hold now instead of before. Returns it."""
+        held_bytes = exchange.held_bytes + body.size_bytes
+        self._metrics.held_bytes += held_bytes - before_bytes
+        return held_bytes
 
     def _count_at(self, endpoint: str, load: ExitStack) -> None:
         """Counts the request at the engine that serves it: the gateway may have tried another one."""

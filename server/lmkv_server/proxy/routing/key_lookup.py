@@ -24,6 +24,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_server.proxy.routing.growing_chains import GrowingChains, PromptKeys
 from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
 from lmkv_server.proxy.routing.namespaces import Namespaces
 from lmkv_server.proxy.routing.recent_picks import RecentPicks
@@ -36,15 +37,6 @@ LIST_TIMEOUT_SECONDS = 5.0
 PAUSE_SECONDS = 1.0
 """While lookups fail, one is tried per this time; other requests do not wait for it."""
 _LIST = "lmkv.v1.RegistryService/ListInstances"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptKeys:
-    """The keys of a prompt's chunks in one namespace, 16 bytes each."""
-
-    keys: bytes
-    fingerprint: bytes
-    chunk_size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +108,20 @@ class KeyLookup:
                     self._coordinators.report_failure(address)
             await asyncio.sleep(REFRESH_SECONDS)
 
-    async def look_up(self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str = "") -> PrefixMatch:
-        """What instances hold of a prompt, and will hold soon; after a failure only the latter. Never raises."""
+    def begin(self, model_name: str, cache_salt: str) -> GrowingChains | None:
+        """The keys of a prompt that arrives, of which there are no tokens yet; None if it has no namespace."""
+        namespaces = self._namespaces.of(model_name) if self._namespaces is not None else []
+        return GrowingChains(namespaces, cache_salt, self._secret) if namespaces else None
+
+    async def look_up(
+        self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str = "", growing: GrowingChains | None = None
+    ) -> PrefixMatch:
+        """What instances hold of a prompt, and will hold soon; after a failure only the latter. Never raises.
+
+        `growing` has the prompt's keys if it began with the same name and salt, and has got all tokens.
+        """
         try:
-            chains = self._chains(tokens, model_name, cache_salt)
+            chains = self._chains(tokens, model_name, cache_salt, growing)
         except ModelNotFound as error:  # an adapter, at its first use
             logger.debug("routed without a lookup: %s", error)
             self._counters.lookups.labels("miss").inc()
@@ -140,21 +142,19 @@ class KeyLookup:
         for chain in match.chains if instance_id else ():
             self._recent.add(chain.keys, instance_id, time.monotonic())
 
-    def _chains(self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str) -> list[PromptKeys]:
+    def _chains(
+        self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str, growing: GrowingChains | None
+    ) -> list[PromptKeys]:
         """The prompt's keys in each possible namespace. Raises `ModelNotFound`, or why no namespace is known."""
         if self._namespaces is None:
             raise self._list_error or Unreachable("no coordinator has listed its instances yet")
         namespaces = self._namespaces.of(model_name)
         if not namespaces:
             raise ModelNotFound(f"no engine has registered {model_name!r}", model_name=model_name, known_models="")
-        return [
-            PromptKeys(
-                keys=one.keys(tokens, cache_salt, self._secret),
-                fingerprint=one.spec.fingerprint,
-                chunk_size=one.spec.chunk_size,
-            )
-            for one in namespaces
-        ]
+        if growing is None or not growing.is_of(namespaces, cache_salt, tokens.size):
+            growing = GrowingChains(namespaces, cache_salt, self._secret)
+            growing.add(tokens)
+        return growing.all()
 
     async def _held_tokens(self, chains: Sequence[PromptKeys], token_count: int) -> Mapping[str, int]:
         """The number of leading tokens that each instance holds, as the coordinator reports it; empty on a failure."""

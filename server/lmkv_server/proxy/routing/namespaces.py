@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lmkv.errors import BadKvSpec
-from lmkv.keys import KEY_BYTES, MAX_KEYS, page_keys, page_seed, root_key
 from lmkv.spec import KvSpec
 from lmkv.v1.registry_service_pb2 import Instance
-from lmkv_kernels import chunk_keys
+from lmkv_server.proxy.routing.growing_keys import GrowingKeys
 
 MAX_NAMESPACES = 16
 """Specs and adapters of one name that a lookup covers, the last registered ones; as at the coordinator."""
@@ -25,19 +21,9 @@ class ServedNamespace:
     spec: KvSpec
     lora_identity: str = ""
 
-    def keys(self, tokens: NDArray[np.uint32], cache_salt: str, secret: bytes) -> bytes:
-        """The keys of a prompt's chunks, 16 bytes each; of full ones only, if they have several parts or are pages.
-
-        Of a longer prompt the first `MAX_KEYS`.
-        """
-        spec = self.spec
-        tokens = tokens[: MAX_KEYS * spec.chunk_size]
-        if spec.has_page_hashes:
-            root = root_key(spec.fingerprint, lora=self.lora_identity, secret=secret)
-            return page_keys(tokens, root, spec.chunk_size, page_seed(cache_salt))[0]
-        root = root_key(spec.fingerprint, cache_salt=cache_salt, lora=self.lora_identity, secret=secret)
-        keys = chunk_keys(tokens, root, spec.chunk_size)
-        return keys if spec.has_plain_parts else keys[: tokens.size // spec.chunk_size * KEY_BYTES]
+    def growing_keys(self, cache_salt: str, secret: bytes) -> GrowingKeys:
+        """The keys of a prompt, of which there are no tokens yet."""
+        return GrowingKeys(self.spec, self.lora_identity, cache_salt, secret)
 
 
 class Namespaces:

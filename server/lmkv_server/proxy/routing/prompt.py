@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +15,12 @@ from numpy.typing import NDArray
 from lmkv_kernels import token_ids
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, Json
 
-_NAME = b'"prompt"'
-_TOKENS = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[\s*\d)')
+PROMPT_NAME = b'"prompt"'
+TOKENS_BEGIN = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[\s*\d)')
 """Where the token ids of `"prompt": [1, 2]` and `"prompt": [[1, 2]]` begin."""
-_LIFTED: tuple[Any, ...] = ([], [[]])
-"""What `prompt` is once its token ids are cut out."""
+_MARK = secrets.token_hex(16)
+"""What replaces token ids that are cut out. Bodies cannot have it: it shows where the list was."""
+_LIFTED: tuple[Any, ...] = (_MARK, [_MARK])
 
 
 class NotJson(ValueError):
@@ -67,15 +70,12 @@ class PromptRequest:
 
 def read_prompt(path: str, body: bytes) -> PromptRequest:
     """Reads a request's body. Raises `NotJson`."""
-    opening = _TOKENS.match(body, begin) if (begin := body.find(_NAME)) >= 0 else None
+    opening = TOKENS_BEGIN.match(body, begin) if (begin := body.find(PROMPT_NAME)) >= 0 else None
     end = body.find(b"]", opening.end()) if opening else -1
-    if opening is not None and end >= 0 and body.find(_NAME, end) < 0:  # no other `prompt` that could be the one
-        try:
-            rest = msgspec.json.decode(body[: opening.end()] + b"[]" + body[end + 1 :])
-            if isinstance(rest, dict) and rest.get("prompt") in _LIFTED:
-                return PromptRequest(path=path, body=rest, tokens=token_ids(memoryview(body)[opening.end() : end + 1]))
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            pass  # this `prompt` was not the prompt, or its list has other values: decoded as a whole
+    if opening is not None and end >= 0:
+        ids = memoryview(body)[opening.end() : end + 1]
+        if found := lifted(path, body[: opening.end()], lambda: token_ids(ids), body[end + 1 :]):
+            return found
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -83,6 +83,20 @@ def read_prompt(path: str, body: bytes) -> PromptRequest:
     if not isinstance(content, dict):
         raise NotJson("it is not an object")
     return PromptRequest(path=path, body=content)
+
+
+def lifted(path: str, head: bytes, tokens: Callable[[], NDArray[np.uint32]], rest: bytes) -> PromptRequest | None:
+    """The request of a body without the list of `tokens`, which was between `head` and `rest`.
+
+    None if that list was not the prompt, or has other values: the whole body must be decoded.
+    """
+    try:
+        body = msgspec.json.decode(b'%b"%b"%b' % (head, _MARK.encode(), rest))
+        if isinstance(body, dict) and body.get("prompt") in _LIFTED:
+            return PromptRequest(path=path, body={**body, "prompt": []}, tokens=tokens())
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        pass
+    return None
 
 
 def _text(value: object) -> str:

@@ -16,6 +16,7 @@ from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.pd.test_prefill_decode import CHAT, chat
 from tests.server.proxy.picker.conftest import Front, MakePicker, host_port
+from tests.server.proxy.picker.published import endpoint_of
 from tests.server.proxy.routing.test_route import PROMPT, SPEC
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
 
@@ -83,6 +84,49 @@ async def test_chats_adapters_and_salts(
         assert await front.gateway.pick(body(cache_salt="salt")) == host_port(engines[1])
         assert await front.gateway.pick(body()) == host_port(engines[2])
         assert await front.gateway.pick(json.dumps(request).encode(), path=CHAT) == host_port(engines[3])
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+async def test_a_prompt_that_arrives_in_parts_has_the_keys_of_its_salt_and_model(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker, parts: int
+) -> None:
+    engines = await some(make_engine)
+    tokens = list(range(10_000, 30_000))
+    served = {"tuned": "tuned@1"}
+    async with (
+        make("i-0", keys_of(tokens, SPEC, lora="tuned@1"), SPEC, served),
+        make("i-1", keys_of(tokens, SPEC, cache_salt="salt"), SPEC, served),
+        make("i-2", keys_of(tokens, SPEC), SPEC, served),
+    ):
+        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        await until(lambda: bool(front.picker._lookup and front.picker._lookup._namespaces.of("tuned")))  # type: ignore[union-attr]
+        for fields, engine in (
+            ({"model": "tuned", "prompt": tokens}, engines[0]),
+            ({"prompt": tokens, "model": "tuned"}, engines[0]),
+            ({"model": MODEL, "cache_salt": "salt", "prompt": [tokens]}, engines[1]),
+            ({"prompt": tokens, "model": MODEL, "cache_salt": "salt"}, engines[1]),
+            ({"prompt": tokens, "model": MODEL}, engines[2]),
+        ):
+            for _ in range(2):
+                sent = json.dumps(fields).encode()
+                async with front.gateway.exchange() as exchange:
+                    assert endpoint_of(await exchange.pick(sent, parts)) == host_port(engine), fields
+                    assert await exchange.body() == sent
+    assert front.metric("lmkv_picker_lookup_hit_tokens_total") == 10 * len(tokens)
+    assert front.metric("lmkv_picker_held_bytes") == 0
+
+
+async def test_token_ids_that_are_not_the_prompt_are_not_looked_up(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker
+) -> None:
+    engines = await some(make_engine, 2)
+    others = list(range(len(TOKENS)))
+    async with make("i-0", keys_of(others, SPEC), SPEC), make("i-1", keys_of(TOKENS, SPEC), SPEC):
+        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        for parts in (1, 9):
+            sent = json.dumps({"model": MODEL, "x": {"prompt": others}, "prompt": PROMPT}).encode()
+            async with front.gateway.exchange() as exchange:
+                assert endpoint_of(await exchange.pick(sent, parts)) == host_port(engines[1])
 
 
 async def test_load_outweighs_held_tokens(
