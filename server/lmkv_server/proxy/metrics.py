@@ -150,7 +150,9 @@ class PickerMetrics(Collector):
         """Open streams, and the current health and load of each engine."""
         yield GaugeMetricFamily("lmkv_picker_streams", "Open streams of the gateway.", value=self.stream_count)
         yield GaugeMetricFamily(
-            "lmkv_picker_held_bytes", "Bytes of bodies that wait for the choice of their engine.", value=self.held_bytes
+            "lmkv_picker_held_bytes",
+            "Bytes of bodies that wait for the choice of their engine, and of their token ids.",
+            value=self.held_bytes,
         )
         healthy = GaugeMetricFamily(
             "lmkv_picker_engine_healthy", "1 while the engine is healthy and is picked.", labels=["engine"]

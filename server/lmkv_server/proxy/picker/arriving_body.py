@@ -1,4 +1,4 @@
-"""The body of a request while it arrives: token ids are read and hashed part by part, so little is left at its end."""
+"""The body of a request while it arrives: token ids are read, hashed and looked up in advance of its end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ class ArrivingBody:
 
     def add(self, part: bytes, *, is_last: bool) -> None:
         """Takes a part."""
-        self._hash(self._prompt.add(part, is_last=is_last))
+        self._hash(self._prompt.add(part, is_last=is_last), looks_ahead=not is_last)
 
     def read(self, path: str) -> PromptRequest:
         """The request, once all parts were taken. Raises `NotJson`."""
-        self._hash(self._prompt.end())
+        self._hash(self._prompt.end(), looks_ahead=False)
+        if self.chains is not None:
+            self.chains.stop_asking()
         request = self._prompt.read(path)
         if not self._prompt.has_returned_tokens:
             self.chains = None
@@ -37,9 +39,11 @@ class ArrivingBody:
 
     def clear(self) -> None:
         """Frees what was read."""
+        if self.chains is not None:
+            self.chains.stop_asking()
         self._prompt, self.chains, self.size_bytes = ArrivingPrompt(), None, 0
 
-    def _hash(self, tokens: NDArray[np.uint32]) -> None:
+    def _hash(self, tokens: NDArray[np.uint32], *, looks_ahead: bool) -> None:
         self.size_bytes += tokens.nbytes
         if not tokens.size or self._lookup is None:
             return
@@ -49,3 +53,5 @@ class ArrivingBody:
             self.chains = self._lookup.begin(before.model_name, before.cache_salt)
         if self.chains is not None:
             self.chains.add(tokens)
+            if looks_ahead:
+                self._lookup.look_ahead(self.chains)

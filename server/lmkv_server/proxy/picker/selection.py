@@ -61,20 +61,42 @@ class EnginePicker:
         ]
         serving = [engine for engine in candidates if any(one.name == prompt.model_name for one in engine.models)]
         allowed = frozenset(serving or candidates)
-        chains = body.chains if isinstance(body, ArrivingBody) else None
-        match = await self._match(prompt, headers, chains) if len(allowed) > 1 else NO_MATCH
-        engine = self._pool.choose(
-            time.monotonic(),
-            session=headers.get(self._session_header, "") or prompt.user,
-            cached=match.cached,
-            excluded=[engine for engine in self._pool.engines if engine not in allowed],
-        )
+        session = headers.get(self._session_header, "") or prompt.user
+        excluded = [engine for engine in self._pool.engines if engine not in allowed]
+        match, is_early = NO_MATCH, False
+        if len(allowed) > 1:
+            chains = body.chains if isinstance(body, ArrivingBody) else None
+            early = self._early_match(prompt, chains)
+            is_early = early is not None and (
+                not early.is_open
+                or self._pool.is_certain(
+                    time.monotonic(), session=session, cached=early.cached, at_most=early.at_most, excluded=excluded
+                )
+            )
+            match = early if early is not None and is_early else await self._match(prompt, headers, chains)
+        engine = self._pool.choose(time.monotonic(), session=session, cached=match.cached, excluded=excluded)
         if engine is None:
             raise NoHealthyEngine
-        if self._lookup is not None:
-            self._lookup.record(match, engine.instance_id)
-        self._metrics.hit_tokens.inc(match.held.get(engine.instance_id, 0))
+        self._count(match, engine.instance_id, is_early=is_early)
         return engine
+
+    def _count(self, match: PrefixMatch, instance_id: str, *, is_early: bool) -> None:
+        """Records where a prompt goes, and counts what is held of it there."""
+
+        def count(held: Mapping[str, int]) -> None:
+            self._metrics.hit_tokens.inc(held.get(instance_id, 0))
+
+        if self._lookup is not None:
+            self._lookup.record(match, instance_id)
+        if self._lookup is not None and is_early:
+            self._lookup.complete(match, count)
+        else:
+            count(match.held)
+
+    def _early_match(self, prompt: PromptRequest, chains: GrowingChains | None) -> PrefixMatch | None:
+        if self._lookup is None or prompt.tokens is None or chains is None:
+            return None
+        return self._lookup.early_match(prompt.tokens.size, prompt.model_name, prompt.cache_salt, chains)
 
     async def _match(
         self, prompt: PromptRequest, headers: Mapping[str, str], chains: GrowingChains | None

@@ -32,7 +32,7 @@ class ArrivingPrompt:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._is_plain = True
-        """Whether the body may have one list of token ids, as far as it is known."""
+        """Whether what has arrived may be a body with token ids."""
         self._head = b""
         """The body up to the token ids."""
         self._is_in_list = False

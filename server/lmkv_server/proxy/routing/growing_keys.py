@@ -39,6 +39,15 @@ class GrowingKeys:
         self._rest = [waiting[full:].copy()]  # a view would keep all of them
         self._rest_count = waiting.size - full
 
+    @property
+    def has_prefix_matches(self) -> bool:
+        """Whether an instance holds a number of leading chunks, one by one, whatever follows them."""
+        return self._spec.has_plain_parts
+
+    def full(self) -> bytes:
+        """The keys of the full chunks so far, 16 bytes each."""
+        return bytes(self._keys)
+
     def all(self) -> bytes:
         """The keys, 16 bytes each: of the full chunks, and of the tokens after them unless chunks have several parts or
         are pages."""

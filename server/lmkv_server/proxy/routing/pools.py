@@ -29,11 +29,11 @@ class EnginePool:
         `cached` is the number of prompt tokens that each instance holds. Among engines of equal cost, selects the one
         that was selected least recently.
         """
-        candidates = [engine for engine in self.engines if engine.is_healthy and engine not in excluded]
+        candidates = self._candidates(excluded)
         if not candidates:
             return None
         chosen = self._of_session(session, candidates, now) or min(
-            candidates, key=lambda engine: (self._cost(engine, cached), engine.last_choice)
+            candidates, key=lambda engine: self._rank(engine, cached)
         )
         self._choice_count += 1
         chosen.last_choice = self._choice_count
@@ -41,10 +41,34 @@ class EnginePool:
             self._affinity.assign(session, chosen.url, now)
         return chosen
 
+    def is_certain(
+        self,
+        now: float,
+        *,
+        session: str = "",
+        cached: Mapping[str, int],
+        at_most: Mapping[str, int],
+        excluded: Collection[Engine] = (),
+    ) -> bool:
+        """Whether `choose` selects the same engine whatever each instance holds, from `cached` to `at_most` tokens."""
+        candidates = self._candidates(excluded)
+        if not candidates or self._of_session(session, candidates, now):
+            return True
+        chosen = min(candidates, key=lambda engine: self._rank(engine, cached))
+        least = self._rank(chosen, cached)
+        return all(least < self._rank(engine, at_most) for engine in candidates if engine is not chosen)
+
     def least_loaded(self) -> Engine | None:
         """The healthy engine with the fewest requests in flight; None if none is healthy."""
         healthy = (engine for engine in self.engines if engine.is_healthy)
         return min(healthy, key=lambda engine: engine.in_flight_count, default=None)
+
+    def _candidates(self, excluded: Collection[Engine]) -> list[Engine]:
+        return [engine for engine in self.engines if engine.is_healthy and engine not in excluded]
+
+    def _rank(self, engine: Engine, cached: Mapping[str, int]) -> tuple[int, int]:
+        """The engine of the least rank is chosen. It does not rise if an instance holds more."""
+        return self._cost(engine, cached), engine.last_choice
 
     def _of_session(self, session: str, candidates: Sequence[Engine], now: float) -> Engine | None:
         url = self._affinity.get(session, now) if session else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+import numpy as np
+
 from lmkv.keys import KEY_BYTES
 
 TTL_SECONDS = 30.0
@@ -34,8 +36,7 @@ class RecentPicks:
         pick = (instance_id, now + self._ttl_seconds)
         self._picks.append((pick[1], instance_id, keys))
         self._key_count += len(keys) // KEY_BYTES
-        for begin in range(0, len(keys), KEY_BYTES):
-            self._instances[keys[begin : begin + KEY_BYTES]] = pick
+        self._instances.update(dict.fromkeys(_split(keys), pick))
         while self._picks and (self._picks[0][0] <= now or self._key_count > self._max_keys):
             self._drop_oldest()
 
@@ -43,8 +44,8 @@ class RecentPicks:
         """The number of leading chunks that instances will hold: of the one that the prompt's begin was routed to."""
         found: str | None = None
         count = 0
-        for begin in range(0, len(keys), KEY_BYTES):
-            instance_id, expiry = self._instances.get(keys[begin : begin + KEY_BYTES], (None, 0.0))
+        for key in _split(keys):
+            instance_id, expiry = self._instances.get(key, (None, 0.0))
             if instance_id is None or expiry <= now:
                 break
             count += 1
@@ -54,7 +55,11 @@ class RecentPicks:
     def _drop_oldest(self) -> None:
         expiry, instance_id, keys = self._picks.popleft()
         self._key_count -= len(keys) // KEY_BYTES
-        for begin in range(0, len(keys), KEY_BYTES):
-            key = keys[begin : begin + KEY_BYTES]
+        for key in _split(keys):
             if self._instances.get(key) == (instance_id, expiry):
                 del self._instances[key]
+
+
+def _split(keys: bytes) -> list[bytes]:
+    split: list[bytes] = np.frombuffer(keys, f"V{KEY_BYTES}").tolist()  # a fifth of the time of slices
+    return split

@@ -41,6 +41,59 @@ def test_only_healthy_engines_are_selected(policy: str, loads: list[int], held: 
     assert chosen is None or chosen.is_healthy
 
 
+@given(
+    policy=st.sampled_from(POLICIES),
+    loads=LOADS,
+    least=HELD,
+    more=HELD,
+    shares=st.lists(st.floats(0, 1), min_size=8, max_size=8),
+    turns=st.integers(0, 4),
+    session=st.sampled_from(["", "one"]),
+    load_tokens=st.integers(0, 1000),
+)
+def test_a_choice_is_certain_only_if_what_may_be_held_besides_does_not_change_it(
+    policy: str,
+    loads: list[int],
+    least: dict[str, int],
+    more: dict[str, int],
+    shares: list[float],
+    turns: int,
+    session: str,
+    load_tokens: int,
+) -> None:
+    at_most = {**least, **{one: least.get(one, 0) + count for one, count in more.items()}}
+    names = [f"i-{number}" for number in range(8)]
+    held = {one: least.get(one, 0) + round(more.get(one, 0) * shares[at]) for at, one in enumerate(names)}
+    pools = pool(policy, loads, load_tokens=load_tokens)
+    for _ in range(turns):
+        pools.choose(0.0, cached={}, session=session)
+    excluded = pools.engines[:1] if len(loads) > 1 else ()
+    if pools.is_certain(0.0, session=session, cached=least, at_most=at_most, excluded=excluded):
+        other = pool(policy, loads, load_tokens=load_tokens)
+        for _ in range(turns):
+            other.choose(0.0, cached={}, session=session)
+        chosen = pools.choose(0.0, cached=least, session=session, excluded=excluded)
+        exact = other.choose(0.0, cached=held, session=session, excluded=other.engines[:1] if excluded else ())
+        assert chosen is not None
+        assert exact is not None
+        assert chosen.url == exact.url
+
+
+def test_a_choice_is_certain_if_no_other_engine_can_hold_as_much() -> None:
+    pools = pool("kv_aware", [0, 0, 1], load_tokens=100)
+    first, second, _ = pools.engines
+    cached = {"i-0": 500, "i-1": 300}
+    assert pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-1": 499, "i-2": 599})
+    assert not pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-1": 500})
+    assert not pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-2": 600})
+    assert pools.is_certain(0.0, cached=cached, at_most={"i-2": 600}, excluded=[first, second])
+    assert pools.choose(0.0, cached={}, session="one") is first
+    assert pools.is_certain(0.0, session="one", cached=cached, at_most={"i-1": 900})
+    first.mark_unhealthy("test")
+    assert not pools.is_certain(0.0, session="one", cached=cached, at_most={"i-2": 900})
+    assert EnginePool([], cost_by("kv_aware", 1), SessionAffinity(0.0)).is_certain(0.0, cached={}, at_most={})
+
+
 @given(loads=LOADS, turns=st.integers(1, 20))
 def test_round_robin_selects_every_engine_before_any_engine_again(loads: list[int], turns: int) -> None:
     pools = pool("round_robin", loads)
