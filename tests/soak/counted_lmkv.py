@@ -1,5 +1,7 @@
 """Runs the command `lmkv` and writes the number of asyncio tasks to a file on each SIGUSR1: no metric has it.
 
+Coordinators keep less than they do otherwise, so that what they keep is full, and made of the load alone, in minutes.
+
 Usage: `python -P counted_lmkv.py FILE ARGUMENTS...`
 """
 
@@ -12,6 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lmkv.cli import main
+from lmkv_server.coordinator.core import instances
+from lmkv_server.coordinator.services import layout_watch
+
+KEPT_HISTORY_BYTES = 1 << 20
+KEPT_STARTS = 100
 
 
 def write_task_counts(file: Path) -> None:
@@ -26,6 +33,13 @@ def write_task_counts(file: Path) -> None:
     signal.signal(signal.SIGUSR1, write)
 
 
+def keep_less() -> None:
+    """From now on, a coordinator that starts remembers fewer changes for watches, and fewer starts of instances."""
+    layout_watch.HISTORY_BYTES = KEPT_HISTORY_BYTES
+    instances.MAX_STARTS = KEPT_STARTS
+
+
 if __name__ == "__main__":
+    keep_less()
     write_task_counts(Path(sys.argv.pop(1)))
     sys.exit(main())

@@ -36,8 +36,7 @@ FILL_SECONDS = 300.0
 async def fill_history(coordinator: Coordinator, size_bytes: int) -> None:
     """Has instances gain and lose single chunks until a history of watches of this size has only such changes.
 
-    Most changes of the load are as small: from then on, the history takes the same memory. Fills the logs in the store,
-    too.
+    Fills the logs in the store, too: from then on they take the same memory, as most changes of the load are as small.
     """
     change_count = 1 + size_bytes // (EVENT_BYTES + KEY_BYTES)
     step_count = -(-change_count // (SHARD_COUNT * REPORTS_PER_STEP * CHANGES_PER_REPORT))
