@@ -1,14 +1,21 @@
-"""Time of one choice of the endpoint picker, for prompts that one of several instances holds as a whole."""
+"""Time of one choice of the endpoint picker, for prompts that one of several instances holds as a whole.
+
+A choice begins when the last part of the body has arrived, and ends when its answer is sent. By itself it is measured
+in this process: from the message with that part to the first answer of the service, without gRPC. As a gateway sees it,
+it is measured over a socket; there a server that picks blindly shows what gRPC, and this client, take of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +32,12 @@ from benchmarks.node.lookups import SPEC
 from benchmarks.support import timing
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
+from benchmarks.systems.null_picker import ENDPOINT
 from lmkv import rpc
+from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
+from lmkv.auth.cache_salts import NONE
 from lmkv.auth.credentials import Credentials
+from lmkv.config import PickerConfig
 from lmkv.errors import LmkvError
 from lmkv.ext_proc.external_processor_pb2 import (
     FULL_DUPLEX_STREAMED,
@@ -43,10 +54,14 @@ from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import CheckedServer, free_port
 from lmkv_kernels import chunk_keys
 from lmkv_server.http.server import HttpServer
+from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, Engine
 from lmkv_server.proxy.metrics import PickerMetrics
-from lmkv_server.proxy.picker.selection import EnginePicker, address_of
+from lmkv_server.proxy.picker.endpoints import Endpoints
+from lmkv_server.proxy.picker.selection import EnginePicker
+from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by
 from lmkv_server.proxy.routing.pools import EnginePool
@@ -67,20 +82,20 @@ Pick = Callable[[bytes], Awaitable[tuple[str, float]]]
 
 
 class PickerProcess(CheckedServer):
-    """An `lmkv picker` process."""
+    """A process that serves `ext_proc`."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        """Logs to `picker.log` in `folder`."""
+    def __init__(self, folder: Path, name: str, module: str, *arguments: str) -> None:
+        """Runs a Python module with these arguments and a port. Logs to `NAME.log` in `folder`."""
         self.port = free_port()
-        command = [sys.executable, "-m", "lmkv", "picker", "--port", str(self.port), *arguments]
-        super().__init__("picker", command, folder / "picker.log")
+        command = [sys.executable, "-m", module, *arguments, "--port", str(self.port)]
+        super().__init__(name, command, folder / f"{name}.log")
 
     def is_ready(self) -> bool:
-        """Whether an engine is healthy."""
+        """Whether it serves: a picker does once an engine is healthy."""
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             try:
-                answer = health.Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=1)
+                answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=1)
                 return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.RpcError:
                 return False
@@ -134,18 +149,27 @@ async def measure(run: BenchmarkRun) -> None:
             for instance in fleet:
                 group.create_task(instance.join(channel, [SPEC]))
         urls = [engine.url for engine in engines]
-        async with _core(coordinator.address, urls, fleet) as pick:
-            begun = time.process_time()
-            await _add(run, "pick_tokens", count, pick, bodies, urls)
-            cpu_seconds = (time.process_time() - begun) / (count + WARM_UP)
-            run.add(Row(name=f"pick_tokens_{TOKEN_COUNT}_cpu_ms", value=1e3 * cpu_seconds, unit="ms"))
-            await _add(run, "pick_text", count, pick, [_body(text) for text in texts], urls)
-        arguments = [f"--engine={url}" for url in urls]
-        picker = PickerProcess(run.logs, "--coordinator", coordinator.address, "--load-tokens", "0", *arguments)
-        await asyncio.to_thread(stack.enter_context, picker)
-        gateway = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}"))
-        stub: Any = ExternalProcessorStub(gateway)
-        await _add(run, "pick_gateway", count, lambda body: _pick_over(stub, body), bodies, urls)
+        gc.collect()
+        gc.freeze()  # as the picker's process does
+        async with _service(coordinator.address, urls, fleet) as service:
+            for name, part_bytes in (("parts", PART_BYTES), ("whole", 1 << 30)):
+                begun = time.process_time()
+                await _add(run, f"pick_{name}", count, partial(_pick, service, part_bytes), bodies, urls)
+                cpu_seconds = (time.process_time() - begun) / (count + WARM_UP)
+                run.add(Row(name=f"pick_{name}_{TOKEN_COUNT}_cpu_ms", value=1e3 * cpu_seconds, unit="ms"))
+            asked = [_body(text) for text in texts]
+            await _add(run, "pick_text", count, partial(_pick, service, PART_BYTES), asked, urls)
+        arguments = ["picker", "--coordinator", coordinator.address, "--load-tokens", "0"]
+        arguments += [f"--engine={url}" for url in urls]
+        for name, picker in (
+            ("null", PickerProcess(run.logs, "null_picker", "benchmarks.systems.null_picker")),
+            ("gateway", PickerProcess(run.logs, "picker", "lmkv", *arguments)),
+        ):
+            await asyncio.to_thread(stack.enter_context, picker)
+            gateway = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}"))
+            stub: Any = ExternalProcessorStub(gateway)
+            expected = [ENDPOINT] * len(bodies) if name == "null" else urls
+            await _add(run, f"pick_{name}", count, partial(_pick_over, stub), bodies, expected)
 
 
 async def _add(run: BenchmarkRun, name: str, count: int, pick: Pick, bodies: list[bytes], urls: list[str]) -> None:
@@ -170,8 +194,10 @@ async def _add(run: BenchmarkRun, name: str, count: int, pick: Pick, bodies: lis
 
 
 @asynccontextmanager
-async def _core(address: str, urls: list[str], fleet: list[SimulatedInstance]) -> AsyncIterator[Pick]:
-    """The picker's choice by itself, in this process: from the body to the engine."""
+async def _service(
+    address: str, urls: list[str], fleet: list[SimulatedInstance]
+) -> AsyncIterator[ExternalProcessorService]:
+    """The picker's service, in this process."""
     engines = [Engine(url, BOTH) for url in urls]
     for engine, instance in zip(engines, fleet, strict=True):
         engine.instance_id = instance.instance_id
@@ -182,16 +208,19 @@ async def _core(address: str, urls: list[str], fleet: list[SimulatedInstance]) -
     session = open_session()
     try:
         contexts = Credentials().client_contexts()
-        clients = {engine: UpstreamClient(engine, session, contexts) for engine in engines}
+        monitor = HealthMonitor((), interval_seconds=1.0, timeout_seconds=1.0)
+        endpoints = Endpoints((), session, contexts, monitor, engines)
+        endpoints.clients |= {engine: UpstreamClient(engine, session, contexts) for engine in engines}
         pool = EnginePool(engines, cost_by("kv_aware", 0), SessionAffinity(0))
-        picker = EnginePicker(pool, clients, lookup, metrics, "x-session-id")
-
-        async def pick(body: bytes) -> tuple[str, float]:
-            started = time.perf_counter()
-            engine = await picker.pick(PATH, {}, body, None)
-            return address_of(engine), time.perf_counter() - started
-
-        yield pick
+        yield ExternalProcessorService(
+            EnginePicker(pool, endpoints.clients, lookup, metrics, "x-session-id"),
+            endpoints,
+            metrics,
+            salts=ClientSalts(NONE, "", "", OPEN_AUTHENTICATOR, ""),
+            limit=1,
+            timeout_seconds=WAIT_SECONDS,
+            max_body_bytes=PickerConfig().max_body_bytes,
+        )
     finally:
         listing.cancel()
         await asyncio.gather(listing, return_exceptions=True)
@@ -199,24 +228,57 @@ async def _core(address: str, urls: list[str], fleet: list[SimulatedInstance]) -
         await session.close()
 
 
+async def _pick(service: ExternalProcessorService, part_bytes: int, body: bytes) -> tuple[str, float]:
+    """The picker's choice by itself: from the message with the last part, which is not decoded yet, to the answer."""
+    *first, last = (message.SerializeToString() for message in _messages(body, part_bytes))
+    started = 0.0
+
+    async def messages() -> AsyncIterator[ProcessingRequest]:
+        nonlocal started
+        for message in first:
+            yield ProcessingRequest.FromString(message)
+        await asyncio.sleep(ARRIVAL_SECONDS)
+        started = time.perf_counter()
+        yield ProcessingRequest.FromString(last)
+
+    answers = service.Process(messages(), None)
+    answer = await anext(answers)
+    took = time.perf_counter() - started
+    await answers.aclose()  # type: ignore[attr-defined]  # it is a generator
+    return _endpoint_of(answer), took
+
+
 async def _pick_over(stub: Any, body: bytes) -> tuple[str, float]:
     """The picker's choice as a gateway sees it: from the last part of the body to the answer."""
     call = stub.Process(timeout=WAIT_SECONDS)
-    headers = {":path": PATH, ":method": "POST", "content-type": "application/json"}
-    shown = HeaderMap(headers=[HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()])
-    modes = ProtocolConfiguration(request_body_mode=FULL_DUPLEX_STREAMED, response_body_mode=FULL_DUPLEX_STREAMED)
-    await call.write(ProcessingRequest(request_headers=HttpHeaders(headers=shown), protocol_config=modes))
-    parts = [body[begin : begin + PART_BYTES] for begin in range(0, len(body), PART_BYTES)]
-    for part in parts:
-        await call.write(ProcessingRequest(request_body=HttpBody(body=part)))
-    await asyncio.sleep(ARRIVAL_SECONDS)  # the parts have arrived before the last, empty one
+    *first, last = _messages(body, PART_BYTES)
+    for message in first:
+        await call.write(message)
+    await asyncio.sleep(ARRIVAL_SECONDS)
     started = time.perf_counter()
-    await call.write(ProcessingRequest(request_body=HttpBody(end_of_stream=True)))
+    await call.write(last)
     answer = await call.read()
     took = time.perf_counter() - started
     call.cancel()
+    return _endpoint_of(answer), took
+
+
+def _messages(body: bytes, part_bytes: int) -> list[ProcessingRequest]:
+    """What a gateway sends: the headers, and the body in parts."""
+    headers = {":path": PATH, ":method": "POST", "content-type": "application/json"}
+    shown = HeaderMap(headers=[HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()])
+    modes = ProtocolConfiguration(request_body_mode=FULL_DUPLEX_STREAMED, response_body_mode=FULL_DUPLEX_STREAMED)
+    parts = [HttpBody(body=body[begin : begin + part_bytes]) for begin in range(0, len(body), part_bytes)]
+    parts[-1].end_of_stream = True
+    return [
+        ProcessingRequest(request_headers=HttpHeaders(headers=shown), protocol_config=modes),
+        *(ProcessingRequest(request_body=part) for part in parts),
+    ]
+
+
+def _endpoint_of(answer: Any) -> str:
     (option,) = answer.request_headers.response.header_mutation.set_headers
-    return option.header.raw_value.decode(), took
+    return str(option.header.raw_value.decode())
 
 
 def _body(prompt: Any) -> bytes:
