@@ -129,13 +129,14 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark."""
     engines.add_dtype_argument(parser)
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of each source (9; 3 with --quick)")
     parser.add_argument("--kvcr-python", type=Path, metavar="PATH", help="Python of an environment with KVCR 0.1")
 
 
 def measure(run: BenchmarkRun) -> None:
     """Every source, one after the other: disk, remote store, peer. Then the disk and the peer with KVCR."""
     dtype = engines.choose_dtype(run, compares_answers=True)
-    count = 3 if run.quick else 9
+    count = run.args.prompts or (3 if run.quick else 9)
     run.report.settings |= {"prompt_tokens": HELD_TOKENS + 1, "prompts": count}
     context_tokens = engines.context_for(HELD_TOKENS + 1)
     pool_bytes = (count + 3) * context_tokens * engines.token_bytes(dtype)
@@ -252,7 +253,7 @@ def measure_kvcr(
     for prompt, answer in zip(sent["peer"], answers["peer"], strict=True):
         ask_kvcr(second, prompt, compute_kvcr(pair, prompt), peer, answer, extra=pair.hint())
     unhinted = []
-    for prompt in sent["remote"][: len(sent["peer"]) // 3]:
+    for prompt in sent["remote"][: -(-len(sent["peer"]) // 3)]:
         compute_kvcr(pair, prompt)
         completion = second.complete(prompt, OUTPUT_TOKENS)
         engines.check_miss("KVCR without a hint", completion)
