@@ -71,6 +71,11 @@ class ClientSalts:
         self._authenticator = authenticator
         self._engine_api_key = engine_api_key
 
+    @property
+    def are_derived(self) -> bool:
+        """Whether bodies get salts that depend on the client, which is known once it is admitted."""
+        return self._salts is not None
+
     @contextmanager
     def client(self, headers: Mapping[str, str]) -> Iterator[Client]:
         """The scope of one request. Raises `NotAdmitted` if no client with its token is known, or has the role.

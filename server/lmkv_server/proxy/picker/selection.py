@@ -42,9 +42,9 @@ class EnginePicker:
         self._metrics = metrics
         self._session_header = session_header
 
-    def arriving(self) -> ArrivingBody:
-        """A body for `pick`, which its parts are added to while they arrive."""
-        return ArrivingBody(self._lookup)
+    def arriving(self, *, looks_ahead: bool) -> ArrivingBody:
+        """A body for `pick`, which its parts are added to while they arrive; `looks_ahead` to look them up, too."""
+        return ArrivingBody(self._lookup if looks_ahead else None)
 
     async def pick(
         self, path: str, headers: Mapping[str, str], body: ArrivingBody | bytes | None, subset: Collection[str] | None
@@ -94,9 +94,9 @@ class EnginePicker:
             count(match.held)
 
     def _early_match(self, prompt: PromptRequest, chains: GrowingChains | None) -> PrefixMatch | None:
-        if self._lookup is None or prompt.tokens is None or chains is None:
+        if self._lookup is None or chains is None:
             return None
-        return self._lookup.early_match(prompt.tokens.size, prompt.model_name, prompt.cache_salt, chains)
+        return self._lookup.early_match(prompt.token_count, prompt.model_name, prompt.cache_salt, chains)
 
     async def _match(
         self, prompt: PromptRequest, headers: Mapping[str, str], chains: GrowingChains | None

@@ -58,7 +58,8 @@ class ExternalProcessorService(ExternalProcessorServicer):
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncIterator[ProcessingResponse]:
-        body, load, admitted = self._picker.arriving(), ExitStack(), ExitStack()
+        body = self._picker.arriving(looks_ahead=not self._salts.are_derived)
+        load, admitted = ExitStack(), ExitStack()
         exchange = Exchange(self._max_body_bytes, body.add)
         held_bytes = 0
         has_room = self._metrics.stream_count < self._limit

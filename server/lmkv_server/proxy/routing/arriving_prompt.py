@@ -78,13 +78,10 @@ class ArrivingPrompt:
 
     def read(self, path: str) -> PromptRequest:
         """The request, after `end`. Raises `NotJson`."""
-        if self._rest is not None and (found := lifted(path, self._head, self._tokens, b"".join(self._rest))):
+        if self._rest is not None and (found := lifted(path, self._head, lambda: self._ids, b"".join(self._rest))):
             self.has_returned_tokens = True
             return found
         return read_prompt(path, b"".join(self._parts))
-
-    def _tokens(self) -> NDArray[np.uint32]:
-        return self._ids[0] if len(self._ids) == 1 else np.concatenate(self._ids)
 
     def _look_for_list(self) -> None:
         text = self._text

@@ -85,6 +85,8 @@ class KeyLookup:
         self._call: LookupCall | None = None
         self._failures = LookupFailures(logger, counters)
         self._recent = RecentPicks()
+        self._routed: list[tuple[Sequence[PromptKeys], str, float]] = []
+        """Chains, instance and time of prompts that `_recent` does not have yet."""
         self._retry_time = 0.0
         self._tasks: set[asyncio.Task[object]] = set()
         """Lookups that no request waits for."""
@@ -173,9 +175,19 @@ class KeyLookup:
             on_held(match.held)
 
     def record(self, match: PrefixMatch, instance_id: str) -> None:
-        """Records that a prompt was routed to an instance, which will hold it soon."""
-        for chain in match.chains if instance_id else ():
-            self._recent.add(chain.keys, instance_id, time.monotonic())
+        """Records that a prompt was routed to an instance, which will hold it soon.
+
+        Must be called in the event loop. What it costs, the answer to the request does not wait for.
+        """
+        if instance_id and match.chains:
+            self._routed.append((match.chains, instance_id, time.monotonic()))
+            asyncio.get_running_loop().call_soon(self._record_routed)
+
+    def _record_routed(self) -> None:
+        routed, self._routed = self._routed, []
+        for chains, instance_id, routed_time in routed:
+            for chain in chains:
+                self._recent.add(chain.keys, instance_id, routed_time)
 
     def _chains(
         self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str, growing: GrowingChains | None
@@ -195,6 +207,7 @@ class KeyLookup:
         self, chains: Sequence[PromptKeys], held: Mapping[str, int], token_count: int, at_most: Mapping[str, int]
     ) -> PrefixMatch:
         """The match with what instances will hold soon."""
+        self._record_routed()
         soon: dict[str, int] = {}
         now = time.monotonic()
         for chain in chains:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,20 @@ class PromptRequest:
     path: str
     body: Json
     """Without the token ids, if the prompt consists of them."""
-    tokens: NDArray[np.uint32] | None = None
-    """The prompt, if it was sent as token ids."""
+    id_parts: Sequence[NDArray[np.uint32]] = ()
+    """Parts of the prompt, if it was sent as token ids."""
+
+    @property
+    def tokens(self) -> NDArray[np.uint32] | None:
+        """The prompt, if it was sent as token ids. Joins the parts."""
+        if len(self.id_parts) == 1:
+            return self.id_parts[0]
+        return np.concatenate(self.id_parts) if self.id_parts else None
+
+    @property
+    def token_count(self) -> int:
+        """Number of token ids."""
+        return sum(part.size for part in self.id_parts)
 
     @property
     def model_name(self) -> str:
@@ -74,7 +86,7 @@ def read_prompt(path: str, body: bytes) -> PromptRequest:
     end = body.find(b"]", opening.end()) if opening else -1
     if opening is not None and end >= 0:
         ids = memoryview(body)[opening.end() : end + 1]
-        if found := lifted(path, body[: opening.end()], lambda: token_ids(ids), body[end + 1 :]):
+        if found := lifted(path, body[: opening.end()], lambda: [token_ids(ids)], body[end + 1 :]):
             return found
     try:
         content = msgspec.json.decode(body)
@@ -85,15 +97,17 @@ def read_prompt(path: str, body: bytes) -> PromptRequest:
     return PromptRequest(path=path, body=content)
 
 
-def lifted(path: str, head: bytes, tokens: Callable[[], NDArray[np.uint32]], rest: bytes) -> PromptRequest | None:
-    """The request of a body without the list of `tokens`, which was between `head` and `rest`.
+def lifted(
+    path: str, head: bytes, id_parts: Callable[[], Sequence[NDArray[np.uint32]]], rest: bytes
+) -> PromptRequest | None:
+    """The request of a body without the list of token ids, which was between `head` and `rest`.
 
     None if that list was not the prompt, or has other values: the whole body must be decoded.
     """
     try:
         body = msgspec.json.decode(b'%b"%b"%b' % (head, _MARK.encode(), rest))
         if isinstance(body, dict) and body.get("prompt") in _LIFTED:
-            return PromptRequest(path=path, body={**body, "prompt": []}, tokens=tokens())
+            return PromptRequest(path=path, body={**body, "prompt": []}, id_parts=id_parts())
     except (msgspec.DecodeError, ValueError, RecursionError):
         pass
     return None
