@@ -46,6 +46,15 @@ def test_every_key_that_is_rendered_is_one_of_its_process(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", NAMES)
+def test_a_container_that_starts_slowly_is_not_restarted_for_it(case: str) -> None:
+    alive = [each for _, pod in pods(manifests_of(case)) for each in containers(pod) if "livenessProbe" in each]
+    assert alive
+    for container in alive:
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 60, container["name"]
+
+
+@pytest.mark.parametrize("case", NAMES)
 def test_selectors_find_pods_and_services_find_ports(case: str) -> None:
     manifests = manifests_of(case)
     # Kubernetes itself labels pods of a StatefulSet by their number.
