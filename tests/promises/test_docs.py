@@ -96,11 +96,3 @@ def test_diagrams_have_no_semicolon(page: Path) -> None:
     """Mermaid takes it for the end of a line, and shows an error instead of the diagram."""
     diagrams = re.findall(r"^```mermaid\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert [line for diagram in diagrams for line in diagram.splitlines() if ";" in line] == []
-
-
-def test_links_of_the_readme_are_absolute(root: Path) -> None:
-    """Package indexes show README without the repository around it."""
-    text = CODE.sub("", CODE_BLOCK.sub("", (root / "README.md").read_text()))
-    found = [link for pair in LINK.findall(text) for link in pair if link]
-    assert found
-    assert [link for link in found if not link.startswith("https://")] == []

@@ -147,3 +147,12 @@ def test_every_link_of_the_readme_is_absolute(root: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"\b(?:src|srcset|href)=\"([^\"]+)\"", text)
     assert len(targets) > 10
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+def test_each_of_our_cells_in_the_comparison_links_to_its_evidence(root: Path) -> None:
+    _, _, section = (root / "README.md").read_text().partition("\n## Compared with others\n")
+    rows = [line.split("|")[1:3] for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    head, _, *cells = rows
+    assert head[1].strip() == "lmkv"
+    assert len(cells) > 10
+    assert [name.strip() for name, ours in cells if "](https://" not in ours] == []
