@@ -67,6 +67,7 @@ def test_workflows_call_the_targets_of_the_makefile() -> None:
         "setup",
         "soak",
         "test",
+        "test-envoy",
         "test-sglang",
         "verify",
         "verify-vllm",
