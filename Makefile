@@ -103,8 +103,8 @@ mutation: $(STAMP) build/tools/mutation ## change pure modules at random places 
 docs: build/tools/docs ## build the documentation site into build/site; ARGS=--serve serves it while you write
 	@NO_MKDOCS_2_WARNING=1 build/tools/docs/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build)
 
-docs-publish: build/tools/docs ## add the site to the branch gh-pages: make docs-publish ARGS="0.1 latest"
-	@PATH=$(CURDIR)/build/tools/docs/bin:$(PATH) mike deploy --push $(ARGS)
+docs-publish: build/tools/docs ## add the site to the branch gh-pages and push it: make docs-publish ARGS="main"
+	@PATH=$(CURDIR)/build/tools/docs/bin:$(PATH) scripts/docs-publish $(ARGS)
 
 wheel: $(STAMP) ## build the sdist and a manylinux_2_28 wheel for this Python into dist/
 	@scripts/wheel
