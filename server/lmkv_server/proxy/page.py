@@ -78,7 +78,15 @@ def _engine(engine: Engine) -> str:
         f'<td class="number">{_hits(engine.hits)}</td><td class="number">{median}</td>'
         f'<td class="number" data-minor>{p99}</td><td class="number">{engine.in_flight_count}</td>'
     )
-    return f'<tr><th scope="row"><span class="address">{escape(engine.url)}</span>{failure}</th>{cells}</tr>'
+    return f'<tr><th scope="row">{_address(engine.url)}{failure}</th>{cells}</tr>'
+
+
+def _address(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return (
+        f'<span class="address" title="{escape(url)}">'
+        f"<span data-minor>{escape(scheme + separator)}</span>{escape(rest)}</span>"
+    )
 
 
 def _hits(hits: PrefixHits | None) -> str:

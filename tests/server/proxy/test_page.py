@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
+import pytest
 from playwright.async_api import Browser, expect
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -12,6 +14,8 @@ from lmkv_server.proxy.engine import DECODE, Engine, PrefixHits
 from lmkv_server.proxy.page import _engine
 from lmkv_server.proxy.routing.health import prefix_hits
 from tests.server.coordinator.http.page.conftest import browser
+from tests.server.coordinator.http.page.test_accessibility import NAMELESS, UNREADABLE
+from tests.server.coordinator.http.page.visitor import SIZES
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
@@ -104,6 +108,45 @@ async def test_it_shows_hit_rate_ttft_load_and_health_of_each_engine(
     await engines[1].stop()
     await expect(page.locator("#engines tr").nth(1).locator(".failure")).to_contain_text("cannot be reached")
     await page.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES, ids=["wide", "narrow", "narrowest"])
+async def test_it_fits_the_screen_and_can_be_read(
+    make_engine: MakeEngine, make_proxy: MakeProxy, browser: Browser, size: Any, theme: Any
+) -> None:
+    engines = [await make_engine(f"lmkv-{number}") for number in range(4)]
+    for engine in engines:
+        engine.metrics = VLLM_METRICS
+    front = await make_proxy(engines[:2], engines[2:])
+    await front.ask(COMPLETIONS, completion(PLAIN, max_tokens=20, stream=True))
+    await engines[3].stop()
+    page = await browser.new_page(viewport=size, color_scheme=theme)
+    await page.goto(front.proxy.url)
+    await expect(page.locator(".failure")).to_contain_text("cannot be reached")
+    assert await page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    assert await page.evaluate(CUT) == []
+    assert await page.evaluate(UNREADABLE) == []
+    assert await page.evaluate(NAMELESS) == []
+    colour = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", colour))) > 600) == (theme == "light")
+    await expect(page.get_by_text("proxy", exact=True)).to_be_visible()
+    # An address is one line; the columns end where the titles of their panels do.
+    box = await page.locator("#engines .address").first.bounding_box()
+    assert box is not None
+    assert box["height"] < 24
+    edges = [
+        await page.locator(place).first.evaluate("cell => getComputedStyle(cell).paddingRight")
+        for place in (".engines thead th:last-child", ".latencies td:last-child", ".panel > header")
+    ]
+    assert len(set(edges)) == 1
+    await page.close()
+
+
+CUT = """() => [...document.querySelectorAll(".scroll, .figures > div, .top")]
+    .filter(element => element.scrollWidth > element.clientWidth)
+    .map(element => `${element.className}: ${element.scrollWidth} in ${element.clientWidth}`)"""
+"""Parts of the page whose content is wider than they are."""
 
 
 def test_hits_are_summed_over_engine_cores() -> None:

@@ -8,6 +8,8 @@ import { hitsOf, hitsText, makeHitsBar, stateOf, stateText, usageOf } from "./in
 
 const ANCHOR = "#instance=";
 const MAX_PEERS = 8;
+/** Of more instances that an instance cannot share chunks with, some are named. An instance lists 16 at most. */
+const MAX_NAMED = 4;
 const HISTORY_MS = 10_000;
 
 export class Detail {
@@ -49,7 +51,7 @@ export class Detail {
     const { asked } = hitsOf(instance.stats);
     setText(byId("detail-hits-text"), asked ? `${hitsText(instance.stats)}, of ${counted(asked, "chunk")}` : "nothing looked up yet");
     keyed(byId("detail-peers"), this.#peers(), ({ key }) => key, makeLine);
-    const conflicts = (instance.conflicts ?? []).map(conflictText);
+    const conflicts = conflictTexts(instance.conflicts ?? []);
     keyed(byId("detail-conflicts"), conflicts, (text) => text, (text) => ({ element: h("li", {}, text), update() {} }));
     show(byId("detail-conflicts"), conflicts.length > 0);
     this.#readHistory();
@@ -150,5 +152,19 @@ function makeLine() {
   return { element, update: ({ text }) => setText(element, text) };
 }
 
-const conflictText = ({ modelName, instanceId, field, ownValue, otherValue }) =>
-  `Shares no ${modelName} with ${instanceId}: ${field} is ${ownValue} here, ${otherValue} there`;
+/** A line for each reason. */
+function conflictTexts(conflicts) {
+  const reasons = new Map();
+  for (const { modelName, instanceId, field, ownValue, otherValue } of conflicts) {
+    const reason = JSON.stringify([modelName, field, ownValue, otherValue]);
+    reasons.set(reason, [...(reasons.get(reason) ?? []), instanceId]);
+  }
+  return [...reasons].map(([reason, ids]) => {
+    const [modelName, field, ownValue, otherValue] = JSON.parse(reason);
+    const isCut = ids.length > MAX_NAMED;
+    const named = ids.sort(byName).slice(0, MAX_NAMED).join(", ") + (isCut ? " and others" : "");
+    return `Shares no chunks of ${modelName} with ${named}: ${field} is ${ownValue} here, ${otherValue} there`;
+  });
+}
+
+const byName = new Intl.Collator("en", { numeric: true }).compare;

@@ -5,6 +5,8 @@ import { count } from "./format.js";
 import { flowText, shortened } from "./flow_text.js";
 
 const MAX_SIDE = 32;
+/** On a narrow screen, so that names can be read. */
+const MAX_SIDE_NARROW = 14;
 const SIZE = 480;
 /** Width of a letter, in font sizes. */
 const LETTER = 0.62;
@@ -23,13 +25,13 @@ export class HeatMap {
   }
 
   /** Updates the matrix; returns its height. */
-  show(flows) {
-    const rows = sideOf(flows, "to");
-    const columns = sideOf(flows, "from");
+  show(flows, isNarrow) {
+    const rows = sideOf(flows, "to", isNarrow ? MAX_SIDE_NARROW : MAX_SIDE);
+    const columns = sideOf(flows, "from", isNarrow ? MAX_SIDE_NARROW : MAX_SIDE);
     const cells = cellsOf(flows, rows, columns);
     const largest = Math.log1p(Math.max(1, ...cells.map((cell) => cell.bytes)));
     const longest = Math.max(...[...rows.labels, ...columns.labels].map(({ text }) => text.length));
-    const font = Math.max(rows.length, columns.length) > 20 ? 8.5 : 11;
+    const font = isNarrow ? 14 : Math.max(rows.length, columns.length) > 20 ? 8.5 : 11;
     const width = font * LETTER * longest;
     const margin = { left: width + 8, top: 0.87 * width + 12 }; // labels of columns are turned by 60 degrees
     const step = Math.min(26, (SIZE - margin.left - width / 2) / columns.length);
@@ -52,12 +54,12 @@ export class HeatMap {
 }
 
 /** The instances of one side by name; those with the fewest bytes together, last. */
-function sideOf(flows, end) {
+function sideOf(flows, end, maxSide) {
   const sizes = new Map();
   for (const flow of flows) sizes.set(flow[end], (sizes.get(flow[end]) ?? 0) + flow.bytes);
   const ordered = [...sizes].sort(([, one], [, other]) => other - one).map(([name]) => name);
-  const isCut = ordered.length > MAX_SIDE;
-  const shown = ordered.slice(0, isCut ? MAX_SIDE - 1 : MAX_SIDE).sort(byName);
+  const isCut = ordered.length > maxSide;
+  const shown = ordered.slice(0, isCut ? maxSide - 1 : maxSide).sort(byName);
   const labels = shown.map((name) => ({ name, text: shortened(name) }));
   if (isCut) labels.push({ name: OTHERS, text: `${count(ordered.length - shown.length)} others` });
   const indexes = new Map(labels.map(({ name }, index) => [name, index]));

@@ -102,7 +102,7 @@ function factsOf(operation) {
   if (operation.bytes) facts.push(bytes(operation.bytes));
   if (operation.createTime) {
     facts.push(`${operation.done ? "took" : "for"} ${duration((operation.endTime ?? now) - operation.createTime)}`);
-    facts.push(`began ${ago(now - operation.createTime)}`);
+    if (operation.done) facts.push(`began ${ago(now - operation.createTime)}`);
   }
   return facts.join(" · ");
 }

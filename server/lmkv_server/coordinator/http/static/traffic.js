@@ -11,6 +11,8 @@ const WIDTH = 480;
 const RING_HEIGHT = 370;
 /** With more instances, the diagram is a heat map. */
 const MAX_RING = 16;
+/** Width of the screen in pixels below which a heat map has fewer and larger names. */
+const NARROW = 640;
 /** Of more flows, the list has the current and the largest ones. */
 const MAX_LISTED = 200;
 
@@ -29,7 +31,7 @@ export class Traffic {
     const flows = fleet.flows;
     const places = placesOf(fleet.instances, flows);
     const isRing = places.size <= MAX_RING;
-    const height = isRing ? RING_HEIGHT : flows.length ? this.#map.show(flows) : 0;
+    const height = isRing ? RING_HEIGHT : flows.length ? this.#map.show(flows, innerWidth <= NARROW) : 0;
     if (isRing) this.#showRing(places, flows);
     show(this.#ring, isRing);
     show(this.#map.element, !isRing);

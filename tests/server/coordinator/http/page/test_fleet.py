@@ -369,7 +369,7 @@ async def test_a_name_opens_the_details_of_its_instance(
         await expect(dialog.locator("#detail-hits-text")).to_have_text("50 % own, 25 % from peers, of 8 chunks")
         await expect(dialog.locator("#detail-peers li")).to_have_text(["fetched from b: 9 chunks, 9.0 MiB"])
         await expect(dialog.locator("#detail-conflicts li")).to_have_text(
-            ["Shares no llama with odd: kv_dtype is bfloat16 here, float32 there"]
+            ["Shares no chunks of llama with odd: kv_dtype is bfloat16 here, float32 there"]
         )
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()

@@ -1,4 +1,4 @@
-"""The page with 60 and with 500 instances, on a wide and on a narrow screen."""
+"""The page with many instances, on a wide and on a narrow screen."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from playwright.async_api import expect
 
 from lmkv.v1.registry_service_pb2 import TierUsage
+from tests.server.coordinator.cases import LLAMA_FLOAT
 from tests.server.coordinator.http.page.visitor import GIB, NAMES, SIZES, Visitor, report
 from tests.server.coordinator.scripted_instance import HOST, Make
 
@@ -58,4 +59,27 @@ async def test_many_instances_are_sorted_filtered_and_opened(visitor: Visitor, n
 async def test_many_instances_fit_the_screen(visitor: Visitor, names: list[str], size: dict[str, int]) -> None:
     page = await visitor.open(viewport=size)
     await expect(page.locator(NAMES)).to_have_count(len(names))
+    await expect(page.locator(".label text").first).to_be_visible()
+    assert await page.locator(".label text").first.evaluate(FONT_SIZE) >= 9
     assert await page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    last = page.locator(".instance").first.locator("td:visible").last
+    padding = await last.evaluate("cell => getComputedStyle(cell).paddingRight")
+    title = await page.locator(".instances > header").evaluate("header => getComputedStyle(header).paddingRight")
+    assert padding == title
+
+
+FONT_SIZE = "text => text.getScreenCTM().a * parseFloat(getComputedStyle(text).fontSize)"
+"""In pixels of the screen, of a text that is not turned."""
+
+
+async def test_details_name_some_of_many_instances_that_cannot_share(visitor: Visitor, make: Make) -> None:
+    async with AsyncExitStack() as stack:
+        for instance in (make("odd", spec=LLAMA_FLOAT), *(make(f"node-{number}") for number in range(1, 13))):
+            await stack.enter_async_context(instance)
+        page = await visitor.open("#instance=odd")
+        await expect(page.locator("#detail-conflicts li")).to_have_text(
+            [
+                "Shares no chunks of llama with node-1, node-2, node-3, node-4 and others: "
+                "kv_dtype is float32 here, bfloat16 there"
+            ]
+        )
