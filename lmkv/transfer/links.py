@@ -1,7 +1,8 @@
 """What the links of this host can do, and what that means for the order of channels.
 
 `rank` is pure. A node sends its channels in its own order (`Init`), and the peer ranks them again by its own links: a
-channel that needs a link comes first only if both hosts have it.
+channel that needs a link comes first only if both hosts have it. NVLink is no such link: it carries device memory, and
+pools are host memory. Device buffers of handoffs are always read by NIXL.
 """
 
 from __future__ import annotations
