@@ -50,13 +50,21 @@ def test_images_speak_as_the_charts_user() -> None:
         assert not users or users[-1] == f"{user}:{user}"
 
 
-def test_final_stages_have_no_compiler_and_no_pip() -> None:
+KEEPS_PIP = "lmkv-vllm"
+"""The image that keeps pip and the compilers of its base, vLLM's image."""
+
+
+def test_final_stages_have_no_compiler_and_no_pip_except_vllms() -> None:
     for name in ("build-lmkv", "build-node", "build-vllm-cpu"):
         assert stages()[name].rstrip().splitlines()[-1].strip().startswith("&& /opt/lmkv/bin/pip uninstall --yes")
-    for name in ("base", "lmkv", "lmkv-node", "lmkv-vllm-cpu"):
+    for name in ("base", *targets()):
         assert "BUILD_PACKAGES" not in stages()[name]
-        assert "pip install" not in stages()[name]
+        assert ("pip install" in stages()[name]) == (name == KEEPS_PIP)
     assert "rm -rf /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/*" in stages()["base"]
+    assert stages()[KEEPS_PIP].startswith("${VLLM_IMAGE} AS ")
+    assert "apt-get" not in stages()[KEEPS_PIP], "compilers come from its base alone"
+    header = " ".join(DOCKERFILE.read_text().partition("ARG ")[0].replace("\n#", "").split())
+    assert f"no compiler and no pip, except {KEEPS_PIP}: " in header
 
 
 def test_every_image_describes_itself() -> None:
