@@ -127,7 +127,7 @@ images: ## build the container images with Docker or buildah; IMAGES=ghcr.io/lmk
 images-reproducible: ## build images twice with buildah and compare them byte by byte; TARGETS="lmkv" selects
 	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
-cluster: $(STAMP) ## run the chart's pods with Podman and check the fleet; ARGS="default tls" selects cases; run `make images` before
+cluster: $(STAMP) ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
 	@$(BIN)/python -m tests.cluster --registry $(IMAGES) $(ARGS)
 
 chart: build/tools/chart ## lint the Helm chart and package it into dist/

@@ -1,7 +1,7 @@
 """Runs the chart's pods with Podman and checks the fleet: `make cluster`.
 
-python -m tests.cluster --registry REGISTRY [--previous-image REGISTRY:TAG] [CASE...]: needs root, podman, runc,
-netavark, nftables and catatonit, and the images.
+python -m tests.cluster --registry REGISTRY [--no-build] [--previous-image REGISTRY:TAG] [CASE...]: needs root, podman,
+runc, netavark, nftables, catatonit and buildah. Builds the images that the cases use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 from tests.cluster.cases import CASES, Case
 from tests.cluster.cluster import Cluster, unchanged
 from tests.cluster.fleet import Fleet, engine_values, logs_folder
+from tests.cluster.images import ImageError, build, check_contents, parts
 from tests.cluster.secrets import issued
-from tests.cluster.translation import Manifest
+from tests.cluster.translation import Manifest, pods
 from tests.cluster.versions import Version
 from tests.helm.chart import render
 
@@ -35,7 +36,11 @@ PROGRAMS = {
     "nft": "nftables",
     "redis-server": "redis-server",
 }
+BUILDS = {"buildah": "buildah"}
 LOCK = Path(tempfile.gettempdir()) / "lmkv-cluster.lock"
+
+IMAGES = "images"
+"""What the results name, beside the cases."""
 
 Results = dict[tuple[str, str], str]
 
@@ -65,6 +70,32 @@ def rendered_of(case: Case, registry: str, channel: str) -> list[Manifest]:
     """The chart with the values of a case."""
     values = merged(engine_values(registry), case.values)
     return render(merged(values, {"node": {"transferChannel": channel}}))
+
+
+def images_of(cases: Sequence[Case], registry: str) -> list[str]:
+    """The images of the pods of cases, by name."""
+    made = [pod for case in cases for pod in pods(manifests_of(case, registry), case.hosts)]
+    return sorted({each["image"] for pod in made for each in (*pod.initial, *pod.containers)}, key=parts)
+
+
+async def prepare_images(images: Sequence[str], builds: bool, results: Results) -> bool:
+    """Builds images, if asked to, and checks what they contain. Returns whether cases can run."""
+    if builds:
+        log = logs_folder(IMAGES) / "build.log"
+        print(f"building {', '.join(images)}; the output is in {log}", flush=True)
+        began = time.monotonic()
+        try:
+            await build(images, log)
+        except (ImageError, TimeoutError) as error:
+            results[IMAGES, "build"] = report(IMAGES, "build", f"FAILED: {error or type(error).__name__}")
+            return False
+        results[IMAGES, "build"] = report(IMAGES, "build", f"{time.monotonic() - began:.0f} s")
+    try:
+        contents = await check_contents(images)
+    except (ImageError, TimeoutError) as error:
+        contents = f"FAILED: {error or type(error).__name__}"
+    results[IMAGES, "contents"] = report(IMAGES, "contents", contents)
+    return True
 
 
 async def run_case(name: str, case: Case, registry: str, results: Results, previous: Version | None = None) -> None:
@@ -116,14 +147,16 @@ def table(results: Results) -> str:
     return "\n".join("| " + " | ".join(cell.replace("\n", " ")[:200] for cell in row) + " |" for row in rows)
 
 
-async def main(cases: list[str], registry: str, previous: Version | None) -> int:
+async def main(cases: list[str], registry: str, previous: Version | None, builds: bool) -> int:
     """Returns 1 if a check failed."""
     task = asyncio.current_task()
     assert task
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     results: Results = {}
+    chosen = cases or [*CASES]
     try:
-        for name in cases or CASES:
+        images = images_of([CASES[name] for name in chosen], registry)
+        for name in chosen if await prepare_images(images, builds, results) else ():
             await run_case(name, CASES[name], registry, results, previous)
     finally:
         if results:
@@ -141,8 +174,10 @@ if __name__ == "__main__":
         metavar="REGISTRY:TAG",
         help="images of an earlier version, with which the cases of upgrades start; default: the same as others",
     )
+    parser.add_argument("--no-build", action="store_true", help="use the images that Podman has")
     arguments = parser.parse_args()
-    if missing := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
+    programs = PROGRAMS if arguments.no_build else PROGRAMS | BUILDS
+    if missing := [package for program, package in programs.items() if not shutil.which(program)]:
         sys.exit(f"make cluster needs {', '.join(missing)}: apt-get install {' '.join(missing)} netavark")
     if os.geteuid() != 0:
         sys.exit("make cluster needs root: pods have users and networks of their own")
@@ -152,6 +187,8 @@ if __name__ == "__main__":
         except BlockingIOError:
             sys.exit("another make cluster runs on this machine")
         try:
-            sys.exit(asyncio.run(main(arguments.cases, arguments.registry, arguments.previous_image)))
+            sys.exit(
+                asyncio.run(main(arguments.cases, arguments.registry, arguments.previous_image, not arguments.no_build))
+            )
         except (KeyboardInterrupt, asyncio.CancelledError):
             sys.exit(130)

@@ -1,0 +1,100 @@
+"""The images of the cases: builds them with buildah, and checks what they contain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cluster import contents
+from tests.cluster.podman import PREFIX, Podman, PodmanError
+
+ROOT = Path(__file__).parents[2]
+BUILD_SECONDS = 2 * 3600.0
+STOP_SECONDS = 10.0
+CONTENTS_SECONDS = 120.0
+PROGRAM = Path(contents.__file__).read_text(encoding="utf-8")
+CHECKED = ("lmkv", "lmkv-node")
+"""vLLM requires tools that compile."""
+
+
+class ImageError(RuntimeError):
+    """Images that cannot be built or contain what they must not, with the reason."""
+
+
+def parts(image: str) -> tuple[str, str, str]:
+    """Registry, name and tag: `a`, `lmkv`, `1` of `a/lmkv:1`."""
+    registry, _, rest = image.rpartition("/")
+    name, _, tag = rest.partition(":")
+    return registry, name, tag
+
+
+async def build(images: Sequence[str], log: Path) -> None:
+    """Builds images where Podman finds them. Raises `ImageError`."""
+    ((registry, version),) = {(registry, tag) for registry, _, tag in map(parts, images)}
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "images"), "--builder", "buildah"),
+        *("--registry", registry, "--version", version, *sorted(parts(image)[1] for image in images)),
+    ]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            async with asyncio.timeout(BUILD_SECONDS):
+                code = await process.wait()
+        finally:
+            await _stop(process)
+    if code:
+        raise ImageError(f"exit code {code}; {_last_line(log)!r} is the end of {log}")
+
+
+def _last_line(log: Path) -> str:
+    return log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Ends a process that still runs, and all that it started."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        os.killpg(process.pid, sign)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+
+
+async def check_contents(images: Sequence[str]) -> str:
+    """The number of components that each image lists. Raises `ImageError` if one contains compilers or installers."""
+    counts: list[str] = []
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-") as folder:
+        podman = Podman(Path(folder))
+        for image in images:
+            name = parts(image)[1]
+            if name not in CHECKED:
+                continue
+            found = await _contents(podman, image)
+            if found["installers"]:
+                raise ImageError(f"{name} contains {', '.join(found['installers'])}")
+            counts.append(f"{name}: {found['components']} components listed")
+    return "; ".join([*counts, "no compiler, build tool or pip"])
+
+
+async def _contents(podman: Podman, image: str) -> contents.Contents:
+    """What the program in `contents` finds in an image."""
+    words = ("run", "--rm", "--pull", "never", "--network", "none", "--user", "0", "--label", f"{PREFIX}=contents")
+    async with asyncio.timeout(CONTENTS_SECONDS):
+        try:
+            output = await podman(*words, "--entrypoint", "python3", image, "-I", "-c", PROGRAM)
+        except PodmanError as error:  # its message begins with the program
+            _, _, last_line = str(error).rpartition("\n")
+            raise ImageError(f"{image}: {last_line}") from error
+    found: contents.Contents = json.loads(output)
+    return found
