@@ -28,7 +28,7 @@ def write(root: Path, name: str, *, text: str = "", mode: int = 0o755) -> str:
 
 
 def wait_until_gone(pid: int, deadline: float) -> None:
-    """Waits until a process has ended; one that nobody has waited for yet has ended, too."""
+    """Waits until a process has ended; a zombie has ended, too."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while Path("/proc", str(pid), "cmdline").read_bytes():
             assert time.monotonic() < deadline
