@@ -106,8 +106,8 @@ docs: build/tools/docs ## build the documentation site into build/site; ARGS=--s
 docs-publish: build/tools/docs ## add the site to the branch gh-pages and push it: make docs-publish ARGS="main"
 	@PATH=$(CURDIR)/build/tools/docs/bin:$(PATH) scripts/docs-publish $(ARGS)
 
-wheel: $(STAMP) ## build the sdist and a manylinux_2_28 wheel for this Python into dist/
-	@scripts/wheel
+wheel: $(STAMP) ## build the sdist and a manylinux_2_28 wheel for this Python, or PYTHON=python3.13, into dist/
+	@scripts/wheel $(PYTHON)
 
 sdist: build/tools/package ## build the sdist into dist/
 	@build/tools/package/bin/python -m build --no-isolation --sdist --outdir dist
