@@ -210,7 +210,7 @@ _WORDS = {
     "whole": "token ids, the body at once",
     "text": "a text, tokenized by an engine in no time",
     "gateway": "in parts, as a gateway sees it",
-    "null": "as a gateway sees it, of a server that picks blindly",
+    "null": "as a gateway sees it, of a server that does not read the body",
     "round_robin": "two engines, in turn",
     "kv_aware": "two engines, by prefix",
     "vllm_offload_fine": "vLLM's offloading, blocks of 32",

@@ -1,4 +1,4 @@
-"""An `ext_proc` server that picks blindly: what messages cost, beside the endpoint picker's choice."""
+"""An `ext_proc` server that picks without reading the body: what messages cost, beside the endpoint picker's choice."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A choice begins when the last part of the body has arrived, and ends when its answer is sent. By itself it is measured
 in this process: from the message with that part to the first answer of the service, without gRPC. As a gateway sees it,
-it is measured over a socket; there a server that picks blindly shows what gRPC, and this client, take of it.
+it is measured over a socket; there a server that does not read the body shows what gRPC, and this client, take of it.
 """
 
 from __future__ import annotations
