@@ -33,13 +33,15 @@ async def some(make_engine: MakeEngine, count: int = 3) -> list[ScriptedEngine]:
     return [await make_engine(f"i-{number}") for number in range(count)]
 
 
-async def looking_up(make_picker: MakePicker, engines: list[ScriptedEngine], address: str, **settings: Any) -> Front:
-    """A picker that knows the fleet's specs."""
+async def looking_up(
+    make_picker: MakePicker, engines: list[ScriptedEngine], address: str, model: str = MODEL, **settings: Any
+) -> Front:
+    """A picker that knows the specs of a model or an adapter."""
     settings = {"coordinator_address": (address,), "cluster_secret": "hush"} | settings
     front = await make_picker(engines, **settings)
     lookup = front.picker._lookup
     assert lookup is not None
-    await until(lambda: lookup._namespaces is not None and bool(lookup._namespaces.of(MODEL)))
+    await until(lambda: lookup._namespaces is not None and bool(lookup._namespaces.of(model)))
     return front
 
 
@@ -78,8 +80,7 @@ async def test_chats_adapters_and_salts(
         make("i-2", keys_of(TOKENS, SPEC), SPEC, served),
         make("i-3", keys_of(tokens_of(request), SPEC), SPEC, served),
     ):
-        front = await looking_up(make_picker, engines, coordinator.address)
-        await until(lambda: bool(front.picker._lookup and front.picker._lookup._namespaces.of("tuned")))  # type: ignore[union-attr]
+        front = await looking_up(make_picker, engines, coordinator.address, "tuned")
         assert await front.gateway.pick(body(model="tuned")) == host_port(engines[0])
         assert await front.gateway.pick(body(cache_salt="salt")) == host_port(engines[1])
         assert await front.gateway.pick(body()) == host_port(engines[2])
@@ -98,8 +99,7 @@ async def test_a_prompt_that_arrives_in_parts_has_the_keys_of_its_salt_and_model
         make("i-1", keys_of(tokens, SPEC, cache_salt="salt"), SPEC, served),
         make("i-2", keys_of(tokens, SPEC), SPEC, served),
     ):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
-        await until(lambda: bool(front.picker._lookup and front.picker._lookup._namespaces.of("tuned")))  # type: ignore[union-attr]
+        front = await looking_up(make_picker, engines, coordinator.address, "tuned", load_tokens=0)
         for fields, engine in (
             ({"model": "tuned", "prompt": tokens}, engines[0]),
             ({"prompt": tokens, "model": "tuned"}, engines[0]),
