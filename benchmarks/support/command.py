@@ -79,7 +79,9 @@ class Benchmark:
         """Its command line."""
         parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{self.name}", description=self.description)
         parser.add_argument("--quick", action="store_true", help="rough numbers, within three minutes")
-        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="also write the rows there; to FILE.partial if it fails"
+        )
         parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
         self.add_arguments(parser)
         return parser
@@ -115,9 +117,11 @@ class Benchmark:
             run.say(f"failed: {error}")
             for note in getattr(error, "__notes__", ()):
                 run.console.print(note, markup=False)
+            self._keep_rows(run, f"failed: {error}")
             return 1
         except KeyboardInterrupt:
             run.say("interrupted; everything that was started has ended")
+            self._keep_rows(run, "was interrupted")
             return INTERRUPTED
         report.seconds = time.monotonic() - run.started_at
         report.machine["load_average_at_end"] = machine.describe()["load_average"]
@@ -131,6 +135,17 @@ class Benchmark:
         if args.json:
             report.write(args.json)
         return 0
+
+    def _keep_rows(self, run: BenchmarkRun, how: str) -> None:
+        """Prints what a run measured that did not come to its end, and writes it beside the file of `--json`."""
+        report = run.report
+        if not report.rows:
+            return
+        run.console.print(make_table(f"{self.name}: rows of a run that did not end", report.rows))
+        report.notes.append(f"The run {how}.")
+        report.seconds = time.monotonic() - run.started_at
+        if file := run.args.json:
+            report.write(file.with_name(f"{file.name}.partial"))
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -21,8 +21,10 @@ from benchmarks import doc_qa, tables
 from benchmarks.node import ttft
 from benchmarks.node.steps import Steps
 from benchmarks.support import bar_chart, charts, machine, timing
+from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report, Row, compare, make_table, markdown_table, number, read_report
+from lmkv.errors import LmkvError
 from lmkv_client.demo.completion import Completion
 from tests.support.fork_server import start_module
 
@@ -268,6 +270,20 @@ def test_a_benchmark_that_is_interrupted_ends_and_leaves_nothing(tmp_path: Path)
     assert process.returncode == 130, said
     assert "interrupted" in said
     assert not (tmp_path / "r.json").exists()
+
+
+def test_a_benchmark_that_fails_keeps_what_it_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(run: BenchmarkRun) -> None:
+        run.add(Row(name="hook_idle_us", value=1.0, unit="us"))
+        raise LmkvError("no engine")
+
+    file = tmp_path / "r.json"
+    assert Benchmark(name="hooks", description="", measure=measure).main(["--json", str(file)]) == 1
+    assert "hook_idle_us" in capsys.readouterr().out
+    assert not file.exists()
+    kept = read_report(tmp_path / "r.json.partial")
+    assert [row.name for row in kept.rows] == ["hook_idle_us"]
+    assert kept.notes == ["The run failed: no engine."]
 
 
 def test_every_row_of_the_committed_results_says_what_it_is() -> None:
