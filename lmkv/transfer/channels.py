@@ -91,6 +91,10 @@ class Channels:
         """Access control of the local pool."""
         return self._end.access
 
+    def prefers(self, name: str) -> bool:
+        """Whether the node reads by this channel for its own sake: it is the only one, or lacks no link."""
+        return name in self.names and (len(self.names) == 1 or missing_link(name, self._links) is None)
+
     async def start(self) -> None:
         """Opens the channel if only one is allowed. Of several, begins to open those that lack no link, so that no
         first read waits for them. The others are opened on first use.

@@ -21,7 +21,14 @@ def trio(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     lending = {"kv_connector_module_path": "tests.engines.lending_connector"}
     with (
         tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder,
-        Trio(Path(folder), tiny_model, tmp_path_factory.mktemp("logs"), seed=5, decode_connector=lending) as trio,
+        Trio(
+            Path(folder),
+            tiny_model,
+            tmp_path_factory.mktemp("logs"),
+            seed=5,
+            decode_connector=lending,
+            settings={"LMKV_TRANSFER_CHANNEL": "nixl"},  # without an RDMA device no other value reads into the buffer
+        ) as trio,
     ):
         trio.check(trio.prompt(PROMPT_TOKENS))  # the engine's first step, from which on it lends
         eventually(lambda: trio.node_metric("decode", "device_buffer_bytes") == BUFFER_CHUNKS * CHUNK_BYTES, "it lends")

@@ -95,6 +95,14 @@ async def test_the_owner_too_offers_nixl_last_if_it_has_no_rdma(make: Make) -> N
     assert (await make("auto").offer(["nixl"])).name == "nixl"
 
 
+async def test_a_channel_is_preferred_if_it_lacks_no_link_or_is_the_only_one(make: Make) -> None:
+    assert not make("auto").prefers("nixl")
+    assert make("auto").prefers("tcp")
+    assert make("auto", links={RDMA}).prefers("nixl")
+    assert make("nixl").prefers("nixl")
+    assert not make("tcp").prefers("nixl")
+
+
 async def test_a_channel_that_is_named_is_opened_at_the_start_and_must_be_there(make: Make) -> None:
     with pytest.raises(ConfigError, match="needs a unix socket"):
         await make("shm", None).start()

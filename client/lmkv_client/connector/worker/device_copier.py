@@ -6,6 +6,7 @@ The worker side calls it where it would call the host's `gather` and `scatter`. 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -86,6 +87,11 @@ class DevicePageCopier:
                 paths.gather,
                 paths.scatter,
             )
+
+    @property
+    def ready(self) -> bool:
+        """Implements `PageCopier`: whether the pool is registered."""
+        return self._opening is not None and self._opening.done() and self._opening.exception() is None
 
     def open(self, pool: Pool) -> None:
         """Takes and registers a pool in the background; until that is done copies raise `PoolNotReady`.
@@ -212,6 +218,11 @@ class DevicePageCopier:
         self._reading.clear()
 
     def _open(self, pool: Pool, abandoned: threading.Event) -> _Open:
+        started = time.monotonic()
+        logger.info(
+            "registering the pool of %s with CUDA; nothing is stored or loaded until then",
+            format_bytes(pool.size_bytes),
+        )
         with ExitStack() as stack:
             try:
                 size_bytes = populate(pool, abandoned)
@@ -225,6 +236,7 @@ class DevicePageCopier:
             except CudaError as error:
                 logger.warning("cannot register the node's pool with CUDA, so nothing is loaded or stored: %s", error)
                 raise
+            logger.info("the pool is registered after %.1f s", time.monotonic() - started)
             return _Open(copiers, stack.pop_all())
 
     def _open_copier(self, pages: Pages, paths: CopyPaths, registration: RegisteredMemory) -> CudaCopier:

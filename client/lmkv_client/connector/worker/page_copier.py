@@ -28,6 +28,10 @@ PART_BLOCKS = 64
 class PageCopier(Protocol):
     """Copies between one rank's pages and the open pool. Called on the worker's main thread."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether copies can be made: a pool is open, and what it needs has been done."""
+
     def open(self, pool: Pool) -> None:
         """Uses a pool, which must stay mapped until the callback of `close_pool`."""
 
@@ -70,6 +74,11 @@ class HostPageCopier:
         self._storer = ThreadPoolExecutor(1, "lmkv-store", initializer=use_processors)
         self._gathers: list[CopyHandle] = []
         """Those that may still read pages."""
+
+    @property
+    def ready(self) -> bool:
+        """Implements `PageCopier`."""
+        return self._pool is not None
 
     def open(self, pool: Pool) -> None:
         """Implements `PageCopier`."""

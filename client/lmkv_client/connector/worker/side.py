@@ -161,7 +161,7 @@ class WorkerSide:
         """Begins to copy into the pool; None if nothing is copied."""
         if not stores:
             return None
-        if self._pool is None or self._copies is None or self._step_is_poisoned:
+        if self._pool is None or self._copies is None or not self._copies.ready or self._step_is_poisoned:
             # After a failed synchronous load this step's forward has read pages that were never filled.
             self._skip(stores)
             return None
@@ -343,8 +343,14 @@ class WorkerSide:
             NodeWatch(pool, partial(self._release_pool, pool))
             if self._copies:
                 self._copies.open(pool.pool)
-            if self._lends_buffer and self._attachment.device_buffer_bytes:
-                self._buffer_agent = self._lend(self._attachment)
+            if self._lends_buffer:
+                if self._attachment.device_buffer_bytes:
+                    self._buffer_agent = self._lend(self._attachment)
+                else:
+                    logger.warning(
+                        "pd_buffer_device: handoffs wait in the node's pool, because the node takes none, or its host "
+                        "has no RDMA device; transfer_channel: nixl on the node reads to the GPU in any case"
+                    )
         self._begin_postponed()
 
     def _release_pool(self, pool: AttachedPool) -> float | None:

@@ -45,7 +45,7 @@ class DeviceBuffers:
         if not 0 < part.buffer_size_bytes <= self.size_bytes:
             raise BadMessage(
                 f"a device buffer of {part.buffer_size_bytes} bytes was offered, and the node uses one of "
-                f"{self.size_bytes}; 0: it takes no handoffs",
+                f"{self.size_bytes}; 0: it takes no handoffs, or all into its pool",
                 field="buffer_size_bytes",
             )
         if part.engine_id not in self._buffers:

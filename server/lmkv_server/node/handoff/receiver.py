@@ -61,11 +61,19 @@ class HandoffReceiver:
         engines: EngineSessions,
         directory: InstanceDirectory,
         instance_id: str,
+        *,
+        uses_device_buffers: bool = True,
     ) -> None:
-        """`directory` finds the prefills' nodes; `instance_id` is this node's."""
+        """`directory` finds the prefills' nodes; `instance_id` is this node's.
+
+        Without `uses_device_buffers` engines lend none, and all handoffs use the pool.
+        """
         self.handoffs = handoffs
         self.buffers = DeviceBuffers(
-            engines, handoffs.buffer_bytes, verify=pipeline.verifier.enabled, on_close=self._detach_buffer
+            engines,
+            handoffs.buffer_bytes if uses_device_buffers else 0,
+            verify=pipeline.verifier.enabled,
+            on_close=self._detach_buffer,
         )
         """The device buffers that engines have lent for handoffs to them."""
         self._instance_id = instance_id

@@ -85,7 +85,15 @@ async def open_peer_side(
     stack.push_async_callback(connections.aclose)
     handoffs = _make_handoffs(config, tier)
     receiver = await stack.enter_async_context(
-        HandoffReceiver(handoffs, pipeline, connections, engines, directory, config.instance_id)
+        HandoffReceiver(
+            handoffs,
+            pipeline,
+            connections,
+            engines,
+            directory,
+            config.instance_id,
+            uses_device_buffers=channels.prefers("nixl"),  # by TCP it is slower than the pool with `shm` or `tcp`
+        )
     )
     service = await stack.enter_async_context(
         PeerService(

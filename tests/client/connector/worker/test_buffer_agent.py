@@ -14,6 +14,7 @@ import pytest
 
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.transfer.links import find_links
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.engine.attachment import Attachment
@@ -117,6 +118,7 @@ async def make(workers: LendingWorkers) -> AsyncIterator[Make]:
                 runtime_dir=RUNTIME_DIR,
                 max_local_cpu_size=f"{64 * SPEC.chunk_bytes}B",  # type: ignore[arg-type]  # what people write
                 pd_buffer_size=BUFFER_CHUNKS * SPEC.chunk_bytes,
+                transfer_channel="nixl",  # without an RDMA device no other value reads into buffers
             )
             node = await stack.enter_async_context(Node(config))
             engine = await stack.enter_async_context(EngineClient(node, spec=SPEC, worker_count=rank_count))
@@ -256,3 +258,14 @@ async def test_workers_that_die_end_what_was_to_come_to_them(make: Make) -> None
     assert await decode.hand("s", THIRD) is HandoffState.COMMITTED
     assert all(decode.node.tier.get(key) for key in THIRD)
     decode.receiver.handoffs.unclaim("s")
+
+
+async def test_without_an_rdma_device_the_node_asks_engines_for_no_buffer() -> None:
+    config = NodeConfig(
+        instance_id=INSTANCE_ID,
+        runtime_dir=RUNTIME_DIR,
+        max_local_cpu_size=f"{64 * SPEC.chunk_bytes}B",  # type: ignore[arg-type]  # what people write
+        pd_buffer_size=BUFFER_CHUNKS * SPEC.chunk_bytes,
+    )
+    async with Node(config) as node, EngineClient(node, spec=SPEC) as engine:
+        assert engine.welcomed.device_buffer_bytes == (BUFFER_CHUNKS * SPEC.chunk_bytes if find_links() else 0)

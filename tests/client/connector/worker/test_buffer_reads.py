@@ -154,4 +154,4 @@ async def frozen_owner() -> None:
 
 
 def test_a_read_from_a_frozen_peer_is_reported_twice() -> None:
-    in_new_process(frozen_owner, UCX_TLS="tcp")
+    in_new_process(frozen_owner, UCX_TLS="tcp,cuda_copy")

@@ -177,12 +177,15 @@ def test_groups_that_have_begun_have_ended_when_a_later_one_is_refused() -> None
 def test_without_a_registered_pool_copies_are_refused() -> None:
     case = whole_chunks(1)
     with running(case) as (_, copies):
+        assert not copies.ready
         with pytest.raises(PoolNotReady, match="not registered with CUDA yet"):
             copies.gather(case.copies)
         with Pool.create(case.pool.size) as pool:
             opened(copies, pool)
+            assert copies.ready
             copies.gather(case.copies).wait()
             close_pool(copies)
+            assert not copies.ready
             with pytest.raises(PoolNotReady):
                 copies.scatter(case.copies, sync=False)
 
@@ -195,6 +198,7 @@ def test_a_pool_that_cannot_be_registered_is_said_and_let_go_of() -> None:
         copies.open(pool)
         assert copies._opening is not None
         assert isinstance(copies._opening.exception(10.0), CudaError)
+        assert not copies.ready
         with pytest.raises(PoolNotReady, match=r"cuMemHostRegister_v2: INVALID_VALUE"):
             copies.gather(case.copies)
         close_pool(copies)

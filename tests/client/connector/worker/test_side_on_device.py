@@ -127,9 +127,12 @@ def test_a_load_is_reported_when_its_pages_are_filled(on: OnDevice, serve: Serve
     assert np.array_equal(filled, on.case.memory)
 
 
-def test_before_the_pool_is_registered_nothing_is_stored_and_loads_are_computed(on: OnDevice, serve: Serve) -> None:
+def test_before_the_pool_is_registered_nothing_is_stored_and_loads_are_computed(
+    on: OnDevice, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     on.worker.store(StepPlan(attachment=None, stores=on.case.copies))
     assert on.report().skipped == {copy.offset for copy in on.case.copies}
+    assert not caplog.records, "it was said when registering began"
     on.worker.load(StepPlan(attachment=None, loads=[load_of(on.case, sync=True)]))
     assert on.report().loaded["r"].failed
     assert on.worker.take_failed_blocks() == {block for copy in on.case.copies for block in copy.block_ids}
