@@ -26,7 +26,6 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems import device_handoffs
-from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.completion import Completion
 from lmkv_client.demo.engine import EngineProcess
@@ -50,7 +49,8 @@ OUTPUT_TOKENS = 16
 STORE_SECONDS = 20.0
 OFFLOAD_SECONDS = 0.5
 """For stores of `OffloadingConnector`, which does not say when they are done."""
-POOL_BYTES = 12 << 30
+POOL_BYTES = 24 << 30
+"""A full pool keeps only one end of a prompt: with the answer, so that the prompt alone is no hit to its last token."""
 DECODE_PROMPT_TOKENS = 513
 DECODE_TOKENS = 256
 DECODE_REQUESTS = 16
@@ -60,8 +60,6 @@ PLAIN, OFFLOADING = "plain", "offloading"
 GPU_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 """Environment of engines on a GPU: the scheduler has a process of its own, as vLLM has it; FlashInfer, which samples
 where requests limit the choice of tokens, is not needed."""
-PIN_SECONDS = 120.0
-"""An engine stores nothing until its worker has pinned the pool."""
 
 
 @dataclass(kw_only=True)
@@ -120,7 +118,8 @@ def measure(run: BenchmarkRun) -> None:
         cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
         run.report.settings["start_seconds"] = round(time.monotonic() - started, 1)
         prompts = Prompts(seed=6)
-        wait_until_pinned(cluster, prompts)
+        for name in ("engine-1", "engine-2"):
+            device_handoffs.wait_until_pinned(cluster.engines[name], prompts)
         run.report.settings["stores_after_seconds"] = round(time.monotonic() - started, 1)
         for length in (lengths[1], lengths[-1]):  # warms up
             measure_round(cluster, ("engine-1", "engine-2"), prompts.make(length), Hits())
@@ -151,22 +150,6 @@ def rounds(run: BenchmarkRun) -> int:
     """Prompts of each length."""
     given: int | None = run.args.rounds
     return given or (5 if run.quick else 6)
-
-
-def wait_until_pinned(cluster: Cluster, prompts: Prompts) -> None:
-    """Sends prompts until each engine with lmkv stores what it computes. Raises `LmkvError` if one does not."""
-    assert cluster.coordinator is not None
-    for name in ("engine-1", "engine-2"):
-        deadline = time.monotonic() + PIN_SECONDS
-        while True:
-            prompt = prompts.make(engines.CHUNK_SIZE + 1)
-            cluster.engines[name].complete(prompt, 1)
-            try:
-                cluster.coordinator.wait_for_holder(prompt, name, engines.CHUNK_SIZE, 2.0)
-                break
-            except LmkvError:
-                if time.monotonic() > deadline:
-                    raise
 
 
 def gpu_draw() -> Draw:

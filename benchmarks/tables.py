@@ -89,7 +89,7 @@ def origin(report: Report) -> str:
     machine, settings = report.machine, report.settings
     command = re.sub(r" --json \S+", "", report.command)
     size = (machine["cores"], round(machine["memory_gb"]))
-    loads = f"{machine['load_average']} to {machine.get('load_average_at_end', machine['load_average'])}"
+    loads = [machine[name] for name in ("load_average", "load_average_at_end") if name in machine]
     engine = f"SGLang {settings['sglang']}" if "sglang" in settings else f"vLLM {machine['vllm']}"
     facts = [
         f"`{command}`",
@@ -97,7 +97,7 @@ def origin(report: Report) -> str:
         *([settings["gpu"]] if "gpu" in settings else []),
         _short_cpu(machine["cpu"]),
         *([f"{size[0]} cores", f"{size[1]} GB"] if size != USUAL_SIZE else []),
-        f"load {loads}",
+        *([f"load {loads[0]} to {loads[-1]}"] if loads else []),
         *([engine] if {"sglang", "dtype"} & settings.keys() else []),
         *([settings["dtype"]] if "dtype" in settings else []),
     ]

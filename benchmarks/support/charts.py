@@ -40,6 +40,25 @@ def data_path(report: Report) -> Chart:
     return Chart(title=title, unit="ms", groups=groups)
 
 
+def engines_gpu(report: Report) -> Chart:
+    """TTFT by where the prompt is."""
+    rows = by_name(report)
+    systems = {
+        "prefix_hit": Series("hit in vLLM's prefix cache", VLLM.colour),
+        "own": Series("hit in the pool", LMKV.colour),
+    }
+    systems |= {"peer": Series("hit in a peer's pool", SECOND.colour), "cold": Series("cache miss", ALONE.colour)}
+    lengths = sorted(int(name.rpartition("_")[2]) for name in rows if name.startswith("ttft_own_ms_"))
+    groups = [
+        Group(
+            f"{length:,} tokens",
+            tuple(bar_of(series, rows[f"ttft_{key}_ms_{length}"]) for key, series in systems.items()),
+        )
+        for length in lengths
+    ]
+    return Chart(title=f"TTFT on one {report.settings['gpu']}, 8 billion parameters", unit="ms", groups=groups)
+
+
 def doc_qa(report: Report) -> Chart:
     """Mean TTFT of each round."""
     rows, miss = by_name(report), Series("cache miss", ALONE.colour)
@@ -227,6 +246,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "channels": ("channels", part_charts.channels),
     "hosts": ("hosts", part_charts.hosts),
     "kernels-cpu": ("kernels_cpu", part_charts.kernels_cpu),
+    "engines-gpu": ("engines_gpu", engines_gpu),
     "kernels-gpu": ("kernels_gpu", part_charts.kernels_gpu),
     "control-plane": ("control_plane", part_charts.control_plane),
     "doc-qa": ("doc_qa", doc_qa),

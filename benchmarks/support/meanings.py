@@ -278,7 +278,8 @@ def word(name: str) -> str:
 
 def words_of(column: str, benchmark: str) -> str:
     """The heading of a column of rows whose names differ in this part."""
-    return f"{column} nodes" if benchmark == "scale" else _WORDS.get(column, column)
+    units = {"scale": "nodes", "engines_gpu": "tokens"}
+    return f"{column} {units[benchmark]}" if benchmark in units else _WORDS.get(column, column)
 
 
 def meaning_of(name: str, benchmark: str = "") -> str:
@@ -290,7 +291,7 @@ def meaning_of(name: str, benchmark: str = "") -> str:
         if match := re.fullmatch(pattern, plain):
             words = meaning.format(*(group if group.isdigit() else _WORDS[group] for group in match.groups()))
             length = _LENGTH.search(name)
-            of_chunks = "lookup" in name and not name.startswith("http")
+            of_chunks = "lookup" in name and not name.startswith(("http", "step"))
             unit = "nodes" if name.startswith("scale") else "chunks" if of_chunks else "tokens"
             return f"{words}; {length[1]} {unit}" if length else words
     raise KeyError(name)

@@ -141,7 +141,7 @@ async def frozen_while_it_is_read_and_another_holder_is_there() -> None:
 
 
 def test_what_a_late_read_may_still_write_to_is_quarantined_when_another_holder_was_faster() -> None:
-    in_new_process(frozen_while_it_is_read_and_another_holder_is_there, UCX_TLS="tcp")
+    in_new_process(frozen_while_it_is_read_and_another_holder_is_there, UCX_TLS="tcp,cuda_copy")
 
 
 async def frozen_while_read_over_tcp() -> None:
@@ -175,4 +175,4 @@ async def frozen_while_read_over_tcp() -> None:
 
 
 def test_extents_that_a_frozen_owner_may_still_write_to_are_kept_until_it_has() -> None:
-    in_new_process(frozen_while_read_over_tcp, UCX_TLS="tcp")
+    in_new_process(frozen_while_read_over_tcp, UCX_TLS="tcp,cuda_copy")
