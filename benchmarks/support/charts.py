@@ -18,6 +18,7 @@ from benchmarks.support.chart_rows import (
     bar_with_limit,
     baseline_of,
     by_name,
+    groups_of,
 )
 from benchmarks.support.rows import Report, Row
 
@@ -49,13 +50,8 @@ def engines_gpu(report: Report) -> Chart:
     }
     systems |= {"peer": Series("hit in a peer's pool", SECOND.colour), "cold": Series("cache miss", ALONE.colour)}
     lengths = sorted(int(name.rpartition("_")[2]) for name in rows if name.startswith("ttft_own_ms_"))
-    groups = [
-        Group(
-            f"{length:,} tokens",
-            tuple(bar_of(series, rows[f"ttft_{key}_ms_{length}"]) for key, series in systems.items()),
-        )
-        for length in lengths
-    ]
+    labels = {f"ttft_*_ms_{length}": f"{length:,} tokens" for length in lengths}
+    groups = groups_of(rows, systems, labels)
     return Chart(title=f"TTFT on one {report.settings['gpu']}, 8 billion parameters", unit="ms", groups=groups)
 
 
@@ -90,18 +86,12 @@ def rivals(report: Report) -> Chart:
     """TTFT of hits of three systems."""
     rows = by_name(report)
     systems = {"lmkv": LMKV, "vllm_offloading": VLLM, "lmcache": LMCACHE}
-    groups = [
-        Group(
-            f"{tokens:,} tokens, {label}",
-            tuple(
-                bar_of(series, rows[name])
-                for key, series in systems.items()
-                if (name := f"{key}_{at}_ms_{tokens}") in rows
-            ),
-        )
+    labels = {
+        f"*_{at}_ms_{tokens}": f"{tokens:,} tokens, {label}"
         for tokens in (2049, 4097)
         for at, label in (("own", "hit in host memory"), ("peer", "hit at the other engine"))
-    ]
+    }
+    groups = groups_of(rows, systems, labels, skips_missing=True)
     return Chart(title="TTFT of a cache hit", unit="ms", groups=groups)
 
 
@@ -111,17 +101,8 @@ def multi_turn(report: Report) -> Chart:
     hinted = Series("lmkv with hints", "#8b6fc8")
     systems = {"alone": ALONE, "lmkv": LMKV, "lmkv_hints": hinted, "vllm_offload": VLLM, "lmcache": LMCACHE}
     turns = sorted({int(found[1]) for name in rows if (found := re.fullmatch(r"\w+_turn_(\d+)_ms", name))})
-    groups = [
-        Group(
-            f"turn {turn}",
-            tuple(
-                bar_of(series, rows[name])
-                for key, series in systems.items()
-                if (name := f"{key}_turn_{turn}_ms") in rows
-            ),
-        )
-        for turn in turns
-    ]
+    labels = {f"*_turn_{turn}_ms": f"turn {turn}" for turn in turns}
+    groups = groups_of(rows, systems, labels, skips_missing=True)
     title = f"TTFT by turn, {report.settings['users']} chats at a time"
     return Chart(title=title, unit="ms", groups=groups)
 
@@ -132,18 +113,12 @@ def agents(report: Report) -> Chart:
     systems = {"alone": ALONE, "lmkv": LMKV, "vllm_offload": VLLM, "lmcache": LMCACHE}
     routed = {"round_robin": Series("lmkv, two engines in turn", "#8b6fc8"), "kv_aware": LMKV}
     groups = [
-        Group(
-            f"{label}, {engines}",
-            tuple(
-                bar_of(series, rows[name])
-                for key, series in chosen.items()
-                if (name := f"{key}_ttft_{percent}_ms") in rows
-            ),
-        )
+        group
         for percent, label in (("p50", "median"), ("p99", "p99"))
         for chosen, engines in ((systems, "one engine"), (routed, "two engines"))
+        for group in groups_of(rows, chosen, {f"*_ttft_{percent}_ms": f"{label}, {engines}"}, skips_missing=True)
+        if group.bars
     ]
-    groups = [group for group in groups if group.bars]
     return Chart(title=f"TTFT, {report.settings['sessions']} sessions of coding agents", unit="ms", groups=groups)
 
 
@@ -171,13 +146,8 @@ def salts(report: Report) -> Chart:
         "other": Series("prompt of another tenant", LMKV.colour),
         "own": Series("own prompt", VLLM.colour),
     }
-    groups = [
-        Group(
-            f"policy {policy}",
-            tuple(Bar(((series, rows[f"{policy}_{kind}_ttft_ms"].value),)) for kind, series in kinds.items()),
-        )
-        for policy in ("tenant", "none")
-    ]
+    labels = {f"{policy}_*_ttft_ms": f"policy {policy}" for policy in ("tenant", "none")}
+    groups = groups_of(rows, kinds, labels)
     return Chart(title="TTFT behind a proxy that derives salts", unit="ms", groups=groups)
 
 
@@ -205,17 +175,8 @@ def routing(report: Report) -> Chart:
         "in_turn": Series("round robin", ALONE.colour),
     }
     counts = sorted({int(found[1]) for name in rows if (found := re.fullmatch(r"oracle_(\d+)_hit_rate", name))})
-    groups = [
-        Group(
-            f"{count} engines",
-            tuple(
-                bar_with_limit(rows[name], series)
-                for key, series in placements.items()
-                if (name := f"{key}_{count}_hit_rate") in rows
-            ),
-        )
-        for count in counts
-    ]
+    labels = {f"*_{count}_hit_rate": f"{count} engines" for count in counts}
+    groups = groups_of(rows, placements, labels, bar=bar_with_limit, skips_missing=True)
     return Chart(title="Hit tokens of all prompts' tokens", unit="%", groups=groups, limit="oracle placement")
 
 
@@ -227,17 +188,11 @@ def sglang(report: Report) -> Chart:
         "file": Series("SGLang's file backend", VLLM.colour),
         "mooncake": Series("Mooncake's store", LMCACHE.colour),
     }
-    groups = [
-        Group(
-            label,
-            tuple(
-                bar_of(series, rows[name])
-                for key, series in systems.items()
-                if (name := f"sglang_{key}_{at}_added_ms") in rows
-            ),
-        )
-        for at, label in (("own", "hit in the storage"), ("peer", "hit that another server has stored"))
-    ]
+    labels = {
+        "sglang_*_own_added_ms": "hit in the storage",
+        "sglang_*_peer_added_ms": "hit that another server has stored",
+    }
+    groups = groups_of(rows, systems, labels, skips_missing=True)
     return Chart(title="SGLang: TTFT beyond that of a hit in its own KV cache", unit="ms", groups=groups)
 
 

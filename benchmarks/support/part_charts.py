@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from benchmarks.support.bar_chart import Bar, Chart, Group, Series
-from benchmarks.support.chart_rows import ALONE, LMCACHE, LMKV, SECOND, VLLM, bar_of, bar_with_limit, by_name
+from benchmarks.support.chart_rows import ALONE, LMCACHE, LMKV, SECOND, VLLM, bar_of, bar_with_limit, by_name, groups_of
 from benchmarks.support.meanings import word
 from benchmarks.support.policy_table import hit_rates
 from benchmarks.support.rows import Report
@@ -19,7 +19,7 @@ def channels(report: Report) -> Chart:
     fetches = [row for row in report.rows if re.fullmatch(r"[a-z_]+_fetch_vs_\w+", row.name)]
     own_limit = {row.name.partition("_fetch")[0]: row for row in reversed(fetches)}  # the first row of each
     groups = [
-        Group(f"{name} (limit: {row.baseline})", (bar_with_limit(row),))
+        Group(f"{name} (limit: {row.baseline})", (bar_with_limit(LMKV, row),))
         for name in CHANNELS
         if (row := own_limit.get(name))
     ]
@@ -35,42 +35,29 @@ def hosts(report: Report) -> Chart:
 
 def kernels_cpu(report: Report) -> Chart:
     """Throughput of the copies between pages and chunks, beside memcpy."""
-    layouts = {
-        "": "vLLM's pages, whole tiles",
-        "_packed": "packed blocks of the CPU backend",
-        "_hnd": "blocks of 16, heads outside",
-        "_nhd": "blocks of 16, heads within tokens",
-        "_latent": "MLA latents",
+    labels = {
+        "host_*_vs_memcpy": "vLLM's pages, whole tiles",
+        "host_*_packed_vs_memcpy": "packed blocks of the CPU backend",
+        "host_*_hnd_vs_memcpy": "blocks of 16, heads outside",
+        "host_*_nhd_vs_memcpy": "blocks of 16, heads within tokens",
+        "host_*_latent_vs_memcpy": "MLA latents",
     }
-    rows, scatter = by_name(report), Series("chunks to pages", SECOND.colour)
-    gather = Series("pages to chunks, with checksum", LMKV.colour)
-    groups = [
-        Group(
-            label,
-            (
-                bar_with_limit(rows[f"host_gather{layout}_vs_memcpy"], gather),
-                bar_with_limit(rows[f"host_scatter{layout}_vs_memcpy"], scatter),
-            ),
-        )
-        for layout, label in layouts.items()
-    ]
+    copies = {
+        "gather": Series("pages to chunks, with checksum", LMKV.colour),
+        "scatter": Series("chunks to pages", SECOND.colour),
+    }
+    groups = groups_of(by_name(report), copies, labels, bar=bar_with_limit)
     return Chart(title="Copies on the host, throughput", unit="GB/s", groups=groups, limit="memcpy")
 
 
 def kernels_gpu(report: Report) -> Chart:
     """Throughput of stores and loads between pages on a GPU and pinned memory, beside plain copies."""
-    rows = by_name(report)
-    store, load = Series("store, with checksum", LMKV.colour), Series("load", SECOND.colour)
-    groups = [
-        Group(
-            label,
-            (
-                bar_with_limit(rows[f"gpu_store_{way}_vs_memcpy"], store),
-                bar_with_limit(rows[f"gpu_load_{way}_vs_memcpy"], load),
-            ),
-        )
-        for way, label in (("staged", "through a staging buffer"), ("direct", "by the kernel itself"))
-    ]
+    copies = {"store": Series("store, with checksum", LMKV.colour), "load": Series("load", SECOND.colour)}
+    labels = {
+        "gpu_*_staged_vs_memcpy": "through a staging buffer",
+        "gpu_*_direct_vs_memcpy": "by the kernel itself",
+    }
+    groups = groups_of(by_name(report), copies, labels, bar=bar_with_limit)
     return Chart(title="Between a GPU and the pool, throughput", unit="GB/s", groups=groups, limit="plain copy")
 
 
@@ -106,15 +93,12 @@ def eviction(report: Report) -> Chart:
 def scale(report: Report) -> Chart:
     """How long a coordinator takes to know a fleet, by number of nodes."""
     rows = by_name(report)
-    join, whole = Series("fleet starts", LMKV.colour), Series("coordinator killed and restarted", SECOND.colour)
+    starts = {
+        "join": Series("fleet starts", LMKV.colour),
+        "whole": Series("coordinator killed and restarted", SECOND.colour),
+    }
     counts = sorted({int(found[1]) for name in rows if (found := re.fullmatch(r"scale_join_s_(\d+)", name))})
-    groups = [
-        Group(
-            f"{count:,} nodes",
-            (bar_of(join, rows[f"scale_join_s_{count}"]), bar_of(whole, rows[f"scale_whole_s_{count}"])),
-        )
-        for count in counts
-    ]
+    groups = groups_of(rows, starts, {f"scale_*_s_{count}": f"{count:,} nodes" for count in counts})
     return Chart(title="Time until a coordinator knows every chunk", unit="s", groups=groups)
 
 
@@ -141,14 +125,12 @@ def tiers_disk(report: Report) -> Chart:
         "encrypted": Series("lmkv, encrypted", SECOND.colour),
         "nixl": Series("lmkv, NIXL", VLLM.colour),
     }
-    groups = [
-        Group(
-            f"{act}, {word(size)}",
-            tuple(bar_with_limit(rows[f"disk_{way}_{act}_{size}"], one) for way, one in series.items()),
-        )
+    labels = {
+        f"disk_*_{act}_{size}": f"{act}, {word(size)}"
         for size in ("512kib", "2mib", "8mib")
         for act in ("write", "read")
-    ]
+    }
+    groups = groups_of(rows, series, labels, bar=bar_with_limit)
     return Chart(title="Disk tier, throughput", unit="GB/s", groups=groups, limit="same files without a tier")
 
 
@@ -160,15 +142,13 @@ def tiers_remote(report: Report) -> Chart:
         "tier": LMKV,
         "encrypted": Series("lmkv, encrypted", SECOND.colour),
     }
-    groups = [
-        Group(
-            f"{word(store)}, {act}, {word(size)}",
-            tuple(bar_of(one, rows[f"{store}_{way}_{act}_cpu_{size}"]) for way, one in series.items()),
-        )
+    labels = {
+        f"{store}_*_{act}_cpu_{size}": f"{word(store)}, {act}, {word(size)}"
         for store in ("redis", "s3")
         for size in ("1mib", "8mib")
         for act in ("write", "read")
-    ]
+    }
+    groups = groups_of(rows, series, labels)
     return Chart(title="Remote tier, processor time of the node", unit="s/GB", groups=groups)
 
 
