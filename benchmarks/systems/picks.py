@@ -57,10 +57,11 @@ from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, Engine
 from lmkv_server.proxy.metrics import PickerMetrics
-from lmkv_server.proxy.picker.endpoints import Endpoints
+from lmkv_server.proxy.picker.endpoints import Endpoints, resolve
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by
@@ -203,13 +204,14 @@ async def _service(
         engine.instance_id = instance.instance_id
         engine.mark_healthy()
     metrics = PickerMetrics(engines)
-    lookup = KeyLookup([address], Credentials(), 5.0, metrics)
+    client = CoordinatorClient([address], Credentials(), 5.0)
+    lookup = KeyLookup(client, metrics)
     listing = asyncio.create_task(lookup.run())
     session = open_session()
     try:
         contexts = Credentials().client_contexts()
         monitor = HealthMonitor((), interval_seconds=1.0, timeout_seconds=1.0)
-        endpoints = Endpoints((), session, contexts, monitor, engines)
+        endpoints = Endpoints((), session, contexts, monitor, engines, resolve)
         endpoints.clients |= {engine: UpstreamClient(engine, session, contexts) for engine in engines}
         pool = EnginePool(engines, cost_by("kv_aware", 0), SessionAffinity(0))
         yield ExternalProcessorService(
@@ -225,6 +227,7 @@ async def _service(
         listing.cancel()
         await asyncio.gather(listing, return_exceptions=True)
         await lookup.aclose()
+        await client.aclose()
         await session.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 
@@ -23,6 +23,9 @@ RESOLVE_SECONDS = 2.0
 RESOLVE_TIMEOUT_SECONDS = 5.0
 MAX_ENGINES = 4096
 
+Resolve = Callable[[str], Awaitable[frozenset[str]]]
+"""The URLs of all addresses of a URL's host; empty if it cannot be resolved."""
+
 
 class Endpoints:
     """The engines at `urls`, and their clients. `run` must run: it resolves names, and checks the engines' health."""
@@ -34,6 +37,7 @@ class Endpoints:
         contexts: Reloadable[ssl.SSLContext],
         monitor: HealthMonitor,
         engines: list[Engine],
+        resolve: Resolve,
     ) -> None:
         """`engines` is changed in place."""
         self.engines = engines
@@ -42,6 +46,7 @@ class Endpoints:
         self._session = session
         self._contexts = contexts
         self._monitor = monitor
+        self._resolve = resolve
         self._addresses: dict[str, frozenset[str]] = {}
         """URLs of engines by configured URL, as last resolved."""
 
@@ -50,7 +55,7 @@ class Endpoints:
         watching: dict[Engine, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                for url, found in zip(self._urls, await asyncio.gather(*map(_resolve, self._urls)), strict=True):
+                for url, found in zip(self._urls, await asyncio.gather(*map(self._resolve, self._urls)), strict=True):
                     if found:  # else DNS fails, or no pod is ready: the health checks decide
                         self._addresses[url] = found
                 wanted = sorted(frozenset().union(*self._addresses.values()))[:MAX_ENGINES]
@@ -70,8 +75,8 @@ class Endpoints:
                 await asyncio.sleep(RESOLVE_SECONDS)
 
 
-async def _resolve(url: str) -> frozenset[str]:
-    """The URLs of all addresses of a URL's host; empty if it cannot be resolved."""
+async def resolve(url: str) -> frozenset[str]:
+    """Resolves by the system's resolver."""
     scheme, _, host_port = url.partition("://")
     host, _, port = host_port.rpartition(":")
     loop = asyncio.get_running_loop()

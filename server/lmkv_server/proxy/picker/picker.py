@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.certificates import CertificateEnd
+from lmkv.auth.credentials import Credentials
 from lmkv.config import PickerConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
@@ -31,10 +33,11 @@ from lmkv_server.proxy.app import ProxyApp, authenticated
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
-from lmkv_server.proxy.picker.endpoints import Endpoints
+from lmkv_server.proxy.picker.endpoints import Endpoints, Resolve, resolve
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by
@@ -49,12 +52,20 @@ MESSAGE_OVERHEAD_BYTES = 1 << 20
 """Headers and metadata of a message, beside its body."""
 READY_POLL_SECONDS = 0.1
 
+OpenClient = Callable[[Sequence[str], Credentials, float], CoordinatorClient]
+"""Makes the client of the coordinators: of their addresses, with credentials, and the timeout of lookups."""
+
 
 class Picker:
     """Serves `ext_proc` while it is entered. Entering raises `ConfigError` if a port cannot be bound."""
 
-    def __init__(self, config: PickerConfig) -> None:
-        """Raises `ConfigError` if no engine, or for its policy no coordinator, is configured."""
+    def __init__(
+        self, config: PickerConfig, *, open_client: OpenClient = CoordinatorClient, resolve: Resolve = resolve
+    ) -> None:
+        """`open_client` and `resolve` reach the coordinators and DNS.
+
+        Raises `ConfigError` if no engine, or for its policy no coordinator, is configured.
+        """
         config.check_complete()
         self.port = config.port
         """The bound gRPC port once it is entered."""
@@ -67,6 +78,8 @@ class Picker:
         """The registry of its metrics."""
         self.metrics.register(CertificateEnd(config.tls_cert))
         self._config = config
+        self._open_client = open_client
+        self._resolve = resolve
         self._is_closed = False
         self._checks = HealthService(["", LIVENESS, READINESS, SERVICE])
         self._lookup: KeyLookup | None = None
@@ -98,15 +111,11 @@ class Picker:
                 api_key=config.engine_api_key,
             )
             contexts = config.engine_tls.client_contexts()
-            endpoints = Endpoints(config.engines, session, contexts, monitor, self.engines)
+            endpoints = Endpoints(config.engines, session, contexts, monitor, self.engines, self._resolve)
             if config.policy == "kv_aware":
-                self._lookup = KeyLookup(
-                    config.coordinator_address,
-                    config.credentials,
-                    config.lookup_timeout,
-                    self._metrics,
-                    config.cluster_secret.encode(),
-                )
+                client = self._open_client(config.coordinator_address, config.credentials, config.lookup_timeout)
+                stack.push_async_callback(client.aclose)
+                self._lookup = KeyLookup(client, self._metrics, config.cluster_secret.encode())
                 stack.push_async_callback(self._lookup.aclose)
             pool = EnginePool(
                 self.engines, cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)

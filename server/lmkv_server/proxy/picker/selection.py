@@ -12,11 +12,12 @@ from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS
 from lmkv_server.proxy.picker.arriving_body import ArrivingBody
+from lmkv_server.proxy.routing.early_lookup import EarlyLookup
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
-from lmkv_server.proxy.routing.growing_chains import GrowingChains
-from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch
+from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.lookup import tokenize
 from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.routing.prefix_match import NO_MATCH, PrefixMatch
 from lmkv_server.proxy.routing.prompt import NotJson, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, forwarded_headers
 
@@ -65,15 +66,15 @@ class EnginePicker:
         excluded = [engine for engine in self._pool.engines if engine not in allowed]
         match, is_early = NO_MATCH, False
         if len(allowed) > 1:
-            chains = body.chains if isinstance(body, ArrivingBody) else None
-            early = self._early_match(prompt, chains)
-            is_early = early is not None and (
-                not early.is_open
+            early = body.early if isinstance(body, ArrivingBody) else None
+            found = early.match(prompt) if early is not None else None
+            is_early = found is not None and (
+                not found.is_open
                 or self._pool.is_certain(
-                    time.monotonic(), session=session, cached=early.cached, at_most=early.at_most, excluded=excluded
+                    time.monotonic(), session=session, cached=found.cached, at_most=found.at_most, excluded=excluded
                 )
             )
-            match = early if early is not None and is_early else await self._match(prompt, headers, chains)
+            match = found if found is not None and is_early else await self._match(prompt, headers, early)
         engine = self._pool.choose(time.monotonic(), session=session, cached=match.cached, excluded=excluded)
         if engine is None:
             raise NoHealthyEngine
@@ -82,25 +83,19 @@ class EnginePicker:
 
     def _count(self, match: PrefixMatch, instance_id: str, *, is_early: bool) -> None:
         """Records where a prompt goes, and counts what is held of it there."""
+        if self._lookup is None:
+            return
 
         def count(held: Mapping[str, int]) -> None:
             self._metrics.hit_tokens.inc(held.get(instance_id, 0))
 
-        if self._lookup is not None:
-            self._lookup.record(match, instance_id)
-        if self._lookup is not None and is_early:
+        self._lookup.record(match, instance_id)
+        if is_early:
             self._lookup.complete(match, count)
         else:
             count(match.held)
 
-    def _early_match(self, prompt: PromptRequest, chains: GrowingChains | None) -> PrefixMatch | None:
-        if self._lookup is None or chains is None:
-            return None
-        return self._lookup.early_match(prompt.token_count, prompt.model_name, prompt.cache_salt, chains)
-
-    async def _match(
-        self, prompt: PromptRequest, headers: Mapping[str, str], chains: GrowingChains | None
-    ) -> PrefixMatch:
+    async def _match(self, prompt: PromptRequest, headers: Mapping[str, str], early: EarlyLookup | None) -> PrefixMatch:
         """What instances hold of the prompt; nothing if that is not known."""
         tokens = prompt.tokens
         if self._lookup is None or (tokens is None and not (prompt.has_text and self._lookup.is_ready)):
@@ -118,9 +113,10 @@ class EnginePicker:
                     prompt.text_prompt,
                 )
             except (EngineFailed, EngineRejected, TimeoutError, msgspec.DecodeError, ValueError) as error:
-                self._lookup.failed(error)
+                self._lookup.failures.add(error)
                 return NO_MATCH
-        return await self._lookup.look_up(tokens, prompt.model_name, prompt.cache_salt, chains)
+        growing = early.chains if early is not None else None
+        return await self._lookup.look_up(tokens, prompt.model_name, prompt.cache_salt, growing)
 
 
 def address_of(engine: Engine) -> str:

@@ -94,6 +94,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
         except TimeoutError:
             self._metrics.requests.labels("timeout").inc()
         finally:
+            body.clear()
             load.close()
             admitted.close()
             self._metrics.held_bytes -= held_bytes

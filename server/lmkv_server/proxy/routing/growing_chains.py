@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.keys import KEY_BYTES
-from lmkv_server.proxy.routing.early_match import FIRST_KEYS, EarlyMatch
 from lmkv_server.proxy.routing.namespaces import ServedNamespace
 
 
@@ -30,10 +28,11 @@ class GrowingChains:
         self._cache_salt = cache_salt
         self._growing = [one.growing_keys(cache_salt, secret) for one in namespaces]
         self._token_count = 0
-        self._asked_count = 0
-        self.early: EarlyMatch | None = None
-        """The match of the last lookup that was answered while the prompt arrived."""
-        self._may_ask, self._is_closed = True, False
+
+    @property
+    def has_prefix_matches(self) -> bool:
+        """Whether in each namespace, of one or more, an instance holds a number of leading chunks, whatever follows."""
+        return bool(self._growing) and all(one.has_prefix_matches for one in self._growing)
 
     def add(self, tokens: NDArray[np.uint32]) -> None:
         """Takes the next tokens of the prompt."""
@@ -46,29 +45,9 @@ class GrowingChains:
         found = (self._token_count, self._cache_salt, self._namespaces)
         return found == (token_count, cache_salt, namespaces)
 
-    def ask(self) -> list[PromptKeys]:
-        """The keys of the full chunks so far in each namespace, if a lookup of them is due; otherwise nothing.
-
-        None is due before `answer` has got the match of the last one, or if that is the match of the whole prompt, too.
-        """
-        if not self._may_ask:
-            return []
-        keys = [one.full() for one in self._growing]
-        count = min(map(len, keys)) // KEY_BYTES
-        if count < max(FIRST_KEYS, 2 * self._asked_count) or not all(one.has_prefix_matches for one in self._growing):
-            return []
-        self._asked_count = count
-        self._may_ask = False
-        return self._named(keys)
-
-    def answer(self, match: EarlyMatch) -> None:
-        """Takes the match of the lookup that `ask` began."""
-        self.early = match
-        self._may_ask = bool(match.open_ids) and not self._is_closed
-
-    def stop_asking(self) -> None:
-        """No lookup is due any more: one has failed, or the prompt has arrived."""
-        self._may_ask, self._is_closed = False, True
+    def full(self) -> list[PromptKeys]:
+        """The keys of the full chunks so far in each namespace."""
+        return self._named([one.full() for one in self._growing])
 
     def all(self) -> list[PromptKeys]:
         """The keys in each namespace."""

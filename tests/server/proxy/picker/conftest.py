@@ -11,11 +11,13 @@ import httpx
 import pytest
 
 from lmkv.config import PickerConfig
+from lmkv_server.proxy.picker.endpoints import Resolve, resolve
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.picker.selection import address_of
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine, make_engine, stack
 from tests.server.proxy.picker.published import Gateway
+from tests.server.proxy.picker.watched_client import WatchedClient
 from tests.server.proxy.scripted_engine import ScriptedEngine
 
 __all__ = ["make_engine", "stack"]  # fixtures of the proxy's tests
@@ -26,10 +28,18 @@ MakePicker = Callable[..., Awaitable["Front"]]
 class Front:
     """A picker with a gateway, and a client of its HTTP port."""
 
-    def __init__(self, picker: Picker, channel: grpc.aio.Channel) -> None:
+    def __init__(self, picker: Picker, channel: grpc.aio.Channel, clients: Sequence[WatchedClient]) -> None:
+        """`clients` has the picker's client of the coordinators, if its policy needs one."""
         self.picker = picker
         self.channel = channel
         self.gateway = Gateway(channel)
+        self._clients = clients
+
+    @property
+    def client(self) -> WatchedClient:
+        """The picker's client of the coordinators."""
+        (client,) = self._clients
+        return client
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
@@ -61,7 +71,12 @@ def make_picker(make_engine: MakeEngine, stack: AsyncExitStack) -> MakePicker:
     """Starts a picker before the given engines, and waits until all are healthy."""
 
     async def make(
-        engines: list[ScriptedEngine], *, urls: Sequence[str] = (), healthy: bool = True, **settings: Any
+        engines: list[ScriptedEngine],
+        *,
+        urls: Sequence[str] = (),
+        healthy: bool = True,
+        resolve: Resolve = resolve,
+        **settings: Any,
     ) -> Front:
         defaults: dict[str, Any] = {
             "port": 0,
@@ -73,9 +88,15 @@ def make_picker(make_engine: MakeEngine, stack: AsyncExitStack) -> MakePicker:
         if "coordinator_address" not in settings:
             defaults["policy"] = "least_loaded"
         config = PickerConfig(**{**defaults, "engines": tuple(urls or (engine.url for engine in engines))} | settings)
-        picker = await stack.enter_async_context(Picker(config))
+        clients: list[WatchedClient] = []
+
+        def open_client(*arguments: Any) -> WatchedClient:
+            clients.append(WatchedClient(*arguments))
+            return clients[-1]
+
+        picker = await stack.enter_async_context(Picker(config, open_client=open_client, resolve=resolve))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(picker.address))
-        front = Front(picker, channel)
+        front = Front(picker, channel, clients)
         if healthy:
             await until(lambda: len(picker.engines) == len(engines) and all(one.is_healthy for one in picker.engines))
         return front

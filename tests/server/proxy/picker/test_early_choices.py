@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.keys import ChunkKey
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.proxy.routing import key_lookup
+from lmkv_server.proxy.routing import early_lookup
 from lmkv_server.proxy.routing.arriving_prompt import ArrivingPrompt
-from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
@@ -34,28 +33,6 @@ BODY = json.dumps({"model": MODEL, "prompt": TOKENS, "max_tokens": 1}).encode()
 PARTS = split(BODY, 12)
 
 
-def lookup_of(front: Front) -> KeyLookup:
-    """The picker's lookups."""
-    assert front.picker._lookup is not None
-    return front.picker._lookup
-
-
-class Asked:
-    """The lookups of a picker by their number of keys, and whether they are answered."""
-
-    def __init__(self, lookup: KeyLookup) -> None:
-        self.key_counts: list[int] = []
-        self.answers = asyncio.Event()
-        self.answers.set()
-        self._ask: Callable[[Sequence[LookupRequest]], Any] = lookup._look_up
-        lookup._look_up = self._look_up  # type: ignore[method-assign]
-
-    async def _look_up(self, requests: Sequence[LookupRequest]) -> Any:
-        self.key_counts += [len(one.chunk_keys) // 16 for one in requests]
-        await self.answers.wait()
-        return await self._ask(requests)
-
-
 @asynccontextmanager
 async def arriving(
     front: Front, body: Sequence[bytes] = PARTS
@@ -68,7 +45,8 @@ async def arriving(
             await exchange.send(request_body={"body": part})
             held_bytes += len(part) + reader.add(part).nbytes
         await until(lambda: front.metric("lmkv_picker_held_bytes") == held_bytes)
-        await until(lambda: not lookup_of(front)._tasks)
+        await asyncio.sleep(0)  # a lookup that is due begins
+        await until(lambda: not front.client.in_flight_count)
 
         async def end() -> str:
             await exchange.send(request_body={"body": body[-1], "end_of_stream": True})
@@ -83,18 +61,17 @@ async def test_the_engine_that_holds_the_prompt_is_picked_without_a_lookup_at_it
     engines = await some(make_engine)
     async with make("i-0", KEYS[:9], SPEC), make("i-1", KEYS, SPEC):
         front = await looking_up(make_picker, engines, coordinator.address)
-        asked = Asked(lookup_of(front))
         async with arriving(front) as (exchange, end):
-            early = list(asked.key_counts)
+            early = list(front.client.key_counts)
             assert early
             assert all(2 * first <= second for first, second in itertools.pairwise(early))
-            asked.answers.clear()
+            front.client.answers.clear()
             assert await end() == host_port(engines[1])
             assert await exchange.body() == BODY
             assert front.metric("lmkv_picker_lookup_hit_tokens_total") == 0
-            asked.answers.set()
+            front.client.answers.set()
             await until(lambda: front.metric("lmkv_picker_lookup_hit_tokens_total") == len(TOKENS))
-    assert asked.key_counts == [*early, len(KEYS)]
+    assert front.client.key_counts == [*early, len(KEYS)]
     assert front.metric("lmkv_picker_lookups_total", outcome="hit") == 1
     assert front.metric("lmkv_picker_lookup_asked_tokens_total") == len(TOKENS)
 
@@ -106,12 +83,11 @@ async def test_a_prompt_that_ends_otherwise_than_what_is_held_is_not_looked_up_a
     engines = await some(make_engine)
     async with make("i-1", KEYS[:held], SPEC):
         front = await looking_up(make_picker, engines, coordinator.address)
-        asked = Asked(lookup_of(front))
         async with arriving(front) as (_, end):
-            early = list(asked.key_counts)
+            early = list(front.client.key_counts)
             picked = await end()
     assert not held or picked == host_port(engines[1])
-    assert asked.key_counts == early
+    assert front.client.key_counts == early
     assert early[-1] > held
     assert front.metric("lmkv_picker_lookup_hit_tokens_total") == 16 * held
     assert front.metric("lmkv_picker_lookup_asked_tokens_total") == len(TOKENS)
@@ -122,14 +98,19 @@ async def test_where_the_end_of_the_prompt_decides_it_is_looked_up(
     coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker
 ) -> None:
     engines = await some(make_engine)
-    async with make("i-0", KEYS[:-9], SPEC), make("i-1", KEYS, SPEC), make("i-2", KEYS[:-10], SPEC):
+    prompts = [[first, *TOKENS[1:]] for first in range(3)]
+    keys = [keys_of(prompt, SPEC) for prompt in prompts]
+
+    def all_but(count: int) -> list[ChunkKey]:
+        return [key for of_one in keys for key in of_one[: len(of_one) - count]]
+
+    async with make("i-0", all_but(9), SPEC), make("i-1", all_but(0), SPEC), make("i-2", all_but(10), SPEC):
         front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
-        lookup_of(front)._recent.add = lambda *_: None  # type: ignore[method-assign]
-        asked = Asked(lookup_of(front))
-        for _ in range(3):  # with equal costs the engine would be picked whose turn it is
-            async with arriving(front) as (_, end):
+        for prompt in prompts:  # with equal costs the engine would be picked whose turn it is
+            body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
+            async with arriving(front, split(body, 12)) as (_, end):
                 assert await end() == host_port(engines[1])
-            assert asked.key_counts[-1] == len(KEYS)
+            assert front.client.key_counts[-1] == len(KEYS)
 
 
 async def test_an_old_lookup_is_made_again(
@@ -139,14 +120,13 @@ async def test_an_old_lookup_is_made_again(
     make_picker: MakePicker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(key_lookup, "MAX_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(early_lookup, "MAX_AGE_SECONDS", 0.0)
     engines = await some(make_engine, 2)
     async with make("i-1", KEYS[:1], SPEC):
         front = await looking_up(make_picker, engines, coordinator.address)
-        asked = Asked(lookup_of(front))
         async with arriving(front) as (_, end):
             assert await end() == host_port(engines[1])
-    assert asked.key_counts[-1] == len(KEYS)
+    assert front.client.key_counts[-1] == len(KEYS)
     assert front.metric("lmkv_picker_lookup_hit_tokens_total") == 16
 
 
@@ -158,9 +138,8 @@ async def test_salt_and_model_after_the_prompt_make_what_was_looked_up_void(
     body = split(json.dumps({"prompt": TOKENS, "model": MODEL, "cache_salt": "salt"}).encode(), 12)
     async with make("i-0", KEYS, SPEC), make("i-1", salted, SPEC):
         front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
-        asked = Asked(lookup_of(front))
         async with arriving(front, body) as (_, end):
-            assert asked.key_counts, "without a model the only spec is taken"
+            assert front.client.key_counts, "without a model the only spec is taken"
             assert await end() == host_port(engines[1])
 
 
@@ -170,15 +149,10 @@ async def test_lookups_that_fail_while_a_prompt_arrives_are_no_error(
     engines = await some(make_engine, 2)
     async with make("i-1", KEYS, SPEC):
         front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
-        asked = Asked(lookup_of(front))
-
-        async def time_out(_: Any) -> Any:
-            raise TimeoutError
-
-        answered, asked._ask = asked._ask, time_out
+        front.client.error = TimeoutError()
         async with arriving(front) as (_, end):
-            assert len(asked.key_counts) == 1, "after a failure none is due"
-            asked._ask = answered
+            assert len(front.client.key_counts) == 1, "after a failure none is due"
+            front.client.error = None
             assert await end() == host_port(engines[1])
 
 
@@ -188,10 +162,41 @@ async def test_a_picker_that_stops_leaves_no_lookup(
     engines = await some(make_engine, 2)
     async with make("i-1", KEYS, SPEC):
         front = await looking_up(make_picker, engines, coordinator.address)
-        asked = Asked(lookup_of(front))
         async with arriving(front) as (_, end):
-            asked.answers.clear()
+            front.client.answers.clear()
             assert await end() == host_port(engines[1])
-            assert len(lookup_of(front)._tasks) == 1
+            assert front.client.in_flight_count == 1
         await front.picker.aclose()
-        assert not lookup_of(front)._tasks
+        assert not front.client.in_flight_count
+
+
+async def test_a_request_that_ends_before_its_prompt_leaves_no_lookup(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker
+) -> None:
+    engines = await some(make_engine, 2)
+    async with make("i-1", KEYS, SPEC):
+        front = await looking_up(make_picker, engines, coordinator.address)
+        front.client.answers.clear()
+        async with front.gateway.exchange() as exchange:
+            await exchange.send_headers()
+            await exchange.send(request_body={"body": PARTS[0]})
+            await until(lambda: front.client.in_flight_count == 1)
+        await until(lambda: not front.client.in_flight_count)
+
+
+async def test_a_prompt_that_has_arrived_does_not_wait_for_the_lookup_of_its_begin(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker
+) -> None:
+    engines = await some(make_engine, 2)
+    async with make("i-1", KEYS, SPEC):
+        front = await looking_up(make_picker, engines, coordinator.address)
+        front.client.answers.clear()
+        async with front.gateway.exchange() as exchange:
+            await exchange.send_headers()
+            await exchange.send(request_body={"body": PARTS[0]})
+            await until(lambda: front.client.in_flight_count == 1)
+            await exchange.send(request_body={"body": b"".join(PARTS[1:]), "end_of_stream": True})
+            await until(lambda: front.client.key_counts[-1] == len(KEYS))
+            await until(lambda: front.client.in_flight_count == 1, "only that of the whole prompt is in flight")
+            front.client.answers.set()
+            assert endpoint_of(await exchange.answer()) == host_port(engines[1])

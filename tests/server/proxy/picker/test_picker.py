@@ -72,9 +72,8 @@ async def test_each_address_of_a_name_is_an_engine_as_long_as_it_has_it(
     async def resolve(_: str) -> frozenset[str]:
         return frozenset(found)
 
-    monkeypatch.setattr(endpoints, "_resolve", resolve)
     monkeypatch.setattr(endpoints, "RESOLVE_SECONDS", 0.01)
-    front = await make_picker(engines[:1], healthy=False, urls=("http://vllm-pods:8000",))
+    front = await make_picker(engines[:1], healthy=False, urls=("http://vllm-pods:8000",), resolve=resolve)
 
     async def healthy(expected: list[Any]) -> None:
         addresses = sorted(map(host_port, expected))
@@ -89,9 +88,9 @@ async def test_each_address_of_a_name_is_an_engine_as_long_as_it_has_it(
 
 
 async def test_an_address_is_resolved_to_itself_and_an_unknown_name_to_nothing() -> None:
-    assert await endpoints._resolve("http://127.0.0.1:8000") == {"http://127.0.0.1:8000"}
-    assert await endpoints._resolve("https://[::1]:8000") == {"https://[::1]:8000"}
-    assert await endpoints._resolve("http://no-such-host.invalid:8000") == frozenset()
+    assert await endpoints.resolve("http://127.0.0.1:8000") == {"http://127.0.0.1:8000"}
+    assert await endpoints.resolve("https://[::1]:8000") == {"https://[::1]:8000"}
+    assert await endpoints.resolve("http://no-such-host.invalid:8000") == frozenset()
 
 
 def test_what_is_missing_in_the_configuration_is_named() -> None:

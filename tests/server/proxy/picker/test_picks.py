@@ -9,7 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
+from lmkv.v1.registry_service_pb2 import ListInstancesRequest
+from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.proxy.routing.namespaces import Namespaces
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
@@ -39,9 +42,7 @@ async def looking_up(
     """A picker that knows the specs of a model or an adapter."""
     settings = {"coordinator_address": (address,), "cluster_secret": "hush"} | settings
     front = await make_picker(engines, **settings)
-    lookup = front.picker._lookup
-    assert lookup is not None
-    await until(lambda: lookup._namespaces is not None and bool(lookup._namespaces.of(model)))
+    await until(lambda: bool(Namespaces(front.client.listed).of(model)))
     return front
 
 
@@ -198,33 +199,36 @@ async def test_without_a_coordinator_requests_are_picked_by_load(
 
 
 async def test_a_coordinator_that_hangs_costs_no_more_than_the_lookup_timeout(
-    make: Make, coordinator: Coordinator, make_engine: MakeEngine, make_picker: MakePicker
+    make: Make, channel: grpc.aio.Channel, make_engine: MakeEngine, make_picker: MakePicker
 ) -> None:
+    list_instances: Any = RegistryServiceStub(channel).ListInstances
+
+    async def forward(request: bytes, _: Any) -> bytes:
+        answer: bytes = (await list_instances(ListInstancesRequest.FromString(request))).SerializeToString()
+        return answer
+
     async def swallow(_: Any, __: Any) -> Any:
         await asyncio.get_running_loop().create_future()
         yield b""
 
-    handler = grpc.method_handlers_generic_handler(
-        "lmkv.v1.CacheService", {"LookupStream": grpc.stream_stream_rpc_method_handler(swallow)}
-    )
+    methods = {
+        "lmkv.v1.RegistryService": {"ListInstances": grpc.unary_unary_rpc_method_handler(forward)},
+        "lmkv.v1.CacheService": {"LookupStream": grpc.stream_stream_rpc_method_handler(swallow)},
+    }
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler,))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(*one) for one in methods.items()])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     engines = await some(make_engine, 2)
-    async with make("i-1", keys_of(TOKENS, SPEC)[:3], SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, lookup_timeout=0.05)
-        lookup = front.picker._lookup
-        assert lookup is not None
-        lookup._coordinators = type(lookup._coordinators)([f"127.0.0.1:{port}"])
-        lookup._channels[f"127.0.0.1:{port}"] = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        try:
+    try:
+        async with make("i-1", keys_of(TOKENS, SPEC)[:3], SPEC):
+            front = await looking_up(make_picker, engines, f"127.0.0.1:{port}", lookup_timeout=0.05)
             for _ in range(5):
                 await front.gateway.pick(body(prompt=TOKENS))
             assert front.metric("lmkv_picker_lookups_total", outcome="failed") >= 3
             assert front.metric("lmkv_picker_lookups_total", outcome="skipped") >= 1, "further requests do not wait"
-        finally:
-            await server.stop(0)
+    finally:
+        await server.stop(0)
 
 
 async def test_lookups_in_flight_do_not_mix(
