@@ -75,7 +75,7 @@ def _engine(engine: Engine) -> str:
         f'<td><span class="reports" data-state="{state}"><span class="dot"></span>'
         f'<span class="word">{text}</span></span></td>'
         f"<td data-minor>{escape(engine.role)}</td><td data-minor>{escape(served)}</td>"
-        f'<td class="number">{_hits(engine.hits)}</td><td class="number">{median}</td>'
+        f'<td class="number">{_hits(engine.hits if engine.is_healthy else None)}</td><td class="number">{median}</td>'
         f'<td class="number" data-minor>{p99}</td><td class="number">{engine.in_flight_count}</td>'
     )
     return f'<tr><th scope="row">{_address(engine.url)}{failure}</th>{cells}</tr>'

@@ -107,6 +107,9 @@ async def test_it_shows_hit_rate_ttft_load_and_health_of_each_engine(
     assert await page.evaluate("document.documentElement.scrollWidth") <= 390
     await engines[1].stop()
     await expect(page.locator("#engines tr").nth(1).locator(".failure")).to_contain_text("cannot be reached")
+    await engines[0].stop()
+    await expect(cells.first).to_have_text("unhealthy")
+    await expect(cells.nth(1)).to_have_text("–")  # not the rate it had
     await page.close()
 
 

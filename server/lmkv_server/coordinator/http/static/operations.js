@@ -13,8 +13,9 @@ export function showOperations(fleet) {
   keyed(byId("operations"), operations, (operation) => operation.name, () => makeRow(fleet));
   show(byId("operations-empty"), operations.length === 0);
   setText(byId("operations-count"), operations.length ? `the newest ${count(operations.length)}` : "");
-  for (const { name, kind, state } of operations) {
-    if (known.get(name) === "running" && state !== "running") announce(`A ${kind} is ${WORDS[state]}`);
+  for (const operation of operations) {
+    const { name, state } = operation;
+    if (known.get(name) === "running" && state !== "running") announce(`A ${kindOf(operation)} is ${WORDS[state]}`);
   }
   known.clear();
   for (const { name, state } of operations) known.set(name, state);
@@ -26,6 +27,7 @@ export function route({ source, destination, where }) {
   return source && destination ? `${place(source)} → ${place(destination)}` : "of an earlier coordinator";
 }
 
+const kindOf = ({ kind, dryRun }) => (dryRun ? `dry run of a ${kind}` : kind);
 const place = (position) => `${position.instanceId} / ${tierName(position.tier)}`;
 
 function makeRow(fleet) {
@@ -61,19 +63,19 @@ function makeRow(fleet) {
 
   function update(operation) {
     name = operation.name;
-    setText(kind, operation.dryRun ? "dry run" : operation.kind);
-    setText(title, route(operation));
+    setText(kind, operation.kind);
+    setText(title, operation.dryRun ? `${route(operation)} (dry run)` : route(operation));
     setAttribute(title, "title", operation.name);
     setText(state, WORDS[operation.state]);
     setAttribute(state, "data-state", operation.state);
-    setAttribute(bar, "aria-label", `${operation.kind} ${route(operation)}`);
+    setAttribute(bar, "aria-label", `${kindOf(operation)} ${route(operation)}`);
     setAttribute(bar, "aria-valuemax", operation.total);
     setAttribute(bar, "aria-valuenow", operation.reached);
     setProperty(bar, "--fill", `${operation.total ? (100 * operation.reached) / operation.total : 0}%`);
     setAttribute(bar, "data-tier", operation.destination ? tierName(operation.destination.tier) : null);
     show(bar, !operation.done);
     setText(facts, factsOf(operation));
-    setAttribute(cancel, "aria-label", `Cancel the ${operation.kind} ${route(operation)}`);
+    setAttribute(cancel, "aria-label", `Cancel the ${kindOf(operation)} ${route(operation)}`);
     show(cancel, !operation.done);
     const message = operation.done ? operation.error : refusal;
     setText(problem, message);

@@ -57,7 +57,8 @@ function showFigures() {
   setText(byId("figure-chunks"), count(sum("chunkCount")));
   setText(byId("figure-used"), tiers.length ? bytesOf(sum("usedBytes"), sum("capacityBytes")) : "no tier yet");
   setText(byId("figure-hits"), fleet.lookups ? percent(fleet.hits, fleet.lookups) : "–");
-  setText(byId("figure-lookups"), fleet.lookups ? `of ${counted(fleet.lookups, "lookup")} since its start` : "no lookups yet");
+  const lookups = `of ${counted(fleet.lookups, "lookup")} since this coordinator started`;
+  setText(byId("figure-lookups"), fleet.lookups ? lookups : "no lookups yet");
   setText(byId("figure-running"), count(running));
   setText(byId("figure-ended"), `${count(fleet.operations.length - running)} ended lately`);
 }

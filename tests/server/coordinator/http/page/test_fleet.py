@@ -84,6 +84,13 @@ async def test_instances_are_shown_with_their_tiers_and_what_keeps_them_apart(
         )
         await expect(page.locator("#figure-instances")).to_have_text("4")
         await expect(page.locator("#figure-chunks")).to_have_text("1,245")
+        await expect(page.locator("#figure-lookups")).to_have_text("no lookups yet")
+        await look_up(page)
+        await expect(page.locator("#figure-lookups")).to_have_text(
+            re.compile(
+                r"^of \d+ lookups? since this coordinator started$"
+            )  # the page repeats lookups when chunks change
+        )
 
 
 async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(
