@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -20,6 +21,14 @@ from vllm.v1.kv_cache_interface import (
 
 BLOCK = 32
 CHUNK = 64
+HAS_GROUPS = hasattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens")
+"""Whether lmkv serves more than one KV-cache group of full attention under this vLLM: since 0.32."""
+
+
+def require_groups() -> None:
+    """Skips the test under a vLLM without what such groups need."""
+    if not HAS_GROUPS:
+        pytest.skip("vLLM 0.31: one KV-cache group of full attention")
 
 
 def full(block_size: int = BLOCK) -> KVCacheSpec:
@@ -83,17 +92,20 @@ MODELS = {
 
 def kv_cache_config(model: SimulatedModel, vllm_config: VllmConfig, block_count: int) -> KVCacheConfig:
     """What vLLM would make of the groups of this model, with `block_count` pages. Adapts vLLM's configuration to it."""
+    if model != PLAIN:
+        require_groups()
     groups = [KVCacheGroupSpec([f"layer.{index}"], cache) for index, cache in enumerate(model.caches)]
     result = KVCacheConfig(num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=groups)
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks = block_count
     cache_config.block_size = min(cache.block_size for cache in model.caches)
     cache_config.mamba_cache_mode = "align" if model.has_states else "none"
-    alignment, hash_block_size = resolve_kv_cache_block_sizes(result, vllm_config)
-    result.hash_block_size = hash_block_size
-    result.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-        result, vllm_config, alignment, hash_block_size
-    )
+    alignment, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(result, vllm_config)
+    if HAS_GROUPS:
+        result.hash_block_size = hash_block_size
+        result.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+            result, vllm_config, alignment, hash_block_size
+        )
     return result
 
 

@@ -28,6 +28,7 @@ from lmkv_client.demo.model import make_model
 from lmkv_client.model_identity import shared_identity
 from lmkv_kernels import token_rows
 from tests.client.connector.conftest import make_vllm_config
+from tests.client.connector.simulated_models import require_groups
 
 LAYERS = 4
 
@@ -171,6 +172,7 @@ STATES = kinds.MambaSpec(block_size=256, shapes=((2, 64), (3, 8)), dtypes=(torch
 
 
 def groups_of(*groups: tuple[KVCacheSpec, list[str]], hit_alignment: int | None = None) -> KVCacheConfig:
+    require_groups()
     return KVCacheConfig(
         num_blocks=8,
         kv_cache_tensors=[],
@@ -217,6 +219,7 @@ def test_a_model_whose_layers_all_slide_has_one_part_that_is_not_plain(tiny_conf
 
 
 def test_two_groups_of_full_attention_are_one_part_that_is_not_plain(tiny_config: VllmConfig) -> None:
+    require_groups()
     """vLLM handles a failed load by request where it has several groups, so that hits are all or nothing."""
     spec = spec_of(tiny_config, cache_config(groups=2))
     assert (len(spec.parts), spec.rule, spec.has_plain_parts) == (1, PART_RULE_ALL, False)

@@ -27,6 +27,7 @@ SINCE = {
     "vllm.v1.metrics.cache_hit_source": (0, 32),
     f"{BASE}.get_external_cache_hit_sources": (0, 32),
     f"{SPECS}.KVCacheConfig.cache_hit_alignment_tokens": (0, 32),
+    f"{SPECS}.KVCacheConfig.hash_block_size": (0, 32),
     "vllm.v1.engine.core.EngineCore.set_weight_version": (0, 32),
     "vllm.v1.kv_hints.KvHintsEnvelope": (0, 32),
     "vllm.v1.kv_hints.KvHintAction": (0, 32),
