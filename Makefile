@@ -4,10 +4,12 @@ BIN := .venv/bin
 STAMP := .venv/.lmkv-setup
 RAY_STAMP := .venv-ray/.lmkv-setup
 SGLANG_STAMP := .venv-sglang/.lmkv-setup
+VLLM_PREVIOUS_STAMP := .venv-vllm-previous/.lmkv-setup
 PROTOS := $(wildcard protos/lmkv/v1/*.proto)
 NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
 IMAGES ?= ghcr.io/lmkv
+CHARTS ?= oci://$(IMAGES)/charts
 TARGETS ?=
 VERSION := $(shell sed -n 's/^version = "\([0-9].*\)"/\1/p' pyproject.toml)
 BUF ?= $(shell test -x .buf/node_modules/.bin/buf && echo .buf/node_modules/.bin/buf || echo buf)
@@ -16,7 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang demo test test-models test-cpp-engine test-envoy test-ray test-sglang chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-reproducible cluster chart version verify \
+.PHONY: help setup setup-ray setup-sglang setup-vllm-previous demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster chart chart-publish release-publish version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
@@ -42,6 +44,12 @@ $(SGLANG_STAMP): $(STAMP) pyproject.toml scripts/setup-sglang
 	@scripts/setup-sglang
 	@touch $@
 
+setup-vllm-previous: $(VLLM_PREVIOUS_STAMP) ## install the oldest supported vLLM for CPUs into .venv-vllm-previous, on top of .venv
+
+$(VLLM_PREVIOUS_STAMP): $(STAMP) pyproject.toml scripts/setup-vllm-previous
+	@scripts/setup-vllm-previous
+	@touch $@
+
 demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
@@ -65,6 +73,10 @@ test-ray: $(RAY_STAMP) ## run the tests with Ray Serve
 
 test-sglang: $(SGLANG_STAMP) ## run the tests with SGLang
 	@.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+
+test-vllm-previous: $(VLLM_PREVIOUS_STAMP) ## run the connector's tests, and engines, with the oldest supported vLLM
+	@.venv-vllm-previous/bin/python -m pytest -n 2 --dist loadscope tests/client/connector tests/client/test_plugin.py \
+		tests/engines/test_outputs.py $(ARGS)
 
 benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an idle machine
 	@$(BIN)/python -m benchmarks --quick $(ARGS)
@@ -124,6 +136,9 @@ fix-locks: build/tools/audit ## resolve the hash-locked packages of the images a
 images: ## build the container images with Docker or buildah; IMAGES=ghcr.io/lmkv names their registry, TARGETS="lmkv" selects
 	@python3 scripts/images --registry $(IMAGES) --version $(VERSION) $(TARGETS)
 
+images-publish: ## push the images that are built to their registry; IMAGES and TARGETS as above, ARGS=--dry-run shows them
+	@python3 scripts/images --publish --registry $(IMAGES) --version $(VERSION) $(TARGETS) $(ARGS)
+
 images-reproducible: ## build images twice with buildah and compare them byte by byte; TARGETS="lmkv" selects
 	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
@@ -132,6 +147,12 @@ cluster: $(STAMP) ## build the images, run the chart's pods with Podman and chec
 
 chart: build/tools/chart ## lint the Helm chart and package it into dist/
 	@build/tools/chart/bin/python scripts/chart
+
+chart-publish: build/tools/chart ## push the chart in dist/ to CHARTS=oci://ghcr.io/lmkv/charts; ARGS=--dry-run shows it
+	@build/tools/chart/bin/python scripts/chart --publish $(CHARTS) --version $(VERSION) $(ARGS)
+
+release-publish: ## create the GitHub release of the version's tag with all files in dist/; ARGS=--dry-run shows it
+	@python3 scripts/release --version $(VERSION) $(ARGS)
 
 version: ## print lmkv's version
 	@echo $(VERSION)

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.promises.conftest import ROOT
+from tests.promises.conftest import BIN, ROOT, Run
 
 ACTIONLINT = Path(sys.executable).with_name("actionlint")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 NAMES = {"audit", "chart", "docs", "images", "nightly", "release", "test", "vllm", "wheels"}
+PUBLISHES = re.compile(
+    r"\b(?:buildah|cargo|crane|docker|git|helm|npm|oras|podman)\b[^\n;&|]*?\b(?:push|publish)\b"
+    r"|\b(?:gh (?:api|release)|mike|skopeo copy|twine)\b"
+)
+"""Commands that publish."""
+PUBLISHING_ACTIONS = {"pypa/gh-action-pypi-publish"}
+"""Actions that publish: PyPI trusts the workflow `release` alone, which therefore needs no password."""
 
 
 def steps(workflow: Path) -> list[dict[str, Any]]:
@@ -59,22 +66,58 @@ def test_workflows_call_the_targets_of_the_makefile() -> None:
     assert called >= {
         "audit",
         "chart",
+        "chart-publish",
         "docs",
+        "docs-publish",
         "fuzz",
         "histories",
         "images",
+        "images-publish",
+        "release-publish",
         "sdist",
         "setup",
         "soak",
         "test",
         "test-envoy",
         "test-sglang",
+        "test-vllm-previous",
         "verify",
         "verify-vllm",
         "wheels",
     }
     assert called <= targets
     assert not re.search(r"\b(?:pytest|mypy|ruff|mkdocs|cibuildwheel|docker build)\b", scripts)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_publish_by_targets_that_people_can_use(workflow: Path) -> None:
+    assert PUBLISHES.findall("\n".join(step.get("run", "") for step in steps(workflow))) == []
+    actions = {step["uses"].partition("@")[0] for step in steps(workflow) if "uses" in step}
+    assert {each for each in actions if re.search("publish|push|release", each)} <= PUBLISHING_ACTIONS
+
+
+@pytest.mark.parametrize(
+    ("script", "publishes"),
+    [
+        ("make images-publish IMAGES=ghcr.io/lmkv", False),
+        ('make docs-publish ARGS="main"', False),
+        ("docker login ghcr.io", False),
+        ("docker pull a; echo push", False),
+        ('docker push "$REGISTRY/lmkv:1"', True),
+        ("docker buildx build --push .", True),
+        ("helm push dist/lmkv.tgz oci://ghcr.io/lmkv/charts", True),
+        ("gh release create v1 dist/*", True),
+        ("python -m twine upload dist/*", True),
+        ("git -C site push origin gh-pages", True),
+        ("mike deploy --push main", True),
+    ],
+)
+def test_a_command_that_publishes_is_found(script: str, publishes: bool) -> None:
+    assert bool(PUBLISHES.search(script)) == publishes
+
+
+def test_the_hooks_are_valid(run: Run) -> None:
+    run(BIN / "pre-commit", "validate-config", ".pre-commit-config.yaml")
 
 
 def test_issue_templates_owners_and_hooks_refer_to_what_exists() -> None:
