@@ -285,7 +285,7 @@ Installs a fleet: a coordinator, a node on each host or in each engine's pod, an
 [docs/operate/kubernetes.md](../../docs/operate/kubernetes.md) explains how they work together.
 
 ```
-make images IMAGES=REGISTRY      lmkv, lmkv-node and lmkv-vllm; push them to the registry
+make images images-publish IMAGES=REGISTRY TARGETS="lmkv lmkv-node lmkv-vllm"
 helm install lmkv helm/lmkv --namespace lmkv --create-namespace --set image.registry=REGISTRY
 helm test lmkv --namespace lmkv --logs
 ```

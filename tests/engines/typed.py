@@ -102,8 +102,10 @@ class Shell:
         for host, own in HOSTS.items():
             line = line.replace(host, own)
         server = SERVER.match(line)
+        if server or line.startswith("vllm "):
+            line = line.split("    #")[0]
         if line.startswith("vllm ") and "--port" not in line:  # the default is 8000
-            line = line.split("    #")[0] + f" --port {self._ports['8000']}"
+            line += f" --port {self._ports['8000']}"
         if server is None:
             return line
         port = re.findall(r"--port (\d+)", line)[0]

@@ -198,7 +198,7 @@ def test_every_extra_and_group_that_pages_and_scripts_install_exists(root: Path,
     for folder in PACKAGES.values():
         text += "\n".join(file.read_text() for file in (root / folder).rglob("*.py"))
     extras = {each for names in re.findall(r"(?:\blmkv|'\.|whl\))\[([a-z0-9,-]+)\]", text) for each in names.split(",")}
-    groups = set(re.findall(r"--group[ =]([a-z]+)", text))
+    groups = set(re.findall(r"--group[ =]([a-z-]+)", text))
     assert {"vllm", "cpu", "nixl"} <= extras
     assert extras <= pyproject["project"]["optional-dependencies"].keys()
     assert {"dev"} <= groups <= pyproject["dependency-groups"].keys()

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from tests.promises.commands import bash_blocks, command_lines, takes
-from tests.promises.get_started import NOT_RUN, PAGES, ROOT, not_run
+from tests.promises.conftest import Run
+from tests.promises.get_started import NOT_RUN, PAGES, ROOT, RUN_BY_CI, is_run_by_ci, not_run
 
 CHECKED = ("cd", "curl", "docker", "git", "helm", "kubectl", "lmkv", "make", "python", "vllm")
 """Programs whose command lines are checked here or by `test_typed_commands.py`, and those that every host has."""
@@ -33,6 +34,24 @@ def test_every_reason_not_to_run_a_block_is_about_one() -> None:
     blocks = [(page, block) for page in PAGES for block in bash_blocks(page)]
     for name, words in NOT_RUN:
         assert any(page.name == name and block[0].startswith(words) for page, block in blocks), f"{name}: {words}"
+
+
+def test_ci_runs_what_leads_from_an_empty_folder_to_the_demo_and_the_tests(
+    root: Path, run: Run, tmp_path: Path
+) -> None:
+    """In a clone as `git clone` makes it, which is made here of this repository."""
+    blocks = [(page, block) for page in PAGES for block in bash_blocks(page) if is_run_by_ci(page, block)]
+    assert {page.name: block[0] for page, block in blocks}.keys() == RUN_BY_CI.keys()
+    typed = [re.split(r" +#", line)[0] for _, block in blocks for line in block]
+    script = (root / ".ci/run").read_text()
+    made = [line for line in typed if line.startswith("make ")]
+    assert {line for line in made if not re.search(rf"^{line}\b", script, re.MULTILINE)} == set()
+    assert {"make demo", "make test"} <= set(made)
+    (clone, enter) = (line for line in typed if line not in made)
+    here = f'git -c url."{root}".insteadOf=https://github.com/lmkv/lmkv'
+    shown = run("bash", "-ec", f"{clone.replace('git', here, 1)}\n{enter}\nmake -n demo", cwd=tmp_path).stdout
+    assert shown.splitlines()[0] == "scripts/setup"
+    assert shown.splitlines()[-1].strip() == ".venv/bin/lmkv demo"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
