@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.cluster.checks import helm_test
 from tests.cluster.fleet import engine_values
 from tests.cluster.images import ROOT, parts
 from tests.helm.chart import render
-from tests.promises.commands import command_lines
+from tests.promises.commands import command_lines, make
 
 PAGE = ROOT / "docs" / "get-started" / "kubernetes.md"
 CASE = CASES["default"]
@@ -59,15 +58,10 @@ def test_its_images_are_those_that_the_page_builds_and_pushes() -> None:
     (typed,) = command_lines(PAGE, "make")
     names = typed[-1].removeprefix("TARGETS=").split()
     assert {CPU.get(name, name) for name in names} == made
-    build, push = run_make("--dry-run", *typed[1:]).splitlines()
+    build, push = make("--dry-run", *typed[1:]).stdout.splitlines()
     assert '"scripts" / "images"' in (ROOT / "tests/cluster/images.py").read_text()
     assert re.search(rf"scripts/images --registry REGISTRY --version \S+ {' '.join(names)}", build)
     assert re.search(rf"scripts/images --publish --registry REGISTRY --version \S+ {' '.join(names)}", push)
-
-
-def run_make(*arguments: str) -> str:
-    done = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.strip()
 
 
 def test_it_runs_the_tests_of_the_chart_as_the_page_does() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -32,6 +35,25 @@ def command_lines(page: Path, program: str) -> list[list[str]]:
 def bash_blocks(page: Path) -> list[list[str]]:
     """The lines of each `bash` block of a page, with lines that end in a backslash joined."""
     return [joined(block) for block in BASH.findall(page.read_text())]
+
+
+def make(
+    *arguments: str, cwd: Path = ROOT, timeout_seconds: float = 60.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `make` as people do, not as a part of the `make` that runs the tests; fails with its output if it fails."""
+    outer = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON")
+    environment = {name: value for name, value in os.environ.items() if name not in outer} | variables
+    done = subprocess.run(
+        ["make", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def joined(block: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 
 from lmkv_client.plugin import OLDEST_VLLM
 from lmkv_kernels.cuda import images
+from tests.promises.commands import make
 from tests.promises.conftest import ROOT
 
 if TYPE_CHECKING:
@@ -86,10 +86,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         pytest.skip("make wheel builds for the Python of .venv")
     # What the environment was made of may be newer than it; the test must not install anything into it.
-    make = ["make", "--assume-old=.venv/.lmkv-setup", "wheel"]
-    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"} | {"DIST": str(folder)}
-    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    make("--assume-old=.venv/.lmkv-setup", "wheel", timeout_seconds=900, DIST=str(folder))
     return folder
 
 

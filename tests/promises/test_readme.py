@@ -16,7 +16,7 @@ import helm_python
 import pytest
 import yaml
 
-from tests.promises.commands import bash_blocks, command_lines, takes
+from tests.promises.commands import bash_blocks, command_lines, make, takes
 from tests.promises.conftest import Run
 from tests.promises.get_started import NOT_RUN, PAGES, ROOT, RUN_BY_CI, is_run_by_ci, not_run
 
@@ -49,7 +49,8 @@ def test_ci_runs_what_leads_from_an_empty_folder_to_the_demo_and_the_tests(
     assert {"make demo", "make test"} <= set(made)
     (clone, enter) = (line for line in typed if line not in made)
     here = f'git -c url."{root}".insteadOf=https://github.com/lmkv/lmkv'
-    shown = run("bash", "-ec", f"{clone.replace('git', here, 1)}\n{enter}\nmake -n demo", cwd=tmp_path).stdout
+    run("bash", "-ec", clone.replace("git", here, 1), cwd=tmp_path)
+    shown = make("-n", "demo", cwd=tmp_path / enter.removeprefix("cd ")).stdout
     assert shown.splitlines()[0] == "scripts/setup"
     assert shown.splitlines()[-1].strip() == ".venv/bin/lmkv demo"
 
