@@ -113,14 +113,14 @@ def attach(socket_path: Path | str, engine_id: str, rank: int, epoch: int, timeo
 def _attached(received: ReceivedFd, socket_path: Path | str, epoch: int) -> AttachedPool:
     try:
         return AttachedPool(_map(received.fd, received.fields, epoch), received.connection)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # the last for a size that no file has
         received.connection.close()
         raise Unreachable(f"no pool from the node at {socket_path}: {error}", socket=socket_path) from None
 
 
 def _map(fd: int, fields: Fields, epoch: int) -> Pool:
     size_bytes = fields.get("size_bytes")
-    if fields.get("epoch") != epoch or not isinstance(size_bytes, int):
+    if fields.get("epoch") != epoch or not isinstance(size_bytes, int) or size_bytes <= 0:
         os.close(fd)
         raise ValueError(f"the answer {fields} is not the pool of epoch {epoch}")
     return Pool.attach(fd, size_bytes)

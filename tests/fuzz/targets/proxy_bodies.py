@@ -50,6 +50,7 @@ SEEDS = [
     b"\1"
     + _body(prompt=None, messages=[{"role": "user", "content": [{"type": "image_url"}]}], max_completion_tokens=5),
     b"\1" + _body(messages=[{"content": "hi"}], min_tokens="1", stream_options=[], response_format={"type": "text"}),
+    b"\1" + _body(messages=[{"content": "hi"}], min_tokens="1")[:-1] + b', "": 1}',
     b"\0" + b'{"a":' * 400 + b"1" + b"}" * 400,
     b'\0{"prompt": [1, 2.5], "prompt": [3]}',
     b'\0{"x": "\\"prompt\\": [1]", "prompt": [1 ,2, 4294967295]}',

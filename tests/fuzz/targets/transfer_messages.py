@@ -35,6 +35,8 @@ SEEDS = [
     b'\2{"engine_id": "e", "rank": 0, "epoch": 7}\n',
     b'\2{"engine_id": "e", "rank": -1, "epoch": true}\n',
     b'\3{"size_bytes": 4096, "epoch": 7}\n',
+    b'\3{"size_bytes": -4096, "epoch": 7}\n',
+    b'\3{"size_bytes": 1180591620717411303424, "epoch": 7}\n',
     b'\3{"error": "no"}\n',
 ]
 

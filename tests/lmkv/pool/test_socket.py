@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import stat
@@ -262,7 +263,16 @@ def test_a_node_that_answers_badly_or_not_is_unreachable_in_time(
         assert open_files() <= files
 
 
-def test_a_pool_shorter_than_the_node_says_is_not_mapped(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("size_bytes", "words"),
+    [
+        (8192, "greater than file size"),
+        (1 << 70, "too large"),
+        (0, "is not the pool of epoch 7"),
+        (-4096, "is not the pool of epoch 7"),
+    ],
+)
+def test_a_pool_of_another_size_than_the_node_says_is_not_mapped(directory: Path, size_bytes: int, words: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener, Pool.create(4096) as pool:
         listener.bind(str(directory / "bad.sock"))
         listener.listen()
@@ -271,11 +281,12 @@ def test_a_pool_shorter_than_the_node_says_is_not_mapped(directory: Path) -> Non
             connection, _ = listener.accept()
             with connection:
                 connection.recv(4096)
-                socket.send_fds(connection, [b'{"size_bytes": 8192, "epoch": 7}\n'], [pool.fd])
+                answer = {"size_bytes": size_bytes, "epoch": 7}
+                socket.send_fds(connection, [json.dumps(answer).encode() + b"\n"], [pool.fd])
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(Unreachable, match="greater than file size"):
+        with pytest.raises(Unreachable, match=words):
             attach(directory / "bad.sock", "e", 0, EPOCH, 60.0)
         thread.join()
 

@@ -10,7 +10,7 @@ from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.pd.decode import DecodeStage
 from lmkv_server.proxy.pd.handoff import HandoffIssuer
 from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
-from lmkv_server.proxy.pd.parameters import ALONE, CONTINUE, REASONS, REPEAT, needs_one_engine, repeat_reason
+from lmkv_server.proxy.pd.parameters import ALONE, CONTINUE, OTHER, REASONS, REPEAT, needs_one_engine, repeat_reason
 from lmkv_server.proxy.pd.prefill import PrefillResult, PrefillStage
 from lmkv_server.proxy.pd.request import CompletionRequest
 from lmkv_server.proxy.response import ResponseWriter
@@ -85,7 +85,7 @@ class RequestHandler:
             await decode.continue_from(prefill, joiner)
         else:
             writer.strategy = REPEAT
-            self._metrics.repeats.labels(reason if reason in REASONS else "other").inc()
+            self._metrics.repeats.labels(reason if reason in REASONS else OTHER).inc()
             await decode.relay(prefill)
 
     async def _cached_tokens(self, request: CompletionRequest) -> Mapping[str, int]:

@@ -65,7 +65,8 @@ REASONS: Final = _NEUTRAL.keys() | _words(
     "seed messages max_tokens min_tokens stream_options structured_outputs reasoning_effort thinking_token_budget",
     "repetition_detection prompt_logprobs logprob_token_ids vllm_xargs first_token",
 )
-"""Reasons to repeat that are metric labels. Any other parameter counts as `other`, since clients choose its name."""
+"""Reasons to repeat that are metric labels. Any other parameter counts as `OTHER`, since clients choose its name."""
+OTHER: Final = "other"
 _FOR_DECODE_ONLY: Final = _words(
     "stream_options stream_interval n best_of use_beam_search echo logprobs top_logprobs prompt_logprobs",
     "logprob_token_ids",
@@ -102,7 +103,7 @@ def repeat_reason(body: Mapping[str, Any], path: str) -> str:
             continue  # hints
         if name == "seed" and body.get("temperature") == 0:
             continue  # greedy sampling uses no seed
-        return name
+        return name or OTHER
     if _has_media(body.get("messages")):
         return "messages"
     options = body.get("stream_options") or {}

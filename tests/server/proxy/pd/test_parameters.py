@@ -8,6 +8,7 @@ import pytest
 
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, Json
 from lmkv_server.proxy.pd.parameters import (
+    OTHER,
     REASONS,
     decode_body,
     needs_one_engine,
@@ -82,6 +83,7 @@ def test_it_repeats_and_the_reason_has_a_name(name: str, value: object) -> None:
 
 def test_what_is_not_known_repeats() -> None:
     assert repeat_reason(COMPLETION | {"from_the_future": 1}, COMPLETIONS) == "from_the_future"
+    assert repeat_reason(COMPLETION | {"": 1}, COMPLETIONS) == OTHER, "a parameter may have an empty name"
     greedy = {"temperature": 0, "seed": 1}
     assert repeat_reason(COMPLETION | greedy | {"from_the_future": 1}, COMPLETIONS) == "from_the_future"
 
