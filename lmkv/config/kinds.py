@@ -56,7 +56,8 @@ class Kind(Generic[T]):
         except _InvalidValue:
             raise
         except (ValueError, TypeError, OverflowError, RecursionError):  # the last one of nested JSON
-            shown = "what it is" if self.secret else repr(raw)
+            may_hold_password = self.secret or "@" in str(raw)  # such as a URL that was set at the wrong key
+            shown = "what it is" if may_hold_password else repr(raw)
             raise ValueError(f"must be {self.expects}, not {shown}") from None
 
 

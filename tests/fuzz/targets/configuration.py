@@ -53,6 +53,7 @@ remote_url: redis://:secret@host:6379
 lookup_timeout: 500ms
 """
 SEEDS = [
+    b"\3enable_p2p: redis://:secret@host:6379\n",
     b"\x03" + NODE,
     b"\x02port: 9000\nlease_ttl: 30s\ntokenizers: {llama: /models/llama}\n",
     b"\x05engines: [http://10.0.0.1:8000]\npolicy: kv_aware\n",

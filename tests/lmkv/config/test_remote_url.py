@@ -56,6 +56,12 @@ def test_what_is_no_store_is_refused_without_being_shown(text: str) -> None:
     assert "hush" not in str(refused.value)
 
 
+def test_no_error_repeats_the_password_of_a_url_at_the_wrong_key() -> None:
+    with pytest.raises(ConfigError, match="enable_p2p must be true or false, not what it is") as refused:
+        NodeConfig(enable_p2p="redis://:hush@h")  # type: ignore[arg-type]  # what people write
+    assert "hush" not in str(refused.value)
+
+
 def test_a_ttl_is_for_servers() -> None:
     assert NodeConfig(remote_url="valkey://h", remote_ttl=60).remote_ttl == 60
     with pytest.raises(ConfigError, match="lifecycle"):
