@@ -92,7 +92,7 @@ class Channels:
         return self._end.access
 
     def prefers(self, name: str) -> bool:
-        """Whether the node reads by this channel for its own sake: it is the only one, or lacks no link."""
+        """Whether this channel is no last resort: it is the only one allowed, or this host has the link it needs."""
         return name in self.names and (len(self.names) == 1 or missing_link(name, self._links) is None)
 
     async def start(self) -> None:

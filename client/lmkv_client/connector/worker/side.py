@@ -348,8 +348,8 @@ class WorkerSide:
                     self._buffer_agent = self._lend(self._attachment)
                 else:
                     logger.warning(
-                        "pd_buffer_device: handoffs wait in the node's pool, because the node takes none, or its host "
-                        "has no RDMA device; transfer_channel: nixl on the node reads to the GPU in any case"
+                        "pd_buffer_device: cuda is not used: the node receives no handoffs, or its host has no RDMA "
+                        "device and they wait in its pool; set transfer_channel: nixl to read to the GPU in any case"
                     )
         self._begin_postponed()
 
