@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,19 @@ def outputs(environment: dict[str, str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
+def show_and_push(command: Sequence[str | Path], server: Registry, environment: dict[str, str], tmp_path: Path) -> str:
+    """Publishes: a dry run, whose output is returned, and a run without credentials push nothing; then it has them."""
+    shown = run(*command, "--dry-run", env=environment)
+    assert (shown.returncode, server.held) == (0, {}), shown.stderr
+    refused = run(*command, env=environment)
+    assert (refused.returncode, server.held) == (1, {})
+    assert f"docker login {server.address}" in refused.stderr
+    server.log_in(tmp_path / ".docker")
+    done = run(*command, env=environment)
+    assert done.returncode == 0, done.stderr
+    return shown.stdout
+
+
 def test_a_chart_is_pushed_with_the_credentials_of_docker(
     server: Registry, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -64,15 +77,8 @@ def test_a_chart_is_pushed_with_the_credentials_of_docker(
     assert (done.returncode, server.held) == (1, {})
     assert f"there is no {tmp_path}/dist/lmkv-{VERSION}.tgz; run: make chart" in done.stderr
     assert run(*chart, env=environment).returncode == 0
-    done = run(*publish, "--dry-run", env=environment)
-    assert (done.returncode, server.held) == (0, {})
-    assert f"oci://{server.address}/charts/lmkv:{VERSION}: would be pushed" in done.stdout
-    done = run(*publish, env=environment)
-    assert (done.returncode, server.held) == (1, {})
-    assert f"docker login {server.address}" in done.stderr
-    server.log_in(tmp_path / ".docker")
-    done = run(*publish, env=environment)
-    assert done.returncode == 0, done.stderr
+    shown = show_and_push(publish, server, environment, tmp_path)
+    assert f"oci://{server.address}/charts/lmkv:{VERSION}: would be pushed" in shown
     assert outputs(environment) == {"chart": server.digest("charts/lmkv", VERSION)}
     manifest = json.loads(server.held[f"/v2/charts/lmkv/manifests/{VERSION}"][0])
     (layer,) = manifest["layers"]
@@ -91,16 +97,9 @@ def test_images_that_are_built_are_pushed(server: Registry, environment: dict[st
     container = run("buildah", "from", "scratch", env=environment).stdout.strip()
     done = run("buildah", "commit", "--rm", container, f"{server.address}/a/lmkv:{VERSION}", env=environment)
     assert done.returncode == 0, done.stderr
-    done = run(*publish, "--dry-run", env=environment)
-    assert (done.returncode, server.held) == (0, {})
-    assert f"{server.address}/a/lmkv:{VERSION}: would be pushed" in done.stdout
-    assert f"{server.address}/a/lmkv-node:{VERSION}: left out, it is not built" in done.stdout
-    done = run(*publish, env=environment)
-    assert (done.returncode, server.held) == (1, {})
-    assert f"docker login {server.address}" in done.stderr
-    server.log_in(tmp_path / ".docker")
-    done = run(*publish, env=environment)
-    assert done.returncode == 0, done.stderr
+    shown = show_and_push(publish, server, environment, tmp_path)
+    assert f"{server.address}/a/lmkv:{VERSION}: would be pushed" in shown
+    assert f"{server.address}/a/lmkv-node:{VERSION}: left out, it is not built" in shown
     assert outputs(environment) == {"lmkv": server.digest("a/lmkv", VERSION)}
 
 
