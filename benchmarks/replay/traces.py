@@ -40,7 +40,7 @@ class Request:
     stored: Sequence[ChunkKey]
     """`keys`, and the chunks that the answer fills."""
     arrival_seconds: float = 0.0
-    """Since the begin of a recorded trace."""
+    """Since the beginning of a recorded trace."""
     answer_tokens: int = 0
     """Of a recorded trace."""
 

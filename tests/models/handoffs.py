@@ -136,7 +136,7 @@ class HandoffModel:
         self.handoff = handoff
 
     def _commit(self, index: int) -> None:
-        """As `HandoffReceiver.commit` and `TransferPipeline` do, up to the begin of the read."""
+        """As `HandoffReceiver.commit` and `TransferPipeline` do, up to the beginning of the read."""
         assert self.handoff is not None
         try:
             handoff = self.table.get(self.handoff.grant_id, SESSION)

@@ -47,7 +47,7 @@ class PendingWrites:
         return chunk
 
     def begin(self) -> Callable[[], None]:
-        """Marks the begin of a transfer; the caller calls the result when the transfer has stopped."""
+        """Marks the start of a transfer; the caller calls the result when the transfer has stopped."""
         self._is_writing = True
         return self._stopped
 

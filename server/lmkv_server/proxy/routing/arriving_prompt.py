@@ -22,7 +22,7 @@ MIN_TEXT_BYTES = 8 << 10
 MAX_GAP_BYTES = 8 << 10
 """Maximum size of white space that separates token ids; with more, the whole body is read at the end."""
 _MAYBE_TOKENS = re.compile(rb'"prompt"\s*(?::\s*(?:\[\s*){0,2})?\Z')
-"""What more text could make a begin of token ids."""
+"""What more text could make a beginning of token ids."""
 _NO_TOKENS = np.empty(0, np.uint32)
 
 

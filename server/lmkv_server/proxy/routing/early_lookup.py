@@ -1,4 +1,4 @@
-"""Looks up the begin of a prompt while the rest of it arrives, so that the choice of an engine need not wait for it."""
+"""Looks up the beginning of a prompt while the rest of it arrives, so that the choice of an engine is not delayed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class EarlyLookup:
             try:
                 answers = await self._lookup.client.look_up(due)
             except (LmkvError, TimeoutError) as error:  # the lookup of the whole prompt counts its own
-                logger.debug("the begin of a prompt was not looked up: %s", error)
+                logger.debug("the beginning of a prompt was not looked up: %s", error)
                 return
             self._match = EarlyMatch.of(zip(due, answers, strict=True), begin)
             if not self._match.open_ids:

@@ -124,7 +124,7 @@ class Following(RuleBasedStateMachine):
 
     @rule()
     def loads_on(self) -> None:
-        """A step of a load, or the begin of one that is wanted: the store is asked, or its answer comes."""
+        """A step of a load, or the start of one that is wanted: the store is asked, or its answer comes."""
         load = self.load
         if load is None or not self.follower.is_loading(load):
             self.load, self.scanned = (self.follower.begin_load(), -1) if self.follower.needs_load else (None, -1)

@@ -184,7 +184,7 @@ async def test_a_request_that_ends_before_its_prompt_leaves_no_lookup(
         await until(lambda: not front.client.in_flight_count)
 
 
-async def test_a_prompt_that_has_arrived_does_not_wait_for_the_lookup_of_its_begin(
+async def test_a_prompt_that_has_arrived_does_not_wait_for_the_lookup_of_its_beginning(
     coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker
 ) -> None:
     engines = await some(make_engine, 2)
