@@ -66,6 +66,8 @@ async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
     for node in fleet.nodes:
         await until(partial(unlisted, node, watchers[0]), node)  # a busy host: leases expire, and nodes join again
         held.append(await contents(node, set(watchers[0].held(node.name, TIER_HOST))))
+    for coordinator in fleet.coordinators:  # again: one that had just started knew no operation that nodes report
+        await until(partial(over, coordinator), coordinator)
     for victim in fleet.victims.values():
         log = victim.process.log()
         error = log.partition("Traceback")[2][:MAX_ERROR]

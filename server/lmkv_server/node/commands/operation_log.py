@@ -6,8 +6,8 @@
 
 The coordinator that puts a record owns its operation while it is connected. Afterwards the record is sent to it as
 orphaned when it is back, which may be after a restart, and after a timeout to the next coordinator, until one of them
-puts it again. The record of an operation that is done has no owner, and is kept until its `expire_time`. Beyond
-`MAX_RECORDS` or `MAX_RECORD_BYTES` the oldest ones that are done are forgotten first.
+puts it again. The record of an operation that is done has no owner, and is kept until `KEPT_SECONDS` after its
+`expire_time`. Beyond `MAX_RECORDS` or `MAX_RECORD_BYTES` the oldest ones that are done are forgotten first.
 
 The node is one of the holders that decide how the operation ends: `put` is its vote. See `OperationRecord`.
 """
@@ -22,6 +22,9 @@ from lmkv.errors import OperationTakenOver
 from lmkv.operation_records import MAX_RECORD_BYTES, MAX_RECORDS, rank
 from lmkv.v1 import registry_service_pb2 as pb
 
+KEPT_SECONDS = 60.0
+"""How long a record whose `expire_time` has passed is still kept. That time is of a coordinator's clock: if it was set
+back, the record of an end is expired when it arrives, and no other coordinator has heard of that end."""
 _NO_OWNER = ""
 """The owner of a forwarded record, until a coordinator puts it or it is due."""
 
@@ -32,6 +35,8 @@ class _Entry:
     revision: int
     owner: str
     """The coordinator that runs the operation, or is asked to."""
+    forget_at: float | None = None
+    """When it is forgotten; None until its `expire_time` was seen to have passed."""
     due: float | None = None
     """When another coordinator is asked to, unless the owner puts it again; None while the owner is connected, and
     once the operation is done."""
@@ -142,10 +147,15 @@ class OperationLog:
         """When a record is to be reassigned."""
         return min((entry.due for entry in self._entries.values() if entry.due is not None), default=None)
 
-    def expire(self, now_ns: int) -> None:
-        """Forgets records of done operations whose `expire_time` has passed."""
+    def expire(self, now_ns: int, now: float) -> None:
+        """Forgets records of done operations whose `expire_time` has passed, by the wall clock's `now_ns`, for at least
+        `KEPT_SECONDS`."""
         for name, entry in list(self._entries.items()):
-            if entry.record.operation.done and entry.record.expire_time.ToNanoseconds() <= now_ns:
+            if not entry.record.operation.done or entry.record.expire_time.ToNanoseconds() > now_ns:
+                continue
+            if entry.forget_at is None:
+                entry.forget_at = now + KEPT_SECONDS
+            elif entry.forget_at <= now:
                 self._forget(name)
 
     def check(self) -> None:

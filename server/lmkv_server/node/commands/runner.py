@@ -239,8 +239,9 @@ class OrderRunner:
             case "hint" if self._carry_out_hint:
                 progress.hint = to_proto(await self._carry_out_hint(order.hint))
             case "record":
-                self.records.expire(time.time_ns())  # not the new one, which every coordinator must receive once
-                until = time.monotonic() + FORWARDED_SECONDS if order.record.forwarded else None
+                now = time.monotonic()
+                self.records.expire(time.time_ns(), now)
+                until = now + FORWARDED_SECONDS if order.record.forwarded else None
                 progress.record = without_request(self.records.put(order.record.record, coordinator, until))
                 self._record_timer.changed()
             case _:

@@ -9,7 +9,7 @@ from lmkv.errors import OperationTakenOver
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_server.node.commands import operation_log as record_book
-from lmkv_server.node.commands.operation_log import OperationLog
+from lmkv_server.node.commands.operation_log import KEPT_SECONDS, OperationLog
 
 
 def record(
@@ -174,10 +174,22 @@ def test_what_is_over_expires_and_what_runs_does_not() -> None:
     book = OperationLog()
     book.put(record("running", expire=10), "A")
     book.put(record("over", done=True, expire=10), "A")
-    book.expire(9)
+    book.expire(9, 100.0)
+    book.expire(10, 200.0)
+    book.expire(11, 199.0 + KEPT_SECONDS)
     assert len(book) == 2
-    book.expire(10)
+    book.expire(12, 200.0 + KEPT_SECONDS)
     assert [name for name, *_ in reported(book)] == ["running"]
+
+
+def test_the_end_from_a_coordinator_whose_clock_was_set_back_is_reported_to_the_others() -> None:
+    book = OperationLog()
+    book.put(record("move-1"), "A")
+    heard = book.revision
+    book.put(record("move-1", done=True, expire=10), "A")
+    book.expire(3_600_000_000_000, 0.0)  # another order arrives before the next report
+    book.put(record("move-2"), "B")
+    assert reported(book, since=heard) == [("move-1", 1, True, False), ("move-2", 1, False, False)]
 
 
 def test_there_is_only_so_much_room_and_what_is_over_gives_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
