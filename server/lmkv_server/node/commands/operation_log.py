@@ -24,7 +24,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 
 KEPT_SECONDS = 60.0
 """How long a record whose `expire_time` has passed is still kept. That time is of a coordinator's clock: if it was set
-back, the record of an end is expired when it arrives, and no other coordinator has heard of that end."""
+back, the record of an end is expired when it arrives, and no other coordinator knows that end yet."""
 _NO_OWNER = ""
 """The owner of a forwarded record, until a coordinator puts it or it is due."""
 
