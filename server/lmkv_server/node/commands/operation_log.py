@@ -148,8 +148,8 @@ class OperationLog:
         return min((entry.due for entry in self._entries.values() if entry.due is not None), default=None)
 
     def expire(self, now_ns: int, now: float) -> None:
-        """Forgets records of done operations whose `expire_time` has passed, by the wall clock's `now_ns`, for at least
-        `KEPT_SECONDS`."""
+        """Forgets records of done operations whose `expire_time` has passed by the wall clock, `now_ns`, `KEPT_SECONDS`
+        after the first call that finds it passed, by the monotonic clock, `now`."""
         for name, entry in list(self._entries.items()):
             if not entry.record.operation.done or entry.record.expire_time.ToNanoseconds() > now_ns:
                 continue
