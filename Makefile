@@ -142,8 +142,8 @@ images-publish: ## push the images that are built to their registry; IMAGES and 
 images-reproducible: ## build images twice with buildah and compare them byte by byte; TARGETS="lmkv" selects
 	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
-cluster: $(STAMP) ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
-	@$(BIN)/python -m tests.cluster --registry $(IMAGES) $(ARGS)
+cluster: build/tools/cluster ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
+	@build/tools/cluster/bin/python -m tests.cluster --registry $(IMAGES) $(ARGS)
 
 chart: build/tools/chart ## lint the Helm chart and package it into dist/
 	@build/tools/chart/bin/python scripts/chart
@@ -162,6 +162,13 @@ build/tools/%: pyproject.toml
 	@python3 -m venv --clear $@
 	@$@/bin/python -m pip install -qq --upgrade 'pip>=25.1'
 	@$@/bin/python -m pip install -qq --group $*
+
+# The checks of pods store chunks as engines do, with lmkv itself, but without vLLM and PyTorch.
+build/tools/cluster: pyproject.toml $(NATIVE)
+	@echo "cluster: building lmkv and installing it with what the checks of pods need, into $@"
+	@python3 -m venv --clear $@
+	@$@/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$@/bin/python -m pip install -qq -e . --group cluster
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 
