@@ -168,7 +168,7 @@ build/tools/cluster: pyproject.toml $(NATIVE)
 	@echo "cluster: building lmkv and installing it with what the checks of pods need, into $@"
 	@python3 -m venv --clear $@
 	@$@/bin/python -m pip install -qq --upgrade 'pip>=25.1'
-	@$@/bin/python -m pip install -qq -e . --group cluster
+	@$@/bin/python -m pip install -qq -e '.[tokenizers]' --group cluster
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 

@@ -1,4 +1,4 @@
-"""`make cluster` runs with what its environment has: lmkv, the dependency group `cluster`, and what these need."""
+"""`make cluster` runs with what its environment has: lmkv with tokenizers, the group `cluster`, and what they need."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
-# Its arguments are the modules that cannot be imported.
+# The first argument is a folder for a model, the others are the modules that cannot be imported.
 PROGRAM = """
-import sys
-sys.modules.update(dict.fromkeys(sys.argv[1:]))
-import tests.cluster.__main__
+import pathlib, sys
+sys.modules.update(dict.fromkeys(sys.argv[2:]))
+from tests.cluster.__main__ import CASES, manifests_of
+from tests.cluster.fleet import make_model
+for case in CASES.values():
+    manifests_of(case, "registry")
+make_model(pathlib.Path(sys.argv[1]) / "model")
 """
 
 
@@ -35,9 +39,11 @@ def with_dependencies(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def test_it_needs_nothing_else() -> None:
+def test_it_needs_nothing_else(tmp_path: Path) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    required = [*settings["project"]["dependencies"], *settings["dependency-groups"]["cluster"]]
+    project = settings["project"]
+    extra = project["optional-dependencies"]["tokenizers"]
+    required = [*project["dependencies"], *extra, *settings["dependency-groups"]["cluster"]]
     present = {*with_dependencies(required), "lmkv"}
     absent = [
         module
@@ -45,5 +51,6 @@ def test_it_needs_nothing_else() -> None:
         if module != "tests" and not present & {canonicalize_name(name) for name in distributions}
     ]
     assert {"pytest", "torch", "vllm"} <= set(absent)
-    imported = subprocess.run([sys.executable, "-c", PROGRAM, *absent], cwd=ROOT, capture_output=True, text=True)
-    assert imported.returncode == 0, f"add it to the group `cluster` of pyproject.toml: {imported.stderr}"
+    command = [sys.executable, "-c", PROGRAM, tmp_path, *absent]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, f"add it to the group `cluster` of pyproject.toml: {ran.stderr}"
