@@ -51,6 +51,6 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
         if module != "tests" and not present & {canonicalize_name(name) for name in distributions}
     ]
     assert {"pytest", "torch", "vllm"} <= set(absent)
-    command = [sys.executable, "-c", PROGRAM, tmp_path, *absent]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *absent]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, f"add it to the group `cluster` of pyproject.toml: {ran.stderr}"
