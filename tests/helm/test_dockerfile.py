@@ -55,16 +55,27 @@ KEEPS_PIP = "lmkv-vllm"
 
 
 def test_final_stages_have_no_compiler_and_no_pip_except_vllms() -> None:
-    for name in ("build-lmkv", "build-node", "build-vllm-cpu"):
-        assert stages()[name].rstrip().splitlines()[-1].strip().startswith("&& /opt/lmkv/bin/pip uninstall --yes")
     for name in ("base", *targets()):
         assert "BUILD_PACKAGES" not in stages()[name]
-        assert ("pip install" in stages()[name]) == (name == KEEPS_PIP)
+        for run in re.findall(r"^RUN (?:.*\\\n)*.*$", stages()[name], re.MULTILINE):
+            mounted = "--mount=type=bind,from=build," in run and "PATH=$PATH:/build/venv/bin " in run
+            assert "pip install" not in run or mounted != (name == KEEPS_PIP)
+    assert "python3 -m venv --without-pip /opt/lmkv" in stages()["base"]
     assert "rm -rf /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/*" in stages()["base"]
     assert stages()[KEEPS_PIP].startswith("${VLLM_IMAGE} AS ")
     assert "apt-get" not in stages()[KEEPS_PIP], "compilers come from its base alone"
     header = " ".join(DOCKERFILE.read_text().partition("ARG ")[0].replace("\n#", "").split())
     assert f"no compiler and no pip, except {KEEPS_PIP}: " in header
+
+
+def test_images_are_built_again_when_what_they_install_has_changed() -> None:
+    assert "sha256sum docker/locks/* scripts/* /build/wheels/* > /build/inputs.sha256" in stages()["build"]
+    for name in targets():
+        copy, install = (
+            stages()[name].index("COPY --from=build /build/inputs.sha256 "),
+            stages()[name].index("pip install"),
+        )
+        assert copy < install, "buildah's cache compares files that are copied, but no mounts"
 
 
 def test_every_image_describes_itself() -> None:
@@ -78,7 +89,10 @@ def test_every_image_describes_itself() -> None:
 def test_every_image_lists_its_software_once_all_of_it_is_installed() -> None:
     for name in targets():
         runs = re.findall(r"^(?:RUN|COPY) (?:.*\\\n)*.*$", stages()[name], re.MULTILINE)
-        assert runs[-1].splitlines()[-1].strip() == f"python3 /run/scripts/sbom {name} /usr/share/lmkv/sbom.cdx.json"
+        assert (
+            runs[-1].splitlines()[-1].strip()
+            == f"python3 /build/source/scripts/sbom {name} /usr/share/lmkv/sbom.cdx.json"
+        )
 
 
 def targets() -> list[str]:
@@ -87,11 +101,11 @@ def targets() -> list[str]:
 
 
 def test_only_vllms_images_have_torch() -> None:
-    others = "".join(stages()[name] for name in ("build", "build-lmkv", "build-node"))
+    others = "".join(stages()[name] for name in ("build", "lmkv", "lmkv-node"))
     assert "torch" not in "".join(re.findall(r"pip install.*", others))
     extras = set(re.findall(r"whl\)\[([a-z0-9,]+)\]", others))
     assert extras == {"telemetry,tokenizers,valkey", "encryption,telemetry,valkey,s3"}
-    for name in ("build-vllm-cpu", "lmkv-vllm"):  # an engine may start a node, which needs what a node has
+    for name in ("lmkv-vllm-cpu", "lmkv-vllm"):  # an engine may start a node, which needs what a node has
         (its,) = re.findall(r"whl\)\[([a-z0-9,]+)\]", stages()[name])
         assert {"encryption", "telemetry", "valkey", "s3"} <= set(its.split(","))
     wanted = [each for names in extras for name in names.split(",") for each in optional(name)]
@@ -99,7 +113,7 @@ def test_only_vllms_images_have_torch() -> None:
     assert not any(re.match("torch|vllm|nixl|lmkv", each) for each in wanted)
     locked = "".join((LOCKS / f"{name}.txt").read_text() for name in ("lmkv", "lmkv-node"))
     assert not re.search(r"^(torch|vllm|nixl)\b", locked, re.MULTILINE)
-    assert "--no-deps" in next(line for line in stages()["build-node"].splitlines() if "nixl" in line and "pip" in line)
+    assert "--no-deps" in next(line for line in stages()["lmkv-node"].splitlines() if "nixl" in line and "pip" in line)
 
 
 def test_what_it_pins_is_what_pyproject_takes() -> None:

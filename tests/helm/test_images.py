@@ -19,6 +19,30 @@ DIGEST = f"sha256:{'a' * 64}"
 
 PROGRAM = r"""#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"
+
+build() {
+    for word; do
+        case "$word" in
+            id=pip,src=*) while read -r line; do echo "pip.conf $line" >> "$CALLS"; done < "${word#*src=}" ;;
+        esac
+        [ "$before" = --target ] && target="$word"
+        before="$word"
+    done
+    [ "$target" = "$FAILS" ] && exit 3
+    : > "$CALLS.$target"
+    case " $MEETS " in
+        *" $target "*) ;;
+        *) exit 0 ;;
+    esac
+    for other in $MEETS; do  # waits until their builds run, too
+        tries=0
+        until [ -e "$CALLS.$other" ]; do
+            [ $((tries += 1)) -le 600 ] || exit 4
+            sleep 0.1
+        done
+    done
+}
+
 case "$(basename "$0") $*" in
     mmdebstrap*) echo "base of $SOURCE_DATE_EPOCH" >> "$CALLS" ;;
     "docker info") exit $((1 - DAEMON)) ;;
@@ -30,7 +54,7 @@ case "$(basename "$0") $*" in
     "buildah inspect"*) exit 1 ;;
     "buildah from"*) echo working-container ;;
     "buildah images"*) echo '[{"size": "123 MB"}]' ;;
-    "buildah bud"*) exit "${BUD:-0}" ;;
+    "docker build"*|"buildah bud"*) build "$@" ;;
 esac
 """
 
@@ -49,7 +73,7 @@ def programs(tmp_path: Path) -> Path:
     for name in ("docker", "buildah", "mmdebstrap"):
         (folder / name).write_text(PROGRAM)
         (folder / name).chmod(0o755)
-    for name in ("git", "sh", "basename"):  # no other program is found
+    for name in ("git", "sh", "basename", "sleep"):  # no other program is found
         found = subprocess.run(["which", name], capture_output=True, text=True, check=True)
         (folder / name).symlink_to(found.stdout.strip())
     return folder
@@ -84,6 +108,12 @@ def builds(calls: Path) -> dict[str, list[str]]:
     return {words[words.index("--target") + 1]: words for words in found}
 
 
+def pip_config(calls: Path) -> list[str]:
+    """The lines of the secret `pip` of a build."""
+    lines = calls.read_text().splitlines()
+    return [line.removeprefix("pip.conf ") for line in lines if line.startswith("pip.conf ")]
+
+
 def after(words: list[str], flag: str) -> list[str]:
     return [words[at + 1] for at, word in enumerate(words) if word == flag]
 
@@ -92,7 +122,7 @@ def test_docker_builds_all_images_on_bases_pinned_by_digest(programs: Path, call
     done = images(programs, calls, daemon=True, registry=True)
     assert done.returncode == 0, done.stderr
     built = builds(calls)
-    assert list(built) == ["lmkv", "lmkv-node", "lmkv-vllm-cpu", "lmkv-vllm"]
+    assert built.keys() == {"lmkv", "lmkv-node", "lmkv-vllm-cpu", "lmkv-vllm"}
     words = built["lmkv-node"]
     assert words[0] == "docker"
     assert after(words, "--tag") == ["reg.example/a/lmkv-node:1.2"]
@@ -116,7 +146,7 @@ def test_without_docker_and_a_registry_buildah_builds_on_debian_what_it_can(prog
     done = images(programs, calls)
     assert done.returncode == 0, done.stderr
     built = builds(calls)
-    assert list(built) == ["lmkv", "lmkv-node", "lmkv-vllm-cpu"]
+    assert built.keys() == {"lmkv", "lmkv-node", "lmkv-vllm-cpu"}
     assert "lmkv-vllm: left out, no registry provides its base docker.io/vllm/vllm-openai:" in done.stdout
     assert "reg.example/a/lmkv:1.2: 123 MB" in done.stdout
     words = built["lmkv"]
@@ -145,9 +175,36 @@ def test_builds_with_buildah_use_this_machines_pip(programs: Path, calls: Path, 
     }
     done = images(programs, calls, "lmkv", variables=variables)
     assert done.returncode == 0, done.stderr
-    mounts = after(builds(calls)["lmkv"], "--volume")
-    assert mounts[0].endswith(":/etc/pip.conf:ro")
-    assert mounts[1:] == [f"{path}:{path}:ro" for path in (certificate, packages, wheels)]
+    words = builds(calls)["lmkv"]
+    assert after(words, "--volume") == [f"{path}:{path}:ro" for path in (certificate, packages, wheels)]
+    assert pip_config(calls) == [
+        "[global]",
+        f"cert = {certificate}",
+        f"extra-index-url = {variables['PIP_EXTRA_INDEX_URL']}",
+        f"find-links = {wheels}",
+    ]
+
+
+def test_builds_with_docker_use_the_indexes_of_this_machines_pip_as_a_secret(programs: Path, calls: Path) -> None:
+    password = "https://name:password@pypi.example/simple"
+    variables = {"PIP_INDEX_URL": password, "PIP_CERT": "/ca.pem", "PIP_CONFIG_FILE": os.devnull}
+    done = images(programs, calls, "lmkv", daemon=True, registry=True, variables=variables)
+    assert done.returncode == 0, done.stderr
+    assert pip_config(calls) == ["[global]", f"index-url = {password}"]
+    assert password not in " ".join(builds(calls)["lmkv"]), "arguments are kept in the image's history"
+
+
+def test_only_the_first_image_is_built_alone(programs: Path, calls: Path) -> None:
+    done = images(programs, calls, variables={"MEETS": "lmkv-node lmkv-vllm-cpu"})
+    assert done.returncode == 0, done.stderr
+    assert next(iter(builds(calls))) == "lmkv"
+
+
+def test_the_failure_of_one_image_names_it_and_others_are_still_built(programs: Path, calls: Path) -> None:
+    done = images(programs, calls, variables={"FAILS": "lmkv-node"})
+    assert done.returncode == 1
+    assert done.stderr.endswith("images: lmkv-node: buildah bud failed with exit code 3\n")
+    assert "reg.example/a/lmkv-vllm-cpu:1.2: 123 MB" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -158,7 +215,7 @@ def test_builds_with_buildah_use_this_machines_pip(programs: Path, calls: Path, 
         ([], {}, ["docker", "buildah"], "images need a running Docker daemon, or buildah: apt-get install buildah"),
         ([], {}, ["mmdebstrap"], "it needs mmdebstrap: apt-get install mmdebstrap"),
         (["--builder", "buildah"], {}, ["buildah"], "images: buildah is not installed"),
-        (["lmkv"], {"BUD": "3"}, [], "images: buildah bud failed with exit code 3"),
+        (["lmkv"], {"FAILS": "lmkv"}, [], "images: lmkv: buildah bud failed with exit code 3"),
     ],
 )
 def test_what_cannot_be_built_is_reported_with_the_remedy(
