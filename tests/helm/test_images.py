@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +82,21 @@ def programs(tmp_path: Path) -> Path:
     return folder
 
 
+def environment(programs: Path, calls: Path, *, daemon: bool = False, registry: bool = False) -> dict[str, str]:
+    """The variables of the script: its programs, and what they do."""
+    return {
+        **{name: text for name, text in os.environ.items() if not name.startswith("PIP_")},
+        "PATH": str(programs),
+        "CALLS": str(calls),
+        "DIGEST": DIGEST,
+        "DAEMON": str(int(daemon)),
+        "REGISTRY": str(int(registry)),
+    }
+
+
+SCRIPT = (sys.executable, "scripts/images", "--registry", "reg.example/a", "--version", "1.2")
+
+
 def images(
     programs: Path,
     calls: Path,
@@ -88,17 +106,9 @@ def images(
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the script."""
-    environment = {
-        **{name: text for name, text in os.environ.items() if not name.startswith("PIP_")},
-        "PATH": str(programs),
-        "CALLS": str(calls),
-        "DIGEST": DIGEST,
-        "DAEMON": str(int(daemon)),
-        "REGISTRY": str(int(registry)),
-        **(variables or {}),
-    }
-    command = [sys.executable, "scripts/images", "--registry", "reg.example/a", "--version", "1.2", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    env = {**environment(programs, calls, daemon=daemon, registry=registry), **(variables or {})}
+    command = [*SCRIPT, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False)
 
 
 def builds(calls: Path) -> dict[str, list[str]]:
@@ -227,6 +237,31 @@ def test_what_cannot_be_built_is_reported_with_the_remedy(
     assert done.returncode == 1
     assert reason in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_interrupted_build_ends_in_silence_and_leaves_no_file(programs: Path, calls: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    # The second and the third image wait for one that is never built.
+    env = {**environment(programs, calls), "TMPDIR": str(temporary), "MEETS": "lmkv-node lmkv-vllm-cpu never"}
+    process = subprocess.Popen(
+        SCRIPT, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not all(Path(f"{calls}.{name}").exists() for name in ("lmkv-node", "lmkv-vllm-cpu")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(list(temporary.glob("lmkv-pip-*"))) == 2
+        os.killpg(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 130
+    assert errors == ""
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_tag_of_images_is_the_version_of_the_package() -> None:
