@@ -64,7 +64,7 @@ test-cpp-engine: $(STAMP) ## compile and run the engine in C++ of docs/examples;
 	@scripts/setup-cpp-engine
 	@$(BIN)/python -m pytest tests/sdk/test_cpp_engine.py $(ARGS)
 
-test-envoy: $(STAMP) build/tools/envoy ## run the endpoint picker's tests with Envoy
+test-envoy: $(STAMP) build/tools/envoy/.lmkv-setup ## run the endpoint picker's tests with Envoy
 	@LMKV_ENVOY=$(CURDIR)/build/tools/envoy/bin/envoy \
 		$(BIN)/python -m pytest tests/server/proxy/picker/test_envoy.py $(ARGS)
 
@@ -109,28 +109,28 @@ fuzz-kernels: ## run the C++ kernels with generated inputs and sanitizers for te
 mutants: $(STAMP) ## apply seeded faults to a copy, one at a time, and show the test that catches each; ARGS="node-" selects
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-mutation: $(STAMP) build/tools/mutation ## change pure modules at random places and show what no test notices; ARGS="--module lmkv.keys --sample 100"
+mutation: $(STAMP) build/tools/mutation/.lmkv-setup ## change pure modules at random places and show what no test notices; ARGS="--module lmkv.keys --sample 100"
 	@$(BIN)/python -m tests.mutants.generated $(ARGS)
 
-docs: build/tools/docs ## build the documentation site into build/site; ARGS=--serve serves it while you write
+docs: build/tools/docs/.lmkv-setup ## build the documentation site into build/site; ARGS=--serve serves it while you write
 	@NO_MKDOCS_2_WARNING=1 build/tools/docs/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build)
 
-docs-publish: build/tools/docs ## add the site to the branch gh-pages and push it: make docs-publish ARGS="main"
+docs-publish: build/tools/docs/.lmkv-setup ## add the site to the branch gh-pages and push it: make docs-publish ARGS="main"
 	@PATH=$(CURDIR)/build/tools/docs/bin:$(PATH) scripts/docs-publish $(ARGS)
 
 wheel: $(STAMP) ## build the sdist and a manylinux_2_28 wheel for this Python, or PYTHON=python3.13, into dist/
 	@scripts/wheel $(PYTHON)
 
-sdist: build/tools/package ## build the sdist into dist/
+sdist: build/tools/package/.lmkv-setup ## build the sdist into dist/
 	@build/tools/package/bin/python -m build --no-isolation --sdist --outdir dist
 
-wheels: build/tools/package ## build the wheels of a release with cibuildwheel into dist/; needs Docker
+wheels: build/tools/package/.lmkv-setup ## build the wheels of a release with cibuildwheel into dist/; needs Docker
 	@build/tools/package/bin/python -m cibuildwheel --platform linux --output-dir dist $(ARGS)
 
-audit: $(STAMP) build/tools/audit ## check locks, licences and known vulnerabilities; write bills of materials into dist/
+audit: $(STAMP) build/tools/audit/.lmkv-setup ## check locks, licences and known vulnerabilities; write bills of materials into dist/
 	@$(BIN)/python scripts/audit $(ARGS)
 
-fix-locks: build/tools/audit ## resolve the hash-locked packages of the images again
+fix-locks: build/tools/audit/.lmkv-setup ## resolve the hash-locked packages of the images again
 	@build/tools/audit/bin/python scripts/audit --fix-locks
 
 images: ## build the container images with Docker or buildah; IMAGES=ghcr.io/lmkv names their registry, TARGETS="lmkv" selects
@@ -142,13 +142,13 @@ images-publish: ## push the images that are built to their registry; IMAGES and 
 images-reproducible: ## build images twice with buildah and compare them byte by byte; TARGETS="lmkv" selects
 	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
-cluster: build/tools/cluster ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
+cluster: build/tools/cluster/.lmkv-setup ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
 	@build/tools/cluster/bin/python -m tests.cluster --registry $(IMAGES) $(ARGS)
 
-chart: build/tools/chart ## lint the Helm chart and package it into dist/
+chart: build/tools/chart/.lmkv-setup ## lint the Helm chart and package it into dist/
 	@build/tools/chart/bin/python scripts/chart
 
-chart-publish: build/tools/chart ## push the chart in dist/ to CHARTS=oci://ghcr.io/lmkv/charts; ARGS=--dry-run shows it
+chart-publish: build/tools/chart/.lmkv-setup ## push the chart in dist/ to CHARTS=oci://ghcr.io/lmkv/charts; ARGS=--dry-run shows it
 	@build/tools/chart/bin/python scripts/chart --publish $(CHARTS) --version $(VERSION) $(ARGS)
 
 release-publish: ## create the GitHub release of the version's tag with all files in dist/; ARGS=--dry-run shows it
@@ -157,18 +157,20 @@ release-publish: ## create the GitHub release of the version's tag with all file
 version: ## print lmkv's version
 	@echo $(VERSION)
 
-# The tools of one dependency group, where nothing else is needed.
-build/tools/%: pyproject.toml
-	@python3 -m venv --clear $@
-	@$@/bin/python -m pip install -qq --upgrade 'pip>=25.1'
-	@$@/bin/python -m pip install -qq --group $*
+# The tools of one dependency group, where nothing else is needed. The file says that all of them are installed.
+build/tools/%/.lmkv-setup: pyproject.toml
+	@python3 -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$(@D)/bin/python -m pip install -qq --group $*
+	@touch $@
 
 # The checks of pods store chunks as engines do, with lmkv itself, but without vLLM and PyTorch.
-build/tools/cluster: pyproject.toml $(NATIVE)
-	@echo "cluster: building lmkv and installing it with what the checks of pods need, into $@"
-	@python3 -m venv --clear $@
-	@$@/bin/python -m pip install -qq --upgrade 'pip>=25.1'
-	@$@/bin/python -m pip install -qq -e '.[tokenizers]' --group cluster
+build/tools/cluster/.lmkv-setup: pyproject.toml $(NATIVE)
+	@echo "cluster: building lmkv and installing it with what the checks of pods need, into $(@D)"
+	@python3 -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+	@$(@D)/bin/python -m pip install -qq -e '.[tokenizers]' --group cluster
+	@touch $@
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 
