@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.cluster.cases import CASES, Case
 from tests.cluster.cluster import Cluster, unchanged
 from tests.cluster.fleet import Fleet, engine_values, logs_folder
-from tests.cluster.images import ImageError, build, check_contents, parts
+from tests.cluster.images import CHECKED, ImageError, build, check_contents, parts
 from tests.cluster.secrets import issued
 from tests.cluster.translation import Manifest, pods
 from tests.cluster.versions import Version
@@ -78,24 +78,51 @@ def images_of(cases: Sequence[Case], registry: str) -> list[str]:
     return sorted({each["image"] for pod in made for each in (*pod.initial, *pod.containers)}, key=parts)
 
 
-async def prepare_images(images: Sequence[str], builds: bool, results: Results) -> bool:
-    """Builds images, if asked to, and checks what they contain. Returns whether cases can run."""
-    if builds:
-        log = logs_folder(IMAGES) / "build.log"
-        print(f"building {', '.join(images)}; the output is in {log}", flush=True)
-        began = time.monotonic()
-        try:
-            await build(images, log)
-        except (ImageError, TimeoutError) as error:
-            results[IMAGES, "build"] = report(IMAGES, "build", f"FAILED: {error or type(error).__name__}")
+class Images:
+    """Prepares images beside cases that need no others: the first one, with what all share, then the rest at once."""
+
+    def __init__(self, images: Sequence[str], results: Results, *, builds: bool) -> None:
+        """`builds`: whether they are built; Podman has them otherwise."""
+        self._images = images
+        self._results = results
+        self._builds = builds
+        self._tasks: dict[str, asyncio.Task[bool]] = {}
+
+    async def __aenter__(self) -> Self:
+        first: asyncio.Task[bool] | None = None
+        for image in self._images:
+            self._tasks[image] = asyncio.create_task(self._prepare(image, first))
+            first = first or self._tasks[image]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def wait(self, images: Sequence[str]) -> bool:
+        """Waits until images are prepared. Returns whether cases can use them."""
+        return all(await asyncio.gather(*(asyncio.shield(self._tasks[image]) for image in images)))
+
+    async def _prepare(self, image: str, first: asyncio.Task[bool] | None) -> bool:
+        if first is not None and not await asyncio.shield(first):
             return False
-        results[IMAGES, "build"] = report(IMAGES, "build", f"{time.monotonic() - began:.0f} s")
-    try:
-        contents = await check_contents(images)
-    except (ImageError, TimeoutError) as error:
-        contents = f"FAILED: {error or type(error).__name__}"
-    results[IMAGES, "contents"] = report(IMAGES, "contents", contents)
-    return True
+        name = parts(image)[1]
+        is_built, found = not self._builds, []
+        try:
+            if self._builds:
+                log = logs_folder(IMAGES) / f"{name}.log"
+                print(f"building {image}; the output is in {log}", flush=True)
+                began = time.monotonic()
+                await build(image, log)
+                is_built = True
+                found.append(f"{time.monotonic() - began:.0f} s")
+            if name in CHECKED:
+                found.append(await check_contents(image))
+        except (ImageError, TimeoutError) as error:
+            found = [f"FAILED: {error or type(error).__name__}"]
+        self._results[IMAGES, name] = report(IMAGES, name, ", ".join(found) or "not checked")
+        return is_built
 
 
 async def run_case(name: str, case: Case, registry: str, results: Results, previous: Version | None = None) -> None:
@@ -156,8 +183,10 @@ async def main(cases: list[str], registry: str, previous: Version | None, builds
     chosen = cases or [*CASES]
     try:
         images = images_of([CASES[name] for name in chosen], registry)
-        for name in chosen if await prepare_images(images, builds, results) else ():
-            await run_case(name, CASES[name], registry, results, previous)
+        async with Images(images, results, builds=builds) as prepared:
+            for name in chosen:
+                if await prepared.wait(images_of([CASES[name]], registry)):
+                    await run_case(name, CASES[name], registry, results, previous)
     finally:
         if results:
             print(table(results), flush=True)

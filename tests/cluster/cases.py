@@ -87,16 +87,6 @@ CASES: Mapping[str, Case] = {
         checks=(helm_test, chunks_across_pods, upgrade, replace_nodes, chunks_across_pods, disk_outlives_memory),
         from_previous=True,
     ),
-    "upgrade": Case(
-        values={
-            "coordinator": {"replicas": 2},
-            "node": ON_DISK,
-            "engines": {"groups": TWO},
-            "proxy": {"enabled": True, "policy": "kv_aware"},
-        },
-        checks=(helm_test, hit_across_pods, upgrade, replace_nodes, hit_across_pods, hit_through_proxy),
-        from_previous=True,
-    ),
     "valkey": Case(
         values={"coordinator": {"replicas": 2, "layoutMap": {"existingSecret": "layout-map"}}},
         checks=(helm_test, chunks_across_pods, *ALWAYS, chunks_across_pods),
@@ -111,6 +101,16 @@ CASES: Mapping[str, Case] = {
             "proxy": {"enabled": True, "policy": "kv_aware"},
         },
         checks=(helm_test, hit_across_pods, hit_through_proxy, *ALWAYS, hit_across_pods),
+    ),
+    "upgrade": Case(
+        values={
+            "coordinator": {"replicas": 2},
+            "node": ON_DISK,
+            "engines": {"groups": TWO},
+            "proxy": {"enabled": True, "policy": "kv_aware"},
+        },
+        checks=(helm_test, hit_across_pods, upgrade, replace_nodes, hit_across_pods, hit_through_proxy),
+        from_previous=True,
     ),
     "prefill-decode": Case(
         values={

@@ -1,4 +1,4 @@
-"""The images of the cases: builds them with buildah, and checks what they contain."""
+"""An image of the cases: builds it with buildah, and checks what it contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster import contents
@@ -35,12 +34,12 @@ def parts(image: str) -> tuple[str, str, str]:
     return registry, name, tag
 
 
-async def build(images: Sequence[str], log: Path) -> None:
-    """Builds images where Podman finds them. Raises `ImageError`."""
-    ((registry, version),) = {(registry, tag) for registry, _, tag in map(parts, images)}
+async def build(image: str, log: Path) -> None:
+    """Builds an image where Podman finds it. Raises `ImageError`."""
+    registry, name, version = parts(image)
     command = [
         *(sys.executable, str(ROOT / "scripts" / "images"), "--builder", "buildah"),
-        *("--registry", registry, "--version", version, *sorted(parts(image)[1] for image in images)),
+        *("--registry", registry, "--version", version, name),
     ]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -71,20 +70,13 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
 
 
-async def check_contents(images: Sequence[str]) -> str:
-    """The number of components that each image lists. Raises `ImageError` if one contains compilers or installers."""
-    counts: list[str] = []
+async def check_contents(image: str) -> str:
+    """The number of components that an image lists. Raises `ImageError` if it contains compilers or installers."""
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}-") as folder:
-        podman = Podman(Path(folder))
-        for image in images:
-            name = parts(image)[1]
-            if name not in CHECKED:
-                continue
-            found = await _contents(podman, image)
-            if found["installers"]:
-                raise ImageError(f"{name} contains {', '.join(found['installers'])}")
-            counts.append(f"{name}: {found['components']} components listed")
-    return "; ".join([*counts, "no compiler, build tool or pip"])
+        found = await _contents(Podman(Path(folder)), image)
+    if found["installers"]:
+        raise ImageError(f"contains {', '.join(found['installers'])}")
+    return f"{found['components']} components listed, no compiler, build tool or pip"
 
 
 async def _contents(podman: Podman, image: str) -> contents.Contents:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import __main__ as cluster
 from tests.cluster import images
-from tests.cluster.__main__ import images_of
+from tests.cluster.__main__ import Images, Results, images_of
 from tests.cluster.cases import CASES
 from tests.cluster.contents import PACKAGES, SBOM, component_count, installers
 from tests.cluster.images import ImageError, build, parts
@@ -81,13 +82,13 @@ async def test_a_build_that_fails_is_reported_with_its_end(tmp_path: Path, monke
     monkeypatch.setenv("PATH", str(tmp_path))
     log = tmp_path / "logs" / "build.log"
     with pytest.raises(ImageError, match=r"exit code 1; 'images: buildah is not installed' is the end of .*build\.log"):
-        await build(["localhost/none/lmkv:0"], log)
+        await build("localhost/none/lmkv:0", log)
 
 
 async def test_a_build_that_is_stopped_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "bin/buildah", text=f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    task = asyncio.create_task(build(["localhost/none/lmkv:0"], tmp_path / "build.log"))
+    task = asyncio.create_task(build("localhost/none/lmkv:0", tmp_path / "build.log"))
     pid, deadline = tmp_path / "pid", time.monotonic() + 60
     while not (pid.exists() and pid.read_text().strip()):
         assert time.monotonic() < deadline
@@ -96,6 +97,43 @@ async def test_a_build_that_is_stopped_leaves_no_process(tmp_path: Path, monkeyp
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.to_thread(wait_until_gone, int(pid.read_text()), deadline)
+
+
+NAMED = ["localhost/none/lmkv:0", "localhost/none/lmkv-vllm-cpu:0"]
+
+
+async def test_cases_without_engines_wait_for_no_engines_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, may_end = [], asyncio.Event()
+
+    async def build(image: str, _: Path) -> None:
+        """A stand-in for buildah, which takes minutes."""
+        if image == NAMED[1]:
+            await may_end.wait()
+        built.append(image)
+
+    async def check_contents(_: str) -> str:
+        return "checked"
+
+    monkeypatch.setattr(cluster, "build", build)
+    monkeypatch.setattr(cluster, "check_contents", check_contents)
+    results: Results = {}
+    async with asyncio.timeout(10), Images(NAMED, results, builds=True) as prepared:
+        assert await prepared.wait(NAMED[:1])
+        assert built == NAMED[:1]
+        may_end.set()
+        assert await prepared.wait(NAMED)
+    assert built == NAMED
+    assert results == {("images", "lmkv"): "0 s, checked", ("images", "lmkv-vllm-cpu"): "0 s"}
+
+
+async def test_after_a_build_that_fails_no_case_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(cluster, "logs_folder", lambda name: tmp_path / name)
+    results: Results = {}
+    async with asyncio.timeout(60), Images(NAMED, results, builds=True) as prepared:
+        assert not await prepared.wait(NAMED[1:])
+    assert set(results) == {("images", "lmkv")}
+    assert results["images", "lmkv"].startswith("FAILED: exit code 1; 'images: buildah is not installed'")
 
 
 def test_the_program_in_images_needs_no_other_module() -> None:
