@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang setup-vllm-previous demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster chart chart-publish release-publish version verify \
+.PHONY: help setup setup-ray setup-sglang setup-vllm-previous demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
@@ -142,7 +142,8 @@ images-publish: ## push the images that are built to their registry; IMAGES and 
 images-reproducible: ## build images twice with buildah and compare them byte by byte; TARGETS="lmkv" selects
 	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
-cluster: build/tools/cluster/.lmkv-setup ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
+cluster: ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
+	@$(MAKE) --no-print-directory -j2 build/tools/cluster/.lmkv-setup $(if $(filter --no-build,$(ARGS)),,cluster-first-image)
 	@build/tools/cluster/bin/python -m tests.cluster --registry $(IMAGES) $(ARGS)
 
 chart: build/tools/chart/.lmkv-setup ## lint the Helm chart and package it into dist/
@@ -171,6 +172,12 @@ build/tools/cluster/.lmkv-setup: pyproject.toml $(NATIVE)
 	@$(@D)/bin/python -m pip install -qq --upgrade 'pip>=25.1'
 	@$(@D)/bin/python -m pip install -qq -e '.[tokenizers]' --group cluster
 	@touch $@
+
+# Beside it the image with the stages that all share: its layers are there when the checks build it, or say why it fails.
+cluster-first-image:
+	@mkdir -p build/cluster/images
+	@if [ "$$(id -u)" = 0 ]; then python3 scripts/images --builder buildah --registry $(IMAGES) --version $(VERSION) lmkv; fi \
+		>build/cluster/images/first.log 2>&1 || true
 
 protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
 
