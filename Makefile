@@ -143,7 +143,7 @@ images-reproducible: ## build images twice with buildah and compare them byte by
 	@python3 scripts/compare-builds --version $(VERSION) $(or $(TARGETS),lmkv lmkv-node)
 
 cluster: ## build the images, run the chart's pods with Podman and check the fleet; ARGS="nodes drain" selects cases, --no-build uses the images there are
-	@$(MAKE) --no-print-directory -j2 build/tools/cluster/.lmkv-setup $(if $(filter --no-build,$(ARGS)),,cluster-first-image)
+	@$(MAKE) --silent -j2 build/tools/cluster/.lmkv-setup $(if $(filter --no-build,$(ARGS)),,cluster-first-image)
 	@build/tools/cluster/bin/python -m tests.cluster --registry $(IMAGES) $(ARGS)
 
 chart: build/tools/chart/.lmkv-setup ## lint the Helm chart and package it into dist/
