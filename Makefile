@@ -173,7 +173,8 @@ build/tools/cluster/.lmkv-setup: pyproject.toml $(NATIVE)
 	@$(@D)/bin/python -m pip install -qq -e '.[tokenizers]' --group cluster
 	@touch $@
 
-# Beside it the image with the stages that all share: its layers are there when the checks build it, or say why it fails.
+# Builds the stages that all images share while the environment is installed. The checks build the image again, from these
+# layers, and report a failure.
 cluster-first-image:
 	@mkdir -p build/cluster/images
 	@if [ "$$(id -u)" = 0 ]; then python3 scripts/images --builder buildah --registry $(IMAGES) --version $(VERSION) lmkv; fi \

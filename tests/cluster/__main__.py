@@ -79,7 +79,7 @@ def images_of(cases: Sequence[Case], registry: str) -> list[str]:
 
 
 class Images:
-    """Prepares images beside cases that need no others: the first one, with what all share, then the rest at once."""
+    """Builds and checks images in the background: the first one, whose stages all share, then the others at once."""
 
     def __init__(self, images: Sequence[str], results: Results, *, builds: bool) -> None:
         """`builds`: whether they are built; Podman has them otherwise."""
