@@ -77,10 +77,12 @@ class CoordinatorConnection:
         )
 
     def to_error(self, rpc_error: grpc.RpcError) -> LmkvError:
-        """The error of a failed call; `Unreachable` with the address if the coordinator did not respond."""
+        """The error of a failed call; `Unreachable` with address and cause if the coordinator did not respond."""
         error = from_rpc_error(rpc_error)
         if error.metadata.get("grpc_code") in _NO_ANSWER:
-            return Unreachable(f"no coordinator responds at {self.address}: {error}", address=self.address)
+            return Unreachable(
+                f"no coordinator responds at {self.address}: {error}", address=self.address, cause=str(error)
+            )
         return error
 
 

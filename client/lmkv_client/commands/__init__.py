@@ -24,6 +24,7 @@ from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.units import format_bytes, parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv.v1.registry_service_pb2 import TierUsage
+from lmkv_client.connection import RETRY_SECONDS
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.http_port import find_grpc
 
@@ -49,31 +50,40 @@ def call(
     request: Callable[[Coordinator], Awaitable[Response]],
     *,
     instance_flag: str = "INSTANCE",
+    retry_seconds: float = 0.0,
 ) -> Response:
     """The coordinator's response. Raises its errors, and `Unreachable` with the fix if it does not respond.
 
-    `instance_flag` is the flag that names an instance, for errors.
+    `instance_flag` is the flag that names an instance, for errors. With `retry_seconds`, an idempotent request is
+    repeated for this time while no coordinator responds.
     """
     config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
     for notice in config.notices:
         print(f"lmkv: notice: {notice}", file=sys.stderr)
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
-    try:
-        return _call_at(addresses, config.credentials, request, instance_flag)
-    except Unreachable as error:
-        if error.metadata.get("address") not in addresses:  # the coordinator could not reach an instance
-            raise
-        behind = [found for address in addresses if (found := find_grpc(address, config.credentials))]
-        if not behind:
-            raise Unreachable(
-                f"no coordinator responds at {' or '.join(addresses)}; start one with `lmkv coordinator`, or name "
-                "another with --coordinator HOST:PORT",
-                address=error.metadata["address"],
-            ) from error
-    notice = f"{', '.join(addresses)} is an HTTP port; using the coordinator's gRPC port, {', '.join(behind)}"
-    print(f"lmkv: notice: {notice}", file=sys.stderr)
-    return _call_at(behind, config.credentials, request, instance_flag)
+    end = time.monotonic() + retry_seconds
+    retrying = False
+    while True:
+        try:
+            return _call_at(addresses, config.credentials, request, instance_flag)
+        except Unreachable as error:
+            if error.metadata.get("address") not in addresses:  # the coordinator could not reach an instance
+                raise
+            unreachable = error
+        if behind := [found for address in addresses if (found := find_grpc(address, config.credentials))]:
+            notice = f"{', '.join(addresses)} is an HTTP port; using the coordinator's gRPC port, {', '.join(behind)}"
+            print(f"lmkv: notice: {notice}", file=sys.stderr)
+            return _call_at(behind, config.credentials, request, instance_flag)
+        silent = f"no coordinator responds at {' or '.join(addresses)}"
+        cause = unreachable.metadata.get("cause", str(unreachable))
+        if time.monotonic() >= end:
+            fix = "start one with `lmkv coordinator`, or name another with --coordinator HOST:PORT"
+            raise Unreachable(f"{silent}; {fix} ({cause})", address=unreachable.metadata["address"]) from unreachable
+        if not retrying:
+            print(f"lmkv: notice: {silent} ({cause}); trying again for {retry_seconds:g} s", file=sys.stderr)
+            retrying = True
+        time.sleep(RETRY_SECONDS)
 
 
 def _call_at(

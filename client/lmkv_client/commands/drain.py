@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import uuid
 
 from lmkv.cli import Command
 from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, call, read_seconds
 from lmkv_client.commands.following import AnyOperation, show_operation, start, wait_for
+from lmkv_client.connection import RETRY_TIMEOUT_SECONDS
 from lmkv_client.operation import WAIT_SECONDS
 
 EXAMPLES = """\
@@ -16,7 +18,7 @@ EXAMPLES = """\
   lmkv drain engine-1 --timeout 2m --evict       destinations may evict other chunks to make room
 
 The chunks are copied: engine-1 keeps them and continues to serve. What its engines store after the drain is not copied,
-so stop their traffic first.
+so stop their traffic first. While no coordinator responds, the command tries again for 30 s.
 
 exit codes:
   0  safe to stop        1  rejected, failed, or nothing was copied     2  bad usage or configuration
@@ -49,19 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the drain, waits for it unless `--no-wait`, and prints whether the instance may be stopped."""
+    """Starts the drain, waits for it unless `--no-wait`, and prints whether the instance may be stopped.
+
+    Tries again while no coordinator responds: who stops an instance, such as Kubernetes, orders its drain once.
+    """
+    request_id = str(uuid.uuid4())  # of all attempts: they start one operation
 
     async def order(coordinator: Coordinator) -> AnyOperation:
         operation = await start(
             coordinator.drain(
-                args.instance, destinations=args.destinations, evict=args.evict, deadline_seconds=args.timeout
+                args.instance,
+                destinations=args.destinations,
+                evict=args.evict,
+                deadline_seconds=args.timeout,
+                request_id=request_id,
             )
         )
         if not args.no_wait:
             await wait_for(operation, WAIT_SECONDS)
         return operation
 
-    return show_operation(call(args, order), as_json=args.json)
+    operation = call(args, order, retry_seconds=min(RETRY_TIMEOUT_SECONDS, args.timeout))
+    return show_operation(operation, as_json=args.json)
 
 
 command = Command(

@@ -13,10 +13,22 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
+import grpc
 import pytest
 
+from lmkv import rpc
+from lmkv.rpc.endpoints import make_server
+from lmkv.v1.cache_service_pb2 import DrainRequest
+from lmkv.v1.cache_service_pb2_grpc import (
+    CacheServiceServicer,
+    CacheServiceStub,
+    add_CacheServiceServicer_to_server,
+)
 from lmkv_client import Coordinator
+from lmkv_client.demo.process import free_port
+from lmkv_server.coordinator.coordinator import Coordinator as RealCoordinator
 from lmkv_server.coordinator.operations import drains
 from tests.client.conftest import Fleet, RunCommand
 from tests.server.coordinator.cases import KEYS, PROMPT
@@ -465,3 +477,62 @@ async def test_drain_names_its_flags_in_errors(fleet: Fleet, run_command: RunCom
     assert "error: --to: instance 'unknown' is not registered" in capsys.readouterr().err
     assert await run_command("drain", "unknown") == 1
     assert "error: INSTANCE: instance 'unknown' is not registered" in capsys.readouterr().err
+
+
+async def test_drain_tries_again_until_a_coordinator_responds(run_command: RunCommand, capsys: Capture) -> None:
+    port = free_port()
+    drain = asyncio.ensure_future(run_command("drain", "a", "--coordinator", f"127.0.0.1:{port}"))
+    notice = ""
+    async with asyncio.timeout(20):
+        while "trying again for 30 s" not in notice:
+            await asyncio.sleep(0.05)
+            notice += capsys.readouterr().err
+    async with RealCoordinator(port=port, lease_ttl=30.0, cluster_secret="hush"):
+        assert await drain == 1
+    assert notice.startswith(f"lmkv: notice: no coordinator responds at 127.0.0.1:{port} (UNAVAILABLE: ")
+    assert capsys.readouterr().err.endswith("INSTANCE: instance 'a' is not registered; registered are: none\n")
+
+
+async def test_drain_stops_trying_at_its_deadline(run_command: RunCommand, capsys: Capture) -> None:
+    assert await run_command("drain", "a", "--coordinator", "127.0.0.1:1", "--timeout", "500ms") == 1
+    notice, error = capsys.readouterr().err.splitlines()
+    assert notice.endswith("; trying again for 0.5 s")
+    assert error.startswith("lmkv: error: no coordinator responds at 127.0.0.1:1; start one with `lmkv coordinator`")
+
+
+class LosesFirstResponse(CacheServiceServicer):
+    """Passes drains on to a coordinator, and fails after the first one."""
+
+    def __init__(self, coordinator: grpc.aio.Channel) -> None:
+        self._coordinator: Any = CacheServiceStub(coordinator)
+        self.operations: list[str] = []
+
+    async def Drain(self, request: DrainRequest, context: Any) -> Any:  # noqa: N802
+        operation = await self._coordinator.Drain(request, timeout=20)
+        self.operations.append(operation.name)
+        if len(self.operations) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+        return operation
+
+
+async def test_a_drain_whose_response_is_lost_is_started_once(
+    fleet: Fleet, run_command: RunCommand, capsys: Capture
+) -> None:
+    fleet.pause()
+    server = await make_server(["lmkv.v1.CacheService"])
+    async with rpc.open_channel(fleet.address) as channel:
+        between = LosesFirstResponse(channel)  # type: ignore[abstract]  # one RPC is enough here
+        add_CacheServiceServicer_to_server(between, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            assert await run_command("drain", "a", "--no-wait", "--coordinator", f"127.0.0.1:{port}") == 0
+        finally:
+            await server.stop(None)
+    shown = capsys.readouterr()
+    assert "(UNAVAILABLE: connection reset); trying again" in shown.err
+    name = shown.out.partition(": ")[0]
+    assert between.operations == [name, name]
+    async with Coordinator(fleet.address) as coordinator:
+        assert [operation.name for operation in await coordinator.operations()] == [name]
+    fleet.resume()
