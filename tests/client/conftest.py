@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from lmkv import cli, rpc
+from lmkv_client import Coordinator as Client
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS, LLAMA
+from tests.server.coordinator.cases import CHUNKS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 
 RunCommand = Callable[..., Awaitable[int]]
@@ -23,6 +24,12 @@ class Fleet:
         self.address = address
         self.a = a
         self.b = b
+
+    async def holders(self) -> dict[str, int]:
+        """The matched tokens of the cases' prompt, by instance."""
+        async with Client(self.address) as coordinator:
+            answer = await coordinator.lookup(PROMPT)
+        return {holder.instance_id: holder.matched_token_count for holder in answer.holders}
 
     def pause(self) -> None:
         """Has the instances hold back orders until `resume`."""

@@ -62,7 +62,7 @@ def call(
         print(f"lmkv: notice: {notice}", file=sys.stderr)
     addresses = config.coordinator_address or ClientConfig().coordinator_address
 
-    end = time.monotonic() + retry_seconds
+    deadline = time.monotonic() + retry_seconds
     retrying = False
     while True:
         try:
@@ -75,13 +75,13 @@ def call(
             notice = f"{', '.join(addresses)} is an HTTP port; using the coordinator's gRPC port, {', '.join(behind)}"
             print(f"lmkv: notice: {notice}", file=sys.stderr)
             return _call_at(behind, config.credentials, request, instance_flag)
-        silent = f"no coordinator responds at {' or '.join(addresses)}"
+        problem = f"no coordinator responds at {' or '.join(addresses)}"
         cause = unreachable.metadata.get("cause", str(unreachable))
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             fix = "start one with `lmkv coordinator`, or name another with --coordinator HOST:PORT"
-            raise Unreachable(f"{silent}; {fix} ({cause})", address=unreachable.metadata["address"]) from unreachable
+            raise Unreachable(f"{problem}; {fix} ({cause})", address=unreachable.metadata["address"]) from unreachable
         if not retrying:
-            print(f"lmkv: notice: {silent} ({cause}); trying again for {retry_seconds:g} s", file=sys.stderr)
+            print(f"lmkv: notice: {problem} ({cause}); trying again for {retry_seconds:g} s", file=sys.stderr)
             retrying = True
         time.sleep(RETRY_SECONDS)
 

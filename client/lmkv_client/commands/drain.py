@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Starts the drain, waits for it unless `--no-wait`, and prints whether the instance may be stopped.
 
-    Tries again while no coordinator responds: who stops an instance, such as Kubernetes, orders its drain once.
+    Tries again while no coordinator responds: Kubernetes runs the hook of a pod that stops only once.
     """
-    request_id = str(uuid.uuid4())  # of all attempts: they start one operation
+    request_id = str(uuid.uuid4())  # the same for all attempts, which start one operation
 
     async def order(coordinator: Coordinator) -> AnyOperation:
         operation = await start(
