@@ -16,8 +16,8 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from lmkv_client.demo.process import LEFT_BY_ENGINES
 from lmkv_client.demo.process import free_port as find_free_port
+from tests.support.shared_memory import RUN_VARIABLE, SharedMemoryWatch, processes_with
 
 pytest_plugins = ("tests.engines.llm", "tests.support.forked_commands")  # pytest takes this here only
 
@@ -39,10 +39,8 @@ FORKED = tuple(
     )
 )
 """Of these those whose engines the nursery forks: they share nothing with the others, which start servers."""
-RUN_VARIABLE = "TESTS_OF_LMKV"
-"""Set for every process that the tests start; not `LMKV_...`, since those are configuration."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
-SHARED_BEFORE = pytest.StashKey[set[str]]()
+SHARED_MEMORY_WATCH = pytest.StashKey[SharedMemoryWatch]()
 
 
 # A busy host is not a failure: Hypothesis's own deadline is 200 ms for each example.
@@ -61,17 +59,19 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Remembers what shared memory there is."""
-    session.config.stash[SHARED_BEFORE] = _shared_memory()
+    """Marks the processes that this run starts, among them those of pytest-xdist, and watches their shared memory."""
+    outer = os.environ.get(RUN_VARIABLE)
+    os.environ[RUN_VARIABLE] = f"{outer}/{uuid.uuid4().hex}" if outer else uuid.uuid4().hex
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[SHARED_MEMORY_WATCH] = SharedMemoryWatch(os.environ[RUN_VARIABLE])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails the run if it leaves shared memory of lmkv or of engines behind: once, after the last of its processes."""
     if hasattr(session.config, "workerinput"):
         return
-    before = session.config.stash[SHARED_BEFORE]
-    if more := _shared_memory() - before:
-        session.config.get_terminal_writer().line(f"\ntests left shared memory behind: {more}", red=True)
+    if left := session.config.stash[SHARED_MEMORY_WATCH].close():
+        session.config.get_terminal_writer().line(f"\ntests left shared memory behind: {left}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -145,34 +145,11 @@ def runtime_dir(short_folder: Path) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fails the run if a process that a test started is still there at its end."""
-    mark = uuid.uuid4().hex
-    os.environ[RUN_VARIABLE] = mark
     yield
+    mark = os.environ[RUN_VARIABLE]
     deadline = time.monotonic() + LEFT_BEHIND_TIMEOUT_SECONDS
-    while (left := _processes_with(f"{RUN_VARIABLE}={mark}")) and time.monotonic() < deadline:
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"tests left processes behind: {left}"
-
-
-def _processes_with(assignment: str) -> dict[int, str]:
-    """Commands of the processes that were started with this environment variable, zombies left out, by process id."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if assignment.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(entry.name)] = command.strip()
-        except OSError:  # it ended, or it is another user's
-            continue
-    return found
-
-
-def _shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return set()
-    return {entry.name for entry in folder.iterdir() if "lmkv" in entry.name or entry.name.startswith(LEFT_BY_ENGINES)}

@@ -178,9 +178,11 @@ time.sleep(60)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "ready\n"
+        files = {link.readlink() for link in Path(f"/proc/{owner.pid}/fd").iterdir()}
+        assert any("lmkv-pool" in file.name for file in files)
         owner.kill()
     assert list(tmp_path.iterdir()) == []
-    assert list(Path("/dev/shm").glob("*lmkv*")) == []
+    assert [file for file in files if file.is_relative_to("/dev/shm") and file.exists()] == []
 
 
 def test_importing_the_pool_needs_neither_kernels_nor_numpy() -> None:
