@@ -9,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Route, sync_playwright
 
 from tests.promises.conftest import BIN, ROOT
+from tests.server.coordinator.http.page.conftest import arguments
 
 DOCS = ROOT / "docs"
 SITE = "https://lmkv.github.io/lmkv/"
@@ -80,6 +82,35 @@ def test_every_page_and_picture_is_published(site: Path) -> None:
         shown = re.findall(r"<(?:img|source)[^>]* src(?:set)?=\"([^\"#:]+)[\"#]", page.read_text())
         broken = [picture for picture in shown if page.name == "index.html" and not (page.parent / picture).exists()]
         assert broken == [], f"{page.relative_to(version)}: there is no such picture"
+
+
+@pytest.mark.timeout(600)
+def test_every_page_with_a_diagram_shows_it_without_a_network(site: Path) -> None:
+    """The browser gets the files of the site; every other request is refused."""
+    pages = [page for page in DOCS.rglob("*.md") if "```mermaid" in page.read_text()]
+    assert len(pages) > 5
+    refused: list[str] = []
+
+    def answer(route: Route) -> None:
+        url = route.request.url
+        path = site / url.removeprefix(SITE).partition("?")[0].partition("#")[0]
+        if not url.startswith(SITE):
+            refused.append(f"{route.request.resource_type} {url}")
+            route.abort()
+        else:
+            route.fulfill(path=path / "index.html" if path.is_dir() else path)
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(**arguments())
+        visited = browser.new_page()
+        visited.route("**/*", answer)
+        for page in pages:
+            visited.goto(f"{SITE}main/{page.relative_to(DOCS).with_suffix('')}/")
+            visited.wait_for_selector("div.mermaid")  # the theme puts it in the place of a source once it is drawn
+            visited.wait_for_function("!document.querySelector('pre.mermaid')")
+        browser.close()
+    # The theme also asks GitHub for the repository's stars, and shows none without an answer.
+    assert [one for one in refused if "https://api.github.com/repos/" not in one] == []
 
 
 @pytest.mark.timeout(600)

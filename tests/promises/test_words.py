@@ -37,6 +37,7 @@ EXCEPTIONS = {
 GENERATED = (
     *("lmkv/v1/", "client/typescript/src/gen/", "client/typescript/package-lock.json", "benchmarks/results/"),
     "server/lmkv_server/coordinator/http/static/swagger-ui",
+    "docs/javascripts/",
 )
 """Their sources are checked, or they contain no text, or others wrote them."""
 BINARY = {".binpb", ".gz", ".webp", ".png", ".ico", ".woff2"}
