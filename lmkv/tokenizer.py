@@ -38,7 +38,9 @@ def load(folder: str | Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError:
-        raise ConfigError("tokenizing text needs the package tokenizers: `pip install 'lmkv[tokenizers]'`") from None
+        raise ConfigError(
+            "tokenizing text needs the package tokenizers: `pip install '.[tokenizers]'` in a clone of lmkv"
+        ) from None
     try:
         return Tokenizer(Inner.from_file(str(file)))
     except Exception as error:  # the package raises plain `Exception`

@@ -38,7 +38,9 @@ class EventPublisher:
     def __init__(self, events: LayoutEvents, endpoint: str, replay_endpoint: str) -> None:
         """An endpoint with `*` or `::`, or an `ipc` one, is bound, others are connected; replays are bound."""
         if MISSING:
-            raise ConfigError("KV events need pyzmq, which is not installed; pip install 'lmkv[events]'")
+            raise ConfigError(
+                "KV events need pyzmq, which is not installed; pip install '.[events]' in a clone of lmkv"
+            )
         self._events = events
         self._context = zmq.asyncio.Context()
         self._publisher = self._context.socket(zmq.PUB)

@@ -97,4 +97,7 @@ def _own_provider(service_name: str, instance_id: str) -> Provider | None:
 
 
 def _warn_not_installed(error: ImportError) -> None:
-    logger.warning("OTEL_* variables set an endpoint, but nothing is exported: install lmkv[telemetry] (%s)", error)
+    logger.warning(
+        "OTEL_* variables set an endpoint, but nothing is exported: pip install '.[telemetry]' in a clone of lmkv (%s)",
+        error,
+    )

@@ -166,7 +166,7 @@ def _load() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(
             "transfer_channel: 'mooncake' needs Mooncake's transfer engine, which is not installed; "
-            "pip install 'lmkv[mooncake]'",
+            "pip install '.[mooncake]' in a clone of lmkv",
             key="transfer_channel",
         ) from None
     except ImportError as error:

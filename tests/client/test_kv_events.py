@@ -172,7 +172,7 @@ async def test_without_pyzmq_or_a_usable_endpoint_the_command_says_what_to_do(
     assert f"{endpoint}: No such file or directory" in capsys.readouterr().err
     monkeypatch.setattr(kv_event_publisher, "MISSING", True)
     assert await run_command("events") == 2
-    assert "pip install 'lmkv[events]'" in capsys.readouterr().err
+    assert "pip install '.[events]'" in capsys.readouterr().err
 
 
 # ---- real coordinators and nodes

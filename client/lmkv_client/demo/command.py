@@ -186,7 +186,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.sglang_python and SGLANG not in kinds:
         raise ConfigError("--sglang-python is for --engines with sglang, such as vllm,sglang")
     if VLLM in kinds and importlib.util.find_spec("vllm") is None:
-        raise ConfigError("the demo needs vLLM; install it with: pip install 'lmkv[cpu]' (or 'lmkv[vllm]' with a GPU)")
+        raise ConfigError(
+            "the demo needs vLLM; install it with: pip install '.[cpu]' (or '.[vllm]' with a GPU) in a clone of lmkv"
+        )
     if SGLANG in kinds:
         check_sglang(args.sglang_python or sys.executable)
     token_bytes = SHAPES[args.model_size].kv_bytes_per_token(FLOAT32_BYTES)

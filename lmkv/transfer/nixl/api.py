@@ -54,7 +54,7 @@ def load() -> Any:
         return api
     raise ConfigError(
         "transfer_channel: 'nixl' needs NIXL, which is not installed; "
-        "pip install 'lmkv[nixl]', or set enable_p2p to false",
+        "pip install '.[nixl]' in a clone of lmkv, or set enable_p2p to false",
         key="transfer_channel",
     )
 

@@ -30,7 +30,7 @@ def load() -> Any:
         return import_module("ucxx._lib.libucxx")
     except ModuleNotFoundError:
         raise ConfigError(
-            "transfer_channel: 'ucx' needs ucxx, which is not installed; pip install 'lmkv[ucx]'",
+            "transfer_channel: 'ucx' needs ucxx, which is not installed; pip install '.[ucx]' in a clone of lmkv",
             key="transfer_channel",
         ) from None
     except ImportError as error:

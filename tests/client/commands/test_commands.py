@@ -257,7 +257,7 @@ async def test_without_the_package_tokenizers_a_prompt_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as Python marks what cannot be imported
     assert await run("lookup", "--prompt", "Hi", "--model", str(model)) == 2
-    assert "needs the package tokenizers: `pip install 'lmkv[tokenizers]'`" in capsys.readouterr().err
+    assert "needs the package tokenizers: `pip install '.[tokenizers]'`" in capsys.readouterr().err
 
 
 async def test_the_coordinators_refusal_is_one_line(

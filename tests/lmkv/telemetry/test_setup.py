@@ -129,7 +129,7 @@ def test_where_opentelemetry_is_missing_nothing_is_exported_and_one_line_says_wh
     )
     lines = done.stderr.splitlines()
     assert len(lines) == 3
-    assert all("install lmkv[telemetry]" in line for line in lines)
+    assert all("pip install '.[telemetry]'" in line for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs"])

@@ -22,9 +22,9 @@ from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory, Owner, Stops, conten
 from tests.waiting import until
 
 LIBRARIES = {
-    "nixl": ("lmkv[nixl]", ("nixl_cu12", "nixl_cu13", "nixl")),
-    "ucx": ("lmkv[ucx]", ("ucxx",)),
-    "mooncake": ("lmkv[mooncake]", ("mooncake",)),
+    "nixl": ("pip install '.[nixl]'", ("nixl_cu12", "nixl_cu13", "nixl")),
+    "ucx": ("pip install '.[ucx]'", ("ucxx",)),
+    "mooncake": ("pip install '.[mooncake]'", ("mooncake",)),
 }
 """The extra that brings what a channel needs, and the packages that are it."""
 

@@ -16,7 +16,7 @@ def check_encryption(config: NodeConfig) -> Iterator[Finding]:
     if not config.encryption_key_file:
         return
     if find_spec("cryptography") is None:
-        yield fail(KEY, "it needs cryptography, which is not installed; pip install 'lmkv[encryption]'")
+        yield fail(KEY, "it needs cryptography, which is not installed; pip install '.[encryption]' in a clone of lmkv")
         return
     try:
         keys = read_encryption_keys(config.encryption_key_file)

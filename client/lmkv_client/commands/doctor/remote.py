@@ -21,7 +21,10 @@ def check_remote(config: NodeConfig) -> Iterator[Finding]:
     url = parse_remote_url(config.remote_url)
     package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
     if find_spec(package) is None:
-        yield fail("remote_url", f"{url.shown} needs {package}, which is not installed; pip install 'lmkv[{extra}]'")
+        yield fail(
+            "remote_url",
+            f"{url.shown} needs {package}, which is not installed; pip install '.[{extra}]' in a clone of lmkv",
+        )
         return
     host, port = url.host, url.port
     if url.bucket:

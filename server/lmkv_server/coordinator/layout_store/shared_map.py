@@ -45,7 +45,8 @@ class SharedMap:
         parsed = parse_remote_url(url)
         if find_spec("valkey") is None:
             raise ConfigError(
-                f"layout_map_url: {parsed.shown} needs valkey, which is not installed; pip install 'lmkv[valkey]'",
+                f"layout_map_url: {parsed.shown} needs valkey, which is not installed; "
+                "pip install '.[valkey]' in a clone of lmkv",
                 key="layout_map_url",
             )
         from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient

@@ -101,7 +101,8 @@ def _tenant_keys(config: NodeConfig) -> TenantKeys | None:
         return None
     if find_spec("cryptography") is None:
         raise ConfigError(
-            "encryption_key_file: needs cryptography, which is not installed; pip install 'lmkv[encryption]'",
+            "encryption_key_file: needs cryptography, which is not installed; "
+            "pip install '.[encryption]' in a clone of lmkv",
             key="encryption_key_file",
         )
     from lmkv_server.node.tiers.encryption.keys import TenantKeys

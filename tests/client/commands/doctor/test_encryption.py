@@ -40,4 +40,4 @@ def test_a_missing_package_fails_with_the_extra(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(encryption, "find_spec", lambda _name: None)
     finding = found(write_keys(tmp_path / "keys", "new"))
     assert finding.level == "fail"
-    assert "pip install 'lmkv[encryption]'" in finding.text
+    assert "pip install '.[encryption]'" in finding.text

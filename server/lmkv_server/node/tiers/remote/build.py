@@ -16,7 +16,8 @@ def store_for(config: NodeConfig) -> RemoteStore:
     package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
     if find_spec(package) is None:
         raise ConfigError(
-            f"remote_url: {url.shown} needs {package}, which is not installed; pip install 'lmkv[{extra}]'",
+            f"remote_url: {url.shown} needs {package}, which is not installed; "
+            f"pip install '.[{extra}]' in a clone of lmkv",
             key="remote_url",
         )
     if url.bucket:

@@ -125,7 +125,7 @@ async def test_without_the_extra_the_node_names_it(runtime_dir: Path, monkeypatc
     monkeypatch.setattr(
         "lmkv_server.node.tiers.build.find_spec", lambda name: None if name == "cryptography" else object()
     )
-    with pytest.raises(ConfigError, match=r"encryption_key_file: needs cryptography.*pip install 'lmkv\[encryption\]'"):
+    with pytest.raises(ConfigError, match=r"encryption_key_file: needs cryptography.*pip install '\.\[encryption\]'"):
         async with engine_at_node(runtime_dir):
             pass
 
