@@ -82,19 +82,6 @@ def pd(report: Report) -> Chart:
     return Chart(title="Disaggregated prefill: latency that the transfer adds", unit="ms", groups=groups)
 
 
-def rivals(report: Report) -> Chart:
-    """TTFT of hits of three systems."""
-    rows = by_name(report)
-    systems = {"lmkv": LMKV, "vllm_offloading": VLLM, "lmcache": LMCACHE}
-    labels = {
-        f"*_{at}_ms_{tokens}": f"{tokens:,} tokens, {label}"
-        for tokens in (2049, 4097)
-        for at, label in (("own", "hit in host memory"), ("peer", "hit at the other engine"))
-    }
-    groups = groups_of(rows, systems, labels, skips_missing=True)
-    return Chart(title="TTFT of a cache hit", unit="ms", groups=groups)
-
-
 def multi_turn(report: Report) -> Chart:
     """TTFT by turn of a chat."""
     rows = by_name(report)
@@ -206,7 +193,6 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "control-plane": ("control_plane", part_charts.control_plane),
     "doc-qa": ("doc_qa", doc_qa),
     "pd-transfer": ("pd", pd),
-    "rivals": ("rivals", rivals),
     "multi-turn": ("multi_turn", multi_turn),
     "agents": ("agents", agents),
     "eviction": ("eviction", part_charts.eviction),
