@@ -49,6 +49,8 @@ class LookupCall:
         self._has_requests = asyncio.Event()
         self._pending: deque[Answer] = deque()
         self._reader = asyncio.create_task(self._read(), name="lmkv-lookups")
+        # A callback, because a task that is cancelled before it runs would not end the lookups.
+        self._reader.add_done_callback(self._end_lookups)
 
     async def lookup(self, request: LookupRequest) -> LookupResponse:
         """Raises the coordinator's error, or `Unreachable`. Cancelling it does not affect other lookups."""
@@ -84,13 +86,17 @@ class LookupCall:
             if message.requests:
                 yield message
 
-    async def _read(self) -> None:
-        end: LmkvError = Unreachable(f"the coordinator at {self.address} ended the lookups", address=self.address)
+    async def _read(self) -> LmkvError | None:
+        """Passes the answers on. Returns the error that has ended the call, if there is one."""
         call: Any = None
         try:
             call = self._cache.LookupStream(self._messages())
             async for message in call:
                 for result in message.results:
+                    if not self._pending:
+                        return Unreachable(
+                            f"the coordinator at {self.address} sent more answers than it received lookups"
+                        )
                     answer = self._pending.popleft()
                     if answer.done():
                         continue
@@ -99,19 +105,24 @@ class LookupCall:
                     else:
                         answer.set_result(result.response)
         except grpc.RpcError as error:
-            end = self._to_error(error)
+            return self._to_error(error)
         except grpc.aio.UsageError:  # the channel was closed before
             pass
         finally:
-            if not self.has_ended:
-                self.has_ended = True
-                self._on_failure(end)
             if call is not None:
                 call.cancel()
-            for answer in (*self._pending, *(answer for _, answer in self._requests)):
-                if not answer.done():
-                    answer.set_exception(end)
-                    answer.exception()  # it may be that nothing awaits it any more
+        return None
+
+    def _end_lookups(self, reader: asyncio.Task[LmkvError | None]) -> None:
+        end = None if reader.cancelled() or reader.exception() else reader.result()
+        end = end or Unreachable(f"the coordinator at {self.address} ended the lookups", address=self.address)
+        if not self.has_ended:
+            self.has_ended = True
+            self._on_failure(end)
+        for answer in (*self._pending, *(answer for _, answer in self._requests)):
+            if not answer.done():
+                answer.set_exception(end)
+                answer.exception()  # it may be that nothing awaits it any more
 
 
 def take_batch(waiting: deque[tuple[LookupRequest, Answer]], pending: deque[Answer]) -> LookupStreamRequest:

@@ -24,7 +24,7 @@ def test_the_patch_applies_and_its_tests_exist(mutant: Mutant) -> None:
 
 def test_there_are_mutants_of_every_process() -> None:
     components = {mutant.name.partition("-")[0] for mutant in select()}
-    assert components == {"connector", "coordinator", "engine", "lmkv", "node", "proxy"}
+    assert components == {"connector", "coordinator", "engine", "lmkv", "node", "proxy", "webhook"}
     assert len(select()) >= 25
 
 

@@ -172,10 +172,10 @@ class PageStore:
             try:
                 assert self._copier is not None
                 sums = self._copier.gather(extents, [[page] for page in pages[at:end]])
-            except ValueError:
+                engine.commit(Written.chain(keys[at:end], extents, parent=parents[at], checksums=sums))
+            except BaseException:
                 engine.put_back(extents)
                 raise
-            engine.commit(Written.chain(keys[at:end], extents, parent=parents[at], checksums=sums))
             at = end
         self.count(written=at - held_before, held_before=held_before)
         return at

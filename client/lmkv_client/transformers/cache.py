@@ -124,17 +124,21 @@ class LmkvCache:
                 break
             begin = first * spec.chunk_size
             counts = [min(spec.chunk_size, tokens.size - begin - at * spec.chunk_size) for at in range(len(extents))]
-            chunks = [chunk_tensor(extent.view, self._kv, count) for extent, count in zip(extents, counts, strict=True)]
-            copy_tokens(past_key_values, begin, chunks)
-            self._engine.commit(
-                Written(
-                    key=keys[first + at],
-                    extent=extent,
-                    token_count=count,
-                    parent=keys[first + at - 1] if first + at else self._first_parent(count, salt),
+            own = list(zip(extents, counts, strict=True))
+            try:
+                copy_tokens(past_key_values, begin, [chunk_tensor(one.view, self._kv, count) for one, count in own])
+                self._engine.commit(
+                    Written(
+                        key=keys[first + at],
+                        extent=extent,
+                        token_count=count,
+                        parent=keys[first + at - 1] if first + at else self._first_parent(count, salt),
+                    )
+                    for at, (extent, count) in enumerate(own)
                 )
-                for at, (extent, count) in enumerate(zip(extents, counts, strict=True))
-            )
+            except BaseException:  # the cache is of another model, for example
+                self._engine.put_back(extents)
+                raise
             stored += sum(counts)
             first += len(extents)
         self._count(stored_tokens=stored)

@@ -43,9 +43,10 @@ def test_calls_end_empty_when_the_node_is_killed_while_they_wait(attach: Attach,
     engine = attach()
     keys = engine.keys(prompt(2))
     pid = node_pid(connector_config(runtime_dir))
+    engine.put_back(engine.reserve(2, timeout=WAIT_SECONDS))
     os.kill(pid, signal.SIGSTOP)
     lookup = engine.begin_lookup(keys, timeout=WAY_LONGER)
-    reservation = engine.begin_reserve(2, timeout=WAY_LONGER)
+    reservation = engine.begin_reserve(5, timeout=WAY_LONGER)  # has two, and waits for three
     blocked: list[object] = []
     thread = threading.Thread(target=lambda: blocked.append(engine.lookup(keys, timeout=WAY_LONGER).hit_count))
     thread.start()

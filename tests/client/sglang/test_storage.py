@@ -22,7 +22,7 @@ from tests.client.sglang.contract import (
     page_hashes,
     slots,
 )
-from tests.waiting import wait_until
+from tests.waiting import WAIT_SECONDS, wait_until
 
 TOKENS = list(range(1000, 1000 + 6 * PAGE_SIZE + 3))
 HASHES = page_hashes(TOKENS)
@@ -154,6 +154,20 @@ def test_what_sglang_never_passes_is_a_miss_and_is_counted(start: Start, keys: l
     assert storage.batch_set_v1(keys, slots(pages)) == [False]
     assert storage.counts.failed_calls == 1
     assert all(storage.batch_set_v1(HASHES, slots(FIRST))), "the next call is served"
+
+
+@pytest.mark.parametrize(
+    "pages", [[*FIRST[:-1], 24], FIRST[:-1], [*FIRST[:-1], 1 << 70]], ids=["beyond", "few", "huge"]
+)
+def test_pages_that_cannot_be_copied_keep_no_memory_of_the_pool(start: Start, pages: list[int]) -> None:
+    store = start(host_pool("page_first"))._store
+    engine = store._attached()
+    extents = engine.reserve(1 << 20, timeout=WAIT_SECONDS)
+    engine.put_back(extents)
+    for _ in range(len(extents) // len(HASHES) + 1):
+        assert store.attempt(store.write, HASHES, pages, default=-1) == -1
+    assert engine.counters.short_reserves == 1
+    assert store.write(HASHES, FIRST) == len(HASHES)
 
 
 def test_of_models_with_further_pools_nothing_is_stored(start: Start) -> None:

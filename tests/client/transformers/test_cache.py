@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from lmkv.config import ConnectorConfig
 from lmkv.config.resolve import to_environment
 from lmkv_client.transformers import CacheStatistics
+from tests.client.engine.engines import all_extents
 from tests.client.engine.nodes import kill, node_pid
 from tests.client.transformers.conftest import (
     CHUNK,
@@ -254,6 +255,18 @@ def test_several_sequences_are_refused_by_load_and_store(get_model: GetModel, ma
             cache.load(wrong)
     with pytest.raises(ValueError, match="pass one sequence"):
         cache.store(torch.zeros((2, 5), dtype=torch.long), cache.load(make_prompt(1, 5)))
+
+
+def test_a_cache_that_cannot_be_copied_keeps_no_memory_of_the_pool(get_model: GetModel, make_cache: MakeCache) -> None:
+    cache, prompt = make_cache(get_model("llama")), make_prompt(1)
+    count = all_extents(cache.engine)
+    past = cache.load(prompt)
+    get_model("llama")(prompt, past_key_values=past)
+    for layer in past.layers:
+        layer.keys = layer.keys[:, :1].expand(-1, 7, -1, -1)  # of another model
+    with pytest.raises(RuntimeError, match="size"):
+        cache.store(prompt, past)
+    assert all_extents(cache.engine) == count
 
 
 def test_a_cache_without_the_tokens_outside_of_windows_is_not_stored(

@@ -63,6 +63,18 @@ def test_who_is_refused_takes_nothing() -> None:
     allowance.acquire(1.0)
 
 
+@pytest.mark.parametrize("tries_per_second", [32, 64, 1024])
+def test_a_caller_that_repeats_refused_requests_is_admitted_at_its_rate(tries_per_second: int) -> None:
+    bucket, admitted = TokenBucket(16, 0, 0.0), 0
+    for number in range(10 * tries_per_second):
+        try:
+            bucket.acquire(number / tries_per_second)
+            admitted += 1
+        except TooManyRequests:
+            continue
+    assert 16 * BURST_SECONDS + 16 * 10 - 2 <= admitted <= 16 * BURST_SECONDS + 16 * 10
+
+
 @pytest.mark.parametrize(("limits", "rate"), [((500, 0), 500), ((1, 0), MIN_REFUSALS_PER_SECOND), ((0, 1), 100)])
 def test_refusals_are_sent_one_after_another_at_the_rate_of_the_limit(limits: tuple[int, int], rate: int) -> None:
     bucket = TokenBucket(*limits, 7.0)

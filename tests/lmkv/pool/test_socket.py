@@ -98,6 +98,14 @@ async def test_a_frozen_worker_is_not_taken_for_gone(node: Node) -> None:
         await until(lambda: len(node.events) == 2)
 
 
+async def test_a_worker_that_vanishes_before_the_answer_is_gone(node: Node) -> None:
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(str(node.path))
+        worker.sendall(b'{"engine_id": "e", "rank": 0, "epoch": 7}\n')
+    await until(lambda: len(node.events) == 2)
+    assert node.events == [("came", "e", 0), ("gone", "e", 0)]
+
+
 async def test_closing_says_goodbye(node: Node) -> None:
     attached = await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)
     attached.close()

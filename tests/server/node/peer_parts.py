@@ -34,7 +34,7 @@ from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
 from tests.support.fork_server import start_module
-from tests.waiting import until
+from tests.waiting import WAIT_SECONDS, until
 
 SERVICE = "lmkv.v1.PeerService"
 RUNTIME_VARIABLE = "LMKV_TESTS_RUNTIME_DIR"
@@ -81,13 +81,16 @@ class Parts:
         *,
         spec: KvSpec = SMALL,
         chunk_count: int = 32,
-        grant_ttl_seconds: float = 30.0,
+        grant_ttl_seconds: float = 10 * WAIT_SECONDS,
         listener: CacheListener | None = None,
         transfer_channel: str = "nixl",
         verify_transfers: bool = True,
         **config: Any,
     ) -> None:
-        """`config` are further keys of the node's configuration."""
+        """`config` are further keys of the node's configuration.
+
+        No test takes a grant that has expired for one that was released, unless it sets `grant_ttl_seconds`.
+        """
         self.instance_id = instance_id
         self.spec = spec
         self.epoch = time.time_ns()

@@ -102,6 +102,20 @@ def test_a_sidecar_runs_as_the_user_of_its_engine_unless_that_is_root(user: int 
     assert NODE["securityContext"] == {"runAsUser": 10001}
 
 
+def test_the_user_of_a_container_counts_before_that_of_its_pod() -> None:
+    created = pod(securityContext={"runAsUser": 1000})
+    created["spec"]["containers"][0]["securityContext"] = {"runAsUser": 2000}
+    (node,) = patched(created, inject(created, {"both": SIDECAR}))["spec"]["initContainers"]
+    assert node["securityContext"] == {"runAsUser": 2000}
+    with pytest.raises(Refusal, match="runs as user 2000"):
+        inject(created, {"both": HOST})
+    created["spec"]["containers"][0]["securityContext"] = {"runAsUser": 10001}
+    assert inject(created, {"both": HOST})
+    created["spec"]["containers"][0]["securityContext"] = {"runAsNonRoot": True}
+    with pytest.raises(Refusal, match="runs as user 1000"):
+        inject(created, {"both": HOST})
+
+
 def test_a_sidecar_keeps_the_other_settings_of_its_security_context() -> None:
     node = {**NODE, "securityContext": {"readOnlyRootFilesystem": True, "runAsUser": 10001}}
     created = pod(securityContext={"runAsUser": 1000})

@@ -24,6 +24,8 @@ MAX_CONNECTIONS = 256
 """Most connections; beyond these the least recently used one is closed."""
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 RELEASE_SECONDS = 0.5
+CLOSE_SECONDS = 2 * RELEASE_SECONDS
+"""Longest time that a pool takes to close connections and to release grants when it ends; peers end those left."""
 
 
 class PeerConnectionPool:
@@ -43,8 +45,11 @@ class PeerConnectionPool:
 
     async def aclose(self) -> None:
         """Closes all connections. Idempotent."""
-        if self._tasks:  # grants to release; each is bounded
-            await asyncio.wait(self._tasks)
+        if self._tasks:  # grants to release
+            _, late = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         for connection in self._by_instance.values():
             await connection.close()
         self._by_instance.clear()
@@ -106,13 +111,13 @@ class PeerConnectionPool:
         return self._spawn(connection.withdraw(request_id, RELEASE_SECONDS))
 
     def release_once_granted(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
-        """Releases the grant of a call whose caller was cancelled."""
+        """Releases the grant of a call whose caller was cancelled, if its answer arrives within its timeout."""
         self._spawn(self._released(connection, acquiring))
 
     async def _released(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
         try:
-            response = await asyncio.wait_for(acquiring, RELEASE_SECONDS)
-        except (LmkvError, TimeoutError):
+            response = await acquiring
+        except LmkvError:
             return  # a grant that there may be expires
         if response.grant.grant_id:
             await connection.release(response.grant.grant_id, RELEASE_SECONDS)

@@ -125,6 +125,17 @@ async def test_only_one_spec_may_be_watched(make: Make, cache: Any) -> None:
         assert fingerprints == {QWEN.fingerprint}
 
 
+async def test_a_watcher_of_one_spec_is_informed_that_an_instance_is_gone(make: Make, cache: Any) -> None:
+    qwen = keys_of(range(64), QWEN)
+    async with make("q", qwen, QWEN), watching(cache, fingerprint=QWEN.fingerprint) as watcher:
+        await watcher.until({"q": set(qwen)})
+        async with make("q", CHUNKS):  # restarts, with chunks of another spec only
+            await watcher.until({})
+        (gone,) = watcher.responses[-1].changes
+        assert gone.instance_gone
+        assert gone.instance_id == "q"
+
+
 async def test_a_revision_that_is_not_known_is_refused(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS):
         for revision in (1, 1 << 62, -5):

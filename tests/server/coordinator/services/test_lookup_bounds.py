@@ -14,12 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lmkv import rpc
 from lmkv.errors import BadInstance, BadTokens, Full, LmkvError
+from lmkv.keys import join_keys
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
-from lmkv_server.coordinator.registry.selection import MAX_WAITING
-from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT
+from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES, MAX_WAITING
+from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 
 LONG = LookupRequest(tokens=range(65_000), model_name="attacked")
@@ -49,15 +50,15 @@ async def join(fleet: Guarded, own: Sequence[KvSpec], name: str = "evil") -> Any
     return registry
 
 
-async def hold(registry: Any, own: Sequence[KvSpec], name: str = "evil") -> Any:
-    """Has it report a chunk of each; the stream that it does so over."""
+async def hold(registry: Any, own: Sequence[KvSpec], keys: Sequence[bytes] = ()) -> Any:
+    """Has it report these keys of each, by default one that is no prompt's; the stream that it does so over."""
     changes = [
-        ChunkChange(tier=TIER_HOST, fingerprint=spec.fingerprint, admitted_keys=bytes([at + 1]) * 16)
+        ChunkChange(tier=TIER_HOST, fingerprint=spec.fingerprint, admitted_keys=keys[at] if keys else bytes([at]) * 16)
         for at, spec in enumerate(own)
     ]
     stream = registry.Report()
     await stream.write(
-        ReportRequest(instance_id=name, epoch=1, sequence=1, snapshot=True, snapshot_end=True, changes=changes)
+        ReportRequest(instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, changes=changes)
     )
     assert (await asyncio.wait_for(stream.read(), 120)).acked_sequence == 1
     return stream
@@ -107,7 +108,7 @@ async def test_a_model_with_too_many_specs_takes_no_more_of_them(fleet: Guarded)
     await join(fleet, specs(MAX_SPECS))
     error = await error_of(join(fleet, specs(1, first=MAX_SPECS), "late"))
     assert isinstance(error, Full)
-    assert "specs: model 'attacked' has 64 specs and adapters in this fleet" in str(error)
+    assert f"specs: model 'attacked' has {MAX_SPECS} specs and adapters in this fleet" in str(error)
     await join(fleet, specs(1), "same")  # a spec that is there already
     await join(fleet, specs(1, model_name="other"), "other")
 
@@ -120,7 +121,18 @@ async def test_a_lookup_computes_keys_under_specs_that_have_chunks(fleet: Guarde
     stream = await hold(registry, own)
     error = await error_of(cache.Lookup(LONG, timeout=120))
     assert isinstance(error, BadTokens)
-    assert "under the 16 specs and adapters of model 'attacked'" in str(error)
+    assert f"under the {MAX_NAMESPACES} specs and adapters of model 'attacked'" in str(error)
+    stream.cancel()
+
+
+async def test_a_lookup_covers_the_newest_specs_of_a_model(fleet: Guarded) -> None:
+    own = specs(MAX_NAMESPACES + 1)
+    held = {0: 30, 1: 10, MAX_NAMESPACES: 20}
+    keys = [join_keys(keys_of(PROMPT, spec)[: held.get(at, 1)]) for at, spec in enumerate(own)]
+    stream = await hold(await join(fleet, own), own, keys)
+    cache = await fleet.cache(token_of("reader", "a"))
+    found = await cache.Lookup(LookupRequest(tokens=PROMPT, model_name="attacked"), timeout=120)
+    assert [one.matched_chunk_count for one in found.holders] == [20]
     stream.cancel()
 
 

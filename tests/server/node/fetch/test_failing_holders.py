@@ -10,7 +10,7 @@ import pytest
 from lmkv.errors import Unreachable
 from lmkv_server.node.peers import connection as peer_connection
 from tests.lmkv.transfer.ends import in_new_process
-from tests.server.node.peer_parts import LARGE, Parts, Remote, Taken, keys_of
+from tests.server.node.peer_parts import LARGE, Parts, Remote, Taken, keys_of, lets_go
 from tests.waiting import WAIT_SECONDS, until
 
 KEYS = keys_of(16)
@@ -88,6 +88,7 @@ async def test_when_the_best_holder_freezes_between_fetches_the_next_one_is_aske
                 taken.let_go()
                 reader.tier.drop(KEYS[3:15])
             best.signal(signal.SIGCONT)
+            await lets_go(best)  # what it grants to the call that was cancelled, too
             rest = Taken(reader)  # it is still good for what no other holder has
             fetched = await reader.fetch(LARGE, KEYS, [best.holder, second.holder], 60.0, rest)
             assert (fetched.chunk_count, fetched.error) == (16, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 import pytest
 
 from lmkv import rpc
-from lmkv.errors import BadChunkKey, Unreachable
+from lmkv.errors import BadChunkKey, LmkvError, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.rpc.lookup_call import LookupCall
 from lmkv.v1 import cache_service_pb2 as pb
@@ -30,6 +31,8 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
 
     def __init__(self) -> None:
         self.stream_count = self.open_count = self.unary_count = self.request_count = 0
+        self.extra_answer_count = 0
+        """Answers on streams to lookups that there were not."""
         self.is_refusing = False
         """Whether lookups on streams are refused."""
         self.ends = asyncio.Event()
@@ -70,6 +73,8 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
                         result.error.CopyFrom(rpc.to_status(BadChunkKey("it is bad")))
                     else:
                         result.response.revision = self.request_count
+                for _ in range(self.extra_answer_count):
+                    answer.results.add().response.revision = 1
                 yield answer
         finally:
             self.open_count -= 1
@@ -201,3 +206,41 @@ async def test_lookups_that_wait_end_with_the_stream() -> None:
         for one in waiting:
             with pytest.raises(Unreachable):
                 await one
+
+
+async def test_lookups_that_are_not_sent_yet_end_with_the_call() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts no connection
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with rpc.open_channel(address) as channel:
+            call = LookupCall(pb_grpc.CacheServiceStub(channel), address)
+            lookups = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY)))]
+            await until(lambda: call._pending)  # gRPC takes no more before it has sent this
+            lookups += [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY))) for _ in range(3)]
+            await until(lambda: len(call._requests) == 3)
+            await call.aclose()
+            async with asyncio.timeout(WAIT_SECONDS):
+                ended = await asyncio.gather(*lookups, return_exceptions=True)
+            assert [type(error) for error in ended] == [Unreachable] * 4
+
+
+async def test_lookups_end_with_a_call_that_is_ended_before_it_begins() -> None:
+    async with serving() as (_, stub, address):
+        call = LookupCall(stub, address)
+        lookup = call.lookup(pb.LookupRequest(chunk_keys=KEY))
+        answer = lookup.send(None)  # waits, before any other task has run
+        assert answer is not None
+        await call.aclose()
+        with pytest.raises(Unreachable):
+            await answer
+        lookup.close()
+
+
+async def test_a_coordinator_that_answers_what_it_was_not_asked_ends_the_call() -> None:
+    async with serving() as (lookups, stub, address):
+        lookups.extra_answer_count = 1
+        failures: list[LmkvError] = []
+        call = LookupCall(stub, address, on_failure=failures.append)
+        assert await call.lookup(pb.LookupRequest(chunk_keys=KEY))
+        await until(lambda: call.has_ended)
+        assert [type(one) for one in failures] == [Unreachable]
+        assert "more answers" in str(failures[0])

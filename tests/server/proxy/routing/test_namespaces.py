@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from lmkv.keys import KEY_BYTES, PAGE_HASH_SCHEME, as_tokens, chunk_keys, join_keys, page_keys, page_seed, root_key
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
+from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.proxy.routing import growing_keys
 from lmkv_server.proxy.routing.growing_chains import GrowingChains
-from lmkv_server.proxy.routing.namespaces import ServedNamespace
+from lmkv_server.proxy.routing.namespaces import MAX_NAMESPACES, Namespaces, ServedNamespace
 
 SPEC = KvSpec(
     model_name="llama",
@@ -87,3 +88,9 @@ def test_keys_are_of_a_prompt_if_namespaces_salt_and_all_tokens_are_the_same() -
     chunks, pages = growing.all()
     assert (chunks.fingerprint, chunks.chunk_size, len(chunks.keys)) == (SPEC.fingerprint, 16, 3 * KEY_BYTES)
     assert (pages.fingerprint, pages.chunk_size, len(pages.keys)) == (PAGES.fingerprint, 16, 2 * KEY_BYTES)
+
+
+def test_a_lookup_covers_the_newest_specs_of_a_name() -> None:
+    specs = [replace(SPEC, model_id=f"llama@{number}") for number in range(MAX_NAMESPACES + 3)]
+    namespaces = Namespaces([Instance(specs=[spec.to_proto() for spec in specs])])
+    assert [one.spec for one in namespaces.of("llama")] == specs[-MAX_NAMESPACES:]
