@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lmkv.config.connector import ConnectorConfig
@@ -22,6 +24,7 @@ from lmkv.config.spellings import REPLACED, spellings
 
 _PROCESSES: tuple[type[Config], ...] = (ConnectorConfig, CoordinatorConfig, ProxyConfig)
 """Classes whose keys a file may set. Keys of several classes are the same in each."""
+
 
 RENAMED: Mapping[str, Alias] = {
     "controller_host": Alias(name="host"),
@@ -41,6 +44,15 @@ RENAMED: Mapping[str, Alias] = {
     "nixl_role": Alias(name="pd_role"),
 }
 """LMCache's names of keys of lmkv that lmkv does not read as aliases, with the conversion of their values."""
+
+
+def _without_index(raw: object) -> object:
+    """`cuda` of LMCache's `cuda:0`: each worker of an engine uses its own GPU."""
+    return raw.partition(":")[0] if isinstance(raw, str) and re.fullmatch(r"cuda:\d+", raw) else raw
+
+
+VALUES: Mapping[str, Callable[[object], object]] = {"pd_buffer_device": _without_index}
+"""Conversions of LMCache's values of keys that lmkv has too."""
 
 ABSENT: Mapping[str, str] = {
     "blocking_timeout_secs": "load_timeout limits the wait for a load",
@@ -196,7 +208,8 @@ def _flat(entries: Iterable[SourceEntry]) -> Iterator[SourceEntry]:
     """The entries with values, including those inside `extra_config`."""
     for entry in entries:
         if entry.spelling == "extra_config" and isinstance(extra := _mapping(entry.raw), Mapping):
-            yield from (entry._replace(spelling=str(name), raw=raw) for name, raw in extra.items())
+            show = partial("{1} of {0}".format, entry.shown)
+            yield from (entry._replace(spelling=str(name), raw=raw, show=show) for name, raw in extra.items())
         elif entry.raw is not None:
             yield entry
 
@@ -219,7 +232,8 @@ def _translate(entry: SourceEntry) -> Imported:
             if alias.convert is one_port and isinstance(raw, list) and len(raw) > 1:
                 raw, lost = raw[0], "one node serves all ranks, with one port"
             try:
-                value = keys(cls)[name].kind.read(alias.convert(renamed.convert(raw)))
+                known = VALUES[name](raw) if name in VALUES else raw
+                value = keys(cls)[name].kind.read(alias.convert(renamed.convert(known)))
             except ValueError as error:
                 return Imported(entry=entry, reason=str(error))
             return Imported(entry=entry, name=name, value=_plain(entry, name, value), reason=lost)
@@ -228,7 +242,7 @@ def _translate(entry: SourceEntry) -> Imported:
 
 def _plain(entry: SourceEntry, name: str, value: Any) -> Any:
     """A value for YAML; the raw value if the key already has lmkv's name."""
-    if entry.spelling == name:
+    if entry.spelling == name and name not in VALUES:
         return entry.raw
     if isinstance(value, Mapping):
         return dict(value)

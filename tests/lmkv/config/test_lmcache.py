@@ -117,6 +117,8 @@ def test_the_configuration_of_a_controller_becomes_a_coordinators(tmp_path: Path
             [1, 2],
             "p2p_init_ports: [1, 2] is now p2p_port: 1; one node serves all ranks, with one port",
         ),
+        ("pd_buffer_device", "cuda:0", "pd_buffer_device: 'cuda:0' is now pd_buffer_device: cuda"),
+        ("nixl_buffer_device", "cuda:1", "nixl_buffer_device: 'cuda:1' is now pd_buffer_device: cuda"),
         ("lookup_timeout_ms", 250, "lookup_timeout_ms: 250 is now lookup_timeout: 0.25"),
         ("discard_partial_chunks", True, "discard_partial_chunks: true is now save_partial_chunks: false"),
         ("nixl_role", "sender", "nixl_role: sender is now pd_role: sender"),

@@ -77,6 +77,15 @@ def test_the_buffer_of_handoffs_is_part_of_the_pool() -> None:
     assert NodeConfig(max_local_cpu_size=4, local_cpu=False).pool_bytes == 4 << 30
 
 
+def test_a_notice_names_the_variable_that_a_key_was_in() -> None:
+    env = {"LMCACHE_EXTRA_CONFIG": '{"remote_serde": "cachegen", "min_retrieve_tokens": 9}'}
+    config = load(ConnectorConfig, env=env)
+    assert config.min_retrieve_tokens == 9
+    taken, ignored = config.notices
+    assert taken.endswith("min_retrieve_tokens of LMCACHE_EXTRA_CONFIG in the environment")
+    assert ignored.startswith("remote_serde of LMCACHE_EXTRA_CONFIG in the environment is ignored: ")
+
+
 def test_the_extra_config_of_an_engine_works_as_it_stands() -> None:
     extra = {"discard_partial_chunks": False, "lmcache_rpc_port": "producer1"}
     config = load(ConnectorConfig, env=EMPTY, flags=extra, flags_place="kv_connector_extra_config")
@@ -110,7 +119,7 @@ def test_lmcaches_variables_count_where_lmkvs_own_set_nothing(tmp_path: Path) ->
     assert config.lookup_timeout == 0.07
     assert config.notices == (
         "using LMCache's configuration where lmkv's own sets nothing: LMCACHE_CHUNK_SIZE, LMCACHE_NIXL_ROLE in the "
-        f"environment; local_cpu, enable_xpyd, lookup_timeout_ms in {file}",
+        f"environment; local_cpu, enable_xpyd, lookup_timeout_ms of extra_config in {file}",
     )
 
 
