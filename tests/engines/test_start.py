@@ -6,7 +6,10 @@ One engine starts as users start it; the others are forked.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,3 +72,39 @@ def test_notices_appear_once_in_an_engine_of_several_ranks(cluster: Cluster) -> 
         "pd_buffer_device: ",
     ):
         assert len(re.findall(re.escape(notice), engine.log())) == 1, (notice, json.dumps(engine.log()[-3000:]))
+
+
+OFFLINE = """
+import sys
+from vllm import LLM, SamplingParams
+llm = LLM(
+    sys.argv[1], dtype="float32", block_size=32, max_model_len=512, max_num_seqs=2, kv_cache_memory_bytes=64 << 20,
+    enforce_eager=True, kv_transfer_config={"kv_connector": "LMKVConnector", "kv_role": "kv_both"},
+)
+prompt = {"prompt_token_ids": [7 * token % 400 + 50 for token in range(300)]}
+llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+print("answered")
+"""
+"""A script as users write it: it ends without closing anything."""
+
+
+def test_an_offline_script_ends_without_a_traceback(tiny_model: Path, short_folder: Path) -> None:
+    environment = os.environ | SETTINGS | {"LMKV_RUNTIME_DIR": str(short_folder), "LMKV_NODE_LINGER": "0"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, str(tiny_model)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=READY_TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.rstrip().endswith("answered")
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -27,6 +27,7 @@ from lmkv_client.connector.vllm_api import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    ModelConfig,
     SlidingWindowSpec,
     VllmConfig,
     attention_isa,
@@ -38,6 +39,10 @@ from lmkv_client.connector.vllm_api import (
 logger = init_logger("vllm.lmkv")
 
 REMEDY = "remove --kv-transfer-config or change the engine"
+PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
+"""`kv_cache_dtype`s whose pages hold elements as the model computes them."""
+PER_TENSOR_DTYPES: Mapping[str, str] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+"""`kv_cache_dtype`s of one byte with one scale per tensor, and lmkv's name of the element type."""
 DEFAULT_CHUNK_SIZE = ConnectorConfig().chunk_size
 ORDER = (PART_RULE_ALL, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PART_RULE_END)
 """Part 0 is of full attention, if any layer is: no hit is without it, so that its keys are those of chunks."""
@@ -63,8 +68,10 @@ def engine_kv(
     """
     model = vllm_config.model_config
     caches = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    check_reuse(vllm_config, caches)
     for cache in caches:
         check_cache_kind(cache, served_names(model)[0])
+        check_elements(cache, vllm_config.cache_config.cache_dtype)
     _check_engine(vllm_config, config)
     native = _is_native(vllm_config, config)
     kinds = [_part(vllm_config, cache, native=native) for cache in caches]
@@ -147,6 +154,65 @@ def engine_kv(
     return EngineKv(spec=spec, groups=tuple(groups), hash_block_size=hash_block_size(kv_cache_config))
 
 
+def check_reuse(vllm_config: VllmConfig, caches: Sequence[KVCacheSpec]) -> None:
+    """Raises `ConfigError` unless vLLM itself may reuse prefixes of this model: tokens up to a token then decide its
+    KV. A user's own `--no-enable-prefix-caching` is no such statement.
+
+    All answers are vLLM's: of the model's configuration (pooling that needs the hidden states of the whole prompt,
+    encoders, models without attention), and of each layer's cache (prefix-LM attention, caches that are not reusable).
+    """
+    model = vllm_config.model_config
+    reasons = {
+        "the model keeps no KV cache": not caches,
+        f"vLLM does not reuse prefixes of it ({_kind_of(model)})": not model.is_prefix_caching_supported,
+        "its prompts are attended to in both directions, so the KV of a token depends on later tokens": (
+            any(getattr(cache, "non_causal", False) for cache in caches)  # kinds of attention besides full have none
+            or vllm_config.attention_config.use_non_causal
+            or model.is_diffusion
+        ),
+        "vLLM does not reuse all of its KV cache": not all(cache.prefix_cacheable for cache in caches),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"LMKVConnector: model {served_names(model)[0]} cannot be cached: {reason}; {REMEDY}")
+
+
+def _kind_of(model: ModelConfig) -> str:
+    pooler = model.pooler_config
+    kinds = (pooler.seq_pooling_type, pooler.tok_pooling_type) if pooler else ()
+    pooling = ", ".join(f"{kind} pooling" for kind in kinds if kind)
+    return ", ".join(filter(None, (f"attention: {model.attn_type}", pooling)))
+
+
+def check_elements(cache: KVCacheSpec, cache_dtype: str) -> None:
+    """Raises `ConfigError` unless pages hold keys and values of one known element type and nothing besides.
+
+    Quantized caches keep scales per token, head or group of elements, in formats of their own, or compress several
+    tokens into one state: chunks would not have all that reading them needs. `fp8` has one scale per tensor, which is
+    part of the weights.
+    """
+    if not isinstance(cache, AttentionSpec):
+        return
+    value_size = 0 if isinstance(cache, MLAAttentionSpec) else cache.head_size
+    refusals = {
+        f"kv_cache_dtype {cache_dtype}: its pages have scales or a packing that chunks do not": (
+            cache_dtype not in PER_TENSOR_DTYPES and (cache_dtype not in PLAIN_DTYPES or bool(cache.kv_quant_mode))
+        ),
+        f"its values have {cache.head_size_v} elements per head, its keys {cache.head_size}": (
+            cache.head_size_v not in (cache.head_size, value_size)
+        ),
+        "its pages hold one state for several tokens, or several for one": cache.tokens_per_state != 1,
+        "its pages are packed in a way of their own": (
+            cache.num_head_slots not in (None, cache.num_kv_heads)
+            or cache.state_content_bytes not in (None, (cache.head_size + cache.head_size_v) * cache.dtype.itemsize)
+            or getattr(cache, "model_version", None) is not None  # of MLA: DeepSeek V4
+        ),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise ConfigError(f"LMKVConnector: this version of lmkv does not store this KV cache: {reason}; {REMEDY}")
+
+
 def check_cache_kind(cache: KVCacheSpec, model_name: str) -> None:
     """Raises `ConfigError` unless it is known which pages of this kind a request keeps, and for how long.
 
@@ -227,7 +293,7 @@ def _part(vllm_config: VllmConfig, cache: KVCacheSpec, *, native: bool) -> KvPar
         layer_count=1,
         kv_head_count=heads,
         head_size=cache.head_size,
-        kv_dtype=kv_dtype(vllm_config.cache_config.cache_dtype, str(cache.dtype)),
+        kv_dtype=kv_dtype(cache, vllm_config.cache_config.cache_dtype),
         mla=vllm_config.model_config.use_mla,
         tile_isa=tile_isa(vllm_config, cache.head_size, cache.block_size) if native else "",
         block_size=cache.block_size if native else 0,
@@ -281,11 +347,14 @@ def _digest(layer_names: Sequence[str]) -> str:
     return sha256(pack_fields(name.encode() for name in layer_names)).hexdigest()[:32]
 
 
-def kv_dtype(cache_dtype: str, element: str) -> str:
-    """The KV cache's element type by lmkv's name for it."""
-    if cache_dtype.startswith("fp8"):
-        return "fp8_e5m2" if "e5m2" in cache_dtype else "fp8_e4m3"
-    return element.removeprefix("torch.")
+def kv_dtype(cache: AttentionSpec, cache_dtype: str) -> str:
+    """The element type of a layer's pages by lmkv's name for it.
+
+    Layers that vLLM's `kv_cache_dtype_skip_layers` names keep the model's own type.
+    """
+    if cache_dtype in PER_TENSOR_DTYPES and cache.kv_quant_mode:
+        return PER_TENSOR_DTYPES[cache_dtype]
+    return str(cache.dtype).removeprefix("torch.")
 
 
 def tile_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import PoolerConfig, VllmConfig
+from vllm.config.cache import CacheDType
+from vllm.config.pooler import SequencePoolingType
 from vllm.v1 import kv_cache_interface as kinds
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    get_kv_quant_mode,
+)
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
 from lmkv.keys import HASH_SCHEMES, PAGE_HASH_SCHEME
-from lmkv.parts import KvPart
+from lmkv.parts import DTYPE_BYTES, KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
-from lmkv_client.connector.engine_kv import engine_kv, kv_dtype
+from lmkv_client.connector.engine_kv import (
+    PER_TENSOR_DTYPES,
+    PLAIN_DTYPES,
+    check_elements,
+    check_reuse,
+    engine_kv,
+    kv_dtype,
+)
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.vllm_api import VLLM_VERSION, attention_isa
 from lmkv_client.connector.worker.format import check_packing
@@ -39,8 +56,14 @@ def tiny_config(tiny_model: Path) -> VllmConfig:
     return make_vllm_config(tiny_model)
 
 
-def cache_config(*, block_size: int = 32, dtype: torch.dtype = torch.bfloat16, groups: int = 1) -> KVCacheConfig:
-    cache = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=dtype)
+def cache_config(
+    *,
+    block_size: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    groups: int = 1,
+    mode: KVQuantMode = KVQuantMode.NONE,
+) -> KVCacheConfig:
+    cache = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=dtype, kv_quant_mode=mode)
     layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     return KVCacheConfig(
         num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, cache) for _ in range(groups)]
@@ -153,7 +176,7 @@ def test_kv_that_only_vllm_reads_is_not_shared(tiny_config: VllmConfig, tiny_mod
     )
     with pytest.raises(ConfigError, match=r"share_across_engines: .* layers of a draft model"):
         spec_of(drafting, share_across_engines=True)
-    quantized = cache_config(dtype=torch.uint8)
+    quantized = cache_config(dtype=torch.uint8, mode=KVQuantMode.FP8_PER_TENSOR)
     config = make_vllm_config(tiny_model, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(ConfigError, match="share_across_engines: KV of fp8_e4m3"):
         spec_of(config, quantized, share_across_engines=True)
@@ -367,16 +390,93 @@ def test_a_packing_that_is_not_as_expected_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("cache_dtype", "element", "name"),
     [
-        ("auto", "torch.bfloat16", "bfloat16"),
-        ("auto", "torch.float32", "float32"),
-        ("fp8", "torch.uint8", "fp8_e4m3"),
-        ("fp8_e4m3", "torch.uint8", "fp8_e4m3"),
-        ("fp8_e5m2", "torch.uint8", "fp8_e5m2"),
-        ("float16", "torch.float16", "float16"),
+        ("auto", torch.bfloat16, "bfloat16"),
+        ("auto", torch.float32, "float32"),
+        ("fp8", torch.uint8, "fp8_e4m3"),
+        ("fp8_e4m3", torch.uint8, "fp8_e4m3"),
+        ("fp8_e5m2", torch.uint8, "fp8_e5m2"),
+        ("float16", torch.float16, "float16"),
     ],
 )
-def test_element_types_have_lmkvs_names(cache_dtype: str, element: str, name: str) -> None:
-    assert kv_dtype(cache_dtype, element) == name
+def test_element_types_have_lmkvs_names(cache_dtype: str, element: torch.dtype, name: str) -> None:
+    assert kv_dtype(attention(dtype=element, kv_quant_mode=get_kv_quant_mode(cache_dtype)), cache_dtype) == name
+
+
+def test_layers_that_keep_the_models_type_are_of_that_type() -> None:
+    """vLLM's `kv_cache_dtype_skip_layers`: their caches are not quantized, whatever `kv_cache_dtype` is."""
+    assert kv_dtype(attention(dtype=torch.bfloat16), "fp8") == "bfloat16"
+
+
+EVERY_DTYPE = get_args(CacheDType)
+
+
+@pytest.mark.parametrize("cache_dtype", EVERY_DTYPE)
+def test_every_kv_cache_dtype_of_vllm_is_stored_by_its_name_or_refused(cache_dtype: str) -> None:
+    mode = get_kv_quant_mode(cache_dtype)
+    cache = attention(dtype=torch.uint8 if mode else torch.bfloat16, kv_quant_mode=mode)
+    if cache_dtype in (*PLAIN_DTYPES, *PER_TENSOR_DTYPES):
+        check_elements(cache, cache_dtype)
+        assert kv_dtype(cache, cache_dtype) in DTYPE_BYTES
+    else:
+        assert cache_dtype.partition("_")[0] in ("fp8", "nvfp4", "turboquant", "ultraquant", "int4", "int8")
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype {cache_dtype}: its pages have scales"):
+            check_elements(cache, cache_dtype)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"head_size_v": 32}, "its values have 32 elements per head, its keys 64"),
+        ({"tokens_per_state": 4}, "one state for several tokens"),
+        ({"tokens_per_state": Fraction(1, 2)}, "one state for several tokens"),
+        ({"num_head_slots": 4}, "packed in a way of their own"),
+        ({"state_content_bytes": 100}, "packed in a way of their own"),
+        ({"kv_quant_mode": KVQuantMode.FP8_PER_TOKEN_HEAD}, "its pages have scales"),
+    ],
+)
+def test_pages_that_hold_more_than_keys_and_values_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"does not store this KV cache: .*{reason}.*remove --kv-transfer-config"):
+        check_elements(attention(**fields), "auto")
+    check_elements(attention(state_content_bytes=2 * 64 * 2, num_head_slots=2), "auto")
+
+
+def attention(**fields: Any) -> FullAttentionSpec:
+    """A layer's cache."""
+    return FullAttentionSpec(
+        **({"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16} | fields)
+    )
+
+
+@pytest.mark.parametrize(
+    ("caches", "reason"),
+    [
+        ((), "the model keeps no KV cache"),
+        ((attention(non_causal=True),), "attended to in both directions"),
+        ((FULL, attention(non_causal=True)), "attended to in both directions"),
+    ],
+    ids=("none", "prefix-LM", "some layers"),
+)
+def test_what_vllm_does_not_reuse_is_refused(
+    tiny_config: VllmConfig, caches: tuple[KVCacheSpec, ...], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^LMKVConnector: model .* cannot be cached: .*{reason}.*; remove"):
+        check_reuse(tiny_config, caches)
+
+
+@pytest.mark.parametrize("kind", get_args(SequencePoolingType))
+def test_pooling_that_needs_the_whole_prompt_is_refused_as_vllm_says(tiny_model: Path, kind: str) -> None:
+    config = make_vllm_config(
+        tiny_model, runner="pooling", convert="embed", pooler_config=PoolerConfig(seq_pooling_type=kind)
+    )
+    if kind == "LAST":
+        check_reuse(config, [FULL])
+    else:
+        with pytest.raises(ConfigError, match=rf"vLLM does not reuse prefixes of it \(attention: .*{kind} pooling"):
+            check_reuse(config, [FULL])
+
+
+def test_a_users_choice_against_vllms_own_cache_is_no_reason(tiny_model: Path) -> None:
+    check_reuse(make_vllm_config(tiny_model, enable_prefix_caching=False), [FULL])
 
 
 @pytest.mark.parametrize(("window", "block", "kept"), [(20, 32, 32), (34, 32, 64), (256, 32, 256), (257, 0, 256)])

@@ -87,7 +87,8 @@ class HostPageCopier:
     def close_pool(self, then: Callable[[], object]) -> None:
         """Implements `PageCopier`."""
         for thread in (self._loader, self._storer):
-            thread.submit(int).result()  # comes after all the others; each takes milliseconds
+            with suppress(RuntimeError):  # the interpreter exits: it has waited for both threads, and starts no more
+                thread.submit(int).result()  # comes after all the others; each takes milliseconds
         self._pool = None
         then()
 
