@@ -191,15 +191,18 @@ class LayoutWatch:
                 async for response in self._snapshot(revision, fingerprint):
                     yield response
                 yield pb.WatchResponse(revision=revision)
+            clock = asyncio.get_running_loop().time
+            due = clock() + BOOKMARK_SECONDS
             while True:
                 if not watcher.queue.events and not watcher.is_too_slow:
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(BOOKMARK_SECONDS):
+                        async with asyncio.timeout_at(due):
                             await watcher.wake.wait()
                 watcher.wake.clear()
                 events = watcher.take()
                 changes = [event.to_proto() for event in events if event.concerns(fingerprint)]
-                if changes or not events:
+                if changes or not events or clock() >= due:  # changes of other specs must not delay a bookmark
+                    due = clock() + BOOKMARK_SECONDS
                     reached = events[-1].revision if events else self._layout.revision
                     # A revision with unsent events is not reached: a client that resumes here needs the rest.
                     in_part = watcher.queue.events and watcher.queue.events[0].revision == reached

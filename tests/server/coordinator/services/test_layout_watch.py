@@ -20,6 +20,7 @@ from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
 from lmkv_server.coordinator.services import layout_watch as watch
 from tests.server.coordinator.cases import CHUNKS, KEYS, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make
+from tests.waiting import WAIT_SECONDS
 
 FINGERPRINT = b"f" * 16
 
@@ -134,6 +135,25 @@ async def test_a_watcher_of_one_spec_is_informed_that_an_instance_is_gone(make: 
         (gone,) = watcher.responses[-1].changes
         assert gone.instance_gone
         assert gone.instance_id == "q"
+
+
+async def test_constant_changes_of_other_specs_do_not_delay_bookmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BOOKMARK_SECONDS", 0.5)
+    layout = LayoutMap(100)
+    responses = watch.LayoutWatch(layout).watch(0, QWEN.fingerprint)
+    start = (await anext(responses)).revision
+
+    async def change() -> None:
+        while True:
+            layout.apply("a", Change(2, FINGERPRINT, 16, (layout.revision).to_bytes(16, "big")))
+            await asyncio.sleep(0.01)
+
+    changing = asyncio.create_task(change())
+    async with asyncio.timeout(WAIT_SECONDS):
+        bookmark = await anext(responses)
+    assert not bookmark.changes
+    assert bookmark.revision > start
+    changing.cancel()
 
 
 async def test_a_revision_that_is_not_known_is_refused(make: Make, cache: Any) -> None:
