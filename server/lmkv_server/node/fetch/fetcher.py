@@ -50,6 +50,7 @@ class PeerFetcher:
         try:
             await self._run(fetch)
         finally:
+            fetch.plan.end()
             self._running.discard(fetch)
             self._ended += fetch.stats()
         return progress.result(fetch.error)

@@ -198,7 +198,7 @@ class HolderReader:
         try:
             with self._watched():
                 response = await asyncio.shield(acquiring)
-        except asyncio.CancelledError:
+        except BaseException:
             self._connections.release_once_granted(self._peer, acquiring)
             raise
         self._record_answer()

@@ -181,6 +181,11 @@ class FetchPlan:
         self.unassign(holder, tuple(holder.assigned))
         self._on_change()
 
+    def end(self) -> None:
+        """No holder reads anything more: the task of one that is cancelled before it runs has not deactivated it."""
+        for holder in tuple(self.active):
+            self.deactivate(holder)
+
     def record_read(self, holder: HolderState, size_bytes: int, seconds: float) -> None:
         """Updates the bandwidths after a read.
 

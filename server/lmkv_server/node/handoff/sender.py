@@ -10,6 +10,7 @@ engine computes. Only the chunks that a running `Commit` names are held for a ha
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -24,6 +25,8 @@ from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.sessions.extents import peer_extent
+
+logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
 """Timeout of a call to the decode's node."""
@@ -121,6 +124,9 @@ class HandoffSender:
             error = failure
         except TimeoutError:
             error = Unreachable(f"{self._decode_instance_id} does not answer", instance_id=self._decode_instance_id)
+        except Exception as failure:  # the engine waits for the end
+            logger.exception("handoff %s failed unexpectedly", self._request_id)
+            error = LmkvError(f"it failed unexpectedly: {failure!r}; see the node's log")
         return HandoffResult(
             request_id=self._request_id,
             chunk_count=len(self._keys) - len(self._missing),
