@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lmkv.errors import ConfigError
 from lmkv.packing import pack_fields
+from lmkv_client.file_digests import Stamp, check_unchanged_since, digests, stamps
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-SAMPLE_COUNT = 256
-SAMPLE_BYTES = 16 << 10
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+OTHER_SUFFIXES = (".index.json", "quant_config.json", "quantize_config.json", "quantization_config.json", ".py")
+"""Ends of the names of other files that decide what is computed: which weight files are read, how they were quantized,
+and the model's own code."""
+OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""Files beside the weights that no engine reads."""
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 """Entries of a model's configuration that do not change what it computes, or that KvSpec holds by itself."""
 
@@ -51,33 +54,77 @@ def digest_of(*fields: str) -> str:
     return sha256(pack_fields(field.encode() for field in fields)).hexdigest()[:32]
 
 
-def weights_identity(model: str, commit: str | None) -> str:
-    """Identity of the weights of a model: a digest over a local folder, or `name@commit` of a hub model."""
-    folder = Path(model)
-    return folder_digest(folder) if folder.exists() else f"{model}@{commit or 'main'}"
+def weights_identity(
+    model: str,
+    commit: str | None,
+    *,
+    revision: str | None = None,
+    cache: str | None = None,
+    loaded_after: float | None = None,
+) -> str:
+    """Identity of the weights of a model: a digest over a local folder, or `name@commit` of a hub model.
 
-
-def folder_digest(folder: Path) -> str:
-    """Digest over the weight files of a folder, or over a single file: names, sizes, and samples spread over each file.
-
-    Reading all of a large model would take minutes; weights of another training run differ in every sample.
+    `commit` is that of the hub model if it is known; else it is that of `revision` in the hub's `cache`. Raises
+    `ConfigError` if it is not known what the weights are, and as `folder_digest`.
     """
-    inside = folder.iterdir() if folder.is_dir() else [folder]
-    files = sorted(path for path in inside if path.suffix in WEIGHT_SUFFIXES)
-    return _files_digest(tuple((path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files))
+    if "://" in model:
+        raise unknown_weights(f"the weights are at {model}")
+    folder = Path(model)
+    if folder.exists():
+        return folder_digest(folder, loaded_after=loaded_after)
+    if not _COMMIT.fullmatch(commit or ""):
+        commit = _cached_commit(model, revision or commit or "main", cache)
+    return f"{model}@{commit}"
 
 
-@lru_cache(maxsize=256)
-def _files_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """Digest over files that have these sizes and were changed at these times: adapters are replaced in place."""
-    digest = sha256()
-    for path, size, _ in files:
-        digest.update(pack_fields([path.name.encode(), str(size).encode()]))
-        with path.open("rb") as file:
-            for sample in range(SAMPLE_COUNT):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // max(1, SAMPLE_COUNT - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+def unknown_weights(reason: str) -> ConfigError:
+    """The error of an engine whose weights cannot be identified."""
+    return ConfigError(
+        f"{reason}, which does not identify them: set model_id to a name of these weights", key="model_id"
+    )
+
+
+def _cached_commit(model: str, revision: str, cache: str | None) -> str:
+    """The commit of a hub model that was downloaded."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        commit = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)).name
+    except (ImportError, OSError, ValueError):  # not there, or not a name of the hub
+        commit = ""
+    if not _COMMIT.fullmatch(commit):
+        raise unknown_weights(f"the commit of {model} is not known, only the revision {revision}")
+    return commit
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that decide what its model computes, besides `config.json`; or the file itself."""
+    if not folder.is_dir():
+        return [folder]
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.endswith((*WEIGHT_SUFFIXES, *OTHER_SUFFIXES)) and path.name not in OF_TRAINING and path.is_file()
+    )
+
+
+def folder_digest(folder: Path, *, loaded_after: float | None = None) -> str:
+    """Digest over names and contents of the weight files of a folder, or of a single file.
+
+    Raises `ConfigError` if there are none, or if one has changed after `loaded_after`, in seconds since 1970.
+    """
+    stamped = stamps(weight_files(folder))
+    if not any(path.name.endswith(WEIGHT_SUFFIXES) for path in stamped):
+        raise unknown_weights(f"the folder {folder} has no weights")
+    if loaded_after is not None:
+        check_unchanged_since(stamped, loaded_after)
+    return digest_of_files(stamped)
+
+
+def digest_of_files(stamped: Mapping[Path, Stamp]) -> str:
+    """Digest over names and contents of files that have these stamps. Raises as `digests`."""
+    found = digests(stamped)
+    return digest_of(*(field for path in sorted(found) for field in (path.name, found[path])))
 
 
 def shared_identity(
@@ -88,11 +135,13 @@ def shared_identity(
     model_id: str,
     kv_dtype: str,
     quantization: str | None = None,
+    loaded_after: float | None = None,
 ) -> str:
     """Identity of KV that engines of any kind may share: of weights, sizes and rotary form, without an engine.
 
     `config` is the model's configuration as the engine uses it (`to_dict()`), `model` its folder or name, `model_id`
-    the configured identity, or empty. Raises `ConfigError` for what engines do not, or are not known to, compute alike.
+    the configured identity, or empty. Raises `ConfigError` for what engines do not, or are not known to, compute alike,
+    and as `weights_identity`.
     """
     kind = str(config.get("model_type"))
     rotary = _rotary(config)
@@ -119,7 +168,8 @@ def shared_identity(
     sizes = {name: config.get(name) for name in SHARED_FIELDS}
     sizes["head_dim"] = sizes["head_dim"] or int(config["hidden_size"]) // int(config["num_attention_heads"])
     fields = [json.dumps(part, sort_keys=True, default=str) for part in (sizes, rotary)]
-    return "shared:" + digest_of(*fields, SHARED_ROTARY_FORMS[kind], model_id or weights_identity(model, commit))
+    weights = model_id or weights_identity(model, commit, loaded_after=loaded_after)
+    return "shared:" + digest_of(*fields, SHARED_ROTARY_FORMS[kind], weights)
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lmkv.errors import ConfigError
+from lmkv_client.file_digests import Stamp
 from lmkv_client.model_identity import SHARED_FIELDS, shared_identity, weights_identity
 
 LLAMA: dict[str, Any] = {
@@ -100,4 +101,32 @@ def test_what_engines_may_not_compute_alike_is_refused(
 
 def test_weights_of_a_hub_model_are_those_of_its_commit() -> None:
     assert weights_identity("hub/llama", COMMIT) == f"hub/llama@{COMMIT}"
-    assert weights_identity("hub/llama", None) == "hub/llama@main"
+
+
+def hub_model(cache: Path, commit: str, revision: str = "main") -> None:
+    """What the hub's client leaves of a model in its cache."""
+    folder = cache / "models--hub--llama"
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / revision).write_text(commit)
+
+
+@pytest.mark.parametrize("commit", [None, "main"])
+def test_a_hub_model_of_a_branch_goes_by_the_commit_that_was_downloaded(tmp_path: Path, commit: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"the commit of hub/llama is not known, .*set model_id"):
+        weights_identity("hub/llama", commit, cache=str(tmp_path))
+    hub_model(tmp_path, COMMIT)
+    assert weights_identity("hub/llama", commit, cache=str(tmp_path)) == f"hub/llama@{COMMIT}"
+    hub_model(tmp_path, COMMIT[::-1], "tuned")
+    tuned = weights_identity("hub/llama", commit, revision="tuned", cache=str(tmp_path))
+    assert tuned == f"hub/llama@{COMMIT[::-1]}"
+
+
+def test_weights_that_changed_after_the_engine_was_started_are_not_identified(tmp_path: Path) -> None:
+    """Which of them the engine has read is not known."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"some")
+    written = Stamp.of(weights).ctime_ns / 1e9
+    assert weights_identity(str(tmp_path), None, loaded_after=written + 1) == weights_identity(str(tmp_path), None)
+    with pytest.raises(ConfigError, match=r"model\.safetensors has changed since the engine began to load it"):
+        weights_identity(str(tmp_path), None, loaded_after=written - 1)

@@ -9,9 +9,26 @@ from typing import Any
 
 from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
-from lmkv_client.connector.vllm_api import LoRARequest, ModelConfig, VllmConfig
-from lmkv_client.model_identity import architecture, digest_of, folder_digest, shared_identity, weights_identity
+from lmkv_client.connector.vllm_api import LoadConfig, LoRARequest, ModelConfig, VllmConfig
+from lmkv_client.model_identity import (
+    architecture,
+    digest_of,
+    folder_digest,
+    shared_identity,
+    unknown_weights,
+    weights_identity,
+)
 from lmkv_client.plugin import SERVED_NAMES
+
+FORMATS = (
+    *("auto", "hf", "safetensors", "pt", "mistral", "npcache", "fastsafetensors", "instanttensor", "gguf"),
+    *("bitsandbytes", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
+)
+"""Values of `--load-format` with which vLLM reads the files of the model's folder, or of a hub model, and no others."""
+HARMLESS_LOADER_OPTIONS = frozenset(
+    {"enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit", "distributed"}
+)
+"""Options of loaders that decide how files are read, and not which."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +58,36 @@ def served_names(model: ModelConfig) -> list[str]:
 
 
 def engine_identity(vllm_config: VllmConfig) -> str:
-    """Identity of all weights that make KV: the model's, and those of a draft model whose layers are cached with it."""
-    model = model_identity(vllm_config.model_config)
+    """Identity of all weights that make KV: the model's, and those of a draft model whose layers are cached with it.
+
+    Raises `ConfigError` if these weights are not known.
+    """
+    load = vllm_config.load_config
+    model = model_identity(vllm_config.model_config, load)
     draft = _draft_model(vllm_config)
-    return model if draft is None else digest_of(model, model_identity(draft))
+    if draft is None:
+        return model
+    return digest_of(model, model_identity(draft, vllm_config.speculative_config.draft_load_config or load))
 
 
-def model_identity(model: ModelConfig) -> str:
-    """Identity of the weights: a digest over a local folder's content, or name and revision of a hub model."""
-    weights = weights_identity(model.model, _commit(model))
-    return digest_of(architecture(model.hf_config.to_dict()), str(model.quantization or ""), weights)
+def model_identity(model: ModelConfig, load: LoadConfig) -> str:
+    """Identity of the weights and of what vLLM makes of them: a digest over a local folder's content, or name and
+    commit of a hub model; the model's configuration, dtype and quantization."""
+    _check_source(model, load)
+    weights = weights_identity(model.model, _commit(model), revision=model.revision, cache=load.download_dir)
+    quantization = [str(model.quantization or ""), str(getattr(model, "quantization_config", None) or "")]
+    return digest_of(architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, weights)
+
+
+def _check_source(model: ModelConfig, load: LoadConfig) -> None:
+    """Raises `ConfigError` if vLLM reads the weights elsewhere than where the model's name says."""
+    if elsewhere := getattr(model, "model_weights", ""):
+        raise unknown_weights(f"the weights are at {elsewhere}")
+    if load.load_format not in FORMATS:
+        raise unknown_weights(f"load_format is {load.load_format}")
+    extra = load.model_loader_extra_config
+    if set(extra) - HARMLESS_LOADER_OPTIONS:
+        raise unknown_weights(f"model_loader_extra_config is {extra}")
 
 
 def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id: str) -> str:
@@ -61,6 +98,8 @@ def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id:
             "share_across_engines: the chunks of this engine have the layers of a draft model too",
             key="share_across_engines",
         )
+    if not model_id:
+        _check_source(model, vllm_config.load_config)
     return shared_identity(
         model.hf_config.to_dict(),
         model=model.model,
@@ -80,7 +119,9 @@ def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
 
 
 def _commit(model: ModelConfig) -> str | None:
-    commit: str | None = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    """The commit of the model's configuration, unless it is that of another model; else the revision."""
+    is_own = model.hf_config_path in (None, "", model.model)
+    commit: str | None = (getattr(model.hf_config, "_commit_hash", None) if is_own else None) or model.revision
     return commit
 
 

@@ -10,7 +10,7 @@ in each of its processes, so it imports two names when it is called. An import c
 | `KVConnectorTransferResults` | the same | failed loads, by request |
 | `KVConnectorMetadata`, `KVConnectorWorkerMetadata` | the same | messages between the connector's two sides |
 | `KVConnectorStats`, `KVConnectorPromMetrics` | `distributed.kv_transfer.kv_connector.v1.metrics` | statistics |
-| `VllmConfig`, `ModelConfig` | `config` | what the engine is |
+| `VllmConfig`, `ModelConfig`, `LoadConfig` | `config` | what the engine is |
 | `KVCacheConfig`, the `...Spec` classes | `v1.kv_cache_interface` | KV-cache groups and their kinds |
 | `get_tensor_model_parallel_rank`, `get_pp_group` | `distributed.parallel_state` | the ranks of a worker |
 | `get_pp_indices` | `distributed.utils` | the layers of a pipeline stage |
@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant here
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -109,6 +109,7 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "LoRARequest",
+    "LoadConfig",
     "MLAAttentionSpec",
     "MambaSpec",
     "ModelConfig",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lmkv.errors import ConfigError
 from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.spec import KvSpec
-from lmkv_client.model_identity import architecture, digest_of, shared_identity, weights_identity
+from lmkv_client.model_identity import architecture, digest_of, shared_identity, unknown_weights, weights_identity
 from lmkv_client.sglang.sglang_api import ModelSource
 
 if TYPE_CHECKING:
@@ -72,15 +72,27 @@ def make_spec(
     )
 
 
-def identity_of(model: ModelSource) -> str:
-    """Identity of the weights: of a local folder from its files, of a model of Hugging Face from name and revision.
+FORMATS = ("auto", "pt", "safetensors", "npcache", "sharded_state", "gguf", "bitsandbytes", "mistral", "layered")
+"""Values of `--load-format` with which SGLang reads the files of the model's folder, or of a hub model."""
 
-    Those of a draft model are part of it.
+
+def identity_of(model: ModelSource) -> str:
+    """Identity of the weights: of a local folder from its files, of a model of Hugging Face from name and commit.
+
+    Those of a draft model are part of it. Raises `ConfigError` if they are not known.
     """
-    weights = [weights_identity(model.path, model.revision)]
+    _check_source(model)
+    after = model.loaded_after
+    weights = [weights_identity(model.path, model.revision, loaded_after=after)]
     if model.draft_path:
-        weights.append(weights_identity(model.draft_path, None))
-    return digest_of(architecture(model.config), model.quantization, *weights)
+        weights.append(weights_identity(model.draft_path, model.draft_revision, loaded_after=after))
+    return digest_of(architecture(model.config), model.dtype, model.quantization, *weights)
+
+
+def _check_source(model: ModelSource) -> None:
+    """Raises `ConfigError` if SGLang reads the weights elsewhere than where the model's path says."""
+    if model.load_format not in FORMATS:
+        raise unknown_weights(f"load_format is {model.load_format}")
 
 
 def identity_across_engines(
@@ -103,6 +115,8 @@ def identity_across_engines(
             "whole chunks; use one rank, or set it to false",
             key="share_across_engines",
         )
+    if not model_id:
+        _check_source(model)
     return shared_identity(
         config,
         model=model.path,
@@ -110,4 +124,5 @@ def identity_across_engines(
         model_id=model_id,
         kv_dtype=kv_dtype,
         quantization=model.quantization,
+        loaded_after=model.loaded_after,
     )

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
+from lmkv_client.file_digests import process_start
+
 if TYPE_CHECKING:
     import torch
 
@@ -100,6 +102,11 @@ class ModelSource:
     """As the flag names it."""
     draft_path: str = ""
     """Of a draft model, whose layers may be in the same pages; empty if there is none."""
+    draft_revision: str = ""
+    dtype: str = ""
+    load_format: str = "auto"
+    loaded_after: float | None = None
+    """When this process was started, before it loaded the weights; None outside of SGLang."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Content of `config.json`, if the model is a local folder."""
 
@@ -115,6 +122,10 @@ def served_model(default_path: str) -> ModelSource:
         quantization=str(arguments.quantization or ""),
         kv_cache_dtype=str(arguments.kv_cache_dtype or ""),
         draft_path=str(arguments.speculative_draft_model_path or ""),
+        draft_revision=str(getattr(arguments, "speculative_draft_model_revision", None) or ""),
+        dtype=str(getattr(arguments, "dtype", None) or ""),
+        load_format=str(getattr(arguments, "load_format", None) or "auto"),
+        loaded_after=process_start(),
         config=_read_config(str(arguments.model_path)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -14,12 +15,14 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.parts import DTYPE_BYTES
 from lmkv.spec import KvSpec
+from lmkv_client.file_digests import MAX_THREADS
 from lmkv_client.model_identity import architecture, digest_of, shared_identity
+from lmkv_client.processors import PROCESSORS
 
 WORD_BYTES = 8
 """A head's bytes of a token are a multiple of it: checksums are computed over words."""
-SAMPLE_ELEMENTS = 4096
-"""Most elements of each weight tensor that its digest is computed from, evenly spread."""
+READ_ELEMENTS = 1 << 22
+"""Most elements of a weight tensor that are copied from a device at once, for its digest."""
 REMEDY = "use the model without lmkv"
 
 
@@ -113,15 +116,21 @@ def _identity(model: Any, config: ConnectorConfig, kv_dtype: str) -> str:
 
 
 def weights_digest(model: Any) -> str:
-    """Digest over samples of all weights as they are in memory now. Raises `ConfigError` if some are elsewhere."""
-    digest = sha256()
-    for name, weights in sorted(model.state_dict().items()):
-        if not isinstance(weights, torch.Tensor):
-            continue
+    """Digest of all weights as they are in memory now. Raises `ConfigError` if some are elsewhere."""
+    tensors = {name: each for name, each in sorted(model.state_dict().items()) if isinstance(each, torch.Tensor)}
+    for name, weights in tensors.items():
         if weights.is_meta:
             raise ConfigError(f"{name} is not in memory; set model_id to a name of the weights", key="model_id")
-        flat = weights.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLE_ELEMENTS)].contiguous().cpu()
-        digest.update(f"{name} {tuple(weights.shape)} {weights.dtype} ".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    with ThreadPoolExecutor(min(len(PROCESSORS), MAX_THREADS)) as threads:
+        found = threads.map(_tensor_digest, tensors.values())
+        return digest_of(*(field for name, digest in zip(tensors, found, strict=True) for field in (name, digest)))
+
+
+def _tensor_digest(weights: torch.Tensor) -> str:
+    """Digest of a tensor: its shape, dtype and bytes."""
+    digest = sha256(f"{tuple(weights.shape)} {weights.dtype} ".encode())
+    flat = weights.detach().reshape(-1)
+    for start in range(0, flat.numel(), READ_ELEMENTS):
+        part = flat[start : start + READ_ELEMENTS].contiguous().cpu()
+        digest.update(part.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -5,12 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 
-from lmkv_client.connector.identity import HeadShare, lora_identity, model_identity, served_names
-from lmkv_client.model_identity import SAMPLE_BYTES, folder_digest
+from lmkv.errors import ConfigError
+from lmkv_client.connector.identity import (
+    HeadShare,
+    engine_identity,
+    identity_across_engines,
+    lora_identity,
+    served_names,
+)
+from lmkv_client.file_digests import READ_BYTES
+from lmkv_client.model_identity import folder_digest
 from tests.client.connector.conftest import make_vllm_config
 
 
@@ -39,15 +48,71 @@ def test_every_rank_has_its_heads_and_each_head_one_rank_that_stores_it(
 
 def test_the_identity_of_a_model_never_changes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in keys: after an update, engines would not find what they have stored before."""
-    model = make_vllm_config(tiny_model).model_config
-    monkeypatch.setattr(type(model.hf_config), "to_dict", lambda self: {"hidden_size": 64, "_name_or_path": "here"})
-    assert model_identity(model) == "fda7d7c6ad3c0b35cb0e01ceccf67cf5"
+    config = make_vllm_config(tiny_model)
+    monkeypatch.setattr(
+        type(config.model_config.hf_config), "to_dict", lambda self: {"hidden_size": 64, "_name_or_path": "here"}
+    )
+    assert engine_identity(config) == "b0ecc7c3299a6912a102204bbdf11779"
 
 
 def test_the_identity_does_not_depend_on_where_the_model_is(tiny_model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
-    first, second = (model_identity(make_vllm_config(folder).model_config) for folder in (tiny_model, copy))
+    first, second = (engine_identity(make_vllm_config(folder)) for folder in (tiny_model, copy))
     assert first == second
+
+
+def test_the_dtype_that_the_engine_computes_in_is_part_of_the_identity(tiny_model: Path) -> None:
+    """KV of 8-bit floats has the same dtype whatever it was computed in."""
+    dtypes = ("bfloat16", "float16", "float32")
+    assert len({engine_identity(make_vllm_config(tiny_model, dtype=dtype)) for dtype in dtypes}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "values", "reason"),
+    [
+        ("load_config", {"load_format": "dummy"}, "load_format is dummy"),
+        ("load_config", {"load_format": "tensorizer"}, "load_format is tensorizer"),
+        ("load_config", {"load_format": "of-a-plugin"}, "load_format is of-a-plugin"),
+        (
+            "load_config",
+            {"model_loader_extra_config": {"pattern": "rank-{rank}"}},
+            "model_loader_extra_config is .*rank",
+        ),
+        ("model_config", {"model_weights": "s3://models/base"}, "the weights are at s3://models/base"),
+        ("model_config", {"model": "gs://models/base"}, "the weights are at gs://models/base"),
+        (
+            "model_config",
+            {"model": "organization/not-in-the-cache"},
+            "the commit of organization/not-in-the-cache is not",
+        ),
+    ],
+)
+def test_weights_that_are_elsewhere_need_a_name(
+    tiny_model: Path, changed: str, values: dict[str, Any], reason: str
+) -> None:
+    config = make_vllm_config(tiny_model)
+    engine_identity(config)
+    for name, value in values.items():
+        setattr(getattr(config, changed), name, value)
+    with pytest.raises(ConfigError, match=f"{reason}.*: set model_id to a name of these weights"):
+        engine_identity(config)
+    with pytest.raises(ConfigError, match="set model_id"):
+        identity_across_engines(config, kv_dtype="float32", model_id="")
+    assert identity_across_engines(config, kv_dtype="float32", model_id="llama@7")
+
+
+def test_options_of_loaders_that_only_decide_how_files_are_read_are_allowed(tiny_model: Path) -> None:
+    config = make_vllm_config(tiny_model)
+    plain = engine_identity(config)
+    config.load_config.model_loader_extra_config = {"enable_multithread_load": True, "num_threads": 2}
+    config.load_config.load_format = "runai_streamer"
+    assert engine_identity(config) == plain
+
+
+def test_a_folder_without_weights_needs_a_name(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_model / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="has no weights"):
+        folder_digest(tmp_path)
 
 
 # ---- digests of folders
@@ -60,7 +125,7 @@ def weights(folder: Path, **files: bytes) -> Path:
     return folder
 
 
-LARGE = bytes(range(256)) * (16 * SAMPLE_BYTES // 256)
+LARGE = bytes(range(256)) * (2 * READ_BYTES // 256)
 
 Change = Callable[[Path], object]
 
@@ -84,12 +149,14 @@ def test_equal_folders_have_equal_digests(tmp_path: Path) -> None:
     "change",
     [
         flip(0),
-        flip(len(LARGE) // 2),
+        *(flip(at) for at in range(1, len(LARGE), len(LARGE) // 5)),
         flip(len(LARGE) - 1),
         lambda folder: (folder / "model.safetensors").write_bytes(LARGE + b"1"),
         lambda folder: (folder / "extra.safetensors").write_bytes(b"1"),
         lambda folder: (folder / "model.safetensors").rename(folder / "renamed.safetensors"),
-        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "modeling_own.py").write_text("scale = 2"),
+        lambda folder: (folder / "hf_quant_config.json").write_text("{}"),
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
     ],
 )
 def test_folders_that_differ_have_different_digests(tmp_path: Path, change: Change) -> None:

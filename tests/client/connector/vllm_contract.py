@@ -42,13 +42,14 @@ ATTRIBUTES = {
     f"{CONNECTOR}.v1.metrics.KVConnectorStats": "data",
     f"{CONNECTOR}.v1.metrics.KVConnectorPromMetrics": "_counter_cls _gauge_cls _labelnames",
     f"{CONNECTOR}.factory.KVConnectorFactory": "_registry",
-    "vllm.config.VllmConfig": "cache_config device_config kv_events_config model_config observability_config "
-    "parallel_config scheduler_config speculative_config",
+    "vllm.config.VllmConfig": "cache_config device_config kv_events_config load_config model_config "
+    "observability_config parallel_config scheduler_config speculative_config",
     "vllm.config.CacheConfig": "cache_dtype",
     "vllm.config.DeviceConfig": "device_type",
     "vllm.config.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.KVTransferConfig": "is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy",
-    "vllm.config.ModelConfig": "dtype hf_config model quantization revision served_model_name use_mla",
+    "vllm.config.LoadConfig": "download_dir load_format model_loader_extra_config",
+    "vllm.config.ModelConfig": "dtype hf_config hf_config_path model quantization revision served_model_name use_mla",
     "vllm.config.ObservabilityConfig": "otlp_traces_endpoint",
     "vllm.config.ParallelConfig": "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size world_size",

@@ -26,6 +26,8 @@ from tests.client.sglang.contract import (
     host_pool,
 )
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
 
 def spec_of(layout: str = "page_first", *, is_mla: bool = False, **changes: Any) -> KvSpec:
     fields: dict[str, Any] = {"model_name": "tiny", "model_id": "id", "kv_dtype": "bfloat16", "page_size": PAGE_SIZE}
@@ -104,16 +106,38 @@ def test_the_weights_identify_a_model_and_its_name_does_not(tmp_path: Path) -> N
     other = make_model(tmp_path / "other", TINY, seed=1)
     identities = [identity_of(served_model(str(folder))) for folder in (one, same, other)]
     assert identities[0] == identities[1] != identities[2]
-    assert identity_of(served_model("organization/model")) != identity_of(served_model("organization/other"))
+    with pytest.raises(ConfigError, match=r"the commit of organization/model is not known.*set model_id"):
+        identity_of(served_model("organization/model"))
 
 
 def test_the_identity_of_a_model_never_changes() -> None:
     """It is in keys: engines of another version of lmkv would not find what these have stored."""
-    model = ModelSource(path="organization/model", revision="main", config={"model_type": "llama", "hidden_size": 64})
-    assert identity_of(model) == "d5d0f7178fecfa966aee6cf45d9fd911"
+    model = ModelSource(path="organization/model", revision=COMMIT, config={"model_type": "llama", "hidden_size": 64})
+    assert identity_of(model) == "188e973d6a435e18d9a2ef3b0b21c7b2"
 
 
 def test_a_draft_model_separates_engines() -> None:
-    drafts = ["", "organization/draft", "organization/other"]
-    models = [ModelSource(path="organization/model", draft_path=draft) for draft in drafts]
-    assert len({identity_of(model) for model in models}) == 3
+    drafts = [("", ""), ("organization/draft", COMMIT), ("organization/draft", COMMIT[::-1]), ("other/draft", COMMIT)]
+    models = [
+        ModelSource(path="organization/model", revision=COMMIT, draft_path=draft, draft_revision=commit)
+        for draft, commit in drafts
+    ]
+    assert len({identity_of(model) for model in models}) == 4
+
+
+def test_what_the_weights_become_in_memory_separates_engines() -> None:
+    models = [
+        ModelSource(path="organization/model", revision=COMMIT, dtype=dtype, quantization=quantization)
+        for dtype in ("bfloat16", "float16")
+        for quantization in ("", "fp8")
+    ]
+    assert len({identity_of(model) for model in models}) == 4
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "remote", "remote_instance", "of-a-plugin"])
+def test_weights_that_are_elsewhere_need_a_name(load_format: str) -> None:
+    model = ModelSource(path="organization/model", revision=COMMIT, load_format=load_format)
+    with pytest.raises(ConfigError, match=rf"load_format is {load_format}, .*set model_id"):
+        identity_of(model)
+    with pytest.raises(ConfigError, match=r"the weights are at s3://models/base, .*set model_id"):
+        identity_of(ModelSource(path="s3://models/base"))

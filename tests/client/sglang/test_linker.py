@@ -44,7 +44,8 @@ def make_linker(
     address: Path | str, pool: Any, *, components: Sequence[Any] = (Component.FULL,), **fields: Any
 ) -> LmkvLinker:
     """A linker of a node, whose deadlines no busy host misses."""
-    settings = {"node_address": str(address), "lookup_timeout": 20, "load_timeout": 20} | fields.pop("settings", {})
+    settings = {"node_address": str(address), "lookup_timeout": 20, "load_timeout": 20, "model_id": "tiny"}
+    settings |= fields.pop("settings", {})
     params = LinkerParamsFields(token_to_kv_pool_allocator=Allocator(pool=pool), **fields)
     return LmkvLinker(ServerArgsFields(), params, components=set(components), extra_config=settings)
 
@@ -134,7 +135,7 @@ def test_the_linker_and_the_storage_backend_share_pages(start: Start, node: Node
     """As long as engines have the same model, type of elements and page size."""
     source = MHATokenToKVPool(1)
     linker = start(source)
-    settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60}
+    settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60, "model_id": "tiny"}
     extra = {"interface_v1": 1, "lmkv": settings}
     storage = LmkvStorage(StorageConfigFields(extra_config=extra), {})
     target: HostPoolFields = host_pool("layer_first", seed=-1)

@@ -62,7 +62,7 @@ def test_pages_are_looked_up_pinned_moved_and_cleared_by_tokens(nodes: list[Node
     with ExitStack() as storages:
         made = []
         for node, pool in zip(nodes, pools, strict=True):
-            settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60}
+            settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60, "model_id": "tiny"}
             made.append(LmkvStorage(StorageConfigFields(extra_config={"interface_v1": 1, "lmkv": settings}), {}))
             storages.callback(made[-1].close)
             made[-1].register_mem_pool_host(pool)

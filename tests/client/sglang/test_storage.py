@@ -40,7 +40,7 @@ def start(node: NodeOfTests) -> Iterator[Start]:
     made: list[LmkvStorage] = []
 
     def start(pool: HostPoolFields, **fields: Any) -> LmkvStorage:
-        settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60}
+        settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60, "model_id": "tiny"}
         extra = {"interface_v1": 1, "lmkv": settings}
         made.append(LmkvStorage(StorageConfigFields(extra_config=extra, **fields), {}))
         made[-1].register_mem_pool_host(pool)

@@ -48,6 +48,10 @@ def test_equal_models_have_equal_fingerprints_and_others_have_others(
         model.model.layers[1].self_attn.k_proj.weight.mul_(1.001)
     assert fingerprint(model) != first, "weights count as they are in memory"
     model = open_model(model_folder("llama"))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[123, 45] += 1
+    assert fingerprint(model) != first, "each element counts"
+    model = open_model(model_folder("llama"))
     model.config.rope_parameters["rope_theta"] = 50_000.0
     assert fingerprint(model) != first
     assert fingerprint(get_model("llama"), replace(CONFIG, chunk_size=64)) != first
