@@ -70,3 +70,17 @@ def test_each_named_test_exists(rows: list[tuple[str, ...]]) -> None:
             tree = ast.walk(ast.parse(file.read_text()))
             names[file] = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         assert name in names[file], f"{path} has no {name}"
+
+
+def test_named_tests_take_bounds_from_the_code(rows: list[tuple[str, ...]]) -> None:
+    """A copied number hides that the bound has changed: the test may then be far from it, or far beyond."""
+    copied = []
+    for _, _, definition, path, name in rows:
+        bound = None if definition in WITHOUT_NUMBER else value_of(definition.strip("`"))
+        if bound is None or bound < 10:
+            continue
+        for function in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:
+                numbers = [one.value for one in ast.walk(function) if isinstance(one, ast.Constant)]
+                copied += [f"{path}::{name}: {one}" for one in numbers if one in (bound - 1, bound, bound + 1)]
+    assert copied == []

@@ -77,7 +77,7 @@ async def test_a_tcp_owner_refuses_what_it_did_not_agree_on_and_serves_the_next(
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
             answer = b""
-            while data := connection.recv(4096):
+            while data := connection.recv(1 << 16):
                 answer += data
             return answer
 

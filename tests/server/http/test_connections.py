@@ -16,7 +16,7 @@ from lmkv_server.http.connections import SPARE_CONNECTIONS, SPARE_CONNECTIONS_PE
 from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 
-COUNT = 1_001
+COUNT = MAX_CONCURRENT_REQUESTS + 1
 WAIT_SECONDS = 60.0
 """Most time for an answer; uvicorn's own limit keeps a probe waiting until idle connections end, 10 to 30 s."""
 CLIENTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")

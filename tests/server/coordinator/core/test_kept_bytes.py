@@ -13,7 +13,7 @@ from google.longrunning import operations_pb2
 
 from lmkv import rpc
 from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
-from lmkv.operation_records import MAX_RECORD_BYTES
+from lmkv.operation_records import MAX_RECORD_BYTES, MAX_RECORDS
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -24,7 +24,7 @@ from lmkv_server.coordinator.core.models import MAX_NAMES
 from lmkv_server.coordinator.operations import operation_table, pins
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
 from lmkv_server.coordinator.operations.pins import MAX_PINS
-from lmkv_server.coordinator.services.registration import MAX_STATS_BYTES, MAX_TIERS
+from lmkv_server.coordinator.services.registration import MAX_CHANGES, MAX_STATS_BYTES, MAX_TIERS
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
 from tests.waiting import WAIT_SECONDS, until
@@ -198,8 +198,8 @@ async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance:
             "stats",
             {"stats": pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="p" * MAX_STATS_BYTES)])},
         ),
-        ("changes", {"changes": [pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * 5000}),
-        ("records", {"records": [pb.OperationRecord()] * 1001}),
+        ("changes", {"changes": [pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * (MAX_CHANGES + 1)}),
+        ("records", {"records": [pb.OperationRecord()] * (MAX_RECORDS + 1)}),
         ("outcomes", {"outcomes": [pb.OrderOutcome()] * 20_000}),
     ],
 )

@@ -18,6 +18,7 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import Order
 from lmkv_server.coordinator.operations import drains
+from lmkv_server.coordinator.operations.operation_table import MAX_REQUEST_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 
@@ -366,6 +367,6 @@ async def test_what_cannot_start_reports_why(make: Make, drainer: Drainer) -> No
         assert (await drainer.refusal("unknown")).reason == "INSTANCE_NOT_FOUND"
         assert (await drainer.refusal("a", "unknown")).reason == "INSTANCE_NOT_FOUND"
         assert (await drainer.refusal("a", "b", "a")).reason == "BAD_SELECTION"
-        assert (await drainer.refusal("a", *["b"] * 65)).reason == "BAD_SELECTION"
+        assert (await drainer.refusal("a", *["b"] * (drains.MAX_DESTINATIONS + 1))).reason == "BAD_SELECTION"
         assert (await drainer.refusal(timeout=Duration())).reason == "BAD_SELECTION"
-        assert (await drainer.refusal(request_id="x" * 257)).reason == "BAD_MESSAGE"
+        assert (await drainer.refusal(request_id="x" * (MAX_REQUEST_ID_BYTES + 1))).reason == "BAD_MESSAGE"

@@ -10,9 +10,20 @@ import grpc
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv.keys import PAGE_HASH_SCHEME, ChunkKey, as_tokens, join_keys, page_keys, page_seed, root_key, split_keys
+from lmkv.keys import (
+    KEY_BYTES,
+    MAX_KEYS,
+    PAGE_HASH_SCHEME,
+    ChunkKey,
+    as_tokens,
+    join_keys,
+    page_keys,
+    page_seed,
+    root_key,
+    split_keys,
+)
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.spec import KvSpec
+from lmkv.spec import MAX_IDENTITY_BYTES, MAX_NAME_BYTES, MAX_SERVED_MODELS, KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import (
     LookupRequest,
@@ -281,11 +292,14 @@ async def test_an_adapter_that_no_engine_has_registered_is_refused(registry: Any
     ("models", "said"),
     [
         ([("", LLAMA.fingerprint, "")], "name"),
-        ([("n" * 257, LLAMA.fingerprint, "")], "name"),
+        ([("n" * (MAX_NAME_BYTES + 1), LLAMA.fingerprint, "")], "name"),
         ([("a\nb", LLAMA.fingerprint, "")], "name"),
-        ([("a", LLAMA.fingerprint, "i" * 513)], "lora_identity"),
+        ([("a", LLAMA.fingerprint, "i" * (MAX_IDENTITY_BYTES + 1))], "lora_identity"),
         ([("a", QWEN.fingerprint, "")], "fingerprint"),
-        ([(f"a-{number}", LLAMA.fingerprint, "") for number in range(257)], "257"),
+        (
+            [(f"a-{number}", LLAMA.fingerprint, "") for number in range(MAX_SERVED_MODELS + 1)],
+            f"{MAX_SERVED_MODELS + 1}",
+        ),
     ],
 )
 async def test_served_models_are_bounded_and_of_the_instance(
@@ -358,7 +372,7 @@ async def test_naming_chunks_in_both_ways_is_refused(cache: Any) -> None:
 async def test_more_tokens_than_keys_may_be_are_refused(registry: Any, cache: Any) -> None:
     tiny = dataclasses.replace(LLAMA, chunk_size=1)
     _a = await holds(registry, "a", [], tiny)
-    assert (await refused(cache, tokens=[1] * 65_537)).reason == "BAD_TOKENS"
+    assert (await refused(cache, tokens=[1] * (MAX_KEYS + 1))).reason == "BAD_TOKENS"
 
 
 async def test_several_specs_need_a_model_name(registry: Any, cache: Any) -> None:
@@ -385,7 +399,7 @@ async def test_an_oversized_message_is_refused_and_the_next_one_served(
 ) -> None:
     _a = await holds(registry, "a", keys_of(PROMPT))
     with pytest.raises(grpc.RpcError) as caught:
-        await lookup(CacheServiceStub(boundless), chunk_keys=bytes(16 * 65_537))
+        await lookup(CacheServiceStub(boundless), chunk_keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert found(await lookup(cache, tokens=PROMPT)) == {"a": (3, 48)}
 

@@ -7,7 +7,13 @@ import base64
 import pytest
 
 from lmkv.errors import BadPageToken
-from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
+from lmkv_server.coordinator.services.pages import (
+    DEFAULT_PAGE_SIZE,
+    MAX_PAGE_SIZE,
+    page_limit,
+    page_token,
+    read_page_token,
+)
 
 
 @pytest.mark.parametrize("last", ["a", "lmkv-1", "größe", ""])
@@ -33,4 +39,6 @@ def test_a_token_of_another_call_is_refused() -> None:
 
 
 def test_page_sizes_are_bounded() -> None:
-    assert [page_limit(size) for size in (-1, 0, 1, 1000, 5000)] == [100, 100, 1, 1000, 1000]
+    assert [page_limit(size) for size in (-1, 0)] == [DEFAULT_PAGE_SIZE, DEFAULT_PAGE_SIZE]
+    largest = MAX_PAGE_SIZE
+    assert [page_limit(size) for size in (1, largest, largest + 1, 5 * largest)] == [1, largest, largest, largest]

@@ -13,6 +13,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.keys import KEY_BYTES, MAX_KEYS
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2, registry_service_pb2_grpc
@@ -33,6 +34,7 @@ from lmkv.v1.registry_service_pb2 import (
 )
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.join_admission import MAX_JOINING
+from lmkv_server.coordinator.services.registration import MAX_ID_BYTES
 from tests.waiting import WAIT_SECONDS, eventually
 
 CLOCK_SECONDS = 1.0
@@ -114,7 +116,7 @@ async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> 
     "instance",
     [
         Instance(epoch=1, peer_address="host:1"),
-        Instance(instance_id="x" * 257, epoch=1, peer_address="host:1"),
+        Instance(instance_id="x" * (MAX_ID_BYTES + 1), epoch=1, peer_address="host:1"),
         Instance(instance_id="a", peer_address="host:1"),
         Instance(instance_id="a", epoch=-1, peer_address="host:1"),
         *(Instance(instance_id="a", epoch=1, peer_address=bad) for bad in (":", "host", ":1", "host:0", "host:x1")),
@@ -278,7 +280,7 @@ async def test_a_broken_key_list_is_refused_and_the_server_keeps_serving(registr
 
 async def test_an_oversized_report_ends_its_stream_only(registry: Any, boundless: grpc.aio.Channel) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
-    bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=bytes(16 * 65_537))
+    bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))
     stub: Any = registry_service_pb2_grpc.RegistryServiceStub(boundless)
     stream = stub.Report(timeout=WAIT_SECONDS)
     await stream.write(report(changes=[bad]))

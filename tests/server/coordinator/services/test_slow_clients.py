@@ -30,7 +30,7 @@ async def test_who_does_not_finish_a_handshake_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     options = dict(rpc.SERVER_OPTIONS)
-    assert options["grpc.server_handshake_timeout_ms"] == 10_000
+    assert options["grpc.server_handshake_timeout_ms"] == endpoints.HANDSHAKE_MS
     monkeypatch.setattr(endpoints, "SERVER_OPTIONS", [*(options | {"grpc.server_handshake_timeout_ms": 300}).items()])
     credentials = issue(tmp_path).server if encrypted else rpc.PLAINTEXT
     async with Coordinator(port=0, credentials=credentials) as coordinator, asyncio.timeout(WAIT_SECONDS):

@@ -21,6 +21,7 @@ from lmkv.errors import (
     LmkvError,
 )
 from lmkv.keys import join_keys
+from lmkv.spec import MAX_FIELD_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import ServedModel
 from lmkv.v1.registry_service_pb2 import SpecConflict
@@ -213,7 +214,7 @@ async def test_what_private_weights_have_computed_is_unknown_to_the_fleet_and_en
 
 
 async def test_a_version_that_is_too_long_is_refused(engine: EngineClient) -> None:
-    await engine.say(weight_version="x" * 513)
+    await engine.say(weight_version="x" * (MAX_FIELD_BYTES + 1))
     with pytest.raises(grpc.RpcError, match="weight_version has more than 512 bytes"):
         await engine.hear("found")
 

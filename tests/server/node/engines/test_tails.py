@@ -12,7 +12,7 @@ from lmkv.errors import BadChunkKey, BadMessage, LmkvError
 from lmkv.keys import as_tokens, join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.allocator import align
-from lmkv_server.node.engines.lookups import MAX_TOKENS
+from lmkv_server.node.engines.lookups import MAX_PARTIAL_RESERVES, MAX_TOKENS
 from lmkv_server.node.node import Node
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import is_clean
@@ -241,7 +241,9 @@ async def test_credits_for_partial_chunks_are_bounded(node: Node, engine: Engine
 
 
 @pytest.mark.parametrize("field", ["partial_reserves", "optional_partial_reserves"])
-@pytest.mark.parametrize("sizes", [[0], [SIZE], [-1], [1] * 1025])
+@pytest.mark.parametrize(
+    "sizes", [[0], [SIZE], [-1], [1] * (MAX_PARTIAL_RESERVES + 1)], ids=["none", "full", "negative", "many"]
+)
 async def test_other_sizes_of_partial_chunks_end_the_stream(
     node: Node, engine: EngineClient, field: str, sizes: list[int]
 ) -> None:

@@ -17,6 +17,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
 from lmkv_server.node.handoff.state import HandoffState
+from lmkv_server.node.handoff.table import MAX_NAME
 from tests.server.node.handoff_parts import state_of
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 from tests.waiting import WAIT_SECONDS
@@ -63,7 +64,7 @@ def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.Allocat
         ({"fingerprint": b"?" * 16}, "KV_SPEC_MISMATCH"),
         ({"instance_id": "stranger"}, "INSTANCE_NOT_FOUND"),
         ({"epoch": 1}, "INSTANCE_NOT_FOUND"),
-        ({"request_id": "r" * 257}, "BAD_MESSAGE"),
+        ({"request_id": "r" * (MAX_NAME + 1)}, "BAD_MESSAGE"),
         ({"request_id": "r\n"}, "BAD_MESSAGE"),
         ({"instance_id": "decode"}, "BAD_MESSAGE"),
     ],

@@ -25,10 +25,11 @@ from lmkv.errors import (
     SessionNotFound,
     WrongInstance,
 )
-from lmkv.keys import join_keys
+from lmkv.keys import KEY_BYTES, join_keys
 from lmkv.transfer.access import PeerReader
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.serving.service import MAX_ACQUIRE_KEYS, MAX_ID_BYTES
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 from tests.waiting import WAIT_SECONDS, eventually, until, wake_ups
 
@@ -202,7 +203,7 @@ async def test_bad_requests_get_their_status_and_the_server_keeps_serving(
     assert isinstance(
         await error_of(stub.Acquire(acquisition(owner, session, peer_epoch=1), timeout=WAIT_SECONDS)), WrongInstance
     )
-    for packed in (b"x" * 15, b"x" * 16 * 4097):
+    for packed in (b"x" * 15, b"x" * KEY_BYTES * (MAX_ACQUIRE_KEYS + 1)):
         assert isinstance(
             await error_of(stub.Acquire(acquisition(owner, session, chunk_keys=packed), timeout=WAIT_SECONDS)),
             BadChunkKey,
@@ -244,7 +245,7 @@ async def test_a_grant_is_released_by_the_session_that_has_it_and_unknown_to_eve
     assert len(owner.service.grants) == 0
 
 
-@pytest.mark.parametrize("name", ["", "n" * 257, "forged\nline"])
+@pytest.mark.parametrize("name", ["", "n" * (MAX_ID_BYTES + 1), "forged\nline"])
 async def test_a_caller_whose_name_cannot_be_an_instance_id_opens_no_session(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, name: str
 ) -> None:

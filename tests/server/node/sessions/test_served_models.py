@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.config import NodeConfig
-from lmkv.spec import MAX_SERVED_MODELS, ServedModel
+from lmkv.spec import MAX_IDENTITY_BYTES, MAX_NAME_BYTES, MAX_SERVED_MODELS, ServedModel
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import ServedModel as Message
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -75,7 +75,15 @@ async def test_more_names_than_a_registration_may_have_keep_the_node_in_the_flee
         assert len(registered(coordinator)) == MAX_SERVED_MODELS
 
 
-@pytest.mark.parametrize("bad", [Message(name=""), Message(name="n" * 257), Message(name="n", lora_identity="i" * 513)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Message(name=""),
+        Message(name="n" * (MAX_NAME_BYTES + 1)),
+        Message(name="n", lora_identity="i" * (MAX_IDENTITY_BYTES + 1)),
+    ],
+    ids=["empty", "name", "identity"],
+)
 async def test_a_name_that_cannot_be_registered_ends_the_stream(config: NodeConfig, bad: Message) -> None:
     async with Node(replace(config, coordinator_address=())) as node, EngineClient(node) as engine:
         await engine.say(served_models=[bad])
