@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from lmkv.errors import Unreachable
+from lmkv_server.node.fetch import fetch
 from lmkv_server.node.peers import connection as peer_connection
 from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, Parts, Remote, Taken, keys_of, lets_go
@@ -30,7 +31,7 @@ async def test_if_the_best_holder_is_killed_midway_the_next_one_continues(large_
         second.holder.matched_chunk_count = 15
         taken = Taken(large_reader, then=lambda: best.signal(signal.SIGKILL))
         async with asyncio.timeout(WAIT_SECONDS):  # far less than the fetch may take
-            fetched = await large_reader.fetch(LARGE, KEYS, [best.holder, second.holder], FOREVER, taken)
+            fetched = await large_reader.fetch(LARGE, KEYS, [best.holder, second.holder], 60.0, taken)
         assert taken.keys() == KEYS[: fetched.chunk_count]
         assert fetched.chunk_count >= 15
         assert set(fetched.instance_ids) == {"best", "next"}
@@ -71,13 +72,17 @@ async def test_a_frozen_holder_leaves_time_for_the_next_one(large_reader: Parts)
         taken.let_go()
 
 
-async def test_when_the_best_holder_freezes_between_fetches_the_next_one_is_asked_long_before_it_has_failed() -> None:
+async def test_when_the_best_holder_freezes_between_fetches_the_next_one_is_asked_long_before_it_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetch, "MAX_STEP_SECONDS", FOREVER)
     async with Parts("reader", spec=LARGE, transfer_channel="tcp") as reader:
         with Remote("best", transfer_channel="tcp") as best, Remote("next", transfer_channel="tcp") as second:
             second.holder.matched_chunk_count = 15
             first = Taken(reader)
             await reader.fetch(LARGE, KEYS[:3], [best.holder, second.holder], 60.0, first)
             assert set(reader.traffic()) == {"best"}
+            await lets_go(best)
             best.signal(signal.SIGSTOP)
             for _ in range(2):  # the second time it is known to be late, and not even begun with
                 taken = Taken(reader)
