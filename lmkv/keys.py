@@ -34,6 +34,13 @@ HASH_SCHEMES = (HASH_SCHEME, PAGE_HASH_SCHEME)
 KEY_BYTES = 16
 FOREIGN_DIGEST_BYTES = 32
 """Length of the digest by which an engine names a page."""
+PREFIX_DIGEST_BYTES = 8
+"""Length of the digest of one prefix of a chunk.
+
+Digests are compared for every token from the first on, each with all tokens before it: chunks that differ in a token
+count as alike with a probability of 2^-64, and an attacker has only this token to choose, as all before it are
+equal.
+"""
 MAX_KEYS = 65_536
 """Maximum number of keys in one request: 1 MiB, the size limit of a message."""
 
@@ -131,6 +138,11 @@ class KeyChain:
         parent = self.keys[index - 1] if index else self.root
         return self._key(parent, tokens.data.cast("B"), index)
 
+    def prefixes(self, index: int, tokens: Tokens) -> bytes:
+        """`prefix_digests` of a chunk that begins with these tokens behind the first `index` full chunks."""
+        parent = self.keys[index - 1] if index else self.root
+        return prefix_digests(parent, tokens, self._extras.get(index, b""))
+
     @property
     def namespace(self) -> ChunkKey:
         """What only prompts of the same spec, tenant and adapter have in common."""
@@ -180,6 +192,34 @@ def partial_keys(
     return found
 
 
+def prefix_digests(parent: ChunkKey, tokens: Tokens, extras: bytes = b"") -> bytes:
+    """The digests of all prefixes of a chunk behind `parent`, shortest first: the first 8 bytes of each one's key."""
+    view = tokens.data.cast("B")
+    digest = sha256(parent)
+    mark = _EXTRAS_MARK + extras if extras else b""
+    found = []
+    for at in range(0, len(view), 4):
+        digest.update(view[at : at + 4])
+        last = digest
+        if mark:
+            last = digest.copy()
+            last.update(mark)
+        found.append(last.digest()[:PREFIX_DIGEST_BYTES])
+    return b"".join(found)
+
+
+def check_prefix_digests(digests: bytes, token_count: int, field: str = "prefix_digests") -> bytes:
+    """The field, unchanged. Raises `BadChunkKey` if it has not 8 bytes for each of at most `token_count` tokens."""
+    if len(digests) % PREFIX_DIGEST_BYTES or len(digests) > token_count * PREFIX_DIGEST_BYTES:
+        raise BadChunkKey(
+            f"{field} has {len(digests)} bytes; it must be {PREFIX_DIGEST_BYTES} bytes for each of at most "
+            f"{token_count} tokens",
+            field=field,
+            size_bytes=len(digests),
+        )
+    return digests
+
+
 def page_seed(cache_salt: str) -> bytes:
     """What the digest of a prompt's first page follows: 32 bytes that depend on the salt; empty without one.
 
@@ -226,6 +266,10 @@ class PageKeyChain(KeyChain):
     def behind(self, index: int, tokens: Tokens) -> ChunkKey:
         """Raises `BadTokens`: pages are full, and keys of full ones are in `keys`."""
         raise BadTokens(f"page {index} with {tokens.size} of {self.chunk_size} tokens has no key")
+
+    def prefixes(self, index: int, tokens: Tokens) -> bytes:  # noqa: ARG002
+        """None: prompts do not end inside pages."""
+        return b""
 
     @property
     def namespace(self) -> ChunkKey:

@@ -1,24 +1,33 @@
-"""Index of partial chunks by the chunk before them: which lengths there are. Pure; used by node and coordinator."""
+"""Index of chunks in which prompts end, by the chunk before them. Pure; used by node and coordinator.
+
+It has the lengths of partial chunks, and of chunks whose *prefix digests* are known (`lmkv.keys.prefix_digests`) the
+digests: KV is causal, so a chunk also has the KV of each shorter prompt that begins as it does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
-Id = TypeVar("Id", bound=Hashable)
+from lmkv.keys import PREFIX_DIGEST_BYTES
+
+Id = TypeVar("Id", bound="bytes | tuple[Any, ...]")
 
 
 class PartialIndex(Generic[Id]):
-    """Token counts of partial chunks by parent: the key of the chunk before them, or the root of the key chain.
+    """Token counts and prefix digests of chunks by parent: the key of the chunk before, or the root of the key chain.
 
-    Chunks are identified by `Id`. Memory is bounded by the number of chunks.
+    Chunks are identified by `Id`. Memory is bounded by the number of chunks, and 8 bytes for each of their tokens.
     """
 
     def __init__(self) -> None:
-        self._chunks: dict[Id, tuple[bytes, int]] = {}
-        """Parent and tokens of each chunk."""
+        self._chunks: dict[Id, tuple[bytes, int, bytes]] = {}
+        """Parent, tokens and prefix digests of each chunk."""
         self._counts: dict[bytes, dict[int, int]] = {}
         """Number of chunks by tokens, by parent."""
+        self._sorted: dict[bytes, list[tuple[bytes, Id]]] = {}
+        """The chunks with prefix digests in the order of these, by parent: those that begin alike are neighbours."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -30,29 +39,64 @@ class PartialIndex(Generic[Id]):
         return chunk in self._chunks
 
     def lengths(self, parent: bytes) -> Sequence[int]:
-        """Token counts of the partial chunks behind a chunk or a root: ascending, each once."""
+        """Token counts of the chunks behind a chunk or a root: ascending, each once."""
         counts = self._counts.get(parent)
         return sorted(counts) if counts else ()
 
-    def add(self, chunk: Id, parent: bytes, token_count: int) -> None:
+    def has_digests(self, parent: bytes) -> bool:
+        """Whether a chunk behind a chunk or a root has prefix digests."""
+        return parent in self._sorted
+
+    def token_count(self, chunk: Id) -> int:
+        """All tokens of a chunk that is there."""
+        return self._chunks[chunk][1]
+
+    def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, Id]]:
+        """The chunks behind `parent` that begin as a prompt whose prefix digests behind it are `digests`.
+
+        Each with the number of tokens that they have in common, at least one; the most first.
+        """
+        chunks = self._sorted.get(parent, [])
+        right = bisect_left(chunks, (digests,))
+        left = right - 1
+        below = _common_tokens(chunks[left][0], digests) if left >= 0 else 0
+        above = _common_tokens(chunks[right][0], digests) if right < len(chunks) else 0
+        while below or above:
+            if above >= below:
+                yield above, chunks[right][1]
+                right += 1
+                above = _common_tokens(chunks[right][0], digests) if right < len(chunks) else 0
+            else:
+                yield below, chunks[left][1]
+                left -= 1
+                below = _common_tokens(chunks[left][0], digests) if left >= 0 else 0
+
+    def add(self, chunk: Id, parent: bytes, token_count: int, prefix_digests: bytes = b"") -> None:
         """Adds a chunk, or replaces it."""
         self.remove(chunk)
-        self._chunks[chunk] = parent, token_count
+        self._chunks[chunk] = parent, token_count, prefix_digests
         counts = self._counts.setdefault(parent, {})
         counts[token_count] = counts.get(token_count, 0) + 1
+        if prefix_digests:
+            insort(self._sorted.setdefault(parent, []), (prefix_digests, chunk))
 
     def remove(self, chunk: Id) -> None:
         """Removes a chunk. Idempotent."""
         known = self._chunks.pop(chunk, None)
         if known is None:
             return
-        parent, token_count = known
+        parent, token_count, prefix_digests = known
         counts = self._counts[parent]
         counts[token_count] -= 1
         if not counts[token_count]:
             del counts[token_count]
             if not counts:
                 del self._counts[parent]
+        if prefix_digests:
+            chunks = self._sorted[parent]
+            del chunks[bisect_left(chunks, (prefix_digests, chunk))]
+            if not chunks:
+                del self._sorted[parent]
 
     def remove_all(self, chunks: Iterable[Id]) -> None:
         """Removes those of the chunks that are there."""
@@ -60,9 +104,26 @@ class PartialIndex(Generic[Id]):
             self.remove(chunk)
 
     def check(self) -> None:
-        """Asserts that counts match the chunks."""
+        """Asserts that counts and order match the chunks."""
         counts: dict[bytes, dict[int, int]] = {}
-        for parent, token_count in self._chunks.values():
+        ordered: dict[bytes, list[tuple[bytes, Id]]] = {}
+        for chunk, (parent, token_count, prefix_digests) in self._chunks.items():
             of_parent = counts.setdefault(parent, {})
             of_parent[token_count] = of_parent.get(token_count, 0) + 1
+            if prefix_digests:
+                ordered.setdefault(parent, []).append((prefix_digests, chunk))
         assert counts == self._counts
+        assert {parent: sorted(chunks) for parent, chunks in ordered.items()} == self._sorted
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """The number of tokens for which two chunks begin alike, by their prefix digests."""
+    low, high = 0, min(len(one), len(other)) // PREFIX_DIGEST_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        end = middle * PREFIX_DIGEST_BYTES
+        if one[:end] == other[:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

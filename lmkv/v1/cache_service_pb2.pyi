@@ -37,6 +37,7 @@ class LookupRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PARENT_KEY_FIELD_NUMBER: _builtins.int
     ANY_KEY_FIELD_NUMBER: _builtins.int
+    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
     chunk_keys: _builtins.bytes
@@ -59,6 +60,11 @@ class LookupRequest(_message.Message):
     """With `chunk_keys`: whether these are alternatives and not a prompt. The response then has the instances that hold the
     first of them that an instance holds, with one matched chunk each. At most 1,024 keys.
     """
+    prefix_digests: _builtins.bytes
+    """With `parent_key` and `any_key`: digests of the prompt's next tokens behind that chunk, as in `CommitChunk`. If an
+    instance holds a chunk behind `parent_key` that has more of these tokens than the key that is found, the response has
+    `prefix_key`.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt, in order."""
@@ -75,10 +81,11 @@ class LookupRequest(_message.Message):
         fingerprint: _builtins.bytes = ...,
         parent_key: _builtins.bytes = ...,
         any_key: _builtins.bool = ...,
+        prefix_digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_key", b"any_key", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "fingerprint", b"fingerprint", "lora_name", b"lora_name", "model_name", b"model_name", "parent_key", b"parent_key", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_key", b"any_key", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "fingerprint", b"fingerprint", "lora_name", b"lora_name", "model_name", b"model_name", "parent_key", b"parent_key", "prefix_digests", b"prefix_digests", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -95,12 +102,20 @@ class LookupResponse(_message.Message):
     PARTIAL_FIELD_NUMBER: _builtins.int
     PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     KEY_INDEX_FIELD_NUMBER: _builtins.int
+    PREFIX_KEY_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the layout map at the lookup."""
     partial: _builtins.bool
     """Whether instances have yet to report their chunks, so that there may be more holders or longer matches."""
     key_index: _builtins.int
     """With `any_key`: index of the key in `chunk_keys` that the holders have."""
+    prefix_key: _builtins.bytes
+    """With `prefix_digests`: the key of a chunk that begins with more of the prompt's tokens than any of `chunk_keys`; 16 bytes.
+    The holders are then those of this chunk.
+    """
+    prefix_token_count: _builtins.int
+    """With `prefix_key`: the number of the prompt's tokens that the chunk begins with."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
         """All instances that hold the first chunk, longest contiguous prefix first, then by instance id. If chunks have several
@@ -123,10 +138,12 @@ class LookupResponse(_message.Message):
         partial: _builtins.bool = ...,
         partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         key_index: _builtins.int = ...,
+        prefix_key: _builtins.bytes = ...,
+        prefix_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "key_index", b"key_index", "partial", b"partial", "partial_token_counts", b"partial_token_counts", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "key_index", b"key_index", "partial", b"partial", "partial_token_counts", b"partial_token_counts", "prefix_key", b"prefix_key", "prefix_token_count", b"prefix_token_count", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

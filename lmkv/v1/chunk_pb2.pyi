@@ -640,6 +640,7 @@ class Extent(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     PARENT_KEY_FIELD_NUMBER: _builtins.int
+    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
     region: _builtins.int
     """Index of the region in the list of `Init`; for an engine, 0 is the pool and 1 its device buffer."""
     offset: _builtins.int
@@ -658,6 +659,8 @@ class Extent(_message.Message):
     """In a grant and in a handoff, of a partial chunk: the key of the chunk before it in its prompts, or the root of the key
     chain if there is none. 16 bytes; empty if it is unknown.
     """
+    prefix_digests: _builtins.bytes
+    """In a grant and in a handoff, with `parent_key`: digests of the beginnings of the chunk, as in `CommitChunk`."""
     def __init__(
         self,
         *,
@@ -669,10 +672,11 @@ class Extent(_message.Message):
         token_count: _builtins.int = ...,
         part: _builtins.int = ...,
         parent_key: _builtins.bytes = ...,
+        prefix_digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "prefix_digests", b"prefix_digests", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -585,8 +585,8 @@ class LookupChunks(_message.Message):
     """
     tokens: _builtins.bytes
     """Ids of the prompt's first tokens, little-endian u32: all, or as many as are sent, at most 262,144. With them the node
-    also finds partial chunks that other prompts have stored: behind the last full chunk of the hit, the longest whose
-    tokens are the next ones of this prompt. Empty: it finds no partial chunk but the one in `chunk_keys`. Ignored if
+    also finds chunks that other prompts have stored: behind the last full chunk of the hit, the one that begins with most
+    of the next tokens of this prompt. Empty: it finds no partial chunk but the one in `chunk_keys`. Ignored if
     chunks have several parts.
     """
     root_key: _builtins.bytes
@@ -745,8 +745,9 @@ Global___HandedChunks: _TypeAlias = HandedChunks  # noqa: Y015
 class FoundChunks(_message.Message):
     """The answer to a lookup. The node holds the chunks of `own` until the engine releases the request.
 
-    The last chunk of `own` and `runs` together may be a partial chunk that is not in `chunk_keys`; then `partial_key` is
-    set. Loads and their answers count it like any other chunk.
+    The last chunk of `own` and `runs` together may be a chunk of another prompt that is not in `chunk_keys`; then `partial_key`
+    is set. Loads and their answers count it like any other chunk. Its extent may have more tokens than `partial_token_count`:
+    those behind are of the other prompt and must not be used.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -771,11 +772,11 @@ class FoundChunks(_message.Message):
     `own`.
     """
     partial_key: _builtins.bytes
-    """16 bytes: the key of the last chunk of the hit, if that is a partial chunk that is not in `chunk_keys`. The n chunks
-    before it are the first n of `chunk_keys`, and full. Otherwise empty.
+    """16 bytes: the key of the last chunk of the hit, if that is not in `chunk_keys`. The n chunks before it are the first n of
+    `chunk_keys`, and full. Otherwise empty.
     """
     partial_token_count: _builtins.int
-    """Tokens of that partial chunk."""
+    """The first tokens of that chunk, which are this prompt's."""
     @_builtins.property
     def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
         """The first chunks of the prompt, in the node's own pool; no more than fit into a message."""
@@ -989,6 +990,7 @@ class CommitChunk(_message.Message):
     PARENT_KEY_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     SUPERSEDED_KEY_FIELD_NUMBER: _builtins.int
+    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
     chunk_key: _builtins.bytes
     """16 bytes."""
     offset: _builtins.int
@@ -1011,6 +1013,11 @@ class CommitChunk(_message.Message):
     before this chunk; or of a partial chunk with which this chunk begins. It is evicted first unless it is used again.
     Empty if there is none.
     """
+    prefix_digests: _builtins.bytes
+    """Digests of the beginnings of the chunk, by which it also serves prompts that end inside it: for each of its first
+    tokens 8 bytes, the first ones of the key that a partial chunk up to and with this token has. Of all tokens of a partial
+    chunk, of the tokens of a full chunk in which a prompt ended, otherwise empty. Without `parent_key` it is ignored.
+    """
     def __init__(
         self,
         *,
@@ -1022,10 +1029,11 @@ class CommitChunk(_message.Message):
         parent_key: _builtins.bytes = ...,
         part: _builtins.int = ...,
         superseded_key: _builtins.bytes = ...,
+        prefix_digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "size_bytes", b"size_bytes", "superseded_key", b"superseded_key", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_key", b"chunk_key", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "prefix_digests", b"prefix_digests", "size_bytes", b"size_bytes", "superseded_key", b"superseded_key", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

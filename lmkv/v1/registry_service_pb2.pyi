@@ -669,12 +669,33 @@ class ChunkChange(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PrefixDigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TIER_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADMITTED_KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     EVICTED_KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_PARENT_KEYS_FIELD_NUMBER: _builtins.int
+    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
     fingerprint: _builtins.bytes
@@ -689,8 +710,14 @@ class ChunkChange(_message.Message):
 
     @_builtins.property
     def partial_parent_keys(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
-        """For chunks in `partial_token_counts`, by index into `admitted_keys`: the key of the chunk before it in its prompts, or
-        the root of the key chain if there is none; 16 bytes. A chunk without it is only found by its key.
+        """For chunks in `partial_token_counts` or `prefix_digests`, by index into `admitted_keys`: the key of the chunk before it in
+        its prompts, or the root of the key chain if there is none; 16 bytes. A chunk without it is only found by its key.
+        """
+
+    @_builtins.property
+    def prefix_digests(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
+        """For chunks in `partial_parent_keys`, by index into `admitted_keys`: digests of the beginnings of the chunk, as in
+        `CommitChunk`. A chunk without them does not serve prompts that end inside it.
         """
 
     def __init__(
@@ -702,10 +729,11 @@ class ChunkChange(_message.Message):
         partial_token_counts: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         evicted_keys: _builtins.bytes = ...,
         partial_parent_keys: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        prefix_digests: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_keys", b"admitted_keys", "evicted_keys", b"evicted_keys", "fingerprint", b"fingerprint", "partial_parent_keys", b"partial_parent_keys", "partial_token_counts", b"partial_token_counts", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_keys", b"admitted_keys", "evicted_keys", b"evicted_keys", "fingerprint", b"fingerprint", "partial_parent_keys", b"partial_parent_keys", "partial_token_counts", b"partial_token_counts", "prefix_digests", b"prefix_digests", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

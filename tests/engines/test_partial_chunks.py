@@ -28,6 +28,7 @@ TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
 ANSWER_TOKENS = 16
 KEPT_ANSWER_TOKENS = ANSWER_TOKENS - 1
 """The last token of an answer has no KV."""
+FULL_POOL = "8MiB"
 REPORT_TIMEOUT_SECONDS = 60.0
 
 
@@ -40,6 +41,8 @@ def fleet(nursery: Nursery, llama_vocab_model: Path, tmp_path_factory: pytest.Te
         disk = {"local_disk": str(fleet.runtime_dir / "disk"), "max_local_disk_size": "1GB"}
         fleet.add("archivist", {"save_partial_chunks": "true"} | disk, block_size=256)
         fleet.add("discarder", block_size=256)
+        small = {"save_partial_chunks": "true", "max_local_cpu_size": FULL_POOL}
+        fleet.add("full", small, block_size=256)
         fleet.start()
         yield fleet
 
@@ -52,8 +55,12 @@ def keeper(fleet: LlmFleet) -> LlmProcess:
 
 def lookup(fleet: LlmFleet, tokens: Sequence[int], *flags: str) -> str:
     """What `lmkv lookup` prints."""
-    command = [sys.executable, "-m", "lmkv", "lookup", "--tokens", ",".join(map(str, tokens)), *flags]
-    command += ["--coordinator", fleet.coordinator.address]
+    return run(fleet, "lookup", "--tokens", ",".join(map(str, tokens)), *flags)
+
+
+def run(fleet: LlmFleet, *arguments: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "lmkv", *arguments, "--coordinator", fleet.coordinator.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -77,15 +84,44 @@ def test_a_lookup_of_a_short_prompt_names_complete_holders(fleet: LlmFleet, keep
 
 
 def test_the_same_short_prompt_is_loaded(keeper: LlmProcess) -> None:
-    prompt = [*TOKENS[:-1], 15]
+    prompt = [15, *TOKENS[1:]]
     (expected,) = keeper.compute(prompt)
     keeper.ask(prompt)
     again = keeper.ask_again(prompt)
     assert (again.token_ids, again.loaded_tokens) == ([expected], 12 - 1), "the engine computes the last one"
 
 
+def test_in_a_full_pool_the_manuals_short_prompt_is_found_loaded_and_moved(fleet: LlmFleet) -> None:
+    engine, prompt = fleet.engines["full"], [16, *TOKENS[1:]]
+    (expected,) = engine.compute(prompt)
+    fill_pool(engine, first=100)
+    assert engine.ask(prompt).token_ids == [expected]
+    fill_pool(engine, first=1000, count=1)
+    fleet.coordinator.wait_for_holder(prompt, "full", len(prompt), REPORT_TIMEOUT_SECONDS)
+    assert holders(fleet, prompt) == [("full", "LocalCPUBackend", 12)]
+    assert holders(fleet, prompt[:10]) == [("full", "LocalCPUBackend", 10)]
+    again = engine.ask_again(prompt)
+    assert (again.token_ids, again.loaded_tokens) == ([expected], 12 - 1)
+    branch = [*prompt[:10], *make_prompt(50, 30)]
+    loaded = engine.ask_again(branch)
+    assert (loaded.token_ids, loaded.loaded_tokens) == (engine.compute(branch), 10)
+    explained = run(fleet, "explain", "--tokens", ",".join(map(str, prompt)), "--instance", "full")
+    assert explained.splitlines()[1].split() == ["full", "0-11", "own"]
+    moved = run(fleet, "move", "--from", "full", "--to", "follower", "--tokens", ",".join(map(str, prompt)))
+    assert "12 tokens" in moved
+    other = fleet.engines["follower"].ask(prompt)
+    assert other.token_ids == [expected]
+    assert other.loaded_tokens >= 12 - 1, "all of them if they are loaded beside the steps"
+
+
+def fill_pool(engine: LlmProcess, *, first: int, count: int = 40) -> None:
+    """Asks for other prompts: by default more than the pool of `FULL_POOL` has room for."""
+    for seed in range(first, first + count):
+        engine.ask(make_prompt(seed, 300), max_tokens=1)
+
+
 def test_without_partial_chunks_a_lookup_of_a_short_prompt_finds_no_instance(fleet: LlmFleet) -> None:
-    prompt = [*TOKENS[:-1], 14]
+    prompt = [14, *TOKENS[1:]]
     engine = fleet.engines["discarder"]
     full = make_prompt(1, 300)
     assert engine.ask(prompt).stored_tokens == 0

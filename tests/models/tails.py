@@ -47,6 +47,7 @@ class DiskChunk:
     token_count: int
     parent: ChunkKey | None = F
     fingerprint: bytes = SPEC.fingerprint
+    prefix_digests: bytes = b""
 
 
 class NodeTailModel:

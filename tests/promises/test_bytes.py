@@ -118,7 +118,12 @@ def test_the_records_of_chunks_in_a_shared_layout_map() -> None:
     assert partial == (little(7 | 1 << 31, 4) + KEY, PARENT, b"")
     assert full == (little(0x0102, 4), KEY, b"")
     record = field_prefix(change) + PARENT + little(7 | 1 << 31, 4) + KEY
-    assert list(split_records(record)) == [(field_prefix(change), PARENT, 7, KEY)]
+    assert list(split_records(record)) == [(field_prefix(change), PARENT, 7, KEY, b"")]
+    digests = Change(2, FINGERPRINT, 0x0102, KEY, {}, b"", {0: PARENT}, {0: b"d" * 24})
+    value = little(0x0102 | 3 << 30, 4) + PARENT + little(3, 4) + b"d" * 24
+    assert list(writes(digests)) == [(value, KEY, b""), (little(0x0102, 4), b"", b"")]
+    record = field_prefix(digests) + KEY + value
+    assert list(split_records(record)) == [(field_prefix(digests), KEY, 0x0102, PARENT, b"d" * 24)]
 
 
 def test_the_proof_of_a_handoff() -> None:

@@ -143,9 +143,9 @@ class Engine:
         prompt is counted and reported.
 
         `tokens` are those of the prompt, of shape `[n]`, from which `keys` were computed with this `salt` and `lora`.
-        With them a hit may end inside a chunk, at the last token that another prompt has stored of this one; the
-        extent's `token_count` is then smaller. Without them, or if `save_partial_chunks` is off, it ends with one of
-        `keys`. Raises `BadTokens` as `keys` does.
+        With them a hit may end inside a chunk, at the last token that another prompt has in common with this one: at
+        `Held.token_count`. The last extent may have more tokens, which are not of this prompt. Without them, or if
+        `save_partial_chunks` is off, it ends with one of `keys`. Raises `BadTokens` as `keys` does.
 
         `request_id` names the prompt in the node's reports (`lmkv explain`); empty: a number is made. `traceparent` is
         the parent of the spans; None: the current span, if any. `is_continued`: the prompt was looked up before, and of

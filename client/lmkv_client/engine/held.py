@@ -31,7 +31,7 @@ class Held:
         self.own_count = chunks.own_count if chunks else 0
         """Those of them that were in the node's pool: `load` yields them without waiting."""
         self.token_count = chunks.record.hit_tokens if chunks and chunks.record else 0
-        """Tokens of the hit."""
+        """Tokens of the hit. The last extent may have others behind them, of another prompt."""
         self.keys: Sequence[ChunkKey] = chunks.keys if chunks else ()
         """Keys of the hit; the last is that of another prompt's partial chunk, if the hit ends with one."""
 

@@ -93,7 +93,7 @@ class LmkvCache:
                 held.refuse()
             elif extents := list(held.load(timeout=self._config.load_timeout)):
                 chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
-                loaded = fill(past, chunks, self._kv, tokens.size - 1)
+                loaded = fill(past, chunks, self._kv, min(held.token_count, tokens.size - 1))
         self._count(looked_up_tokens=tokens.size, loaded_tokens=loaded)
         return past
 

@@ -96,6 +96,7 @@ class ScriptedNode:
         self.miss_reason = MISS_REASON_NEVER_STORED
         """Of what is not held."""
         self.lookups: list[pb.LookupChunks] = []
+        self.commit_messages: list[pb.CommitChunk] = []
         self.commits: list[ChunkKey] = []
         """Keys of what was committed: of chunks, or of parts of them."""
         self.superseded: dict[ChunkKey, bytes] = {}
@@ -244,6 +245,7 @@ class ScriptedNode:
         for release in message.releases:
             self.releases.append(release)
             self._release(release.request_id)
+        self.commit_messages += message.commits
         for commit in message.commits:
             self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key
             self._commit(commit)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, root_key
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, prefix_digests, root_key
 from lmkv.pool.pool import Pool
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
@@ -41,8 +41,10 @@ def lookup_of(ticket: str, tokens: Sequence[int], **fields: object) -> pb.Lookup
     )
 
 
-async def store_prompt(engine: EngineClient, pool: Pool, tokens: Sequence[int], superseded: bytes = b"") -> None:
-    """Stores all chunks of a prompt; the last one supersedes another one."""
+async def store_prompt(
+    engine: EngineClient, pool: Pool, tokens: Sequence[int], superseded: bytes = b"", *, with_digests: bool = False
+) -> None:
+    """Stores all chunks of a prompt; the last one supersedes another one. `with_digests`: it has prefix digests."""
     keys = keys_of(tokens)
     commits = []
     for index, (key, extent) in enumerate(zip(keys, await engine.reserve(len(keys)), strict=True)):
@@ -56,8 +58,11 @@ async def store_prompt(engine: EngineClient, pool: Pool, tokens: Sequence[int], 
                 size_bytes=size_bytes,
                 checksum=checksum(pool.buffer, extent.offset, size_bytes),
                 token_count=token_count,
-                parent_key=keys[index - 1] if index else b"" if token_count == SIZE else ROOT,
+                parent_key=keys[index - 1] if index else ROOT if token_count < SIZE or with_digests else b"",
                 superseded_key=superseded if index == len(keys) - 1 else b"",
+                prefix_digests=prefix_digests(keys[index - 1] if index else ROOT, as_tokens(tokens[index * SIZE :]))
+                if with_digests and index == len(keys) - 1
+                else b"",
             )
         )
     await engine.say(commits=commits)
@@ -89,7 +94,9 @@ async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequ
     keys = keys_of(tokens)[: len(extents)]
     if found.partial_key:
         keys[-1] = ChunkKey(found.partial_key)
-        assert extents[-1].token_count == found.partial_token_count
+        assert extents[-1].token_count >= found.partial_token_count
+        extents[-1].token_count, all_tokens = found.partial_token_count, extents[-1].token_count
+        assert extents[-1].size_bytes == SPEC.size_bytes(all_tokens)
     assert [_word(key) for key in keys] == [_content(pool, extent) for extent in extents]
     await engine.release(ticket)
     return sum(extent.token_count for extent in extents)

@@ -12,8 +12,17 @@ import pytest
 from lmkv import rpc
 from lmkv.keys import ChunkKey
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.v1.cache_service_pb2 import (
+    ClearRequest,
+    ExplainRequest,
+    LookupRequest,
+    MoveProgress,
+    MoveRequest,
+    PinRequest,
+    UnpinRequest,
+)
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.engine_client import EngineClient
@@ -156,9 +165,9 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def store(self, tokens: list[int]) -> None:
+    async def store(self, tokens: list[int], *, with_digests: bool = False) -> None:
         """Stores a prompt at the holder, and waits until the coordinator knows."""
-        await store_prompt(self.storing, self.holder.pool, tokens)
+        await store_prompt(self.storing, self.holder.pool, tokens, with_digests=with_digests)
         await eventually(lambda: self.matched(tokens), len(tokens))
 
     async def matched(self, tokens: list[int], instance_id: str = "holder") -> int:
@@ -188,6 +197,58 @@ async def test_the_tail_comes_from_the_peer(runtime_dir: Path, before: int) -> N
         assert fleet.parent(keys_of(first)[-1]) == fleet.holder.tier.get(keys_of(first)[-1]).parent  # type: ignore[union-attr]
         other = prompt((before + 3) * SIZE, seed=2, after=first)
         assert len((await look_up(fleet.asking, "3", other)).own) == before + 1, "it is its own now"
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("stored", [30, SIZE])
+async def test_a_longer_chunk_of_a_peer_serves_the_shorter_prompts_that_begin_as_it_does(
+    runtime_dir: Path, before: int, stored: int
+) -> None:
+    longer = prompt(before * SIZE + stored)
+    short = longer[: before * SIZE + 21]
+    async with Fleet(runtime_dir) as fleet:
+        await fleet.store(longer, with_digests=True)
+        assert [await fleet.matched(longer[: before * SIZE + length]) for length in (1, 21)] == [
+            before * SIZE + 1,
+            len(short),
+        ]
+        found = await look_up(fleet.asking, "1", short)
+        assert [(run.tier, run.chunk_count) for run in found.runs] == [("peers", before + 1)]
+        assert (found.partial_key, found.partial_token_count) == (keys_of(longer)[-1], 21)
+        await fleet.asking.release("1")
+        assert await hit_tokens(fleet.asking, fleet.asker.pool, "2", short) == len(short)
+        fork = prompt((before + 3) * SIZE, seed=2, after=short)
+        own = await look_up(fleet.asking, "3", fork)
+        assert (len(own.own), own.partial_token_count) == (before + 1, 21), "it is its own now, and serves as there"
+        await eventually(lambda: fleet.matched(short, "asker"), len(short))
+
+
+async def test_a_short_prompt_moves_as_the_longer_chunk_that_begins_with_it(runtime_dir: Path) -> None:
+    longer = prompt(30)
+    async with Fleet(runtime_dir) as fleet:
+        await fleet.store(longer, with_digests=True)
+        request = MoveRequest(
+            tokens=longer[:12],
+            old_position=Position(instance_id="holder"),
+            new_position=Position(instance_id="asker"),
+        )
+        moved = await fleet.cache.Move(request, timeout=WAIT_SECONDS)
+        progress = MoveProgress()
+        moved.metadata.Unpack(progress)
+        assert (progress.chunk_count, progress.token_count) == (1, 12)
+        await eventually(lambda: fleet.matched(longer[:12], "asker"), 12)
+        await eventually(lambda: fleet.matched(longer[:12], "holder"), 0)
+        pin = PinRequest(tokens=longer[:12], position=request.new_position)
+        pinned = (await fleet.cache.Pin(pin, timeout=WAIT_SECONDS)).pin
+        assert pinned.chunk_count == 1
+        await fleet.cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=WAIT_SECONDS)
+        explained = await fleet.cache.Explain(ExplainRequest(tokens=longer[:12]), timeout=WAIT_SECONDS)
+        spans = {one.instance_id: list(one.explanation.spans) for one in explained.explanations}
+        assert [(span.tier, span.token_count) for span in spans["asker"]] == [("own", 12)]
+        assert [(span.token_count, span.reason) for span in spans["holder"]] == [(12, MISS_REASON_NEVER_STORED)]
+        cleared = await fleet.cache.Clear(ClearRequest(tokens=longer[:12]), timeout=WAIT_SECONDS)
+        assert not cleared.HasField("error")
+        await eventually(lambda: fleet.matched(longer[:12], "asker"), 0)
 
 
 async def test_a_longer_tail_of_a_peer_is_taken_only_if_it_gains_enough(runtime_dir: Path) -> None:

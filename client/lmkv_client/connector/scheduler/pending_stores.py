@@ -24,6 +24,8 @@ class PendingStore:
     superseded: bytes
     """Key of an earlier chunk whose part is needed less once this one is stored, or of a partial chunk with which this
     one begins; empty if there is none."""
+    prefix_digests: bytes
+    """`lmkv.keys.prefix_digests` of a chunk in which a prompt or an answer has ended; otherwise empty."""
     index: int
     token_count: int
     """Fewer than a chunk's: it is a partial chunk."""

@@ -204,6 +204,11 @@ class RequestState:
         return self.token_count // self.chunk_size
 
     @property
+    def ends_with_a_chunk(self) -> bool:
+        """Whether the prompt's last chunk is full."""
+        return self.token_count == self.full_count * self.chunk_size
+
+    @property
     def unstored_count(self) -> int:
         """Full chunks of the prompt that may still need storing."""
         return max(0, self.full_count - self.stored_count) * self.may_store
@@ -243,7 +248,10 @@ class RequestState:
         found = self.found_partial
         if found and chunk_count > found.index:
             chunk_count = found.index
-            self.partials[found.index] = found.key
+            if self.key_behind(found.index, found.token_count) == found.key:
+                self.partials[found.index] = found.key  # else it has more tokens
+            rest_count = self.token_count - self.full_count * self.chunk_size
+            self.partial_is_stored |= found.index == self.full_count and found.token_count >= rest_count
         self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
         if self.partial_key and chunk_count == len(self.keys):
             self.mark_partial(self.partial_key)
@@ -308,6 +316,11 @@ class RequestState:
         """Key of the chunk of `token_count` tokens, prompt or output, behind the first `index` full chunks."""
         start = index * self.chunk_size
         return self.chain.behind(index, as_tokens(self.all_tokens[start : start + token_count]))
+
+    def prefix_digests(self, index: int, token_count: int) -> bytes:
+        """Prefix digests of the chunk of `token_count` tokens, prompt or output, behind the first `index` chunks."""
+        start = index * self.chunk_size
+        return self.chain.prefixes(index, as_tokens(self.all_tokens[start : start + token_count]))
 
     def end_lookup_span(self, sources: HitSources) -> None:
         """Ends the span of the lookup with what was found."""

@@ -37,8 +37,8 @@ class Stores:
     windows and local chunks while the request runs: they are stored in the step that completes a chunk, or not at all.
     States are stored where vLLM offers them.
 
-    A partial chunk is stored in an extent of exactly its size: the end of a prompt if its credit is there in time and
-    costs no other chunk, the last tokens of a request when it has finished.
+    A partial chunk is stored in an extent of exactly its size: the end of a prompt if its credit is there in time, the
+    last tokens of a request when it has finished.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Stores:
         """Whether a chunk found no credit since credits were last requested."""
         self._pending = PendingStores(rank_count)
         self._ended = EndedRequests(clock)
-        self._asked: dict[bool, list[int]] = {True: [], False: []}
-        """Lengths of partial chunks for which to request credits, by whether they are optional."""
+        self._asked: list[int] = []
+        """Lengths of partial chunks for which to request credits."""
 
     def __len__(self) -> int:
         """Chunks that workers write, and finished requests whose last tokens they are still to write."""
@@ -141,10 +141,8 @@ class Stores:
 
     def _request_partial(self, **others: Any) -> None:
         """Requests the credits for partial chunks that were asked for, in one message with others."""
-        message = pb.AttachRequest(
-            partial_reserves=self._asked[False], optional_partial_reserves=self._asked[True], **others
-        )
-        self._asked = {True: [], False: []}
+        message = pb.AttachRequest(partial_reserves=self._asked, **others)
+        self._asked = []
         if message.ByteSize():
             self._send(message)
 
@@ -154,14 +152,14 @@ class Stores:
         self._request_partial()
 
     def _ask_for_end(self, state: RequestState) -> None:
-        """Asks for a credit for the end of a prompt, once. It is optional if the answer's end is to supersede it."""
+        """Asks for a credit for the end of a prompt, once."""
         if not state.partial_is_stored and not state.end_is_requested and state.may_store:
             state.end_is_requested = True
-            self._ask(state.token_count % self._spec.chunk_size, is_optional=self._with_decode and not state.is_handed)
+            self._ask(state.token_count % self._spec.chunk_size)
 
-    def _ask(self, token_count: int, *, is_optional: bool = False) -> None:
+    def _ask(self, token_count: int) -> None:
         if self.credits.partial(token_count).request_another():
-            self._asked[is_optional].append(token_count)
+            self._asked.append(token_count)
 
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
         size = self._spec.chunk_size
@@ -322,12 +320,16 @@ class Stores:
         shorter = state.partials.pop(index, b"")
         if not is_full:
             state.partials[index] = key
+        has_ends = self._with_tails and (
+            not is_full or shorter != b"" or (index == state.full_count and not state.ends_with_a_chunk)
+        )
         store = PendingStore(
             state=state,
             part=part,
             key=key,
-            parent=keys[index - 1] if index else b"" if is_full else state.chain.root,
+            parent=keys[index - 1] if index else state.chain.root if has_ends else b"",
             superseded=keys[superseded] if superseded >= 0 else b"" if shorter == key else shorter,
+            prefix_digests=state.prefix_digests(index, token_count) if has_ends else b"",
             index=index,
             token_count=token_count,
             blocks=self._events.of_chunk(state.request_id, part, index) if is_full else (),
@@ -373,6 +375,7 @@ class Stores:
             parent_key=store.parent,
             part=store.part,
             superseded_key=store.superseded,
+            prefix_digests=store.prefix_digests,
         )
 
     def finished(self, state: RequestState) -> None:
@@ -412,7 +415,7 @@ class Stores:
         """Drops all credits: the node is lost. What the workers still write is not committed."""
         self._undo(self._pending.take_all())
         self._ended.discard()
-        self._asked = {True: [], False: []}
+        self._asked = []
         self.reset_credits()
 
     def _undo(self, stores: Collection[PendingStore]) -> None:

@@ -9,7 +9,7 @@ Keys are passed as one string of bytes, 16 for each, so that no code here handle
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -45,7 +45,9 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     """The tokens of other chunks, by index in `admitted`."""
     evicted: bytes = b""
     partial_parents: dict[int, bytes] = {}
-    """For chunks in `partial_token_counts`, by index in `admitted`: the key of the chunk before, or the root."""
+    """For chunks in which prompts end, by index in `admitted`: the key of the chunk before, or the root."""
+    prefix_digests: dict[int, bytes] = {}
+    """For chunks in `partial_parents`, by index in `admitted`: `lmkv.keys.prefix_digests`, if they are known."""
 
     def without_parents(self) -> Change:
         """The change of the chunks that are not in `partial_parents`."""
@@ -225,6 +227,15 @@ class LayoutMap:
         """Token counts of the partial chunks behind a chunk or a root, ascending; some may have no holder any more."""
         return self._partials.lengths(parent)
 
+    def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, bytes]]:
+        """The chunks behind a chunk or a root that begin as a prompt with these prefix digests, by key, each with the
+        number of tokens in common; the most first. Some may have no holder any more."""
+        return self._partials.beginning_as(parent, digests)
+
+    def has_digests(self, parent: bytes) -> bool:
+        """Whether `beginning_as` may find a chunk behind a chunk or a root."""
+        return self._partials.has_digests(parent)
+
     def may_hold(self, fingerprint: bytes) -> bool:
         """Whether there may be chunks of a spec; chunks reported without a spec may be of any."""
         return fingerprint in self._fingerprints or b"" in self._fingerprints
@@ -340,7 +351,8 @@ class LayoutMap:
         is_staging = bool(self._staged)  # chunks of open snapshots count as held by no instance
         for index, parent in change.partial_parents.items():
             key = change.admitted[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            self._partials.add(key, parent, change.partial_token_counts[index], look=not is_staging)
+            token_count = change.partial_token_counts.get(index, change.chunk_size)
+            self._partials.add(key, parent, token_count, change.prefix_digests.get(index, b""), look=not is_staging)
         lost = self._table.evict(slot, change.tier, change.evicted)
         if lost and not is_staging:
             self._partials.lost(lost)

@@ -1,4 +1,4 @@
-"""The partial chunks of a layout map by the chunk before them. Pure; used by `LayoutMap`.
+"""The chunks of a layout map in which prompts end, by the chunk before them. Pure; used by `LayoutMap`.
 
 The map drops the chunks of an instance without naming them, so some chunks here may have no holder any more. Whenever a
 chunk is added, two others are looked at, and removed if no instance holds them.
@@ -7,7 +7,7 @@ chunk is added, two others are looked at, and removed if no instance holds them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.partial_index import PartialIndex
@@ -19,7 +19,10 @@ MAX_LOST = 256
 
 
 class PartialChunkMap:
-    """Partial chunks whose parents are known, by key. `is_held` returns whether an instance holds a chunk."""
+    """Chunks in which prompts end and whose parents are known, by key.
+
+    `is_held` returns whether an instance holds a chunk.
+    """
 
     def __init__(self, is_held: Callable[[bytes], bool]) -> None:
         self._is_held = is_held
@@ -31,14 +34,22 @@ class PartialChunkMap:
         return len(self._index)
 
     def lengths(self, parent: bytes) -> Sequence[int]:
-        """Token counts of the partial chunks behind a chunk or a root, ascending."""
+        """Token counts of the chunks behind a chunk or a root, ascending."""
         return self._index.lengths(parent)
 
-    def add(self, key: bytes, parent: bytes, token_count: int, *, look: bool) -> None:
+    def has_digests(self, parent: bytes) -> bool:
+        """Whether a chunk behind a chunk or a root has prefix digests."""
+        return self._index.has_digests(parent)
+
+    def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, bytes]]:
+        """As `PartialIndex.beginning_as`."""
+        return self._index.beginning_as(parent, digests)
+
+    def add(self, key: bytes, parent: bytes, token_count: int, prefix_digests: bytes = b"", *, look: bool) -> None:
         """Adds a chunk; with `look`, looks at others."""
         if key not in self._index:
             self._queue.append(key)
-        self._index.add(key, parent, token_count)
+        self._index.add(key, parent, token_count, prefix_digests)
         for _ in range(min(LOOKED_AT, len(self._queue)) if look else 0):
             oldest = self._queue.popleft()
             if oldest in self._index and self._is_held(oldest):

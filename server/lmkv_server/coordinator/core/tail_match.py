@@ -1,15 +1,18 @@
-"""Matches of a prompt that end with a partial chunk of another one, which has the same tokens up to its end. Pure."""
+"""Matches of a prompt that end inside a chunk of another prompt, or with a partial chunk of it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from lmkv.keys import KEY_BYTES, ChunkKey, Tokens, partial_keys
+from lmkv.keys import KEY_BYTES, ChunkKey, Tokens, partial_keys, prefix_digests
 from lmkv_server.coordinator.core.layout_map import LayoutMap, Match, MatchRun
 
 MAX_ENDS = 8
 """Places where matches end that are looked at, the last ones; and the beginning of the prompt."""
+MAX_BEGINNINGS = 64
+"""Chunks that begin as a prompt does of which a lookup considers the ones with the most tokens in common."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +44,42 @@ def with_tails(layout: LayoutMap, prompt: PromptTail, keys: bytes, matches: list
 
 
 def keys_with_tail(layout: LayoutMap, prompt: PromptTail, keys: bytes, instance_id: str = "") -> bytes:
-    """The prompt's keys, the last one that of the longest partial chunk that an instance, or any, holds at its end."""
+    """The prompt's keys, the last one that of the chunk with most of its end that an instance, or any, holds."""
     end = prompt.tokens.size // prompt.chunk_size
     for key, _, matches in _held_tails(layout, prompt, keys, end, ""):
         if not instance_id or any(match.instance_id == instance_id for match in matches):
             return keys[: end * KEY_BYTES] + key
     return keys
+
+
+def keys_of_whole(layout: LayoutMap, prompt: PromptTail, keys: bytes) -> Iterator[ChunkKey]:
+    """The keys of other chunks that begin with all of the prompt's tokens behind its full chunks."""
+    end = prompt.tokens.size // prompt.chunk_size
+    own = keys[end * KEY_BYTES :]
+    if own:
+        yield from (
+            key for key, count in _beginnings(layout, prompt, keys, end) if count == _rest(prompt, end) and key != own
+        )
+
+
+def _rest(prompt: PromptTail, end: int) -> int:
+    return min(prompt.tokens.size - end * prompt.chunk_size, prompt.chunk_size)
+
+
+def _beginnings(layout: LayoutMap, prompt: PromptTail, keys: bytes, end: int) -> Iterator[tuple[ChunkKey, int]]:
+    """Chunks behind the first `end` chunks that begin as the prompt does there, and the number of tokens in common."""
+    parent, tokens = _behind(prompt, keys, end)
+    if layout.has_digests(parent) and tokens.size:
+        digests = prefix_digests(parent, tokens)
+        for count, key in islice(layout.beginning_as(parent, digests), MAX_BEGINNINGS):
+            yield ChunkKey(key), count
+
+
+def _behind(prompt: PromptTail, keys: bytes, end: int) -> tuple[ChunkKey, Tokens]:
+    """The key before the chunk behind the first `end` chunks, and the prompt's tokens in that chunk."""
+    begin = end * prompt.chunk_size
+    parent = ChunkKey(keys[(end - 1) * KEY_BYTES : end * KEY_BYTES]) if end else prompt.root
+    return parent, prompt.tokens[begin : begin + prompt.chunk_size]
 
 
 def _tails(layout: LayoutMap, prompt: PromptTail, keys: bytes, end: int, excluded: str) -> Iterator[tuple[Match, int]]:
@@ -59,16 +92,17 @@ def _tails(layout: LayoutMap, prompt: PromptTail, keys: bytes, end: int, exclude
 def _held_tails(
     layout: LayoutMap, prompt: PromptTail, keys: bytes, end: int, excluded: str
 ) -> Iterator[tuple[ChunkKey, int, Sequence[Match]]]:
-    """Partial chunks behind the first `end` chunks, their tokens, and who holds them; the longest first."""
-    begin = end * prompt.chunk_size
-    tokens = prompt.tokens[begin : begin + prompt.chunk_size]
+    """Chunks with the prompt's tokens behind its first `end` chunks, how many they have, and who holds them; those with
+    the most first."""
+    parent, tokens = _behind(prompt, keys, end)
     if not tokens.size:
         return
-    parent = ChunkKey(keys[(end - 1) * KEY_BYTES : end * KEY_BYTES]) if end else prompt.root
     lengths = [
         length for length in layout.partial_lengths(parent) if 0 < length <= tokens.size and length < prompt.chunk_size
     ]
-    for length, key in reversed(partial_keys(parent, tokens, lengths)):
+    found = {key: length for length, key in partial_keys(parent, tokens, lengths)}
+    found |= dict(_beginnings(layout, prompt, keys, end))
+    for key, length in sorted(found.items(), key=lambda one: -one[1]):
         yield key, length, layout.lookup(key, excluded)
 
 

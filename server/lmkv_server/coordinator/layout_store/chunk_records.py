@@ -1,10 +1,11 @@
-"""The chunks of an instance as a shared map stores them: one record of 37 or 53 bytes per chunk. Pure.
+"""The chunks of an instance as a shared map stores them: one record of 37 bytes or more per chunk. Pure.
 
-    tier (1) | fingerprint (16, zeros for none) | chunk key (16) | tokens (4, little-endian) | parent (16)
-    '---------------- field of the hash ------------------------'  '----------------- value -------------'
+    tier (1) | fingerprint (16, zeros for none) | chunk key (16) | tokens (4, little-endian) | parent (16) | digests
+    '---------------- field of the hash ------------------------'  '--------------------- value -------------------'
 
-The token count is always stored: a coordinator that reads a record may not know the chunk's spec yet. A partial chunk
-whose parent is known has that in the value; the highest bit of its token count is set.
+The token count is always stored: a coordinator that reads a record may not know the chunk's spec yet. A chunk in which
+prompts end and whose parent is known has that in the value; the highest bit of its token count is set. If its prefix
+digests are known, they follow, after their number (4, little-endian); then the next bit of its token count is set, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from lmkv.keys import KEY_BYTES
+from lmkv.keys import KEY_BYTES, PREFIX_DIGEST_BYTES
 from lmkv_server.coordinator.core.layout_map import Change
 
 FINGERPRINT_BYTES = 16
@@ -24,12 +25,14 @@ MARKER = bytes(RECORD_BYTES)
 
 _TOKENS = struct.Struct("<I")
 _HAS_PARENT = 1 << 31
+_HAS_DIGESTS = 1 << 30
 
 
 def size_of(change: Change) -> int:
     """Approximate size in memory."""
     partial_bytes = 16 * len(change.partial_token_counts) + 48 * len(change.partial_parents)
-    return len(change.admitted) + len(change.evicted) + partial_bytes + 64
+    digest_bytes = sum(16 + len(digests) for digests in change.prefix_digests.values())
+    return len(change.admitted) + len(change.evicted) + partial_bytes + digest_bytes + 64
 
 
 def field_prefix(change: Change) -> bytes:
@@ -45,17 +48,26 @@ def writes(change: Change) -> Iterator[tuple[bytes, bytes, bytes]]:
     if not change.partial_parents:
         yield token_values(change), change.admitted, change.evicted
         return
-    indices = sorted(change.partial_parents)
-    yield (
-        b"".join(
-            _TOKENS.pack(change.partial_token_counts[index] | _HAS_PARENT) + change.partial_parents[index]
-            for index in indices
-        ),
-        b"".join(change.admitted[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indices),
-        b"",
-    )
+    by_length: dict[int, list[int]] = {}
+    for index in sorted(change.partial_parents):
+        by_length.setdefault(len(change.prefix_digests.get(index, b"")), []).append(index)
+    for indices in by_length.values():
+        yield (
+            b"".join(_value_with_parent(change, index) for index in indices),
+            b"".join(change.admitted[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in indices),
+            b"",
+        )
     rest = change.without_parents()
     yield token_values(rest), rest.admitted, rest.evicted
+
+
+def _value_with_parent(change: Change, index: int) -> bytes:
+    tokens = change.partial_token_counts.get(index, change.chunk_size) | _HAS_PARENT
+    digests = change.prefix_digests.get(index, b"")
+    if not digests:
+        return _TOKENS.pack(tokens) + change.partial_parents[index]
+    counted = _TOKENS.pack(len(digests) // PREFIX_DIGEST_BYTES) + digests
+    return _TOKENS.pack(tokens | _HAS_DIGESTS) + change.partial_parents[index] + counted
 
 
 def token_values(change: Change) -> bytes:
@@ -68,23 +80,31 @@ def token_values(change: Change) -> bytes:
     return struct.pack(f"<{len(counts)}I", *counts)
 
 
-def split_records(records: bytes) -> Iterator[tuple[bytes, bytes, int, bytes]]:
-    """Tier and fingerprint, key, tokens and parent of each record. Raises `ValueError` if they are malformed."""
+def split_records(records: bytes) -> Iterator[tuple[bytes, bytes, int, bytes, bytes]]:
+    """Tier and fingerprint, key, tokens, parent and prefix digests of each record. Raises `ValueError` if they are
+    malformed."""
     at = 0
     while at < len(records):
         key_at, tokens_at, end = at + PREFIX_BYTES, at + FIELD_BYTES, at + RECORD_BYTES
         tokens = int.from_bytes(records[tokens_at:end], "little")
+        parent = digests = b""
         if tokens & _HAS_PARENT:
-            end += KEY_BYTES
+            parent, end = records[end : end + KEY_BYTES], end + KEY_BYTES
+        if tokens & _HAS_DIGESTS:
+            digests_at = end + _TOKENS.size
+            count = int.from_bytes(records[end:digests_at], "little")
+            end = digests_at + count * PREFIX_DIGEST_BYTES
+            digests = records[digests_at:end]
         if end > len(records):
             raise ValueError(f"{len(records)} bytes are not whole records")
-        yield records[at:key_at], records[key_at:tokens_at], tokens & ~_HAS_PARENT, records[at + RECORD_BYTES : end]
+        count = tokens & ~(_HAS_PARENT | _HAS_DIGESTS)
+        yield records[at:key_at], records[key_at:tokens_at], count, parent, digests
         at = end
 
 
 def has_marker(records: bytes) -> bool:
     """Whether `MARKER` is among the records. Raises `ValueError` if they are malformed."""
-    return any(not prefix[0] for prefix, _, _, _ in split_records(records))
+    return any(not prefix[0] for prefix, *_ in split_records(records))
 
 
 def admissions(records: bytes) -> Iterator[Change]:
@@ -93,12 +113,12 @@ def admissions(records: bytes) -> Iterator[Change]:
     Raises `ValueError` if malformed.
     """
     groups: dict[tuple[bytes, int], list[bytes]] = {}
-    with_parents: dict[bytes, list[tuple[bytes, int, bytes]]] = {}
-    for prefix, key, tokens, parent in split_records(records):
+    with_parents: dict[bytes, list[tuple[bytes, int, bytes, bytes]]] = {}
+    for prefix, key, tokens, parent, digests in split_records(records):
         if not prefix[0]:  # 0 is the marker
             continue
         if parent:
-            with_parents.setdefault(prefix, []).append((key, tokens, parent))
+            with_parents.setdefault(prefix, []).append((key, tokens, parent, digests))
         else:
             groups.setdefault((prefix, tokens), []).append(key)
     for (prefix, tokens), keys in groups.items():
@@ -108,9 +128,10 @@ def admissions(records: bytes) -> Iterator[Change]:
             prefix[0],
             _fingerprint(prefix),
             chunks[0][1],
-            b"".join(key for key, _, _ in chunks),
-            {index: tokens for index, (_, tokens, _) in enumerate(chunks)},
-            partial_parents={index: parent for index, (_, _, parent) in enumerate(chunks)},
+            b"".join(key for key, *_ in chunks),
+            {index: tokens for index, (_, tokens, *_) in enumerate(chunks)},
+            partial_parents={index: parent for index, (_, _, parent, _) in enumerate(chunks)},
+            prefix_digests={index: digests for index, (_, _, _, digests) in enumerate(chunks) if digests},
         )
 
 

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import msgspec
 
-from lmkv.keys import KEY_BYTES, Digest
+from lmkv.keys import KEY_BYTES, PREFIX_DIGEST_BYTES, Digest
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change
 
 SHARD_COUNT = 4
@@ -104,8 +104,18 @@ def _check(change: Change) -> None:
         raise ValueError("keys must be 16 bytes each")
     if not all(0 <= index < len(change.admitted) // KEY_BYTES for index in counts):
         raise ValueError("a partial chunk is not among the keys")
-    if not change.partial_parents.keys() <= counts.keys():
-        raise ValueError("a chunk with a parent has no token count")
+    if not change.partial_parents.keys() <= counts.keys() | change.prefix_digests.keys():
+        raise ValueError("a chunk with a parent has neither a token count nor prefix digests")
+    if not change.prefix_digests.keys() <= change.partial_parents.keys():
+        raise ValueError("a chunk with prefix digests has no parent")
+    if not all(0 <= index < len(change.admitted) // KEY_BYTES for index in change.prefix_digests):
+        raise ValueError("a chunk with prefix digests is not among the keys")
+    if not all(
+        len(digests) % PREFIX_DIGEST_BYTES == 0
+        and len(digests) <= PREFIX_DIGEST_BYTES * counts.get(index, change.chunk_size)
+        for index, digests in change.prefix_digests.items()
+    ):
+        raise ValueError("prefix digests must be 8 bytes each, at most one for each token")
     if any(
         len(part) != KEY_BYTES for part in (*change.partial_parents.values(), change.fingerprint or bytes(KEY_BYTES))
     ):

@@ -119,7 +119,8 @@ class Clears:
     async def _drops_of_prompt(self, request: pb.ClearRequest) -> list[_Drop]:
         """The orders for chunks that are named, with all their parts.
 
-        Keys may be of any registered spec. They do not depend on what is held, so that `resume` repeats the orders.
+        Keys may be of any registered spec. They do not depend on what is held, so that `resume` repeats the orders; but
+        the chunks that begin with a prompt's last tokens are those that are held now.
         """
         if request.chunk_keys:
             (named,) = await self._selector.select(request)
@@ -127,7 +128,8 @@ class Clears:
             columns = [await self._selector.keys_by_part(named.keys, part_count)]
         else:
             selections = await self._selector.required(request)
-            columns = [one.parts.all_keys if one.parts else (one.keys,) for one in selections]
+            layout = self._registry.layout
+            columns = [one.parts.all_keys if one.parts else (one.with_beginnings(layout),) for one in selections]
         return [
             _Drop(
                 registry_pb.DropOrder(chunk_keys=keys[start : start + BATCH_CHUNKS * KEY_BYTES]), has_tokens=part == 0

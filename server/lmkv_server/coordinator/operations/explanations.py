@@ -21,6 +21,7 @@ MAX_KEYS = 32_768
 """Chunks of one prompt: half a message of keys."""
 MAX_ASKED = 64
 """Orders of one call that run at a time."""
+ANY_TIER = 0
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the explanations in one answer."""
 
@@ -68,7 +69,7 @@ class Explanations:
         return [
             (info.instance_id, registry_pb.ExplainOrder(fingerprint=spec.fingerprint, chunk_keys=chosen.keys))
             for info in instances
-            for chosen in selections
+            for chosen in (one.held_at(self._registry.layout, info.instance_id, ANY_TIER) for one in selections)
             for spec in info.specs
             if chosen.fingerprint in (b"", spec.fingerprint) and len(chosen.keys) >= KEY_BYTES
         ]

@@ -38,6 +38,7 @@ from lmkv_server.coordinator.registry.selection import SelectedChunks, Selector
 
 BATCH_CHUNKS = 1024
 """Chunks per order: progress is updated, and the source drops chunks, after each batch."""
+MAX_MOVED_TOKENS = 2**63 - 1
 TIMEOUT_SECONDS = 600.0
 """Timeout of a move."""
 
@@ -108,8 +109,13 @@ class Moves:
         return source, destination
 
     def _choose(self, selections: Sequence[SelectedChunks], source: Position, destination: Position) -> SelectedChunks:
-        """If the model name has several specs: the one that the source, then the destination, holds most of."""
+        """The chunks as the source, or else the destination, holds them.
+
+        If the model name has several specs: of the one that the source, then the destination, holds most of.
+        """
         layout = self._registry.layout
+        selections = [one.held_at(layout, *source) for one in selections]
+        selections = [one if one.match_at(layout, *source) else one.held_at(layout, *destination) for one in selections]
         return max(selections, key=lambda one: (one.match_at(layout, *source), one.match_at(layout, *destination)))
 
 
@@ -139,6 +145,8 @@ class _Move:
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.MoveResult()
         self._parts = selection.parts
+        self._most_tokens = selection.tail.tokens.size if selection.tail else MAX_MOVED_TOKENS
+        """Tokens of the prompt: its last chunk may have others behind them."""
         keys = selection.keys if self._parts is None else self._parts.item_keys(hit)
         named = np.array(list(dict.fromkeys(_keys_of(keys))), dtype=f"V{KEY_BYTES}")  # without duplicates
         held = self._layout.held_mask(*source, named.tobytes())
@@ -162,6 +170,7 @@ class _Move:
             token_count = hit * self._parts.spec.chunk_size
         else:
             _, token_count = self._layout.match_at(*source, self._keys.tobytes())
+            token_count = min(token_count, self._most_tokens)
         self.progress = pb.MoveProgress(
             chunk_count=len(self._keys),
             token_count=token_count,
@@ -240,7 +249,7 @@ class _Move:
             self._result.chunk_count += outcome.chunk_count
             return self._fail(arrived, status)
         self._result.chunk_count += outcome.chunk_count
-        self._result.token_count += outcome.token_count
+        self._result.token_count = min(self._result.token_count + outcome.token_count, self._most_tokens)
         self._result.transferred_bytes += outcome.transferred_bytes
         self.progress.done_chunk_count = self._result.chunk_count
         self.progress.transferred_bytes = self._result.transferred_bytes

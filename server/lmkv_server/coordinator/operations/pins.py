@@ -46,6 +46,7 @@ class FleetPins:
         instance_id, tier = resolve_position(self._registry.instances, request.position, "position")
         selections = await self._selector.required(request)
         layout = self._registry.layout
+        selections = [one.held_at(layout, instance_id, tier) for one in selections]
         chosen = max(selections, key=lambda one: one.match_at(layout, instance_id, tier))
         keys, parts = chosen.keys, chosen.parts
         if parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lmkv.errors import BadChunkKey, BadMessage, ResyncRequired
-from lmkv.keys import KEY_BYTES, Digest, check_keys
+from lmkv.keys import KEY_BYTES, Digest, check_keys, check_prefix_digests
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change, LayoutMap, Snapshot
@@ -108,7 +108,10 @@ class ReportStream:
         if chunk_size > MAX_TOKENS:
             raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
         parents = _partial_parents(change, partials)
-        applied = Change(change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted, parents)
+        digests = _prefix_digests(change, partials, chunk_size or MAX_TOKENS)
+        applied = Change(
+            change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted, parents, digests
+        )
         self._layout.apply(self._staged or self._instance.info.instance_id, applied)
         return applied
 
@@ -137,8 +140,21 @@ def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[i
 def _partial_parents(change: registry_service_pb2.ChunkChange, partials: Mapping[int, int]) -> dict[int, bytes]:
     parents = dict(change.partial_parent_keys)
     for index, parent in parents.items():
-        if index not in partials:
-            raise BadMessage(f"partial_parent_keys[{index}] is of no chunk in partial_token_counts", index=index)
+        if index not in partials and index not in change.prefix_digests:
+            raise BadMessage(
+                f"partial_parent_keys[{index}] is of no chunk in partial_token_counts or prefix_digests", index=index
+            )
         if len(parent) != KEY_BYTES:
             raise BadChunkKey(f"a parent key has {len(parent)} bytes, not {KEY_BYTES}", field="partial_parent_keys")
     return parents
+
+
+def _prefix_digests(
+    change: registry_service_pb2.ChunkChange, partials: Mapping[int, int], chunk_size: int
+) -> dict[int, bytes]:
+    digests = dict(change.prefix_digests)
+    for index, found in digests.items():
+        if not 0 <= index < len(change.admitted_keys) // KEY_BYTES or index not in change.partial_parent_keys:
+            raise BadMessage(f"prefix_digests[{index}] is of no chunk in partial_parent_keys", index=index)
+        check_prefix_digests(found, partials.get(index, chunk_size))
+    return digests

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadSelection, BadTokens, Full, ModelNotFound
-from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, page_seed, root_key
+from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, join_keys, page_seed, root_key
 from lmkv.spec import KvSpec
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import Models, Namespace
 from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
-from lmkv_server.coordinator.core.tail_match import PromptTail
+from lmkv_server.coordinator.core.tail_match import PromptTail, keys_of_whole
 from lmkv_server.coordinator.registry.prompt_chain import SLICE_KEYS, SLICE_PAGES, SLICE_TOKENS, PromptChain
 
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
@@ -67,6 +67,22 @@ class SelectedChunks:
 
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
+
+    def held_at(self, layout: LayoutMap, instance_id: str, tier: int) -> SelectedChunks:
+        """These chunks as an instance holds them in one tier (0: in any): without a chunk of exactly the prompt's last
+        tokens, it may have one that begins with them."""
+        if self.tail is None or not self.tail.tokens.size % self.tail.chunk_size:
+            return self
+        own = self.keys[-KEY_BYTES:]
+        if not layout.match_at(instance_id, tier, own)[0]:
+            for key in keys_of_whole(layout, self.tail, self.keys):
+                if layout.match_at(instance_id, tier, key)[0]:
+                    return replace(self, keys=self.keys[:-KEY_BYTES] + key)
+        return self
+
+    def with_beginnings(self, layout: LayoutMap) -> bytes:
+        """The keys, and those of other chunks that begin with the prompt's last tokens."""
+        return self.keys + join_keys(keys_of_whole(layout, self.tail, self.keys)) if self.tail else self.keys
 
     def match_at(self, layout: LayoutMap, instance_id: str, tier: int) -> int:
         """Chunks of the prefix, or of the hit if chunks have several parts, that an instance holds in one tier."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lmkv import rpc
 from lmkv.auth.caller import count_request
 from lmkv.auth.identity import client_identity
 from lmkv.errors import BadChunkKey, LmkvError
-from lmkv.keys import KEY_BYTES, check_keys
+from lmkv.keys import KEY_BYTES, check_keys, check_prefix_digests
 from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.tiers import LOCATIONS
@@ -23,8 +24,8 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
-from lmkv_server.coordinator.core.layout_map import Match
-from lmkv_server.coordinator.core.tail_match import with_tails
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match
+from lmkv_server.coordinator.core.tail_match import MAX_BEGINNINGS, with_tails
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
@@ -161,7 +162,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def _lookup(self, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
         begin = time.perf_counter()
-        if request.any_key and request.chunk_keys and not request.tokens:
+        if request.any_key and (request.chunk_keys or request.prefix_digests) and not request.tokens:
             return self._answer_any(begin, request, response)
         selections = await self._selector.select(request, request.fingerprint, held_only=True)
         names_chunks = bool(request.tokens or request.chunk_keys)
@@ -202,17 +203,36 @@ class CacheService(pb_grpc.CacheServiceServicer):
         return response
 
     def _answer_any(self, begin: float, request: pb.LookupRequest, response: pb.LookupResponse) -> pb.LookupResponse:
-        """The holders of the first of the request's keys that an instance holds. Raises `BadChunkKey`."""
+        """The holders of the first of the keys that an instance holds, or of a chunk that has more of the prompt.
+
+        Raises `BadChunkKey`.
+        """
         keys = check_keys(request.chunk_keys, limit=MAX_ALTERNATIVES)
-        response.key_index, matches = self._registry.layout.lookup_any(keys, request.excluded_instance_id)
+        layout, excluded = self._registry.layout, request.excluded_instance_id
+        response.key_index, matches = layout.lookup_any(keys, excluded)
+        found_count = matches[0].token_count if matches else 0
+        for token_count, key in self._beginnings(request) if request.prefix_digests else ():
+            if token_count > found_count and (longer := layout.lookup(key, excluded)):
+                response.key_index, response.prefix_key, response.prefix_token_count = 0, key, token_count
+                matches = longer
+                break
         self._finish(begin, matches, response, names_chunks=True)
         return response
+
+    def _beginnings(self, request: pb.LookupRequest) -> Iterator[tuple[int, bytes]]:
+        """Chunks behind `parent_key` that begin as the prompt does, those with the most tokens in common first."""
+        self._check_parent(request.parent_key)
+        digests = check_prefix_digests(request.prefix_digests, MAX_TOKENS)
+        return islice(self._registry.layout.beginning_as(request.parent_key, digests), MAX_BEGINNINGS)
+
+    def _check_parent(self, parent: bytes) -> None:
+        if len(parent) != KEY_BYTES:
+            raise BadChunkKey(f"parent_key has {len(parent)} bytes, not {KEY_BYTES}", field="parent_key")
 
     def _add_partial_lengths(self, request: pb.LookupRequest, response: pb.LookupResponse) -> None:
         """Adds the lengths of the partial chunks behind the longest match. Raises `BadChunkKey`."""
         parent = request.parent_key
-        if len(parent) != KEY_BYTES:
-            raise BadChunkKey(f"parent_key has {len(parent)} bytes, not {KEY_BYTES}", field="parent_key")
+        self._check_parent(parent)
         if end := max((holder.matched_chunk_count for holder in response.holders), default=0) * KEY_BYTES:
             parent = request.chunk_keys[end - KEY_BYTES : end]
         response.partial_token_counts.extend(self._registry.layout.partial_lengths(parent))

@@ -48,6 +48,8 @@ class Chunk:
     """Number of holds that are pins, which keep the chunk in the index, too."""
     parent: ChunkKey | None = None
     """The chunk before it in its prompts, if that is known."""
+    prefix_digests: bytes = b""
+    """Of a chunk in which prompts end: `lmkv.keys.prefix_digests`, if they are known."""
     dropped: bool = False
     """Whether it left the index, and only its holds keep the bytes."""
     extent_bytes: int = 0
@@ -238,6 +240,7 @@ class HostTier:
         checksum: int,
         token_count: int,
         parent: ChunkKey | None = None,
+        prefix_digests: bytes = b"",
     ) -> Chunk | None:
         """Makes the bytes at a reserved `offset` visible as a chunk; whole pages of the extent beyond `size_bytes` are
         freed.
@@ -265,6 +268,7 @@ class HostTier:
             generation=reserved.generation,
             tier=self,
             parent=parent,
+            prefix_digests=prefix_digests,
             extent_bytes=used,
         )
         self._chunks[key] = chunk

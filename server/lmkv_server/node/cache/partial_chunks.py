@@ -1,25 +1,28 @@
-"""Index of partial chunks by the chunk before them, in memory and on disk. Pure; a `CacheListener`.
+"""Index of the chunks in which prompts end, by the chunk before them, in memory and on disk. Pure; a `CacheListener`.
 
-The index has no tokens: it returns the lengths of the partial chunks behind a chunk. `PromptTokens` computes the keys
-that partial chunks of these lengths with the prompt's next tokens would have, and a tier is asked for these keys. So a
-chunk is found only by prompts with exactly its tokens, whatever a client has claimed about it. A prompt costs at most
-as many keys as a chunk has tokens, however many partial chunks are behind the same chunk.
+The index has no tokens. A prompt finds two kinds of chunks behind its last full chunk: partial ones that it continues,
+by their key, which `PromptTokens` computes for each length that there is; and chunks that begin as it does, by their
+prefix digests. A prompt costs at most as many keys as a chunk has tokens, however many chunks are behind the same one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from lmkv.keys import ChunkKey, Tokens, partial_keys
+from lmkv.keys import ChunkKey, Tokens, partial_keys, prefix_digests
 from lmkv.misses.reason import MissReason
 from lmkv.partial_index import PartialIndex
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.events import CachedChunk
 
+MAX_BEGINNINGS = 256
+"""Chunks that begin as a prompt does of which a lookup considers the ones with the most tokens in common."""
+
 
 class PartialChunks:
-    """The partial chunks of the specs that engines have attached with. One event loop owns it."""
+    """The chunks with ends of prompts of the specs that engines have attached with. One event loop owns it."""
 
     def __init__(self, tiers: Mapping[str, Iterable[CachedChunk]] | None = None) -> None:
         """`tiers`, by name, are read when a spec is added: they may have its chunks already."""
@@ -47,7 +50,7 @@ class PartialChunks:
         self._chunk_sizes[spec.fingerprint] = spec.chunk_size
         for name, chunks in self._tiers.items():
             for chunk in chunks:
-                if chunk.token_count < spec.chunk_size and chunk.fingerprint == spec.fingerprint:
+                if chunk.fingerprint == spec.fingerprint and self._has_ends(chunk):
                     self.stored(name, chunk)
                     self.on_found(name, chunk)
 
@@ -56,21 +59,55 @@ class PartialChunks:
         self._chunk_sizes.pop(fingerprint, None)
 
     def lengths(self, parent: ChunkKey) -> Sequence[int]:
-        """Token counts of the partial chunks behind a chunk, or behind a root: ascending, each once."""
+        """Token counts of the chunks behind a chunk, or behind a root: ascending, each once."""
         return self._index.lengths(parent)
 
+    def ends(self, prompt: PromptTokens, keys: Sequence[ChunkKey], index: int) -> Sequence[ChunkEnd]:
+        """The chunks that have the prompt's tokens from chunk `index` on, or may have; the one with the most first.
+
+        `keys` are those of the prompt's chunks.
+        """
+        parent = prompt.parent(keys, index)
+        exact = prompt.partials(keys, index, self._index.lengths(parent))
+        found = [ChunkEnd(key=key, token_count=length, stored_token_count=length) for length, key in exact]
+        if not self._index.has_digests(parent):
+            return found
+        beginnings = self._index.beginning_as(parent, prompt.prefixes(keys, index))
+        longer = {
+            key: ChunkEnd(key=key, token_count=count, stored_token_count=self._index.token_count((tier, key)))
+            for count, (tier, key) in islice(beginnings, MAX_BEGINNINGS)
+        }
+        known = {one.key for one in found}
+        found += [one for one in longer.values() if one.key not in known]
+        return sorted(found, key=lambda one: (-one.token_count, one.stored_token_count))
+
     def stored(self, tier: str, chunk: CachedChunk) -> None:
-        """Adds a chunk that a tier has stored, if it is a partial one whose parent is known."""
-        if chunk.token_count < self._chunk_sizes.get(chunk.fingerprint, 0) and chunk.parent is not None:
-            self._index.add((tier, chunk.key), chunk.parent, chunk.token_count)
+        """Adds a chunk that a tier has stored, if prompts end in it and its parent is known."""
+        if chunk.parent is not None and self._has_ends(chunk):
+            self._index.add((tier, chunk.key), chunk.parent, chunk.token_count, chunk.prefix_digests)
 
     def removed(self, tier: str, chunk: CachedChunk, _reason: MissReason) -> None:
         """Removes a chunk that a tier no longer holds."""
         self._index.remove((tier, chunk.key))
 
+    def _has_ends(self, chunk: CachedChunk) -> bool:
+        chunk_size = self._chunk_sizes.get(chunk.fingerprint, 0)
+        return chunk.token_count < chunk_size or (chunk_size > 0 and len(chunk.prefix_digests) > 0)
+
     def check(self) -> None:
         """Asserts the invariants of the index."""
         self._index.check()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkEnd:
+    """A chunk that has the prompt's next tokens behind its full chunks."""
+
+    key: ChunkKey
+    token_count: int
+    """The prompt's tokens that the chunk begins with."""
+    stored_token_count: int
+    """All tokens of the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +124,12 @@ class PromptTokens:
     def parent(self, keys: Sequence[ChunkKey], index: int) -> ChunkKey:
         """The key before chunk `index`, where `keys` are those of the prompt's chunks."""
         return keys[index - 1] if index else self.root
+
+    def prefixes(self, keys: Sequence[ChunkKey], index: int) -> bytes:
+        """The prefix digests of the prompt's tokens from chunk `index` on."""
+        begin = index * self.chunk_size
+        tokens = self.tokens[begin : begin + self.chunk_size]
+        return prefix_digests(self.parent(keys, index), tokens, self.extras.get(index, b""))
 
     def partials(self, keys: Sequence[ChunkKey], index: int, lengths: Iterable[int]) -> list[tuple[int, ChunkKey]]:
         """Lengths and keys of the partial chunks of these lengths that chunk `index` begins with, longest first.

@@ -29,6 +29,7 @@ from lmkv_server.node.tiers.tail_lookup import TailLookup
 
 MAX_PARTIAL_RESERVES = 1024
 """Most write credits for partial chunks that one message may ask for."""
+TOKEN_BYTES = 4
 MAX_TOKENS = 262_144
 """Most tokens of a prompt that a lookup may carry: as many as a message has room for."""
 
@@ -135,6 +136,8 @@ class EngineLookups:
         if promised_count or tail is None or not self._fits(tail, hit):
             tail = None
         else:
+            if full_count * self._session.spec.chunk_size + tail.token_count == len(lookup.tokens) // TOKEN_BYTES:
+                missed = []
             self._session.add_tail(lease, [*lease.keys[:full_count], tail.key], tail.chunk)
             hit = hit.cut(full_count) if lease.own_count > full_count else hit.with_tail(full_count, tail)
         runs, source = hit.runs, hit.source
@@ -182,7 +185,7 @@ class EngineLookups:
     def _fits(self, tail: Tail, hit: Hit) -> bool:
         """Whether the tail of a hit can be held for the engine, and was not evicted meanwhile."""
         spec = self._session.spec
-        size_bytes = hit.chunk_count * spec.chunk_bytes + spec.size_bytes(tail.token_count)
+        size_bytes = hit.chunk_count * spec.chunk_bytes + spec.size_bytes(tail.stored_token_count)
         return size_bytes <= self._session.holdable_bytes and not (tail.chunk and tail.chunk.dropped)
 
     # --- Prompts whose chunks have several parts -----------------------------------------------------------------

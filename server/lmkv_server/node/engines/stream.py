@@ -142,6 +142,7 @@ class EngineStream:
                 parent=parent,
                 part=commit.part,
                 superseded=superseded,
+                prefix_digests=commit.prefix_digests,
             )
         except LmkvError as error:
             rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))

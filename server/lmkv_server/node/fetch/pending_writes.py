@@ -63,6 +63,7 @@ class PendingWrites:
             checksum=remote.checksum,
             token_count=remote.token_count,
             parent=parent,
+            prefix_digests=remote.prefix_digests,
         )
         return committed or self._tier.get(key)
 

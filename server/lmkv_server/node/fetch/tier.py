@@ -11,6 +11,7 @@ import numpy as np
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import Holder
+from lmkv_server.node.cache.partial_chunks import ChunkEnd
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
@@ -26,6 +27,8 @@ class FoundHolders:
     holders: Sequence[Holder] = ()
     partial_token_counts: Sequence[int] = ()
     key_index: int = 0
+    prefix_key: bytes = b""
+    prefix_token_count: int = 0
     is_answered: bool = True
     """Whether a coordinator that has all snapshots answered, or each that was asked; if not, others may hold more."""
 
@@ -50,12 +53,14 @@ class Coordinators(Protocol):
         fingerprint: bytes = b"",
         parent_key: bytes = b"",
         any_key: bool = False,
+        prefix_digests: bytes = b"",
     ) -> FoundHolders:
         """The other instances that hold the first key, longest contiguous run first; a failure is a miss.
 
         With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With the key
         of the chunk before the first: also the lengths of partial chunks behind the longest run. With `any_key`: those
-        that hold the first key that any of them holds.
+        that hold the first key that any of them holds; with `prefix_digests` also those of a chunk that has more of the
+        prompt.
         """
 
 
@@ -97,7 +102,7 @@ class PeerTier:
 
     async def lookup(self, needs: Needs) -> PeerPresence:
         """The needed chunks that the peer with the longest run has. Coordinators match whole hits only."""
-        if not needs.indices or not self.usable:
+        if not (needs.indices or needs.prefix_digests) or not self.usable:
             return PeerPresence(asked=needs.indices)
         if needs.items:
             return await self._lookup_items(needs, needs.items)
@@ -123,14 +128,32 @@ class PeerTier:
     async def _lookup_any(self, needs: Needs) -> PeerPresence:
         """The first of the needed chunks that a peer has. The engine has waited for one lookup already."""
         keys = [needs.keys[index] for index in needs.indices]
-        found = await self._coordinators.lookup(keys, self._lookup_seconds / 2, any_key=True)
-        if not found.holders or not 0 <= found.key_index < len(keys):
+        found = await self._coordinators.lookup(
+            keys,
+            self._lookup_seconds / 2,
+            parent_key=needs.root or b"",
+            any_key=True,
+            prefix_digests=needs.prefix_digests,
+        )
+        holders = found.holders
+        beginning: ChunkEnd | None = None
+        indices: Sequence[int] = ()
+        if holders and found.prefix_key and found.prefix_token_count > 0:
+            beginning = ChunkEnd(
+                key=ChunkKey(found.prefix_key),
+                token_count=found.prefix_token_count,
+                stored_token_count=holders[0].matched_token_count,
+            )
+        elif holders and 0 <= found.key_index < len(keys):
+            indices = [needs.indices[found.key_index]]
+        else:
             return PeerPresence(asked=needs.indices, is_answered=found.is_answered)
         return PeerPresence(
             asked=needs.indices,
-            indices=[needs.indices[found.key_index]],
-            source=found.holders[0].instance_id,
-            holders=found.holders,
+            indices=indices,
+            source=holders[0].instance_id,
+            beginning=beginning,
+            holders=holders,
         )
 
     async def _lookup_items(self, needs: Needs, items: PromptItems) -> PeerPresence:

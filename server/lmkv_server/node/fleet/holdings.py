@@ -46,7 +46,7 @@ def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
 
 
 def held(tier: HostTier, disk: DiskTier | None, chunk_sizes: Mapping[bytes, int]) -> Iterator[HeldChunk]:
-    """Every chunk of these tiers. A partial one, of a spec in `chunk_sizes`, with the chunk before it."""
+    """Every chunk of these tiers. One in which prompts end, of a spec in `chunk_sizes`, with the chunk before it."""
     for name, chunks in ((chunk_pb2.TIER_HOST, tier), (chunk_pb2.TIER_DISK, disk or ())):
         for chunk in cast(Iterable[CachedChunk], chunks):
             yield HeldChunk(
@@ -54,5 +54,8 @@ def held(tier: HostTier, disk: DiskTier | None, chunk_sizes: Mapping[bytes, int]
                 fingerprint=chunk.fingerprint,
                 key=chunk.key,
                 token_count=chunk.token_count,
-                parent=chunk.parent if chunk.token_count < chunk_sizes.get(chunk.fingerprint, 0) else None,
+                parent=chunk.parent
+                if chunk.prefix_digests or chunk.token_count < chunk_sizes.get(chunk.fingerprint, 0)
+                else None,
+                prefix_digests=chunk.prefix_digests,
             )

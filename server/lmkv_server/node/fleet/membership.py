@@ -179,7 +179,9 @@ class FleetMembership:
     def stored(self, tier: str, chunk: CachedChunk) -> None:
         """Reports a chunk of the host tier or of the disk. Chunks of other tiers are not in the layout map."""
         if (reported := MAPPED_TIERS.get(tier)) is not None:
-            self.admitted(HeldChunk(reported, chunk.fingerprint, chunk.key, chunk.token_count, chunk.parent))
+            self.admitted(
+                HeldChunk(reported, chunk.fingerprint, chunk.key, chunk.token_count, chunk.parent, chunk.prefix_digests)
+            )
 
     def removed(self, tier: str, chunk: CachedChunk, _reason: MissReason) -> None:
         """Reports that the tier no longer has the chunk."""
@@ -241,16 +243,17 @@ class FleetMembership:
         fingerprint: bytes = b"",
         parent_key: bytes = b"",
         any_key: bool = False,
+        prefix_digests: bytes = b"",
     ) -> FoundHolders:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
         With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With a
-        `parent_key` and with `any_key`: as the fields of `LookupRequest`.
+        `parent_key`, `any_key` and `prefix_digests`: as the fields of `LookupRequest`.
         Instances without an address are left out: nothing can be fetched from them. Lookups are distributed over the
         coordinators in turn. A partial answer, from a coordinator that does not have all snapshots yet, is returned
         only if no other coordinator answers within the deadline.
         """
-        if not keys:
+        if not keys and not prefix_digests:
             return FoundHolders()
         best: FoundHolders | None = None
         has_failed = False
@@ -262,7 +265,14 @@ class FleetMembership:
             left = deadline - time.monotonic()
             if not session.connected or left <= 0:
                 continue
-            found = await session.lookup(keys, left, fingerprint=fingerprint, parent_key=parent_key, any_key=any_key)
+            found = await session.lookup(
+                keys,
+                left,
+                fingerprint=fingerprint,
+                parent_key=parent_key,
+                any_key=any_key,
+                prefix_digests=prefix_digests,
+            )
             if found is None:
                 has_failed = True
                 continue
@@ -270,6 +280,8 @@ class FleetMembership:
                 holders=[holder for holder in found.holders if holder.peer_address],
                 partial_token_counts=found.partial_token_counts,
                 key_index=found.key_index,
+                prefix_key=found.prefix_key,
+                prefix_token_count=found.prefix_token_count,
             )
             if not found.partial:
                 return answer

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from lmkv.keys import ChunkKey, digest, join_keys
+from lmkv.keys import KEY_BYTES, ChunkKey, digest, join_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 
@@ -30,7 +30,9 @@ class HeldChunk(NamedTuple):  # five times faster to make than a frozen dataclas
     key: ChunkKey
     token_count: int
     parent: ChunkKey | None = None
-    """Of a partial chunk: the chunk before it, or the root of the key chain, if that is known."""
+    """Of a chunk in which prompts end: the chunk before it, or the root of the key chain, if that is known."""
+    prefix_digests: bytes = b""
+    """With `parent`: `lmkv.keys.prefix_digests`, if they are known."""
 
 
 class ChunkChanges:
@@ -43,12 +45,16 @@ class ChunkChanges:
         self._limit = limit
         self._states: dict[tuple[chunk_pb2.Tier.ValueType, bytes], dict[ChunkKey, int]] = defaultdict(dict)
         self._parents: dict[ChunkKey, ChunkKey] = {}
-        """Of partial chunks, and perhaps of others."""
+        """Of chunks in which prompts end, and perhaps of others."""
+        self._digests: dict[ChunkKey, bytes] = {}
+        """Prefix digests of those that have any."""
         self.overflowed = False
-        for tier, fingerprint, key, token_count, parent in held:
+        for tier, fingerprint, key, token_count, parent, digests in held:
             self._states[tier, fingerprint][key] = token_count
             if parent is not None:
                 self._parents[key] = parent
+                if digests:
+                    self._digests[key] = digests
 
     def __len__(self) -> int:
         return sum(map(len, self._states.values()))
@@ -59,6 +65,8 @@ class ChunkChanges:
             self._states[chunk.tier, chunk.fingerprint][chunk.key] = chunk.token_count
             if chunk.parent is not None:
                 self._parents[chunk.key] = chunk.parent
+                if chunk.prefix_digests:
+                    self._digests[chunk.key] = chunk.prefix_digests
             self._check_limit()
 
     def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
@@ -71,6 +79,7 @@ class ChunkChanges:
         if self._limit and len(self) > self._limit:
             self._states.clear()
             self._parents.clear()
+            self._digests.clear()
             self.overflowed = True
 
     def digests(self, tiers: Iterable[chunk_pb2.Tier.ValueType]) -> list[pb.TierDigest]:
@@ -89,13 +98,23 @@ class ChunkChanges:
         report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
         for (tier, fingerprint), states in self._states.items():
             items = iter(states.items())
-            while part := list(islice(items, room)):
+            while part := list(islice(self._that_fit(items, room), room)):
                 report.changes.append(self._change(tier, fingerprint, part, chunk_sizes.get(fingerprint, 0)))
-                room -= len(part)
-                if not room:
+                room -= sum(map(self._room_of, part))
+                if room <= 0:
                     yield report
                     report, room = pb.ReportRequest(), MAX_KEYS_PER_REPORT
         yield report
+
+    def _room_of(self, state: tuple[ChunkKey, int]) -> int:
+        """How many keys the report of a chunk is as large as."""
+        return 1 + len(self._digests.get(state[0], b"")) // KEY_BYTES
+
+    def _that_fit(self, items: Iterator[tuple[ChunkKey, int]], room: int) -> Iterator[tuple[ChunkKey, int]]:
+        """Yields states until their reports take `room`."""
+        while room > 0 and (state := next(items, None)):
+            room -= self._room_of(state)
+            yield state
 
     def _change(
         self,
@@ -106,7 +125,9 @@ class ChunkChanges:
     ) -> pb.ChunkChange:
         admitted = [(key, tokens) for key, tokens in states if tokens != _EVICTED]
         partial = {i: tokens for i, (_, tokens) in enumerate(admitted) if tokens != chunk_size}
-        parents = {i: self._parents.get(admitted[i][0]) for i in partial} if chunk_size else {}
+        digests = {i: found for i, (key, _) in enumerate(admitted) if (found := self._digests.get(key))}
+        ends = partial.keys() | digests.keys() if chunk_size else digests.keys()
+        parents = {i: self._parents.get(admitted[i][0]) for i in ends}
         return pb.ChunkChange(
             tier=tier,
             fingerprint=fingerprint,
@@ -114,6 +135,7 @@ class ChunkChanges:
             partial_token_counts=partial,
             evicted_keys=join_keys(key for key, tokens in states if tokens == _EVICTED),
             partial_parent_keys={i: parent for i, parent in parents.items() if parent is not None},
+            prefix_digests=digests,
         )
 
 

@@ -24,7 +24,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
-from lmkv_server.node.sessions.extents import peer_extent
+from lmkv_server.node.sessions.extents import peer_extents
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class HandoffSender:
                 size_bytes += chunk.size_bytes
         if not batch:
             return True
-        extents = [peer_extent(chunk, self._spec.chunk_size) for chunk in batch.values()]
+        extents = peer_extents(batch.values(), self._spec.chunk_size)
         request = pb.CommitRequest(grant_id=grant_id, indices=batch, extents=extents)
         tier.hold(batch.values())
         began = time.monotonic()

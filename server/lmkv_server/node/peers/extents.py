@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmkv.errors import BadMessage
-from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.keys import KEY_BYTES, ChunkKey, check_prefix_digests
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
@@ -24,7 +24,10 @@ class PeerChunk:
     token_count: int
     size_bytes: int
     parent: ChunkKey | None = None
-    """Of a partial chunk: the key of the chunk before it, or the root of its key chain, if the peer knows it."""
+    """Of a chunk in which prompts end: the key of the chunk before it, or the root of its key chain, if the peer knows
+    it."""
+    prefix_digests: bytes = b""
+    """With `parent`: `lmkv.keys.prefix_digests`, if the peer knows them."""
 
 
 def peer_chunk(
@@ -37,7 +40,8 @@ def peer_chunk(
 ) -> PeerChunk:
     """The chunk of `token_count` tokens, or one part of it, at this extent; `size_bytes` is its size, if that is known.
 
-    Raises `BadMessage` if the extent is outside the peer's regions, or does not have the size of such a chunk.
+    Raises `BadMessage` if the extent is outside the peer's regions, or does not have the size of such a chunk,
+    `BadChunkKey` if its prefix digests are malformed.
     """
     if not (
         0 <= extent.region < len(regions)
@@ -47,14 +51,16 @@ def peer_chunk(
         and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
     ):
         raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extents")
-    is_partial = token_count < spec.chunk_size
+    digests = check_prefix_digests(extent.prefix_digests, token_count)
+    has_parent = (token_count < spec.chunk_size or digests) and len(extent.parent_key) == KEY_BYTES
     return PeerChunk(
         index=index,
         address=regions[extent.region].address + extent.offset,
         checksum=extent.checksum,
         token_count=token_count,
         size_bytes=extent.size_bytes,
-        parent=ChunkKey(extent.parent_key) if is_partial and len(extent.parent_key) == KEY_BYTES else None,
+        parent=ChunkKey(extent.parent_key) if has_parent else None,
+        prefix_digests=digests if has_parent and spec.has_plain_parts else b"",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lmkv import rpc
 from lmkv.v1 import chunk_pb2
 from lmkv_server.node.cache.host import Chunk, Reservation
@@ -24,12 +26,22 @@ def extent(chunk: Chunk) -> chunk_pb2.Extent:
     )
 
 
-def peer_extent(chunk: Chunk, chunk_size: int | None) -> chunk_pb2.Extent:
-    """The extent of a held chunk, for a peer; `chunk_size` is None if no engine has attached with the chunk's spec."""
-    message = extent(chunk)
-    if chunk.parent is not None and (chunk_size is None or chunk.token_count < chunk_size):
-        message.parent_key = chunk.parent
-    return message
+MAX_DIGEST_BYTES = rpc.MAX_MESSAGE_BYTES // 4
+"""Most prefix digests in one message, in bytes; other chunks then have none there."""
+
+
+def peer_extents(chunks: Iterable[Chunk], chunk_size: int | None) -> list[chunk_pb2.Extent]:
+    """The extents of held chunks, for a peer; `chunk_size` is None if no engine has attached with the chunks' spec."""
+    messages, room = [], MAX_DIGEST_BYTES
+    for chunk in chunks:
+        message = extent(chunk)
+        if chunk.parent is not None and (chunk.prefix_digests or chunk_size is None or chunk.token_count < chunk_size):
+            message.parent_key = chunk.parent
+        room -= len(chunk.prefix_digests)
+        if room >= 0:
+            message.prefix_digests = chunk.prefix_digests
+        messages.append(message)
+    return messages
 
 
 def credit(reserved: Reservation, part: int = 0, *, token_count: int = 0) -> chunk_pb2.Extent:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lmkv.errors import BadMessage, GrantNotFound
-from lmkv.keys import ChunkKey, part_key
+from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound
+from lmkv.keys import PREFIX_DIGEST_BYTES, ChunkKey, check_prefix_digests, part_key
 from lmkv.spec import ALL, KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.cache.prompt_items import parent_of
@@ -213,12 +213,14 @@ class EngineSession:
         parent: ChunkKey | None = None,
         part: int = 0,
         superseded: ChunkKey | None = None,
+        prefix_digests: bytes = b"",
     ) -> Chunk | None:
         """Makes a written part of a chunk visible; None if it is held already.
 
         `key`, `parent` and `superseded` are keys of chunks. Of parts of which a hit needs every chunk, only a partial
         chunk can be superseded. Raises `GrantNotFound` if the engine does not hold a credit of this size for this part,
-        `BadMessage` if sizes do not fit the spec; then the engine keeps its credits.
+        `BadMessage` if sizes do not fit the spec, `BadChunkKey` if `prefix_digests` are not of this chunk; then the
+        engine keeps its credits.
         """
         spec = self.spec
         if not 0 <= part < len(spec.parts):
@@ -227,6 +229,12 @@ class EngineSession:
             raise BadMessage(f"{size_bytes} bytes are not {token_count} tokens of this spec", size_bytes=size_bytes)
         if max(0, self._part(offset)) != part:
             raise GrantNotFound(f"the credit at offset {offset} is not for part {part}", offset=offset)
+        check_prefix_digests(prefix_digests, token_count)
+        if token_count < spec.chunk_size and prefix_digests[-PREFIX_DIGEST_BYTES:] not in (
+            b"",
+            key[:PREFIX_DIGEST_BYTES],
+        ):
+            raise BadChunkKey("prefix_digests do not end with the chunk's key", field="prefix_digests")
         committed = self._tier.commit(
             offset,
             key=part_key(key, part),
@@ -235,6 +243,7 @@ class EngineSession:
             checksum=checksum,
             token_count=token_count,
             parent=parent_of(spec, part, key, parent),
+            prefix_digests=prefix_digests if spec.has_plain_parts else b"",
         )
         self._spend(offset)
         if superseded is not None and (spec.parts[part].rule != ALL or self._is_partial(superseded)):

@@ -37,6 +37,10 @@ class ListedChunk(Protocol):
     def memory_bytes(self) -> int:
         """Bytes of memory that reading it writes to."""
 
+    @property
+    def prefix_digests(self) -> bytes:
+        """As `host.Chunk`; empty if the backend does not know them."""
+
 
 class ChunkHeader(Protocol):
     """A chunk that was read, as the backend describes it."""

@@ -13,6 +13,7 @@ from typing import Protocol, Self
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
+from lmkv_server.node.cache.partial_chunks import ChunkEnd
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers.progress import Progress
 
@@ -31,7 +32,10 @@ class Needs:
     any_of: bool = False
     """Whether `keys` are alternatives, the best first, and one of them is enough: the first that the tier has."""
     root: ChunkKey | None = None
-    """The root of the key chain, if the presence shall have `partial_lengths`."""
+    """The root of the key chain, if the presence shall have `partial_lengths`. With `any_of`: the key of the chunk
+    before the alternatives, or this root."""
+    prefix_digests: bytes = b""
+    """With `any_of`: those of the prompt's next tokens, if the presence shall have `beginning`."""
     items: PromptItems | None = None
     """What `keys` are, if the prompt's chunks have several parts. A tier that keeps chunks by key need not know."""
 
@@ -50,6 +54,8 @@ class Presence:
     """Index of the first chunk that the tier does not have."""
     partial_lengths: Sequence[int] = ()
     """Token counts of partial chunks that the tier has in place of chunk `end`, ascending, for any prompt."""
+    beginning: ChunkEnd | None = None
+    """A chunk that has more of the prompt's next tokens than any of the alternatives; then `indices` are empty."""
     is_answered: bool = True
     """Whether the tier has answered in time; if not, it may have more."""
 

@@ -14,12 +14,15 @@ from lmkv_server.node.tiers.base import Presence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tail:
-    """A partial chunk behind the full chunks of a hit, with the prompt's next tokens."""
+    """A chunk behind the full chunks of a hit that begins with the prompt's next tokens."""
 
     tier: str
     """The name of the tier that has it; `own` for the pool."""
     key: ChunkKey
     token_count: int
+    """The prompt's tokens that it begins with."""
+    stored_token_count: int
+    """All of its tokens."""
     chunk: Chunk | None = None
     """The chunk, if the pool has it. It is not held."""
     presence: Presence = field(default_factory=Presence)

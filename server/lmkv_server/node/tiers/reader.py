@@ -157,6 +157,7 @@ class TierReader(Generic[C]):
             checksum=header.checksum,
             token_count=header.token_count,
             parent=header.parent,
+            prefix_digests=chunk.prefix_digests,
         )
         return committed or self._tier.get(chunk.key)
 

@@ -1,4 +1,4 @@
-"""A lookup of the tail of a hit: the longest partial chunk with the prompt's next tokens, in pool and tiers."""
+"""A lookup of the tail of a hit: the chunk that begins with most of the prompt's next tokens, in pool and tiers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.tiers import OWN
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
+from lmkv_server.node.cache.partial_chunks import ChunkEnd, PartialChunks, PromptTokens
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier
 from lmkv_server.node.tiers.hit import Hit, Tail
 
@@ -36,9 +36,18 @@ class TailLookup:
         self._prompt = prompt
         self._keys = keys
         self._end = end
-        self._local = self._candidates(index.lengths(prompt.parent(keys, end)))
+        self._local = index.ends(prompt, keys, end)
         self.tail: Tail | None = self._in_pool(tier)
         """The best tail that was found so far."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tail has all of the prompt's tokens behind the full chunks."""
+        return self.tail is not None and self.tail.token_count == self._rest_count
+
+    @property
+    def _rest_count(self) -> int:
+        return self._prompt.tokens.size - self._end * self._prompt.chunk_size
 
     async def ask(self, tiers: Iterable[SecondaryTier], hit: Hit, tokens_per_second: float) -> None:
         """Asks the tiers for longer tails, each after those before it; `hit` is what they hold of the full chunks.
@@ -46,35 +55,57 @@ class TailLookup:
         A tail that takes longer to load than to compute is left out, if both times are known. Raises nothing.
         """
         for tier in tiers:
-            if tier.usable:
+            if tier.usable and not self.is_whole:
                 await self._ask(tier, hit.presences.get(tier.name, Presence()), tokens_per_second)
 
     async def _ask(self, tier: SecondaryTier, known: Presence, tokens_per_second: float) -> None:
         nearer_count = self.tail.token_count if self.tail else 0
+        least_count = nearer_count + MIN_GAIN_TOKENS
         candidates = self._local if tier.is_local else ()
+        digests = b""
         if known.partial_lengths and known.end == self._end:
-            candidates = self._candidates(known.partial_lengths)
-        longer = [one for one in candidates if one[0] >= nearer_count + MIN_GAIN_TOKENS][:MAX_CANDIDATES]
-        if not longer:
+            exact = self._prompt.partials(self._keys, self._end, known.partial_lengths)
+            candidates = [ChunkEnd(key=key, token_count=count, stored_token_count=count) for count, key in exact]
+            if min(known.partial_lengths[-1], self._rest_count) >= least_count:
+                digests = self._prompt.prefixes(self._keys, self._end)
+        longer = [one for one in candidates if one.token_count >= least_count][:MAX_CANDIDATES]
+        if not longer and not digests:
             return
-        keys = [key for _, key in longer]
         presence = await tier.lookup(
-            Needs(spec=self._spec, keys=keys, indices=range(len(keys)), in_order=False, any_of=True)
+            Needs(
+                spec=self._spec,
+                keys=[one.key for one in longer],
+                indices=range(len(longer)),
+                in_order=False,
+                any_of=True,
+                root=self._prompt.parent(self._keys, self._end),
+                prefix_digests=digests,
+            )
         )
-        if not presence.indices:
+        found = presence.beginning or (longer[presence.indices[0]] if presence.indices else None)
+        if found is None or found.token_count < least_count:
             return
-        token_count, key = longer[presence.indices[0]]
-        seconds = tier.expected_seconds(presence, self._spec.size_bytes(token_count))
+        token_count = found.token_count
+        seconds = tier.expected_seconds(presence, self._spec.size_bytes(found.stored_token_count))
         if tokens_per_second > 0 and seconds is not None and seconds > (token_count - nearer_count) / tokens_per_second:
             return
-        self.tail = Tail(tier=tier.name, key=key, token_count=token_count, presence=presence)
+        self.tail = Tail(
+            tier=tier.name,
+            key=found.key,
+            token_count=token_count,
+            stored_token_count=found.stored_token_count,
+            presence=presence,
+        )
 
     def _in_pool(self, tier: HostTier) -> Tail | None:
-        for token_count, key in self._local:
-            chunk = tier.get(key)
-            if chunk and chunk.fingerprint == self._spec.fingerprint and chunk.token_count == token_count:
-                return Tail(tier=OWN, key=key, token_count=token_count, chunk=chunk)
+        for one in self._local:
+            chunk = tier.get(one.key)
+            if chunk and chunk.fingerprint == self._spec.fingerprint and chunk.token_count == one.stored_token_count:
+                return Tail(
+                    tier=OWN,
+                    key=one.key,
+                    token_count=one.token_count,
+                    stored_token_count=one.stored_token_count,
+                    chunk=chunk,
+                )
         return None
-
-    def _candidates(self, lengths: Iterable[int]) -> Sequence[tuple[int, ChunkKey]]:
-        return self._prompt.partials(self._keys, self._end, lengths)

@@ -150,9 +150,19 @@ def test_a_found_partial_chunk_stores_nothing_of_the_prompt_but_the_chunks_befor
     prompt.set_found(extents(4), HitSources(own=4), "", 5.0, chunk)
     assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, False, 0)
     assert prompt.hit_keys == [*prompt.keys[:3], chunk.key]
-    assert prompt.partials == {3: chunk.key}
+    assert prompt.partials == {}, "with a longer chunk, whose tokens behind these five are others"
     prompt.mark_held(4)
     assert not prompt.partial_is_stored, "four chunks of the hit, not of the prompt"
+    exact = PartialChunk(key=prompt.key_behind(3, 5), index=3, token_count=5)
+    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, exact)
+    assert (prompt.partials, prompt.partial_is_stored) == ({3: exact.key}, False)
+
+
+def test_a_longer_chunk_that_begins_as_the_prompt_ends_stands_for_the_end_of_the_prompt() -> None:
+    prompt = prompt_of(200, partial=True)
+    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, found(3, 8))
+    assert (prompt.stored_count, prompt.partial_is_stored, prompt.partials) == (3, True, {})
+    assert prompt.hit_tokens(4, 200, sync=False) == 200
 
 
 def test_the_next_answer_replaces_a_found_partial_chunk() -> None:

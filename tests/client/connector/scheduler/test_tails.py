@@ -138,7 +138,7 @@ def test_a_node_that_refuses_a_credit_costs_the_tail_only(make_engine: MakeEngin
     engine.node.grants_partial = False
     engine.serve("a", PROMPT, output=OUTPUT)
     engine.settle()
-    assert [chunk.token_count for chunk in engine.node.chunks.values()] == [CHUNK] * 3 + [REST]
+    assert [chunk.token_count for chunk in engine.node.chunks.values()] == [CHUNK] * 3
     assert engine.count("skipped_chunks") == 1
     engine.check_nothing_is_left()
 
@@ -207,20 +207,27 @@ def test_a_tail_supersedes_the_end_of_the_prompt_and_is_superseded_by_what_conti
     engine.check_nothing_is_left()
 
 
-def test_in_a_full_pool_the_end_of_a_prompt_is_stored_with_its_answer_only(make_engine: MakeEngine) -> None:
+def test_the_end_of_a_prompt_is_stored_before_its_answer_and_both_say_how_they_begin(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=True)
-    engine.node.pool_is_full = True
-    engine.serve("first", [7] * 5)
-    engine.settle()
-    before = len(engine.node.commits)
     engine.serve("a", PROMPT, output=OUTPUT)
-    forget_pages(engine)
-    assert [engine.node.chunks[key].token_count for key in engine.node.commits[before:]] == [
-        *[CHUNK] * 3,
-        STORED % CHUNK,
-    ]
-    turn = next_turn(engine, "a")
-    assert engine.serve("b", turn) == len(turn) - STORED + DECODED
+    engine.settle()
+    ends = [commit for commit in engine.node.commit_messages if commit.token_count < CHUNK]
+    assert [commit.token_count for commit in ends] == [REST, STORED % CHUNK]
+    prompt_end, answer_end = (commit.prefix_digests for commit in ends)
+    assert answer_end.startswith(prompt_end)
+    assert [len(prompt_end), len(answer_end)] == [8 * REST, 8 * (STORED % CHUNK)]
+    assert [one[-8:] for one in (prompt_end, answer_end)] == [commit.chunk_key[:8] for commit in ends]
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("length", [5, CHUNK])
+def test_a_full_chunk_says_how_it_begins_if_a_prompt_has_ended_in_it(make_engine: MakeEngine, length: int) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.serve("a", list(range(50, 50 + length)), output=2 * CHUNK)
+    engine.settle()
+    full = [commit for commit in engine.node.commit_messages if commit.token_count == CHUNK]
+    assert [len(commit.prefix_digests) // 8 for commit in full] == [0 if length == CHUNK else CHUNK, 0]
+    assert full[0].parent_key == (engine.node.lookups[-1].root_key if length < CHUNK else b"")
     engine.check_nothing_is_left()
 
 

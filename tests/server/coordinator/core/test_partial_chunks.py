@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, root_key, split_keys
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, prefix_digests, root_key, split_keys
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, MatchRun
 from lmkv_server.coordinator.core.partial_chunks import MAX_LOST
 from lmkv_server.coordinator.core.tail_match import PromptTail, keys_with_tail, with_tails
+from lmkv_server.coordinator.registry.selection import SelectedChunks
 
 HOST, DISK = 2, 3
 SIZE = 4
@@ -83,6 +84,44 @@ def test_each_instance_has_the_longest_partial_chunk_behind_its_own_match() -> N
     assert tails(layout, prompt, "whole") == {name: one for name, one in expected.items() if name != "whole"}
     assert tails(layout, prompt[:2]) == {}
     assert [run.tier for run in layout.lookup(join_keys(keys_of(prompt[:5])))[-1].runs]
+    layout.check()
+
+
+def beginning(tokens: Sequence[int]) -> Change:
+    """The chunks of a prompt, the last one with prefix digests."""
+    keys = keys_of(tokens)
+    last, parent = len(keys) - 1, keys[-2] if len(keys) > 1 else ROOT
+    digests = prefix_digests(parent, as_tokens(tokens[last * SIZE :]))
+    counts = {last: len(tokens) - last * SIZE} if len(tokens) % SIZE else {}
+    return Change(
+        HOST,
+        FINGERPRINT,
+        SIZE,
+        join_keys(keys),
+        counts,
+        partial_parents={last: parent},
+        prefix_digests={last: digests},
+    )
+
+
+@pytest.mark.parametrize("stored", [7, 8])
+def test_an_instance_with_a_longer_chunk_holds_the_shorter_prompts_that_begin_as_it_does(stored: int) -> None:
+    layout, longer = LayoutMap(), list(range(stored))
+    layout.apply("a", beginning(longer))
+    layout.apply("b", change(longer[:4]))
+    assert tails(layout, longer[:6]) == {"a": (2, 6), "b": (1, 4)}
+    assert tails(layout, [*longer[:5], 99, 98]) == {"a": (2, 5), "b": (1, 4)}
+    assert tails(layout, [99, *longer[1:]]) == {}
+    prompt = longer[:6]
+    tail = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(prompt))
+    chosen = SelectedChunks(keys=join_keys(keys_of(prompt)), tail=tail)
+    assert chosen.held_at(layout, "a", HOST).keys == join_keys(keys_of(longer))
+    assert [chosen.held_at(layout, *place) for place in (("b", HOST), ("a", DISK), ("c", 0))] == [chosen] * 3
+    assert chosen.with_beginnings(layout) == chosen.keys + keys_of(longer)[-1]
+    layout.apply("a", change(prompt))
+    assert chosen.held_at(layout, "a", HOST) == chosen, "its own chunk is the better one"
+    layout.apply("a", evicted(*keys_of(prompt)[1:], *keys_of(longer)[1:]))
+    assert tails(layout, prompt) == {"a": (1, 4), "b": (1, 4)}
     layout.check()
 
 

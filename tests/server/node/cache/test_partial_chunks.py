@@ -25,6 +25,7 @@ class Stored:
     parent: ChunkKey | None
     token_count: int
     fingerprint: bytes = SPEC.fingerprint
+    prefix_digests: bytes = b""
 
 
 def last_chunk(tokens: list[int], extras: dict[int, bytes] | None = None) -> Stored:

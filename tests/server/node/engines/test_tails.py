@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
+from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.errors import BadChunkKey, BadMessage, LmkvError
-from lmkv.keys import as_tokens, join_keys
+from lmkv.keys import as_tokens, join_keys, prefix_digests
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.engines.lookups import MAX_PARTIAL_RESERVES, MAX_TOKENS
@@ -90,6 +93,91 @@ async def test_of_thousands_of_siblings_the_longest_match_is_found_with_bounded_
     other = prompt(3 * SIZE, seed=999, after=mine[:12])
     assert (await look_up(engine, "2", other)).partial_token_count == 11
     assert (await look_up(engine, "3", prompt(3 * SIZE, seed=998))).partial_token_count == 0
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("stored", [30, SIZE])
+async def test_a_longer_chunk_serves_every_shorter_prompt_that_begins_as_it_does(
+    node: Node, engine: EngineClient, before: int, stored: int
+) -> None:
+    longer = prompt(before * SIZE + stored)
+    await store_prompt(engine, node.pool, longer, with_digests=True)
+    for length in (1, 12, stored - 1):
+        short = longer[: before * SIZE + length]
+        found = await look_up(engine, f"short {length}", short)
+        assert (found.partial_key, found.partial_token_count) == (keys_of(longer)[-1], length)
+        assert (len(found.own), found.own[-1].token_count, list(found.missed)) == (before + 1, stored, [])
+        await engine.release(f"short {length}")
+        assert await hit_tokens(engine, node.pool, f"again {length}", short) == len(short)
+    fork = prompt(3 * SIZE, seed=1, after=longer[: before * SIZE + 17])
+    assert await hit_tokens(engine, node.pool, "fork", fork) == before * SIZE + 17
+    if stored < SIZE:
+        node.tier.drop(keys_of(longer)[-1:])
+        assert await hit_tokens(engine, node.pool, "gone", longer[: before * SIZE + 12]) == before * SIZE
+
+
+async def test_in_a_full_pool_a_short_prompt_is_found_after_its_answer_has_superseded_it(
+    node: Node, engine: EngineClient
+) -> None:
+    number = 1
+    while node.tier.has_room(SPEC.chunk_bytes):
+        number += 1
+        await store_prompt(engine, node.pool, prompt(SIZE, seed=number))
+    first = prompt(12)
+    await store_prompt(engine, node.pool, first, with_digests=True)
+    answered = prompt(30, seed=1, after=first)
+    await store_prompt(engine, node.pool, answered, superseded=keys_of(first)[0], with_digests=True)
+    await store_prompt(engine, node.pool, prompt(SIZE, seed=1), with_digests=True)
+    await until(partial(node.tier.get, keys_of(prompt(SIZE, seed=1))[0]))
+    assert node.tier.get(keys_of(first)[0]) is None
+    assert await hit_tokens(engine, node.pool, "1", first) == 12
+
+
+async def test_among_thousands_of_siblings_a_prompt_finds_the_chunk_that_begins_most_alike(
+    roomy: tuple[Node, EngineClient],
+) -> None:
+    node, engine = roomy
+    system = prompt(5)
+    for number in range(1000):
+        tokens = prompt(SIZE - 1, seed=number, after=system)
+        reserved = node.tier.reserve(SPEC.size_bytes(SIZE - 1))
+        assert reserved
+        node.tier.commit(
+            reserved.offset,
+            key=keys_of(tokens)[0],
+            fingerprint=SPEC.fingerprint,
+            size_bytes=SPEC.size_bytes(SIZE - 1),
+            checksum=0,
+            token_count=SIZE - 1,
+            parent=ROOT,
+            prefix_digests=prefix_digests(ROOT, as_tokens(tokens)),
+        )
+    for number, seed in enumerate((17, 5000)):
+        mine = prompt(20, seed=seed, after=system)
+        siblings = np.array([prompt(20, seed=one, after=system) for one in range(1000)])
+        most = np.logical_and.accumulate(siblings == mine, axis=1).sum(axis=1).max()
+        assert (await look_up(engine, str(number), mine)).partial_token_count == most
+    node._partial_chunks.check()
+
+
+@pytest.mark.parametrize("digests", [b"1234567", bytes(8 * 22), bytes(8 * 21)])
+async def test_prefix_digests_that_are_not_of_the_chunk_are_refused(
+    node: Node, engine: EngineClient, digests: bytes
+) -> None:
+    tokens = prompt(21)
+    (credit,) = await engine.reserve(1)
+    commit = pb.CommitChunk(
+        chunk_key=keys_of(tokens)[0],
+        offset=credit.offset,
+        size_bytes=SPEC.size_bytes(21),
+        token_count=21,
+        parent_key=ROOT,
+        prefix_digests=digests,
+    )
+    await engine.say(commits=[commit])
+    (rejected,) = await engine.hear("rejected_commits")
+    assert isinstance(rpc.from_status(rejected.status), BadChunkKey)
+    assert not len(node.tier)
 
 
 async def test_what_was_evicted_or_dropped_is_not_found(node: Node, engine: EngineClient) -> None:

@@ -41,6 +41,8 @@ class DiskChunk:
     """Id of the key that the file is encrypted with; empty: it is not encrypted."""
     serial: int
     """Sets it apart from every other file of the same chunk: when it was written, in nanoseconds."""
+    prefix_digests: bytes = b""
+    """As `host.Chunk`; in memory only: empty if an earlier process wrote the file."""
 
     @property
     def memory_bytes(self) -> int:

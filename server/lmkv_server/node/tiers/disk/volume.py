@@ -193,6 +193,7 @@ class DiskVolume:
         return DiskChunk(
             key=chunk.key,
             parent=chunk.parent,
+            prefix_digests=chunk.prefix_digests,
             fingerprint=chunk.fingerprint,
             token_count=chunk.token_count,
             size_bytes=chunk.size_bytes,

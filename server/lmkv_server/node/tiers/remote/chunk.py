@@ -77,6 +77,11 @@ class RemoteChunk:
         return self.size_bytes
 
     @property
+    def prefix_digests(self) -> bytes:
+        """None: the header has no room for them."""
+        return b""
+
+    @property
     def name(self) -> str:
         """Its name in the store."""
         return object_name(self.fingerprint, self.key, self.root)
