@@ -151,6 +151,25 @@ def test_a_node_accepts_its_own_tenant(path: Path) -> None:
             Authenticator(file, own)
 
 
+def test_a_call_that_fails_takes_no_place_from_others(path: Path) -> None:
+    authenticator = Authenticator(write(path, entry("reader", max_concurrent_requests=1)))
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), authenticator.authorized_call(LOOKUP, bearer("reader-token")):
+            raise ZeroDivisionError
+        with pytest.raises(KeyboardInterrupt), authenticator.authorized_call(LOOKUP, bearer("reader-token")):
+            raise KeyboardInterrupt
+
+
+def test_changed_limits_of_a_token_apply_to_its_next_call(path: Path) -> None:
+    authenticator = Authenticator(write(path, entry("reader", max_concurrent_requests=1)))
+    with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
+        with pytest.raises(TooManyRequests), authenticator.authorized_call(LOOKUP, bearer("reader-token")):
+            pass
+        write(path, entry("reader", max_concurrent_requests=2))
+        with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
+            pass
+
+
 def test_tokens_have_limits_of_their_own(path: Path) -> None:
     authenticator = Authenticator(write(path, entry("reader", max_concurrent_requests=1), entry("engine")))
     with authenticator.authorized_call(LOOKUP, bearer("reader-token")):

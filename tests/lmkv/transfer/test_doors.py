@@ -15,9 +15,11 @@ from lmkv.pool.fd_passing import receive_fd
 from lmkv.transfer import ChannelEnd
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
+from lmkv.transfer.tcp import server
 from lmkv.transfer.tcp.channel import TcpChannel
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
+from tests.waiting import WAIT_SECONDS
 
 
 def with_another_token(kind: str, end: ChannelEnd, metadata: bytes) -> bytes:
@@ -98,4 +100,31 @@ async def test_a_tcp_owner_refuses_what_it_did_not_agree_on_and_serves_the_next(
         ),
     ):
         assert await asyncio.to_thread(answer_to, said) == answer
+    await channel.aclose()
+
+
+async def test_a_reader_beyond_the_limit_is_disconnected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_READERS", 1)
+    memory = Memory(MIB)
+    channel = await TcpChannel.open(memory.end("owner:1"))
+    words = json.loads(unwrap("tcp", "owner:1", channel.metadata_for(memory.admit()))[1])
+
+    def connect() -> tuple[socket.socket, bytes]:
+        connection = socket.create_connection((words["host"], words["port"]), WAIT_SECONDS)
+        connection.sendall(hello(bytes.fromhex(words["token"])))
+        try:
+            return connection, connection.recv(1)
+        except ConnectionResetError:
+            return connection, b""
+
+    first, answer = await asyncio.to_thread(connect)
+    assert answer == GRANTED
+    for _ in range(2):
+        beyond, answer = await asyncio.to_thread(connect)
+        assert answer == b""
+        beyond.close()
+    first.close()
+    while answer != GRANTED:  # once the server has noticed
+        another, answer = await asyncio.to_thread(connect)
+        another.close()
     await channel.aclose()

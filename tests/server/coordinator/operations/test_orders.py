@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from lmkv.errors import Unreachable
+from lmkv.errors import ResyncRequired, Unreachable
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv_server.coordinator.operations import orders as orders_module
 from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.services import outbox as outbox_module
 from lmkv_server.coordinator.services.outbox import ReportOutbox
 from tests.waiting import WAIT_SECONDS
 
@@ -43,3 +45,35 @@ async def test_the_end_of_an_earlier_stream_does_not_disconnect_a_later_one() ->
     with pytest.raises(Unreachable):
         await orders.execute("a", pb.Order(order_id="o", unpin=pb.UnpinOrder(pin_id="p")), 0.01)
     assert sent(later) == ["o"]
+
+
+def test_orders_that_an_instance_has_read_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = pb.Order(order_id="o", unpin=pb.UnpinOrder(pin_id="p"))
+    monkeypatch.setattr(outbox_module, "MAX_WAITING_BYTES", 2 * order.ByteSize())
+    outbox = ReportOutbox()
+    for _ in range(10):
+        outbox.send(order)
+        outbox.send(order)
+        assert sent(outbox) == ["o", "o"]
+    assert outbox.error is None
+    for _ in range(3):
+        outbox.send(order)
+    assert isinstance(outbox.error, ResyncRequired)
+
+
+async def test_ended_orders_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders_module, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(orders_module, "MAX_PENDING", 2)
+    orders = PendingOrders()
+    for number in range(10):
+        first, second = (pb.Order(order_id=f"{number}-{name}", drop=pb.DropOrder()) for name in "ab")
+        waiting = asyncio.create_task(orders.execute("a", first, WAIT_SECONDS))
+        await asyncio.sleep(0)
+        with pytest.raises(Unreachable):
+            await orders.execute("a", second, 0.01)
+        if number % 2:
+            waiting.cancel()
+        else:
+            orders.complete("a", pb.OrderOutcome(order_id=first.order_id))
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert len(orders) == 0
