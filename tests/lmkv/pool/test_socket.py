@@ -106,6 +106,17 @@ async def test_a_worker_that_vanishes_before_the_answer_is_gone(node: Node) -> N
     assert node.events == [("came", "e", 0), ("gone", "e", 0)]
 
 
+async def test_as_many_workers_as_the_limit_are_attached_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fd_passing, "MAX_RECEIVERS", 2)
+    for number in range(3):
+        first, second = [await asyncio.to_thread(attach, node.path, "e", rank, EPOCH, 60.0) for rank in range(2)]
+        with pytest.raises(Unreachable, match="2 processes are attached already"):
+            await asyncio.to_thread(attach, node.path, "e", 2, EPOCH, 60.0)
+        first.close()
+        second.close()
+        await until(lambda number=number: len(node.events) == 4 * (number + 1))  # type: ignore[misc]
+
+
 async def test_closing_says_goodbye(node: Node) -> None:
     attached = await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)
     attached.close()

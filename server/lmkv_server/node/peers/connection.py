@@ -148,8 +148,8 @@ class PeerConnection:
         if self._channels.requires_encryption:
             raise ChannelUnsupported("require_encryption: the channel nixl does not encrypt", channel=NIXL)
         if not self._is_nixl_connected:
-            self._is_nixl_connected = True
             self.nixl_metadata = (await self._init(spec, (NIXL,), timeout_seconds)).channel_metadata
+            self._is_nixl_connected = True  # after the call: one that fails or is cancelled is repeated
 
     async def _get_metadata(self, spec: KvSpec, name: str) -> bytes:
         """Its metadata for one more channel."""
