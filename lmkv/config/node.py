@@ -216,7 +216,10 @@ class NodeConfig(Config):
         shown_default="$XDG_RUNTIME_DIR/lmkv, else /tmp/lmkv-UID",
     )
     node_linger: float = key(
-        SECONDS_OR_ZERO, 60.0, "Time that a node keeps running after its last engine has left, in seconds."
+        SECONDS_OR_ZERO,
+        900.0,
+        "Time that a node keeps running after its last engine has left, in seconds: an engine that restarts finds its "
+        "cache. At most a minute while less than 512 MiB of memory is available.",
     )
     grant_ttl: float = key(SECONDS, 30.0, "Lifetime of a grant on extents, in seconds.")
     enable_pd: bool = key(

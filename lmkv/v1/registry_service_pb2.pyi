@@ -44,6 +44,7 @@ class Instance(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
     COORDINATOR_COUNT_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Set by the operator; unique in the fleet."""
     epoch: _builtins.int
@@ -90,6 +91,10 @@ class Instance(_message.Message):
         At most 256.
         """
 
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ends unless an engine attaches (`node_linger`); unset while engines are attached, and if it stays without any."""
+
     def __init__(
         self,
         *,
@@ -107,10 +112,11 @@ class Instance(_message.Message):
         stats: Global___InstanceStats | None = ...,
         served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
         coordinator_count: _builtins.int = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "register_time", b"register_time", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "expire_time", b"expire_time", "register_time", b"register_time", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "coordinator_count", b"coordinator_count", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "served_models", b"served_models", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "coordinator_count", b"coordinator_count", "end_time", b"end_time", "engine_count", b"engine_count", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "peer_address", b"peer_address", "register_time", b"register_time", "served_models", b"served_models", "specs", b"specs", "stats", b"stats", "synced", b"synced", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,6 +371,7 @@ class ReportRequest(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     REPORTED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -411,6 +418,10 @@ class ReportRequest(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationRecord]:
         """Records of operations that it stores: all of them after the snapshot, then those that changed."""
 
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """With `tiers`: as `Instance.end_time`."""
+
     def __init__(
         self,
         *,
@@ -429,10 +440,11 @@ class ReportRequest(_message.Message):
         records: _abc.Iterable[Global___OperationRecord] | None = ...,
         reported_elsewhere: _builtins.bool = ...,
         secret: _builtins.bytes = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "end_time", b"end_time", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

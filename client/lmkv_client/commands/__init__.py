@@ -21,9 +21,9 @@ from lmkv import tiers
 from lmkv.auth.credentials import Credentials
 from lmkv.config import ClientConfig, load
 from lmkv.errors import BadRequest, LmkvError, Unreachable
-from lmkv.units import format_bytes, parse_seconds
+from lmkv.units import format_bytes, format_duration, parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
-from lmkv.v1.registry_service_pb2 import TierUsage
+from lmkv.v1.registry_service_pb2 import Instance, TierUsage
 from lmkv_client.connection import RETRY_SECONDS
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.http_port import find_grpc
@@ -154,6 +154,13 @@ def read_seconds(text: str) -> float:
 def seconds_until(moment: Timestamp) -> float:
     """Seconds until `moment`; negative if it has passed."""
     return moment.ToNanoseconds() / 1e9 - time.time()
+
+
+def engines(instance: Instance) -> str:
+    """Its attached engines; without any, also when the node ends unless one attaches."""
+    if not instance.HasField("end_time") or instance.engine_count:
+        return str(instance.engine_count)
+    return f"0, ends in {format_duration(max(1, round(seconds_until(instance.end_time))))}"
 
 
 def count(number: int, noun: str) -> str:

@@ -23,6 +23,7 @@ from lmkv_client import Coordinator
 from lmkv_client.commands import (
     add_common_arguments,
     call,
+    engines,
     format_fill,
     ops,
     read_seconds,
@@ -180,7 +181,7 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
     name = instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)"
     lease = f"{seconds_until(instance.expire_time):.1f} s"
     if not instance.tiers:
-        yield (name, "-", "-", "-", "0", _hits(instance), str(instance.engine_count), lease)
+        yield (name, "-", "-", "-", "0", _hits(instance), engines(instance), lease)
     for tier in instance.tiers:
         share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0
         cells = round(min(share, 1.0) * BAR_CELLS)
@@ -191,7 +192,7 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
             format_fill(tier),
             str(tier.chunk_count),
             _hits(instance),
-            str(instance.engine_count),
+            engines(instance),
             lease,
         )
 

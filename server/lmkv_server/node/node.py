@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
-from google.protobuf import duration_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 
 import lmkv
 from lmkv import config as configuration
@@ -36,6 +36,7 @@ from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.hints.orders import carry_out
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
+from lmkv_server.node.linger import Linger
 from lmkv_server.node.metrics.build import serve_metrics
 from lmkv_server.node.metrics.collector import NodeMetrics
 from lmkv_server.node.serving.build import PeerSide, open_peer_side
@@ -82,7 +83,8 @@ class Node:
         self._losses = Losses()
         self.events = CacheEvents(self._partial_chunks, self._losses)
         """What the tiers store and remove."""
-        self._idle_since = time.monotonic() + FIRST_ENGINE_SECONDS
+        self._linger: Linger | None = None
+        """The countdown to its end, if it ends without engines."""
         self._served_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -266,6 +268,7 @@ class Node:
             version=lmkv.__version__,
             tiers=holdings.usages(self.tier, self.tiers),
             engine_count=self.engines.attached_count,
+            end_time=self._end_time(),
             served_models=[
                 model.to_proto()
                 for model in self.engines.served
@@ -307,7 +310,7 @@ class Node:
     # --- Engines -------------------------------------------------------------------------------------------------
 
     def _engines_changed(self) -> None:
-        self._idle_since = time.monotonic()
+        self._restart_linger()
         self.fleet.refresh()
 
     def _served_changed(self) -> None:
@@ -321,7 +324,11 @@ class Node:
 
     def _worker_detached(self, engine_id: str, rank: int) -> None:
         self.engines.worker_disconnected(engine_id, rank)
-        self._idle_since = time.monotonic()
+        self._restart_linger()
+
+    def _restart_linger(self) -> None:
+        if self._linger:
+            self._linger.restart()
 
     # --- End -----------------------------------------------------------------------------------------------------
 
@@ -339,15 +346,19 @@ class Node:
         await self._replaced.wait()
 
     async def linger(self) -> None:
-        """Returns once no engine has been attached for `node_linger` seconds."""
-        while True:
-            left = self._idle_since + self.config.node_linger - time.monotonic()
-            if self.engines.mapped_count:
-                left = self.config.node_linger
-            elif left <= 0:
-                logger.info("ending: no engine for %.0f s (node_linger)", self.config.node_linger)
-                return
-            await asyncio.sleep(min(max(left, 0.1), 5.0))
+        """Returns once no engine has been attached for `node_linger` seconds, or for less where memory is wanted."""
+        self._linger = Linger(
+            self.config.node_linger, lambda: self.engines.mapped_count > 0, first_seconds=FIRST_ENGINE_SECONDS
+        )
+        await self._linger.wait()
+
+    def _end_time(self) -> timestamp_pb2.Timestamp | None:
+        """When it ends unless an engine attaches; None while there are engines, or if it stays."""
+        if self._linger is None or self.engines.mapped_count:
+            return None
+        end = timestamp_pb2.Timestamp()
+        end.FromNanoseconds(time.time_ns() + round(self._linger.left_seconds * 1e9))
+        return end
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

@@ -26,7 +26,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert (config.p2p_host, config.p2p_port, config.transfer_channel) == ("127.0.0.1", 0, "auto")
     assert config.nixl_backends == ("UCX",)
     assert config.pool_bytes == 5 << 30
-    assert (config.node_linger, config.grant_ttl) == (60.0, 30.0)
+    assert (config.node_linger, config.grant_ttl) == (900.0, 30.0)
     assert (config.lookup_timeout, config.load_timeout, config.coordinator_timeout) == (0.1, 1.0, 0.05)
     assert (config.chunk_size, config.save_partial_chunks, config.save_decode_cache) == (256, True, True)
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,64}", config.instance_id)

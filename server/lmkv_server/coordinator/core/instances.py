@@ -42,6 +42,8 @@ class Instance:
         """Its pins by id, as last reported."""
         self.engine_count = 0
         """Engines attached to it, as last reported."""
+        self.end_time_ns = 0
+        """When it ends unless an engine attaches, in nanoseconds since 1970, as last reported; 0: it stays."""
         self.stats = ReportedStats()
         """What it has done, as last reported."""
 

@@ -134,11 +134,16 @@ def _check_texts(message: Message, name: str, instance_id: str) -> None:
             )
 
 
+MAX_TIME_NS = 253_402_300_799 * 1_000_000_000
+"""The last second that a `Timestamp` may have: the end of the year 9999."""
+
+
 def set_state(instance: Instance, message: pb.Instance | pb.ReportRequest) -> None:
     """Keeps what a registration or a report says of the instance besides its chunks and pins."""
     if message.tiers or message.engine_count:
         instance.tiers = tuple(ReportedTier(**_values(usage)) for usage in message.tiers)
         instance.engine_count = message.engine_count
+        instance.end_time_ns = min(max(0, message.end_time.seconds * 1_000_000_000), MAX_TIME_NS)
     if message.HasField("stats"):
         instance.stats = reported_stats(message.stats)
 

@@ -253,12 +253,19 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             stats=stats_message(instance.stats),
             served_models=[model.to_proto() for model in info.served_models],
             coordinator_count=info.coordinator_count,
+            end_time=_timestamp(instance.end_time_ns) if instance.end_time_ns else None,
         )
 
 
 def _wall_time(moment: float, now: float) -> timestamp_pb2.Timestamp:
     stamp = timestamp_pb2.Timestamp()
     stamp.FromNanoseconds(time.time_ns() + round((moment - now) * 1e9))
+    return stamp
+
+
+def _timestamp(nanoseconds: int) -> timestamp_pb2.Timestamp:
+    stamp = timestamp_pb2.Timestamp()
+    stamp.FromNanoseconds(nanoseconds)
     return stamp
 
 

@@ -135,6 +135,8 @@ class ReportStream:
                 node = self._context.node.describe()
                 reports[-1].tiers.extend(node.tiers)
                 reports[-1].engine_count = node.engine_count
+                if node.HasField("end_time"):
+                    reports[-1].end_time.CopyFrom(node.end_time)
                 reports[-1].stats.CopyFrom(node.stats)
                 status_due = now + status_interval
             if self._sent_pins_revision != self._orders.pins.revision:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv_server.coordinator.core.instance_info import (
@@ -13,6 +16,16 @@ from lmkv_server.coordinator.core.instance_info import (
 )
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.services.registration import reported_pins, reported_stats, set_state, stats_message
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 253_402_300_799, 1 << 62])
+def test_any_time_that_a_node_reports_as_its_end_can_be_listed(seconds: int) -> None:
+    instance = Instance(InstanceInfo(instance_id="a", epoch=1, peer_address=""), now=0, expire_time=3)
+    usage = pb.TierUsage(name="host", tier=TIER_HOST)
+    set_state(instance, pb.ReportRequest(tiers=[usage], end_time=Timestamp(seconds=seconds)))
+    Timestamp().FromNanoseconds(instance.end_time_ns)
+    set_state(instance, pb.ReportRequest(tiers=[usage]))
+    assert instance.end_time_ns == 0, "an engine has attached"
 
 
 def test_usage_and_statistics_are_kept_until_a_report_carries_others() -> None:
