@@ -122,8 +122,14 @@ class FdServer:
         except LmkvError as error:
             self._refuse(connection, str(error))
             return
-        if self._send(connection, offer):
-            await _wait_for_end(connection)
+        try:
+            if self._send(connection, offer):
+                await _wait_for_end(connection)
+        except asyncio.CancelledError:  # the server closes; the receiver may still be alive
+            raise
+        except BaseException:
+            offer.on_disconnect()
+            raise
         offer.on_disconnect()
 
     def _send(self, connection: socket.socket, offer: FdOffer) -> bool:

@@ -98,6 +98,8 @@ class _Interrupted(Awaitable[T]):
                 return end.value  # type: ignore[no-any-return]
             if self._interruption.reached(future, _place_of(self._work)):
                 future._asyncio_future_blocking = False
+                if not isinstance(future, asyncio.Task):  # nothing waits for it any more, as after a cancellation
+                    future.cancel()
                 resume, value = steps.throw, Injected("as the test demands")
                 continue
             try:

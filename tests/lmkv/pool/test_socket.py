@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from lmkv.errors import ConfigError, Unreachable
 from lmkv.pool import fd_passing
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket, attach
+from tests.support.interruptions import Interrupter, Kind
 from tests.waiting import WAIT_SECONDS, until
 
 MB = 1 << 20
@@ -115,6 +117,21 @@ async def test_as_many_workers_as_the_limit_are_attached_at_a_time(node: Node, m
         first.close()
         second.close()
         await until(lambda number=number: len(node.events) == 4 * (number + 1))  # type: ignore[misc]
+
+
+async def test_a_worker_whose_connection_fails_is_gone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupter = Interrupter(monkeypatch, (fd_passing.FdServer, "_answer"))
+    node = Node(directory / "pool.sock")
+    async with node.socket:
+        for interruption in interrupter.every_await(Kind.FAIL):
+            node.events.clear()
+            with suppress(Unreachable):
+                (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)).close()
+            interruption.end()
+            (await asyncio.to_thread(attach, node.path, "last", 0, EPOCH, 60.0)).close()
+            await until(lambda: ("gone", "last", 0) in node.events)
+            assert [kind for kind, name, _ in node.events if name == "e"] in ([], ["came", "gone"])
+    node.pool.close()
 
 
 async def test_closing_says_goodbye(node: Node) -> None:

@@ -65,6 +65,7 @@ async def test_ended_orders_take_no_room(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(orders_module, "MAX_PENDING_BYTES", 100)
     monkeypatch.setattr(orders_module, "MAX_PENDING", 2)
     orders = PendingOrders()
+    orders.connect("a", lambda _: None)
     for number in range(10):
         first, second = (pb.Order(order_id=f"{number}-{name}", drop=pb.DropOrder()) for name in "ab")
         waiting = asyncio.create_task(orders.execute("a", first, WAIT_SECONDS))
