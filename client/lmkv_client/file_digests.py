@@ -71,7 +71,8 @@ def digests(stamped: Mapping[Path, Stamp], remembered: RememberedDigests | None 
     has not the stamp any more that `stamped` says, and `OSError` if it cannot be read.
     """
     remembered = remembered or RememberedDigests()
-    known = remembered.load()
+    is_large = any(stamp.size_bytes >= REMEMBERED_BYTES for stamp in stamped.values())
+    known = remembered.load() if is_large else {}
     found: dict[Path, str] = {}
     for path, stamp in stamped.items():
         remembered_stamp, digest = known.get(str(path.absolute()), (None, ""))

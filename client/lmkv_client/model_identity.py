@@ -23,6 +23,8 @@ OTHER_SUFFIXES = (".index.json", "quant_config.json", "quantize_config.json", "q
 and the model's own code."""
 OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Files beside the weights that no engine reads."""
+MAX_ADAPTERS = 4096
+"""Most LoRA adapters whose files an engine remembers, unless it keeps more in memory; those used last stay."""
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 """Entries of a model's configuration that do not change what it computes, or that KvSpec holds by itself."""
 
@@ -73,7 +75,7 @@ def weights_identity(
     if folder.exists():
         return folder_digest(folder, loaded_after=loaded_after)
     if not _COMMIT.fullmatch(commit or ""):
-        commit = _cached_commit(model, revision or commit or "main", cache)
+        commit = cached_snapshot(model, revision or commit or "main", cache).name
     return f"{model}@{commit}"
 
 
@@ -84,17 +86,17 @@ def unknown_weights(reason: str) -> ConfigError:
     )
 
 
-def _cached_commit(model: str, revision: str, cache: str | None) -> str:
-    """The commit of a hub model that was downloaded."""
+def cached_snapshot(model: str, revision: str, cache: str | None) -> Path:
+    """The folder of a hub model that was downloaded, which is named by its commit. Raises `ConfigError` without one."""
     try:
         from huggingface_hub import snapshot_download
 
-        commit = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)).name
+        folder = Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
     except (ImportError, OSError, ValueError):  # not there, or not a name of the hub
-        commit = ""
-    if not _COMMIT.fullmatch(commit):
+        folder = Path()
+    if not _COMMIT.fullmatch(folder.name):
         raise unknown_weights(f"the commit of {model} is not known, only the revision {revision}")
-    return commit
+    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,9 +7,11 @@ synchronously; `stranger` has another cluster secret; `writer` and `reader` have
 from __future__ import annotations
 
 import json
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -139,6 +141,53 @@ def test_prompts_under_different_adapters_are_different_prompts(
     assert owner.ask_again(prompt).token_ids == completions[0]
 
 
+def test_adapters_that_differ_in_their_scale_only_are_different(
+    owner: LlmProcess, tmp_path: Path, prompt: list[int]
+) -> None:
+    completions = []
+    for number, alpha in ((11, 16), (12, 64)):
+        lora = ("scaled", str(number), str(make_adapter(tmp_path / str(alpha), 1, alpha)))
+        first = owner.ask_again(prompt, lora=lora)
+        assert (first.cached_tokens, first.stored_tokens) == (0, 768)
+        completions.append(first.token_ids)
+    assert completions[0] != completions[1], "the scale makes no difference"
+
+
+def test_an_adapter_is_what_the_engine_has_loaded_and_not_what_is_on_the_disk(
+    owner: LlmProcess, tmp_path: Path, prompt: list[int]
+) -> None:
+    folder = make_adapter(tmp_path / "adapter", 1)
+    lora = ("replaced", "21", str(folder))
+    old = owner.ask_again(prompt, lora=lora).token_ids
+    shutil.copytree(make_adapter(tmp_path / "new", 2), folder, dirs_exist_ok=True)
+    unknown = owner.ask_again(prompt, lora=lora)
+    assert (unknown.token_ids, unknown.cached_tokens, unknown.stored_tokens) == (old, 0, 0)
+    lora = ("replaced", "22", str(folder))  # the new files
+    first = owner.ask_again(prompt, lora=lora)
+    assert (first.cached_tokens, first.stored_tokens) == (0, 768)
+    assert first.token_ids != old
+    again = owner.ask_again(prompt, lora=lora)
+    assert (again.token_ids, again.loaded_tokens) == (first.token_ids, 768)
+
+
+def test_an_adapter_in_the_home_folder_is_what_its_files_are(
+    owner: LlmProcess, tmp_path: Path, prompt: list[int]
+) -> None:
+    """vLLM resolves `~`."""
+    completions = []
+    with TemporaryDirectory(prefix="lmkv-test-", dir=Path.home()) as home:
+        folder = Path(home)
+        for number, seed in ((31, 1), (32, 2)):
+            shutil.copytree(make_adapter(tmp_path / str(seed), seed), folder, dirs_exist_ok=True)
+            lora = ("at-home", str(number), f"~/{folder.name}")
+            first = owner.ask_again(prompt, lora=lora)
+            assert (first.cached_tokens, first.stored_tokens) == (0, 768)
+            again = owner.ask_again(prompt, lora=lora)
+            assert (again.token_ids, again.loaded_tokens) == (first.token_ids, 768)
+            completions.append(first.token_ids)
+    assert completions[0] != completions[1]
+
+
 def test_a_reset_of_vllms_cache_alone_leaves_ours_and_one_with_the_connector_does_not(
     owner: LlmProcess, prompt: list[int]
 ) -> None:
@@ -150,10 +199,10 @@ def test_a_reset_of_vllms_cache_alone_leaves_ours_and_one_with_the_connector_doe
     assert owner.ask_again(prompt).loaded_tokens == 768
 
 
-def make_adapter(folder: Path, seed: int) -> Path:
+def make_adapter(folder: Path, seed: int, alpha: int = 16) -> Path:
     """Writes a LoRA adapter with random weights for the tiny model, strong enough to change what it says."""
     folder.mkdir()
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none"}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": alpha, "bias": "none"}
     config |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "tiny"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     choose = np.random.default_rng(seed)

@@ -1,19 +1,15 @@
-"""The identity of an engine's KV: digests of weights and adapters, and the heads that a rank has."""
+"""The identity of an engine's KV: digests of weights, and the heads that a rank has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
 
 from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
-from lmkv_client.connector.vllm_api import LoadConfig, LoRARequest, ModelConfig, VllmConfig
+from lmkv_client.connector.vllm_api import LoadConfig, ModelConfig, VllmConfig
 from lmkv_client.model_identity import (
     architecture,
     digest_of,
-    folder_digest,
     shared_identity,
     unknown_weights,
     weights_identity,
@@ -123,10 +119,3 @@ def _commit(model: ModelConfig) -> str | None:
     is_own = model.hf_config_path in (None, "", model.model)
     commit: str | None = (getattr(model.hf_config, "_commit_hash", None) if is_own else None) or model.revision
     return commit
-
-
-def lora_identity(lora: LoRARequest) -> str:
-    """`name@digest` of an adapter: two adapters of one name are not the same."""
-    folder = Path(lora.lora_path)
-    digest: Any = folder_digest(folder) if folder.is_dir() else sha256(str(lora.lora_path).encode()).hexdigest()
-    return f"{lora.lora_name}@{digest[:16]}"

@@ -22,6 +22,7 @@ in each of its processes, so it imports two names when it is called. An import c
 | `BlockStored`, `BlockRemoved`, `KVCacheEvent`, `MEDIUM_...` | `distributed.kv_events` | KV events |
 | `generate_block_hash_extra_keys`, `maybe_convert_block_hash`, `to_event_extra_keys` | `v1.core.kv_cache_utils` | \
 hashes in KV events |
+| `adapter_pages` | `v1.core.kv_cache_utils._gen_lora_extra_hash_keys` | which adapters share pages in vLLM |
 | `init_logger` | `logger` | logs |
 | `attention_isa` | `v1.attention.backends.cpu_attn._get_attn_isa` | the format of pages on CPUs |
 | `engine_core` | `v1.engine.core.EngineCore` | changes of weights, which have no hook |
@@ -44,6 +45,7 @@ version of vLLM does not have: `make verify-vllm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant here
@@ -62,7 +64,12 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
+from vllm.v1.core.kv_cache_utils import (
+    _gen_lora_extra_hash_keys,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -119,6 +126,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SupportsHMA",
     "VllmConfig",
+    "adapter_pages",
     "attention_isa",
     "cpu_store_kv",
     "engine_core",
@@ -162,6 +170,11 @@ def engine_core() -> Any:
     from vllm.v1.engine.core import EngineCore  # needed in that process only
 
     return EngineCore
+
+
+def adapter_pages(lora: LoRARequest) -> tuple[Any, ...]:
+    """By what vLLM knows the pages of a LoRA adapter: its name, since 0.32 also its path."""
+    return tuple(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 
 def attention_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:

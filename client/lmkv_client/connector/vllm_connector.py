@@ -14,6 +14,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
+from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import engine_kv
 from lmkv_client.connector.identity import head_shares, served_names
 from lmkv_client.connector.messages import StepPlan
@@ -98,6 +99,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
                 has_events=has_events,
+                adapters=_adapters(vllm_config),
             )
             watch(scheduler_sides)
         else:
@@ -279,6 +281,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> PromMetrics:
         """The exporter of the statistics at `/metrics`."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _adapters(vllm_config: VllmConfig) -> Adapters:
+    lora = vllm_config.lora_config
+    return Adapters(str(lora.lora_dtype), lora.max_cpu_loras or 0) if lora else Adapters()
 
 
 def scheduler_sides(core: Any) -> list[SchedulerSide]:

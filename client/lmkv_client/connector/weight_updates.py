@@ -1,4 +1,4 @@
-"""Informs connectors when vLLM changes weights, names their version, or empties its prefix cache.
+"""Informs connectors when vLLM changes weights, names their version, loads adapters, or empties its prefix cache.
 
 vLLM has no hook for that. All such calls arrive at `EngineCore`, between steps and on the thread that schedules.
 """
@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lmkv_client.connector.vllm_api import engine_core
+from lmkv_client.connector.vllm_api import LoRARequest, engine_core
 
 if TYPE_CHECKING:
     from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -63,6 +63,8 @@ def watch(sides: Callable[[Any], list[SchedulerSide]]) -> None:
 
     before("collective_rpc", _called)
     before("sleep", _sleeps)
+    _wrap(core, "add_lora", _load_adapter(sides))
+    after("remove_lora", _adapter_removed)
     after("set_weight_version", _named)
     after("reset_prefix_cache", _reset)
 
@@ -80,10 +82,46 @@ def _wrap(core: Any, name: str, call: Callable[[Callable[[], Any], Any, Any, Any
     setattr(core, name, watched)
 
 
-def _called(sides: list[SchedulerSide], method: str | Callable[..., Any], *_: Any, **__: Any) -> None:
+def _called(
+    sides: list[SchedulerSide],
+    method: str | Callable[..., Any],
+    _timeout: Any = None,
+    args: Any = (),
+    *_: Any,
+    **__: Any,
+) -> None:
+    for lora in args or ():
+        if isinstance(lora, LoRARequest):
+            _adapter_loads(sides, lora)
+    if method == "remove_lora":
+        _adapter_removed(sides, True, *args)
     if method not in HARMLESS_CALLS:
         for side in sides:
             side.weights_changed()
+
+
+def _load_adapter(find_sides: Callable[[Any], list[SchedulerSide]]) -> Callable[..., Any]:
+    def call(method: Callable[[], Any], self: Any, args: Any, options: Any) -> Any:
+        lora: LoRARequest = args[0] if args else options["lora_request"]
+        _adapter_loads(sides := find_sides(self), lora)
+        try:
+            return method()
+        except BaseException:
+            for side in sides:
+                side.adapters.failed(lora.lora_int_id)
+            raise
+
+    return call
+
+
+def _adapter_loads(sides: list[SchedulerSide], lora_request: LoRARequest) -> None:
+    for side in sides:
+        side.adapters.loading(lora_request)
+
+
+def _adapter_removed(sides: list[SchedulerSide], _result: Any, lora_id: int) -> None:
+    for side in sides:
+        side.adapters.removed(lora_id)
 
 
 def _sleeps(sides: list[SchedulerSide], level: int = 1, *_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""What identifies an engine's weights, adapters and names, and which heads each rank has."""
+"""What identifies an engine's weights and names, and which heads each rank has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.lora.request import LoRARequest
 
 from lmkv.errors import ConfigError
 from lmkv_client.connector.identity import (
     HeadShare,
     engine_identity,
     identity_across_engines,
-    lora_identity,
     served_names,
 )
 from lmkv_client.file_digests import READ_BYTES
@@ -170,29 +168,3 @@ def test_an_empty_weight_file_has_a_digest(tmp_path: Path) -> None:
     one = weights(tmp_path / "one", model_safetensors=b"")
     two = weights(tmp_path / "two", model_safetensors=b"1")
     assert folder_digest(one) != folder_digest(two)
-
-
-def test_two_adapters_of_one_name_are_not_the_same(tmp_path: Path) -> None:
-    one = weights(tmp_path / "one", adapter_safetensors=b"1")
-    same = weights(tmp_path / "same", adapter_safetensors=b"1")
-    two = weights(tmp_path / "two", adapter_safetensors=b"2")
-    names = [lora_identity(LoRARequest("adapter", 1, str(folder))) for folder in (one, same, two)]
-    assert names[0] == names[1] != names[2]
-    assert all(name.startswith("adapter@") for name in names)
-
-
-def test_adapters_of_other_names_are_not_the_same(tmp_path: Path) -> None:
-    folder = str(weights(tmp_path / "one", adapter_safetensors=b"1"))
-    assert lora_identity(LoRARequest("a", 1, folder)) != lora_identity(LoRARequest("b", 1, folder))
-
-
-def test_an_adapter_from_a_hub_goes_by_its_path() -> None:
-    names = {lora_identity(LoRARequest("a", 1, path)) for path in ("org/one", "org/two")}
-    assert len(names) == 2
-
-
-def test_an_adapter_that_was_replaced_in_place_is_another(tmp_path: Path) -> None:
-    folder = weights(tmp_path / "one", adapter_safetensors=b"1")
-    before = lora_identity(LoRARequest("a", 1, str(folder)))
-    (folder / "adapter.safetensors").write_bytes(b"22")
-    assert lora_identity(LoRARequest("a", 1, str(folder))) != before

@@ -81,9 +81,14 @@ class PendingStores:
                 written[offset] = store
         return written, failed
 
-    def discard(self) -> None:
-        """Commits nothing of what the workers write now."""
-        self._discarded = set(self._stores)
+    @property
+    def states(self) -> set[RequestState]:
+        """The requests of which workers write chunks."""
+        return {store.state for store in self._stores.values()}
+
+    def discard(self, state: RequestState | None = None) -> None:
+        """Commits nothing of what the workers write now, or only of this request."""
+        self._discarded |= {offset for offset, store in self._stores.items() if state in (None, store.state)}
 
     def take_all(self) -> list[PendingStore]:
         """Removes and returns all: their extents are lost with the node."""

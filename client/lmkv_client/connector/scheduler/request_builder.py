@@ -10,7 +10,7 @@ from lmkv.keys import as_tokens
 from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.identity import lora_identity
+from lmkv_client.connector.adapters import Adapter, Adapters
 from lmkv_client.connector.misses import Beginnings
 from lmkv_client.connector.multimodal import multimodal_extras
 from lmkv_client.connector.scheduler.handoff import HandoffParams
@@ -26,29 +26,41 @@ class RequestBuilder:
     """Makes request states; announces LoRA adapters to the node with their first request."""
 
     def __init__(
-        self, config: ConnectorConfig, spec: KvSpec, served: ServedNames, send: Callable[[pb.AttachRequest], None]
+        self,
+        config: ConnectorConfig,
+        spec: KvSpec,
+        served: ServedNames,
+        send: Callable[[pb.AttachRequest], None],
+        adapters: Adapters,
     ) -> None:
         self._config = config
         self.spec = spec
         """Of requests that begin now."""
         self._served = served
         self._send = send
+        self._adapters = adapters
         self._beginnings = Beginnings()
 
     def build(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """The state of a new request; None if it cannot be cached."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             return None
+        adapter = None
+        if request.lora_request is not None and (adapter := self._adapters.of_request(request.lora_request)) is None:
+            return None
         try:
-            return self._build(request, handoff)
-        except (LmkvError, OSError, ValueError) as error:  # the folder of an adapter may vanish
+            return self._build(request, handoff, adapter)
+        except (LmkvError, OSError, ValueError) as error:
             logger.warning("[%s] not cached: %s", request.request_id, error)
             return None
 
-    def _build(self, request: Request, handoff: HandoffParams | None) -> RequestState:
+    def _build(self, request: Request, handoff: HandoffParams | None, adapter: Adapter | None) -> RequestState:
         extras = multimodal_extras(request.mm_features, self.spec.chunk_size)
         key_space = KeySpace(self.spec, self._config.cluster_secret)
-        chain = key_space.chain(salt=request.cache_salt or "", lora=self._lora_identity(request), extras=extras)
+        lora = adapter.identity if adapter else ""
+        chain = key_space.chain(salt=request.cache_salt or "", lora=lora, extras=extras)
+        if adapter:
+            self._announce(adapter)
         config, tokens = self._config, as_tokens(request.prompt_token_ids)
         handed_count = handoff.prompt_token_count or 0 if handoff else 0
         state = RequestState(
@@ -64,6 +76,7 @@ class RequestBuilder:
             has_parts=not self.spec.has_plain_parts,
             extras=extras,
             weight_version=self.spec.weight_version,
+            adapter=adapter,
         )
         first = tokens[: self.spec.chunk_size]
         state.account.seen_elsewhere = self._beginnings.note(
@@ -71,12 +84,8 @@ class RequestBuilder:
         )
         return state
 
-    def _lora_identity(self, request: Request) -> str:
-        """The part of chunk keys for the request's LoRA adapter; empty without one."""
-        if request.lora_request is None:
-            return ""
-        identity = lora_identity(request.lora_request)
-        model = self._served.use(request.lora_request.lora_name, identity)
+    def _announce(self, adapter: Adapter) -> None:
+        """Has the node learn of an adapter that is used for the first time, or that has other weights now."""
+        model = self._served.use(adapter.name, adapter.identity)
         if model is not None:
             self._send(pb.AttachRequest(served_models=[model]))
-        return identity

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv_client.connector.adapters import Adapter
 from lmkv_client.engine.prompts.hit_sources import HitSources
 from lmkv_client.engine.prompts.prompt_account import PromptAccount
 
@@ -48,6 +49,7 @@ class RequestState:
     __slots__ = (
         "absent_count",
         "account",
+        "adapter",
         "all_tokens",
         "chain",
         "chosen_tokens",
@@ -107,6 +109,7 @@ class RequestState:
         has_parts: bool = False,
         extras: Mapping[int, bytes] = NO_EXTRAS,
         weight_version: str = "",
+        adapter: Adapter | None = None,
     ) -> None:
         """`tokens` are the prompt's; of a handoff only those that it covers. `extras` are those of `chain`.
 
@@ -143,6 +146,8 @@ class RequestState:
         """Inputs of the chunks' keys other than tokens, by index of the chunk."""
         self.weight_version = weight_version
         """Version of the weights in its keys."""
+        self.adapter = adapter
+        """The LoRA adapter in its keys, if it has one."""
         self.lookup_state = LookupState.OVER
         self.lookup_id = ""
         """Id of the lookup at the node; empty if there is none."""

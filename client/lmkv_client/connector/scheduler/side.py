@@ -15,6 +15,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.misses.memory import LossMemory
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import StepPlan, WorkerReport
 from lmkv_client.connector.misses import spans_in_answer
@@ -78,8 +79,11 @@ class SchedulerSide:
         has_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
         step_loads: StepLoads | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`step_loads` says which loads are part of a step; None: as many as cost others little."""
+        self.adapters = adapters or Adapters()
+        """The LoRA adapters that vLLM has loaded."""
         self._config = config
         self._may_load = may_load
         self._may_store = may_store
@@ -95,7 +99,7 @@ class SchedulerSide:
         skipped = LossMemory(MAX_SKIPPED)
         self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill, skipped)
         self._loads = Loads(config, self._lookups, self._counters, clock, blocks=blocks, rank_count=rank_count)
-        self._builder = RequestBuilder(config, spec, node_client.served, self._send)
+        self._builder = RequestBuilder(config, spec, node_client.served, self._send, self.adapters)
         self._has_events = has_events
         self._events = BlockEvents(
             spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size or kv.groups[0].block_size
@@ -176,7 +180,7 @@ class SchedulerSide:
         if state is None or state.load_failed:
             return 0, False
         state.computed_count = computed_count
-        if self._weights.pages_are_stale and (computed_count or state.has_parts):  # a hit of parts may end in a block
+        if not self._pages_are_of(state, computed_count):
             state.may_store = False
             state.account.unanswered(MissReason.UNCACHEABLE)
             self._lookups.release(state)
@@ -197,6 +201,14 @@ class SchedulerSide:
             state.account.unused = MissReason.UNCACHEABLE
             return 0, False
         return self._hit_choice.choose(state, request, computed_count, is_alone=len(self._states) == 1)
+
+    def _pages_are_of(self, state: RequestState, computed_count: int) -> bool:
+        """Whether vLLM computes, and has computed, the pages of a request with what its keys name."""
+        adapter = state.adapter
+        if adapter is not None and not self.adapters.is_current(adapter):
+            return False
+        are_stale = self._weights.pages_are_stale or (adapter is not None and self.adapters.has_stale_pages(adapter))
+        return not are_stale or not (computed_count or state.has_parts)  # a hit of parts may end in a block
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
         """Begins the load of `extra_count` tokens: vLLM has given the request pages."""
@@ -264,6 +276,8 @@ class SchedulerSide:
             self._look_up_postponed(self._postponed)
 
     def _handle_report(self, report: WorkerReport) -> None:
+        if report.stores:
+            self._stores.check_adapters(self.adapters.is_current)
         is_current = self._attachment is not None and report.engine_id == self._attachment.engine_id
         if is_current and self._stores.handle_report(report):
             self._step_loads.workers_copy()
@@ -364,6 +378,7 @@ class SchedulerSide:
     def pages_cleared(self) -> None:
         """vLLM's prefix cache is empty."""
         self._weights.pages_cleared()
+        self.adapters.pages_cleared()
 
     def _follow_weights(self) -> None:
         """Begins a version of its own if the weights have changed and have no name."""

@@ -13,6 +13,7 @@ from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
+from lmkv_client.connector.adapters import Adapter
 from lmkv_client.connector.messages import WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
 from lmkv_client.connector.scheduler.ended_requests import EndedRequest, EndedRequests
@@ -405,6 +406,13 @@ class Stores:
             self._request(states, returned)
         else:
             self._request_partial(returned_credits=returned)
+
+    def check_adapters(self, is_current: Callable[[Adapter], bool]) -> None:
+        """Commits nothing that was computed with adapters that are not current any more, and stores no more of it."""
+        for state in self._pending.states:
+            if state.adapter is not None and not is_current(state.adapter):
+                state.may_store = False
+                self._pending.discard(state)
 
     def discard(self) -> None:
         """What the workers still write is not committed: it is of no use any more."""
