@@ -11,9 +11,11 @@ import pytest
 
 from lmkv.errors import InstanceNotFound, Unreachable
 from lmkv_client import Coordinator
+from lmkv_client.lookup_stream import LookupStream
 from lmkv_client.sync import Coordinator as SyncCoordinator
 from lmkv_server.coordinator import coordinator as server
 from tests.server.node.ordering import until
+from tests.waiting import eventually
 
 
 class Two:
@@ -90,3 +92,22 @@ async def test_threads_fail_over_too(two: Two) -> None:
             return coordinator.address
 
     assert await asyncio.to_thread(ask) == two.second.address
+
+
+async def test_a_stream_of_lookups_leaves_one_that_is_silent(two: Two) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never reads
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        coordinator = Coordinator(address, two.second.address, timeout_seconds=0.5)
+        async with coordinator, coordinator.lookup_stream() as stream:
+            with pytest.raises(Unreachable, match="deadline exceeded"):
+                await stream.lookup([1] * 256)
+            assert coordinator.address == two.second.address
+            await eventually(lambda: answers(stream), True)
+
+
+async def answers(stream: LookupStream) -> bool:
+    """Whether a lookup is answered."""
+    try:
+        return not (await stream.lookup([1] * 256)).holders
+    except Unreachable:  # a busy machine may take longer
+        return False

@@ -140,8 +140,8 @@ class LmkvLinker(UnifiedCacheLinker):
         held.refuse(held.own_count, reason=MissReason.SLOWER)
         if rid in self._fetching or len(self._fetching) >= MAX_FETCHES:
             return None
-        self._fetching.add(rid)
         fetch = held.begin_load(timeout=self._store.settings.load_timeout)
+        self._fetching.add(rid)
         fetch.add_done_callback(lambda _: self._fetching.discard(rid))
         return fetch
 

@@ -78,6 +78,24 @@ def test_a_node_that_hangs_costs_timeouts_and_is_left_alone_for_a_while(
     assert engine.counters.node_losses == 0
 
 
+def test_only_timeouts_in_a_row_make_a_node_suspect(
+    attach: Attach, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "SUSPECT_SECONDS", 3600.0)
+    engine = attach()
+    keys = engine.keys(prompt(2))
+    store(engine, keys)
+    pid = node_pid(connector_config(runtime_dir))
+    in_a_row = lookups.TIMEOUTS_UNTIL_SUSPECT - 1
+    for number in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(in_a_row):
+            assert engine.lookup(keys, timeout=0.01).hit_count == 0
+        os.kill(pid, signal.SIGCONT)
+        assert engine.counters.lookup_timeouts == in_a_row * (number + 1), "one was not sent"
+        assert load(engine, keys) == 2
+
+
 def test_answers_that_arrive_too_late_hold_no_chunks(attach: Attach, runtime_dir: Path) -> None:
     engine = attach(max_local_cpu_size="512KiB", eviction_policy="lru")  # 64 chunks
     keys = engine.keys(prompt(8))

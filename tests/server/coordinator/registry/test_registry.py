@@ -15,6 +15,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
+from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 
@@ -267,3 +268,27 @@ def test_answers_are_partial_while_the_coordinator_is_young() -> None:
     registry = Registry(lease_ttl=3, now=10)
     assert registry.is_partial(12.9)
     assert not registry.is_partial(13)
+
+
+def test_the_lease_of_an_instance_that_has_to_wait_to_join_lasts_until_it_may_return() -> None:
+    admission = JoinAdmission(limit=1)
+    registry = Registry(lease_ttl=3, now=-100, admission=admission)
+    joined(registry).apply(snapshot(1, change(KEYS[:1])), 0)
+    registry.instances.get("a", 1).stream = None  # it has lost its stream, and returns among others
+    joined(registry, "b", now=2.9)
+    with pytest.raises(Full) as refused:
+        joined(registry, now=2.9)
+    back = 2.9 + refused.value.retry_seconds
+    assert back > 2.9
+    assert registry.expire(max(3.0, back)) == []
+    assert held(registry) == {"a": 256}
+    assert [one.info.instance_id for one in registry.expire(100.0)] == ["a", "b"]
+
+
+def test_an_instance_that_reports_its_chunks_elsewhere_leaves_room_to_join() -> None:
+    registry = Registry(lease_ttl=3, now=-100, admission=JoinAdmission(limit=1))
+    joined(registry)
+    with pytest.raises(Full):
+        joined(registry, "b")
+    registry.follow("a", 1, 0, lambda _: None)
+    joined(registry, "b")

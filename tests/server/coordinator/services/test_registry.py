@@ -35,7 +35,9 @@ from lmkv.v1.registry_service_pb2 import (
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from lmkv_server.coordinator.services.registration import MAX_ID_BYTES
-from tests.waiting import WAIT_SECONDS, eventually
+from tests.server.coordinator.cases import CHUNKS
+from tests.server.coordinator.scripted_instance import Make
+from tests.waiting import WAIT_SECONDS, eventually, until
 
 CLOCK_SECONDS = 1.0
 """How far two readings of the clocks may be apart."""
@@ -372,3 +374,19 @@ async def test_a_page_ends_early_rather_than_outgrow_a_message(registry: Any) ->
 async def test_a_page_token_from_elsewhere_is_refused(registry: Any, token: str) -> None:
     error = await refusal(registry.ListInstances(ListInstancesRequest(page_token=token), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN")
+
+
+async def test_the_end_of_an_earlier_stream_leaves_the_later_one_reachable(
+    coordinator: Coordinator, make: Make
+) -> None:
+    services = coordinator.tenants.unnamed
+    async with make("a", CHUNKS) as first:
+        earlier = first._stream
+        await first.join()  # another stream of the same process
+        earlier.cancel()
+        await until(earlier.done)
+        await first.evict([])  # a later message, so that the coordinator has noticed
+        assert "a" in services.registry._outboxes
+        services.resync("a test", "a")
+        await until(first._stream.done)
+        assert "a test; register again" in await first._stream.details()

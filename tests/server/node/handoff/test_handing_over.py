@@ -23,6 +23,7 @@ from lmkv.errors import (
 )
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.handoff.state import HandoffState
+from lmkv_server.node.peers import directory as directory_module
 from lmkv_server.node.peers.directory import InstanceDirectory
 from tests.server.node.handoff_parts import finish, follow, state_of
 from tests.server.node.peer_parts import LARGE, RUNTIME_DIR, SMALL, Parts, Remote, keys_of
@@ -254,6 +255,22 @@ async def test_an_instance_whose_node_was_killed_is_not_known(prefill: Parts) ->
         assert (await prefill.directory.find("decode")).epoch == decode.holder.epoch
         decode.signal(signal.SIGKILL)
     assert isinstance((await prefill.hand("r", "decode", KEYS)).error, InstanceNotFound)
+
+
+async def test_the_registration_that_was_found_longest_ago_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_module, "MAX_KNOWN", 2)
+    asked: list[str] = []
+
+    async def locate(instance_id: str) -> Holder | None:
+        asked.append(instance_id)
+        return Holder(instance_id=instance_id, epoch=1, peer_address="10.0.0.9:1")
+
+    directory = InstanceDirectory(tmp_path, locate)
+    for name in ("a", "b", "c", "c", "b", "a"):
+        await directory.find(name)
+    assert asked == ["a", "b", "c", "a"]
 
 
 async def test_registrations_are_asked_for_once_and_used_while_no_coordinator_answers(tmp_path: Path) -> None:

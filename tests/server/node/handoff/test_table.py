@@ -309,3 +309,27 @@ def test_the_number_of_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     begin(handoffs, "b", KEYS[1:2])
     with pytest.raises(Full, match="are running"):
         begin(handoffs, "c", KEYS[2:3])
+
+
+def test_a_grant_is_of_use_to_its_session_only() -> None:
+    _, handoffs = table()
+    handoff = begin(handoffs, "r", KEYS[:3])
+    assert handoffs.get(handoff.grant_id, SOURCE.session_id) is handoff
+    for grant_id, session_id in ((handoff.grant_id, "another"), (handoff.grant_id, ""), ("another", SOURCE.session_id)):
+        with pytest.raises(GrantNotFound):
+            handoffs.get(grant_id, session_id)
+        assert not handoffs.end(grant_id, session_id, 0.0)
+    assert handoff.is_open
+
+
+def test_a_prompt_that_has_arrived_waits_for_its_request_longer_than_an_open_handoff_for_its_prefill() -> None:
+    tier, handoffs = table()
+    handoff = begin(handoffs, "r", KEYS[:1])
+    take(tier, handoff, 0)
+    handoffs.renew(handoff, 1.0)
+    assert ABANDON > SILENCE
+    assert handoffs.next_expiry() == 1.0 + ABANDON
+    assert not handoffs.expire(1.0 + SILENCE)
+    assert len(handoffs) == 1
+    handoffs.expire(1.0 + ABANDON)
+    assert_nothing_is_left(tier, handoffs)
