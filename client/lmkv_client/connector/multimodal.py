@@ -1,21 +1,89 @@
-"""Images, sounds and videos in prompts: what they add to the keys of chunks. Pure."""
+"""Images, sounds and videos in prompts: what they add to the keys of chunks.
+
+vLLM names an item by a hash of its content, by what the caller chose, or by a counter of one process, and no name shows
+which. So lmkv hashes what the model gets to see: processed tensors, in which the options of the processor have taken
+effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from blake3 import blake3  # vLLM requires it, for its own names
 
-def multimodal_extras(features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
-    """What besides tokens decides a chunk's KV: each image or sound in it, by hash, and where in the chunk it begins.
+from lmkv.errors import BadRequest
 
-    The begin is relative to the chunk and negative where the item began in an earlier one.
-    """
-    extras: dict[int, bytes] = {}
-    for feature in features:
-        low, length = feature.mm_position.offset, feature.mm_position.length
-        identifier = feature.identifier.encode()
-        for chunk in range(low // chunk_size, -(-(low + length) // chunk_size)):
-            begin = (low - chunk * chunk_size).to_bytes(8, "little", signed=True)
-            extras[chunk] = extras.get(chunk, b"") + len(identifier).to_bytes(4, "little") + identifier + begin
-    return extras
+THREADS_FROM_BYTES = 4 << 20
+"""Size of a tensor from which on several threads hash it."""
+
+
+class UnknownMedia(BadRequest):
+    """The content of an image, sound or video is not known, so the prompt has no key."""
+
+
+class MediaDigests:
+    """Digests of items by their content. vLLM keeps the tensors of an item that is used again: they are hashed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], bytes]] = {}
+        """Digests of tensors, by their identity."""
+
+    def extras(self, features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
+        """What besides tokens decides a chunk's KV: each item in it, by content, and where in the chunk it begins.
+
+        The begin is relative to the chunk and negative where the item began in an earlier one. Raises `UnknownMedia`
+        if vLLM does not pass the content of an item to the scheduler.
+        """
+        extras: dict[int, bytes] = {}
+        for feature in features:
+            low, length = feature.mm_position.offset, feature.mm_position.length
+            digest = self._digest(feature)
+            for chunk in range(low // chunk_size, -(-(low + length) // chunk_size)):
+                begin = (low - chunk * chunk_size).to_bytes(8, "little", signed=True)
+                extras[chunk] = extras.get(chunk, b"") + digest + begin
+        return extras
+
+    def _digest(self, feature: Any) -> bytes:
+        values = {} if feature.data is None else {name: one.data for name, one in feature.data.items()}
+        parts = [feature.modality, *_parts(values), *_parts(feature.mm_position.is_embed)]
+        has_content = any(isinstance(part, torch.Tensor) and part.numel() for part in _parts(values))
+        if not has_content or any(part is None for part in _parts(values)):
+            raise UnknownMedia(
+                f"vLLM keeps the content of this {feature.modality} from the scheduler (mm_processor_cache_type shm, "
+                "or an encoder elsewhere)"
+            )
+        hasher = blake3(max_threads=1)
+        for part in parts:
+            content = self._tensor_digest(part) if isinstance(part, torch.Tensor) else repr(part).encode()
+            hasher.update(len(content).to_bytes(8, "little"))
+            hasher.update(content)
+        return bytes(hasher.digest())
+
+    def _tensor_digest(self, tensor: torch.Tensor) -> bytes:
+        number = id(tensor)
+        reference, digest = self._known.get(number, (None, b""))
+        if reference is None or reference() is not tensor:
+            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            threads = blake3.AUTO if content.nbytes >= THREADS_FROM_BYTES else 1
+            described = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+            digest = described + blake3(content, max_threads=threads).digest()
+            self._known[number] = (weakref.ref(tensor, lambda _: self._known.pop(number, None)), digest)
+        return digest
+
+
+def _parts(value: object) -> Iterator[Any]:
+    """The leaves of nested values, each container announced by its kind and size, so that no two values look alike."""
+    if isinstance(value, Mapping):
+        yield f"mapping {len(value)}"
+        for name in sorted(value):
+            yield str(name)
+            yield from _parts(value[name])
+    elif isinstance(value, list | tuple):
+        yield f"sequence {len(value)}"
+        for one in value:
+            yield from _parts(one)
+    else:
+        yield value

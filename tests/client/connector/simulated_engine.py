@@ -30,7 +30,7 @@ from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.engine_kv import EngineKv, engine_kv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import StepPlan
-from lmkv_client.connector.multimodal import multimodal_extras
+from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.engine.attachment import Attachment
@@ -51,6 +51,7 @@ from tests.client.connector.simulated_worker import (
     NULL_PAGE,
     SimulatedWorker,
     answer_of,
+    content_of,
     kv_values,
     next_token,
     seen,
@@ -182,8 +183,8 @@ class SimulatedEngine:
             cache_salt=salt or None,
             block_hasher=self._hasher,
             mm_features=[
-                MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(begin, length))
-                for identifier, begin, length in images
+                MultiModalFeatureSpec(content_of(name), "image", f"renderer0-mm-{at}", PlaceholderRange(begin, length))
+                for at, (name, begin, length) in enumerate(images)
             ],
             **more,
         )
@@ -428,7 +429,7 @@ class SimulatedEngine:
         for request in self.requests.values():
             salt = request.cache_salt or ""
             tokens = as_tokens(list(request.all_token_ids))
-            extras = multimodal_extras(request.mm_features, CHUNK)
+            extras = MediaDigests().extras(request.mm_features, CHUNK)
             chain = KeyChain(root_key(fingerprint, cache_salt=salt), CHUNK, extras)
             if self.kv.spec.has_page_hashes:
                 chain = PageKeyChain(root_key(fingerprint), CHUNK, extras, seed=page_seed(salt))

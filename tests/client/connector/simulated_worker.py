@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -35,8 +37,14 @@ def seen(request: Request) -> list[int]:
     for feature in request.mm_features:
         place = feature.mm_position
         for at in range(place.offset, place.offset + place.length):
-            tokens[at] = hash((feature.identifier, at - place.offset))
+            tokens[at] = hash((feature.data["pixel_values"].data.numpy().tobytes(), at - place.offset))
     return tokens
+
+
+def content_of(name: str) -> MultiModalKwargsItem:
+    """What vLLM's processor makes of the image of this name."""
+    pixels = torch.frombuffer(bytearray(name.encode()), dtype=torch.uint8).to(torch.float32)
+    return MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(pixels, MultiModalSharedField(batch_size=1))})
 
 
 def next_token(value: int) -> int:

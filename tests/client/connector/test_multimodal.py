@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 
-from lmkv_client.connector.multimodal import multimodal_extras
+from lmkv_client.connector.multimodal import MediaDigests, UnknownMedia
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK
+from tests.client.connector.simulated_worker import content_of
 
 MakeEngine = Callable[..., SimulatedEngine]
 
@@ -57,24 +66,12 @@ def test_an_image_that_is_prefilled_in_pieces_is_stored_and_loaded(make_engine: 
 # ---- what they add to keys
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where an item lies in the prompt, as vLLM says it."""
-
-    offset: int
-    length: int
+def image(content: str, offset: int, length: int, identifier: str = "chosen by the caller") -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(content_of(content), "image", identifier, PlaceholderRange(offset, length))
 
 
-@dataclass(frozen=True)
-class Feature:
-    """An image or sound of a prompt, as vLLM says it."""
-
-    identifier: str
-    mm_position: Position
-
-
-def image(identifier: str, offset: int, length: int) -> Feature:
-    return Feature(identifier, Position(offset, length))
+def multimodal_extras(features: Sequence[MultiModalFeatureSpec], chunk_size: int) -> dict[int, bytes]:
+    return MediaDigests().extras(features, chunk_size)
 
 
 def test_a_prompt_without_images_has_no_extras() -> None:
@@ -105,3 +102,69 @@ def test_the_same_image_at_the_same_place_in_a_later_chunk_has_the_same_extras()
 
 def test_an_image_from_the_previous_chunk_differs_from_one_that_begins_here() -> None:
     assert multimodal_extras([image("a", 60, 10)], 64)[1] != multimodal_extras([image("a", 64, 6)], 64)[1]
+
+
+def item(**values: Any) -> MultiModalFeatureSpec:
+    """An item of which the processor has made these values."""
+    elements = {name: MultiModalFieldElem(value, MultiModalSharedField(batch_size=1)) for name, value in values.items()}
+    return MultiModalFeatureSpec(MultiModalKwargsItem(elements), "image", "same", PlaceholderRange(0, 4))
+
+
+def test_what_an_item_is_called_does_not_matter() -> None:
+    """Names are chosen by callers, or count the items of one process."""
+    names = ("renderer0-mm-1-image-0", "renderer0-mm-2-image-0", "a" * 64)
+    assert len({multimodal_extras([image("a", 0, 4, name)], 64)[0] for name in names}) == 1
+    assert len({multimodal_extras([image(content, 0, 4)], 64)[0] for content in "abc"}) == 3
+
+
+def test_everything_that_the_processor_passes_on_counts() -> None:
+    pixels, grid = torch.zeros(3, 4), torch.tensor([1, 2])
+    flipped = pixels.clone()
+    flipped[2, 3] = 1
+    items = [
+        item(pixels=pixels, grid=grid),
+        item(pixels=flipped, grid=grid),
+        item(pixels=pixels.reshape(4, 3), grid=grid),
+        item(pixels=pixels.to(torch.bfloat16), grid=grid),
+        item(pixels=pixels, grid=grid + 1),
+        item(pixels=pixels, size=grid),
+        item(pixels=[pixels, grid]),
+        item(pixels=[pixels], grid=grid),
+        item(pixels=pixels, grid=grid, crops=2),
+        item(pixels=pixels, grid=grid, crops=3),
+    ]
+    digests = MediaDigests()
+    assert len({digests.extras([one], 64)[0] for one in items}) == len(items), "also where they share tensors"
+
+
+def test_which_placeholders_are_of_the_item_counts() -> None:
+    one, other = (item(pixels=torch.zeros(3)) for _ in range(2))
+    other.mm_position = PlaceholderRange(0, 4, is_embed=torch.tensor([True, False, True, True]))
+    assert multimodal_extras([one], 64) != multimodal_extras([other], 64)
+
+
+def test_a_tensor_that_is_used_again_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests, one = MediaDigests(), item(pixels=torch.zeros(3))
+    first = digests.extras([one], 64)
+    monkeypatch.setattr("lmkv_client.connector.multimodal.blake3.AUTO", None, raising=False)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: pytest.fail("hashed again"))
+    assert digests.extras([one], 64) == first
+    assert len(digests._known) == 1
+    del one
+    assert digests._known == {}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        MultiModalFeatureSpec(None, "image", "at an encoder elsewhere", PlaceholderRange(0, 4)),
+        item(address=7, monotonic_id=1, signature=[1, 2]),
+        item(pixels=None),
+        item(pixels=torch.zeros(0)),
+        item(),
+    ],
+    ids=("none", "shm", "cached", "empty", "nothing"),
+)
+def test_an_item_whose_content_is_elsewhere_has_no_key(feature: MultiModalFeatureSpec) -> None:
+    with pytest.raises(UnknownMedia, match="keeps the content of this image from the scheduler"):
+        multimodal_extras([feature], 64)

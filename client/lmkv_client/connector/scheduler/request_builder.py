@@ -12,7 +12,7 @@ from lmkv.telemetry.spans import TRACEPARENT
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.adapters import Adapter, Adapters
 from lmkv_client.connector.misses import Beginnings
-from lmkv_client.connector.multimodal import multimodal_extras
+from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.vllm_api import Request, init_logger
@@ -40,6 +40,7 @@ class RequestBuilder:
         self._send = send
         self._adapters = adapters
         self._beginnings = Beginnings()
+        self._media = MediaDigests()
 
     def build(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """The state of a new request; None if it cannot be cached."""
@@ -55,7 +56,7 @@ class RequestBuilder:
             return None
 
     def _build(self, request: Request, handoff: HandoffParams | None, adapter: Adapter | None) -> RequestState:
-        extras = multimodal_extras(request.mm_features, self.spec.chunk_size)
+        extras = self._media.extras(request.mm_features, self.spec.chunk_size)
         key_space = KeySpace(self.spec, self._config.cluster_secret)
         lora = adapter.identity if adapter else ""
         chain = key_space.chain(salt=request.cache_salt or "", lora=lora, extras=extras)
