@@ -105,6 +105,8 @@ class Adapters:
 
     def of_request(self, lora: LoRARequest) -> Adapter | None:
         """The adapter of a request that begins now; None if what vLLM has, or will have, in memory is not known."""
+        if getattr(lora, "tensorizer_config_dict", None):  # vLLM 0.31: the weights are elsewhere
+            return None
         adapter = self._loaded.get(lora.lora_int_id)
         if adapter is None or (lora.load_inplace and not self.is_current(adapter)):  # vLLM reads it again in each step
             adapter = self._stamp(lora)

@@ -71,12 +71,14 @@ def engine_kv(
     check_reuse(vllm_config, caches)
     for cache in caches:
         check_cache_kind(cache, served_names(model)[0])
-        check_elements(cache, vllm_config.cache_config.cache_dtype)
+        if isinstance(cache, AttentionSpec):
+            check_elements(cache, vllm_config.cache_config.cache_dtype)
     _check_engine(vllm_config, config)
     native = _is_native(vllm_config, config)
     kinds = [_part(vllm_config, cache, native=native) for cache in caches]
     order = sorted(dict.fromkeys(kinds), key=lambda kind: (ORDER.index(kind.rule), kind.span))
     names: list[list[str]] = [[] for _ in order]
+    forms: list[list[str]] = [[] for _ in order]
     groups = []
     for kind, group in zip(kinds, kv_cache_config.kv_cache_groups, strict=True):
         part = order.index(kind)
@@ -89,10 +91,13 @@ def engine_kv(
             )
         )
         names[part] += group.layer_names
+        if isinstance(group.kv_cache_spec, MambaSpec):  # a state is bytes to lmkv: what they mean is in the spec, too
+            state = group.kv_cache_spec
+            forms[part].append(str((state.shapes, state.dtypes, state.mamba_type)))
     is_plain = len(caches) == 1 and order[0].rule == PART_RULE_ALL
     parts = [
-        replace(kind, layer_count=len(own), layers="" if is_plain else _digest(own))
-        for kind, own in zip(order, names, strict=True)
+        replace(kind, layer_count=len(own), layers="" if is_plain else _digest(own + form))
+        for kind, own, form in zip(order, names, forms, strict=True)
     ]
     stage_count = vllm_config.parallel_config.pipeline_parallel_size
     if stage_count > 1:
@@ -184,15 +189,13 @@ def _kind_of(model: ModelConfig) -> str:
     return ", ".join(filter(None, (f"attention: {model.attn_type}", pooling)))
 
 
-def check_elements(cache: KVCacheSpec, cache_dtype: str) -> None:
+def check_elements(cache: AttentionSpec, cache_dtype: str) -> None:
     """Raises `ConfigError` unless pages hold keys and values of one known element type and nothing besides.
 
     Quantized caches keep scales per token, head or group of elements, in formats of their own, or compress several
     tokens into one state: chunks would not have all that reading them needs. `fp8` has one scale per tensor, which is
     part of the weights.
     """
-    if not isinstance(cache, AttentionSpec):
-        return
     value_size = 0 if isinstance(cache, MLAAttentionSpec) else cache.head_size
     refusals = {
         f"kv_cache_dtype {cache_dtype}: its pages have scales or a packing that chunks do not": (

@@ -27,6 +27,13 @@ HARMLESS_LOADER_OPTIONS = frozenset(
 """Options of loaders that decide how files are read, and not which."""
 
 
+COMPUTED_BY = ("code_revision", "disable_sliding_window", "model_class_overrides", "model_impl")
+"""Attributes of vLLM's `ModelConfig` that decide which code computes, and to how many tokens it attends."""
+ENCODED_BY = ("mm_encoder_attn_dtype", "video_pruning_method", "video_pruning_rate")
+"""Attributes of `MultiModalConfig` that decide what encoders make of the processed media."""
+SAME_FOR_ANY_LENGTH = ("default", "linear", "llama3", "mrope", "yarn")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadShare:
     """The KV heads that one rank has. Where ranks outnumber heads, or there is one latent for all, several have one."""
@@ -59,11 +66,12 @@ def engine_identity(vllm_config: VllmConfig) -> str:
     Raises `ConfigError` if these weights are not known.
     """
     load = vllm_config.load_config
-    model = model_identity(vllm_config.model_config, load)
-    draft = _draft_model(vllm_config)
-    if draft is None:
-        return model
-    return digest_of(model, model_identity(draft, vllm_config.speculative_config.draft_load_config or load))
+    models = [model_identity(vllm_config.model_config, load)]
+    if (draft := _draft_model(vllm_config)) is not None:
+        models.append(model_identity(draft, vllm_config.speculative_config.draft_load_config or load))
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        models.append("kv_sharing_fast_prefill")
+    return models[0] if len(models) == 1 else digest_of(*models)
 
 
 def model_identity(model: ModelConfig, load: LoadConfig) -> str:
@@ -72,7 +80,26 @@ def model_identity(model: ModelConfig, load: LoadConfig) -> str:
     _check_source(model, load)
     weights = weights_identity(model.model, _commit(model), revision=model.revision, cache=load.download_dir)
     quantization = [str(model.quantization or ""), str(getattr(model, "quantization_config", None) or "")]
-    return digest_of(architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, weights)
+    return digest_of(architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, *_how(model), weights)
+
+
+def _how(model: ModelConfig) -> list[str]:
+    """How vLLM computes with the weights, where that changes more than the last digits."""
+    options = {name: str(getattr(model, name)) for name in COMPUTED_BY}
+    if media := model.multimodal_config:
+        options |= {name: str(getattr(media, name)) for name in ENCODED_BY}
+        if media.mm_encoder_fp8_scale_path:
+            raise unknown_weights(f"mm_encoder_fp8_scale_path is {media.mm_encoder_fp8_scale_path}")
+    if not _is_same_for_any_length(model):
+        options["max_model_len"] = str(model.max_model_len)
+    return [f"{name}={value}" for name, value in sorted(options.items())]
+
+
+def _is_same_for_any_length(model: ModelConfig) -> bool:
+    """Whether the rotary embedding is the same for each `max_model_len`; vLLM chooses the factors of longrope by it."""
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    by_layer = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    return all(str(one.get("rope_type", "default")) in SAME_FOR_ANY_LENGTH for one in by_layer)
 
 
 def _check_source(model: ModelConfig, load: LoadConfig) -> None:

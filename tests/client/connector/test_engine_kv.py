@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from vllm.config import PoolerConfig, VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.config.pooler import SequencePoolingType
 from vllm.v1 import kv_cache_interface as kinds
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -234,6 +236,26 @@ def test_each_kind_of_cache_has_its_rule(tiny_config: VllmConfig) -> None:
         kv_dtype="int8",
         layers=spec.parts[3].layers,
     )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtypes": (torch.float32, torch.float16)},
+        {"shapes": ((64, 2), (3, 8))},
+        {"mamba_type": MambaAttentionBackendEnum.GDN_ATTN},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_states_of_equal_size_that_mean_something_else_have_another_fingerprint(
+    tiny_config: VllmConfig, other: dict[str, Any]
+) -> None:
+    require_groups()
+    states = replace(STATES, **other)
+    assert states.state_content_size_bytes == STATES.state_content_size_bytes
+    first, second = (spec_of(tiny_config, groups_of((FULL, ["f"]), (one, ["s"]))) for one in (STATES, states))
+    assert first.parts[1].size_bytes(256, 256) == second.parts[1].size_bytes(256, 256)
+    assert first.fingerprint != second.fingerprint
 
 
 def test_a_model_whose_layers_all_slide_has_one_part_that_is_not_plain(tiny_config: VllmConfig) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import MultiModalConfig
 
 from lmkv.errors import ConfigError
 from lmkv_client.connector.identity import (
+    ENCODED_BY,
     HeadShare,
     engine_identity,
     identity_across_engines,
@@ -50,13 +53,70 @@ def test_the_identity_of_a_model_never_changes(tiny_model: Path, monkeypatch: py
     monkeypatch.setattr(
         type(config.model_config.hf_config), "to_dict", lambda self: {"hidden_size": 64, "_name_or_path": "here"}
     )
-    assert engine_identity(config) == "b0ecc7c3299a6912a102204bbdf11779"
+    assert engine_identity(config) == "b39bcf81a2282464c327c19e2af3ddfa"
 
 
 def test_the_identity_does_not_depend_on_where_the_model_is(tiny_model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
     first, second = (engine_identity(make_vllm_config(folder)) for folder in (tiny_model, copy))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("code_revision", "1" * 40),
+        ("disable_sliding_window", True),
+        ("model_class_overrides", {"LlamaForCausalLM": "mine:Model"}),
+        ("model_impl", "transformers"),
+        ("quantization_config", {"linear": "fp8"}),
+        ("multimodal_config", MultiModalConfig(video_pruning_rate=0.5)),
+    ],
+)
+def test_what_else_decides_how_weights_compute_is_part_of_the_identity(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    config = make_vllm_config(tiny_model)
+    before = engine_identity(config)
+    monkeypatch.setattr(config.model_config, name, value)
+    assert engine_identity(config) != before
+
+
+def test_a_prefill_that_skips_layers_has_another_identity(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_vllm_config(tiny_model)
+    before = engine_identity(config)
+    monkeypatch.setattr(config.cache_config, "kv_sharing_fast_prefill", True)
+    assert engine_identity(config) != before
+
+
+def test_scales_of_an_encoder_in_a_file_of_their_own_need_a_name(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_vllm_config(tiny_model)
+    media = SimpleNamespace(**dict.fromkeys(ENCODED_BY), mm_encoder_fp8_scale_path="/scales.json")
+    monkeypatch.setattr(config.model_config, "multimodal_config", media)
+    with pytest.raises(ConfigError, match=r"mm_encoder_fp8_scale_path is /scales\.json"):
+        engine_identity(config)
+
+
+@pytest.mark.parametrize(
+    ("rope", "count"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 1),
+        ({"rope_type": "llama3", "rope_theta": 1e4}, 1),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, 2),
+        ({"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_type": "of a later version"}}, 2),
+    ],
+)
+def test_the_longest_prompt_is_part_of_the_identity_where_rotary_factors_depend_on_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, rope: dict[str, object], count: int
+) -> None:
+    config, found = make_vllm_config(tiny_model), set()
+    monkeypatch.setattr(config.model_config, "hf_text_config", SimpleNamespace(rope_parameters=rope))
+    for length in (1024, 2048):
+        monkeypatch.setattr(config.model_config, "max_model_len", length)
+        found.add(engine_identity(config))
+    assert len(found) == count
 
 
 def test_the_dtype_that_the_engine_computes_in_is_part_of_the_identity(tiny_model: Path) -> None:

@@ -42,15 +42,20 @@ ATTRIBUTES = {
     f"{CONNECTOR}.v1.metrics.KVConnectorStats": "data",
     f"{CONNECTOR}.v1.metrics.KVConnectorPromMetrics": "_counter_cls _gauge_cls _labelnames",
     f"{CONNECTOR}.factory.KVConnectorFactory": "_registry",
-    "vllm.config.VllmConfig": "cache_config device_config kv_events_config load_config lora_config "
+    "vllm.config.VllmConfig": "attention_config cache_config device_config kv_events_config load_config lora_config "
     "model_config observability_config parallel_config scheduler_config speculative_config",
-    "vllm.config.CacheConfig": "cache_dtype",
+    "vllm.config.AttentionConfig": "use_non_causal",
+    "vllm.config.CacheConfig": "cache_dtype kv_sharing_fast_prefill",
     "vllm.config.DeviceConfig": "device_type",
     "vllm.config.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.KVTransferConfig": "is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy",
     "vllm.config.LoRAConfig": "lora_dtype max_cpu_loras",
     "vllm.config.LoadConfig": "download_dir load_format model_loader_extra_config",
-    "vllm.config.ModelConfig": "dtype hf_config hf_config_path model quantization revision served_model_name use_mla",
+    "vllm.config.ModelConfig": "attn_type code_revision disable_sliding_window dtype hf_config hf_config_path "
+    "hf_text_config is_diffusion is_prefix_caching_supported max_model_len model model_class_overrides model_impl "
+    "multimodal_config pooler_config quantization revision served_model_name use_mla",
+    "vllm.config.MultiModalConfig": "mm_encoder_attn_dtype mm_encoder_fp8_scale_path video_pruning_method "
+    "video_pruning_rate",
     "vllm.config.ObservabilityConfig": "otlp_traces_endpoint",
     "vllm.config.ParallelConfig": "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size world_size",
@@ -66,11 +71,12 @@ ATTRIBUTES = {
     "vllm.multimodal.inputs.PlaceholderRange": "length offset",
     f"{SPECS}.KVCacheConfig": "cache_hit_alignment_tokens hash_block_size kv_cache_groups",
     f"{SPECS}.KVCacheGroupSpec": "kv_cache_spec layer_names",
-    f"{SPECS}.KVCacheSpec": "block_size",
-    f"{SPECS}.AttentionSpec": "dtype head_size num_kv_heads",
+    f"{SPECS}.KVCacheSpec": "block_size prefix_cacheable",
+    f"{SPECS}.AttentionSpec": "dtype head_size head_size_v kv_quant_mode num_head_slots num_kv_heads "
+    "state_content_bytes tokens_per_state",
     f"{SPECS}.SlidingWindowSpec": "extra_retained_tokens sliding_window",
     f"{SPECS}.ChunkedLocalAttentionSpec": "attention_chunk_size",
-    f"{SPECS}.MambaSpec": "state_content_size_bytes tp_replicated",
+    f"{SPECS}.MambaSpec": "dtypes mamba_type shapes state_content_size_bytes tp_replicated",
     f"{OUTPUT}.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens scheduled_cached_reqs "
     "scheduled_new_reqs total_num_scheduled_tokens",
     f"{OUTPUT}.NewRequestData": "num_computed_tokens req_id",
