@@ -6,9 +6,11 @@ A kind parses its own values unchanged, and parses back what it has formatted.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, NoReturn, TypeVar
 
@@ -172,13 +174,19 @@ def _names(raw: object) -> tuple[str, ...]:
 
 
 def _disk_folders(raw: object) -> tuple[str, ...]:
-    """Distinct absolute paths; LMCache writes them as file URLs."""
+    """Distinct absolute paths. LMCache writes them as file URLs; a relative one begins at the working directory."""
     if raw in ("", [], ()):
         return ()
-    paths = tuple(path.removeprefix("file://") for path in _names(raw))
-    if len(set(paths)) < len(paths) or not all(path.startswith("/") for path in paths):
+    paths = tuple(_absolute(path.removeprefix("file://")) for path in _names(raw))
+    if len(set(map(os.path.normpath, paths))) < len(paths):
         raise ValueError
     return paths
+
+
+def _absolute(path: str) -> str:
+    if not path or path.startswith("~") or "://" in path:
+        raise ValueError
+    return path if path.startswith("/") else str(Path.cwd() / path)
 
 
 def _remote_url(raw: object) -> str:
@@ -348,7 +356,7 @@ NAMES = Kind(
 )
 DISK_FOLDERS = Kind(
     metavar="PATHS",
-    expects="an absolute path such as /mnt/nvme/lmkv, or a list of them, each another one",
+    expects="a path such as /mnt/nvme/lmkv, or a list of them, each another one",
     parse=_disk_folders,
     write=lambda paths: json.dumps(list(paths)) if paths else "",
 )

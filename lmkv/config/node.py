@@ -87,6 +87,9 @@ def attach_socket_beside(engine_socket: Path) -> Path:
     return engine_socket.with_name("attach.sock")
 
 
+_WHERE_TO_STORE = "set local_disk or remote_url to cache there, or local_cpu to true"
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(Config):
     """Configuration of `lmkv node`."""
@@ -139,7 +142,12 @@ class NodeConfig(Config):
     )
     transfer_port: int = key(PORT, 0, "Port that tcp or ucx listens on; 0: a free one.")
     nixl_backends: tuple[str, ...] = key(NAMES, ("UCX",), "NIXL backends, best first.")
-    local_cpu: bool = key(FLAG, True, "Whether chunks are kept in host memory.")
+    local_cpu: bool = key(
+        FLAG,
+        True,
+        "Whether host memory is a tier of its own. If not, it has chunks on their way to and from local_disk, "
+        "remote_url and tiers; without any of these the node keeps handoffs only.",
+    )
     max_local_cpu_size: float = key(SIZE, 5.0, "Host memory for chunks, in GiB by default.")
     local_disk: tuple[str, ...] = key(
         DISK_FOLDERS, (), "Folder for chunks on disk, or several; the node uses a subfolder of its own in each."
@@ -282,6 +290,12 @@ class NodeConfig(Config):
                 key="max_local_disk_size",
             )
 
+        if not self.stores_chunks and not self.enable_pd:
+            raise ConfigError(f"local_cpu is false, so that nothing is cached; {_WHERE_TO_STORE}", key="local_cpu")
+        if not self.stores_chunks and self.pd_role == "both":
+            notice = f"local_cpu is false: only handoffs are cached; {_WHERE_TO_STORE}"
+            object.__setattr__(self, "notices", (*self.notices, notice))
+
         if self.encryption_key_file and self.local_disk and self.local_disk_io != "plain":
             raise ConfigError(
                 f"local_disk_io: {self.local_disk_io} copies chunks as they are; set it to plain to encrypt them",
@@ -345,10 +359,15 @@ class NodeConfig(Config):
         return Credentials(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
     @property
+    def stores_chunks(self) -> bool:
+        """Whether chunks are cached: in host memory, or through it on disk or in a store."""
+        return self.local_cpu or bool(self.local_disk or self.remote_url or self.tiers)
+
+    @property
     def pool_bytes(self) -> int:
-        """Size of the pool; without a cache in host memory, of the handoff buffer if that is configured."""
+        """Size of the pool; if it has only handoffs, of the handoff buffer if that is configured."""
         cache = round(self.max_local_cpu_size * GIB)
-        return cache if self.local_cpu or not self.enable_pd else self.pd_buffer_size or cache
+        return cache if self.stores_chunks or not self.enable_pd else self.pd_buffer_size or cache
 
     @property
     def kept_pool_path(self) -> Path:

@@ -1,4 +1,7 @@
-"""A real engine whose node has a disk: what it stored survives its node's memory, its node, and itself."""
+"""A real engine whose node has a disk: what it stored survives its node's memory, its node, and itself.
+
+Host memory is no tier of its own there (`local_cpu: false`), as in LMCache's example of a disk.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +103,7 @@ def disk(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp") as folder:
         settings |= {
             "LMKV_MAX_LOCAL_CPU_SIZE": f"{POOL_CHUNKS}MiB",
+            "LMKV_LOCAL_CPU": "false",
             "LMKV_LOCAL_DISK": f"{folder}/disk",
             "LMKV_MAX_LOCAL_DISK_SIZE": "1GB",
         }

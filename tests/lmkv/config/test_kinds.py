@@ -34,6 +34,7 @@ from tests.lmkv.config.files import EMPTY, refusal, written
         ("local_disk: /a\nmax_local_disk_size: 1TB", "local_disk", ("/a",)),
         ('local_disk: "file:///a/,/b"\nmax_local_disk_size: 10', "local_disk", ("/a/", "/b")),
         ("local_disk: [/a, /b]\nmax_local_disk_size: 512MB", "max_local_disk_size", 0.5),
+        ("local_disk: a/b\nmax_local_disk_size: 10", "local_disk", (f"{Path.cwd()}/a/b",)),
         ("nixl_backends: [UCX, GDS]", "nixl_backends", ("UCX", "GDS")),
         ("nixl_backends: UCX, GDS", "nixl_backends", ("UCX", "GDS")),
         ("node_address: unix:/run/lmkv/engine.sock", "node_address", "/run/lmkv/engine.sock"),
@@ -133,8 +134,10 @@ def test_many_words_mean_false(word: str) -> None:
         ),
         ("log_level: loud", "log_level must be one of debug, info, warning, error, not 'loud'"),
         ("max_local_cpu_size: 0", 'max_local_cpu_size must be a size above 0 such as 5 (GiB) or "512MiB"'),
-        ("local_disk: a/b", "local_disk must be an absolute path"),
-        ("local_disk: [/a, /a]", "local_disk must be an absolute path"),
+        ("local_disk: [/a, /a]", "local_disk must be a path"),
+        ("local_disk: ~/a", "local_disk must be a path"),
+        ("local_disk: s3://a", "local_disk must be a path"),
+        ("local_disk: file://", "local_disk must be a path"),
         ("max_local_disk_size: -1", "max_local_disk_size must be a size"),
         ("max_local_cpu_size: 5XB", "not '5XB' (in {file})"),
         ("max_local_cpu_size: 1e400", "max_local_cpu_size must be a size"),
@@ -207,3 +210,34 @@ def test_a_disk_must_say_how_much_of_it_chunks_may_take() -> None:
     assert config.disk_folders == [Path("/a/n"), Path("/b/n")]
     assert config.disk_bytes == 2 << 30
     assert NodeConfig().disk_folders == []
+
+
+LMCACHE_DISK = """\
+chunk_size: 256
+local_cpu: False
+max_local_cpu_size: 5
+local_disk: "file://local_disk/"
+max_local_disk_size: 5
+"""
+"""The example of LMCache's page on its disk."""
+
+
+def test_lmcaches_example_of_a_disk_is_followed(tmp_path: Path) -> None:
+    config = load(ConnectorConfig, file=written(tmp_path, LMCACHE_DISK), env=EMPTY)
+    assert config.local_disk == (f"{Path.cwd()}/local_disk",)
+    assert (config.stores_chunks, config.pool_bytes, config.disk_bytes) == (True, 5 << 30, 5 << 30)
+    assert config.notices == ()
+
+
+@pytest.mark.parametrize("where", ["remote_url: valkey://127.0.0.1:6379/0", "local_disk: /a\nmax_local_disk_size: 1"])
+def test_without_a_tier_in_host_memory_chunks_are_stored_where_else_they_can(tmp_path: Path, where: str) -> None:
+    config = load(ConnectorConfig, file=written(tmp_path, f"local_cpu: false\n{where}"), env=EMPTY)
+    assert config.stores_chunks
+
+
+def test_a_node_that_would_cache_nothing_is_refused_or_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="local_cpu is false, so that nothing is cached; set local_disk"):
+        NodeConfig(local_cpu=False, enable_pd=False)
+    (notice,) = load(NodeConfig, file=written(tmp_path, "local_cpu: false"), env=EMPTY).notices
+    assert notice.startswith("local_cpu is false: only handoffs are cached; set local_disk or remote_url")
+    assert load(NodeConfig, file=written(tmp_path, "local_cpu: false\npd_role: sender"), env=EMPTY).notices == ()

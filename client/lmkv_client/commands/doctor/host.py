@@ -30,7 +30,7 @@ def node_runs(config: NodeConfig) -> bool:
 def check_memory(config: NodeConfig) -> Iterator[Finding]:
     """Whether the pool fits into memory."""
     wanted = config.pool_bytes
-    if not config.local_cpu:
+    if not config.stores_chunks:
         yield ok("memory", "not needed: local_cpu is false")
         return
     if node_runs(config):

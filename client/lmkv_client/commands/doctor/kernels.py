@@ -60,7 +60,7 @@ def _check_compiler(architecture: int, driver_major: int) -> Finding:
 
 def check_pool(config: NodeConfig) -> Iterator[Finding]:
     """The page size and the NUMA node of the pool."""
-    if not config.local_cpu or node_runs(config):
+    if not config.stores_chunks or node_runs(config):
         return
     there = huge_pages()
     wanted = config.pool_bytes

@@ -219,6 +219,13 @@ def test_without_save_decode_cache_only_the_prompt_is_stored(make_engine: MakeEn
     engine.check_nothing_is_left()
 
 
+def test_without_local_cpu_prompts_are_stored_if_there_is_a_disk(make_engine: MakeEngine) -> None:
+    engine = make_engine(local_cpu=False, local_disk=("/disk",), max_local_disk_size=1.0)
+    engine.serve("a", PROMPT)
+    assert len(engine.node.commits) == 3
+    engine.check_nothing_is_left()
+
+
 def test_without_local_cpu_nothing_is_stored(make_engine: MakeEngine) -> None:
     engine = make_engine(local_cpu=False)
     engine.serve("a", PROMPT)
