@@ -222,6 +222,10 @@ def test_pages_at_a_peer_are_a_miss_and_fetched_for_a_later_request(
         wait_until(lambda: lookup_in_next_pass(linker, "later", NAMES) == 6, "the pages are fetched")
         assert linker.load("later", copy_of(NAMES, FIRST))
         check_pages(target, FIRST[2:], source, FIRST[2:])
+        linker.num_completed_offloads()  # the next pass
+        attached = linker._store._attached()._dispatcher._attached
+        assert attached
+        wait_until(lambda: not attached.lookups._held, "the node holds nothing for a request")
 
 
 def test_names_that_are_malformed_and_pages_that_are_none_are_misses_and_are_counted(start: Start) -> None:

@@ -259,6 +259,27 @@ async def test_a_slow_disk_delays_nothing_and_is_used_again(folder: Path, caplog
     host.pool.close()
 
 
+async def test_a_chunk_that_is_dropped_while_it_is_written_is_not_kept(folder: Path) -> None:
+    trouble = Trouble()
+    host = Host(8)
+    async with DiskTier(
+        [folder], 32 * CHUNK_BYTES, tier=host.tier, pool=host.pool, events=host.events, io=trouble
+    ) as disk:
+        host.disk = disk
+        host.store(0)
+        host.store(1)
+        await until(lambda: len(disk.writer._writing) > 0)
+        disk.forget(chunk_keys(0, 1))
+        trouble.let_go.set()
+        await flushed(host)
+        await disk.settle()
+        assert host.on_disk == set()
+        assert not files(folder)
+        host.drop(0, 1)
+        host.check()
+    host.pool.close()
+
+
 async def test_a_folder_that_vanishes_is_done_without_and_used_again(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
