@@ -267,3 +267,12 @@ def test_mistakes_at_attach_are_configuration_errors(attach: Attach) -> None:
         Engine.attach(SPEC, config={"nonsense": 1})
     with pytest.raises(ConfigError, match="chunk_size"):
         attach(spec=replace(SPEC, chunk_size=1 << 20))
+
+
+def test_engines_that_are_idle_leave_their_credits_to_others(attach: Attach) -> None:
+    settings = {"instance_id": "shared", "max_local_cpu_size": "512KiB"}  # 64 chunks
+    idle = [attach(**settings) for _ in range(3)]
+    for engine in idle:
+        engine.put_back(engine.reserve(1000, timeout=WAIT_SECONDS))
+    another = attach(**settings)
+    until(lambda: all_extents(another) > 16)  # without, the others keep all but one

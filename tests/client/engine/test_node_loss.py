@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmkv_client.engine import Written, lookups
-from tests.client.engine.engines import Attach, content, load, prompt, store, words
+from tests.client.engine.engines import Attach, all_extents, content, load, prompt, store, words
 from tests.client.engine.nodes import connector_config, kill, node_pid, until
 from tests.waiting import WAIT_SECONDS
 
@@ -76,6 +76,17 @@ def test_a_node_that_hangs_costs_timeouts_and_is_left_alone_for_a_while(
     os.kill(pid, signal.SIGCONT)
     until(lambda: load(engine, keys) == 2)  # the late answers were released
     assert engine.counters.node_losses == 0
+
+
+def test_a_reservation_that_is_cancelled_while_it_waits_takes_no_extents(attach: Attach, runtime_dir: Path) -> None:
+    expected = all_extents(attach(instance_id="one", max_local_cpu_size="512KiB"))
+    engine = attach(instance_id="two", max_local_cpu_size="512KiB")
+    pid = node_pid(connector_config(runtime_dir, instance_id="two"))
+    os.kill(pid, signal.SIGSTOP)
+    reservation = engine.begin_reserve(expected // 2, timeout=WAY_LONGER)
+    assert reservation.cancel()
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: all_extents(engine) == expected)
 
 
 def test_only_timeouts_in_a_row_make_a_node_suspect(
