@@ -97,7 +97,8 @@ class CacheServiceStub:
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
-    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks, and has engines or
+      ends soon: a node that stays without engines takes chunks of any registered spec.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
     * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
@@ -250,7 +251,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
-    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+    * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks, and has engines or
+      ends soon: a node that stays without engines takes chunks of any registered spec.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
     * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
@@ -424,7 +426,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
-        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks.
+        * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks, and has engines or
+          ends soon: a node that stays without engines takes chunks of any registered spec.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
         * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.

@@ -986,6 +986,7 @@ class FetchOrder(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     KEEP_OTHERS_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The peer."""
     peer_address: _builtins.str
@@ -1000,6 +1001,10 @@ class FetchOrder(_message.Message):
     """The peer's epoch."""
     keep_others: _builtins.bool
     """Whether nothing may be evicted to make room: chunks that find no free memory fail with `NO_FREE_EXTENTS`."""
+    @_builtins.property
+    def spec(self) -> _chunk_pb2.KvSpec:
+        """The chunks' spec, if it is known: a node without engines that no engine of it has attached to takes it over."""
+
     def __init__(
         self,
         *,
@@ -1010,10 +1015,11 @@ class FetchOrder(_message.Message):
         tier: _chunk_pb2.Tier.ValueType = ...,
         epoch: _builtins.int = ...,
         keep_others: _builtins.bool = ...,
+        spec: _chunk_pb2.KvSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "keep_others", b"keep_others", "peer_address", b"peer_address", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "keep_others", b"keep_others", "peer_address", b"peer_address", "spec", b"spec", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

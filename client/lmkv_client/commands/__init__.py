@@ -156,10 +156,16 @@ def seconds_until(moment: Timestamp) -> float:
     return moment.ToNanoseconds() / 1e9 - time.time()
 
 
+STANDBY = "0, standby"
+"""The engines of a node that stays without any: it takes copies of the chunks of every registered spec."""
+
+
 def engines(instance: Instance) -> str:
-    """Its attached engines; without any, also when the node ends unless one attaches."""
-    if not instance.HasField("end_time") or instance.engine_count:
+    """Its attached engines; without any, also when the node ends unless one attaches, or that it is a standby node."""
+    if instance.engine_count:
         return str(instance.engine_count)
+    if not instance.HasField("end_time"):
+        return STANDBY
     return f"0, ends in {format_duration(max(1, round(seconds_until(instance.end_time))))}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from lmkv.cli import Command
 from lmkv.safe_text import safe_text
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse, TierUsage
-from lmkv_client.commands import add_common_arguments, call, engines, format_fill, print_json
+from lmkv_client.commands import STANDBY, add_common_arguments, call, engines, format_fill, print_json
 from lmkv_client.commands.tables import MAX_CELL_CHARACTERS, Number, print_table
 
 EXAMPLES = """\
@@ -41,7 +41,7 @@ def row(instance: Instance) -> tuple[str, ...]:
     return (
         instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)",
         instance.peer_address or "-",
-        ", ".join(models) or "-",
+        ", ".join(models) or ("any, as standby" if engines(instance) == STANDBY else "-"),
         ", ".join(map(_usage, instance.tiers)) or "-",
         engines(instance),
     )

@@ -110,6 +110,7 @@ class Node:
         cache = await open_host_cache(config, self.events, stack)
         self.pool, self.tier, self.warm = cache.pool, cache.tier, cache.warm
         self.engines = EngineSessions(self.tier, self._partial_chunks)
+        self.engines.on_take_over = lambda: self.fleet.refresh()
         self._partial_chunks.add_tier(HOST, self.tier)
         context = TierContext(config=config, tier=self.tier, pool=self.pool, events=self.events)
         self.stores = [await stack.enter_async_context(tier) for tier in make_tiers(context)]

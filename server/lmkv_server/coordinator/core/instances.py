@@ -47,6 +47,15 @@ class Instance:
         self.stats = ReportedStats()
         """What it has done, as last reported."""
 
+    @property
+    def is_standby(self) -> bool:
+        """Whether it stays without engines: then it takes chunks of any spec, for engines that will come."""
+        return self.engine_count == 0 and self.end_time_ns == 0
+
+    def accepts(self, fingerprint: bytes) -> bool:
+        """Whether it can hold chunks of a registered spec."""
+        return self.is_standby or any(spec.fingerprint == fingerprint for spec in self.info.specs)
+
     def has_secret(self, secret: bytes) -> bool:
         """Whether this is the secret of its registration."""
         return hmac.compare_digest(self._secret_digest, sha256(secret).digest() if secret else b"")

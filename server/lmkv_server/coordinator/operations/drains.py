@@ -30,7 +30,7 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.operations.moves import check_p2p
+from lmkv_server.coordinator.operations.moves import check_p2p, spec_message
 from lmkv_server.coordinator.operations.operation import Operation
 from lmkv_server.coordinator.operations.operations import LONGEST_SECONDS, Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -156,13 +156,13 @@ class _Drain:
         if named := self._request.destination_instance_ids:
             found = [one for name in dict.fromkeys(named) if (one := self._instances.find(name))]
         else:
-            found = sorted(self._instances, key=_free_bytes, reverse=True)
+            found = sorted(self._instances, key=lambda one: (one.is_standby, -_free_bytes(one)))
         return [
             one
             for one in found
             if one.info.instance_id not in {self._instance_id, *leaving}
             and one.info.peer_address
-            and (fingerprint is None or any(spec.fingerprint == fingerprint for spec in one.info.specs))
+            and (fingerprint is None or one.accepts(fingerprint))
         ]
 
     async def run(self, operation: Operation) -> pb.DrainResult:
@@ -232,6 +232,7 @@ class _Drain:
             chunk_keys=keys,
             tier=chunk_pb2.TIER_HOST,
             keep_others=not self._request.evict,
+            spec=spec_message(self._instances, fingerprint),
         )
         order = registry_pb.Order(fetch=fetch, operation_name=operation.name, attempt=operation.attempt)
         seconds = min(self._deadline - time.monotonic(), ORDER_SECONDS)

@@ -26,8 +26,9 @@ from lmkv.errors import (
 )
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
@@ -87,7 +88,9 @@ class Moves:
         """`begun_token_count` is that of a move that was begun: the source may have dropped a part of its hit since."""
         source, destination = self._positions(request)
         selection = self._choose(selections, source, destination)
-        check_spec(self._registry.instances.named(destination.instance_id, "new_position"), selection)
+        receiver = self._registry.instances.named(destination.instance_id, "new_position")
+        if not receiver.is_standby:
+            check_spec(receiver, selection)
         hit = 0
         if (parts := selection.parts) and begun_token_count is not None:
             hit = begun_token_count // parts.spec.chunk_size
@@ -235,6 +238,7 @@ class _Move:
                 fingerprint=self._fingerprint,
                 chunk_keys=batch.tobytes(),
                 tier=self._destination.tier,
+                spec=spec_message(self._instances, self._fingerprint),
             )
             order = registry_pb.Order(fetch=fetch)
             outcome = await self._order(self._destination.instance_id, order, operation, operation.cancelled)
@@ -302,6 +306,12 @@ def check_p2p(instance: Instance, field: str) -> None:
             instance_id=instance.info.instance_id,
             field=field,
         )
+
+
+def spec_message(instances: Instances, fingerprint: bytes) -> chunk_pb2.KvSpec | None:
+    """The message of a registered spec; None if it is not registered any more."""
+    spec = instances.models.find_spec(fingerprint) if fingerprint else None
+    return spec.to_proto() if spec else None
 
 
 def check_spec(instance: Instance, selection: SelectedChunks) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from lmkv.errors import BadMessage, ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.misses.reason import MissReason
+from lmkv.spec import KvSpec
 from lmkv.tiers import NAMES
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -64,11 +65,11 @@ class OrderExecutor:
         """Fetches the `wanted` chunks that the node does not hold from the order's peer; each may fail alone.
 
         All that are present in the end are held until the outcome is made. Raises `TierUnsupported`, `KvSpecMismatch`
-        if no engine of the spec has attached here, `Unreachable` without peers.
+        if no engine of the spec has attached here and others have, `Unreachable` without peers.
         """
         keys = progress.wanted
         check_tier(order.tier)
-        spec = self._engines.spec(order.fingerprint)
+        spec = self._engines.spec(order.fingerprint) or self._take_over(order)
         if spec is None:
             raise KvSpecMismatch(
                 f"no engine of fingerprint {order.fingerprint.hex()} has attached here", field="fingerprint"
@@ -106,6 +107,13 @@ class OrderExecutor:
         rest = fetched.error or ChunkNotFound(f"{order.instance_id} does not hold it", instance_id=order.instance_id)
         for index in fetching.missing:
             progress.failures.setdefault(keys[index], rest)
+
+    def _take_over(self, order: pb.FetchOrder) -> KvSpec | None:
+        """The spec of an order, if a node without engines can hold its chunks. Raises `BadKvSpec` if malformed."""
+        if not order.HasField("spec") or order.spec.fingerprint != order.fingerprint:
+            return None
+        spec = KvSpec.from_proto(order.spec)
+        return spec if self._engines.take_over(spec) else None
 
     async def drop(self, order: pb.DropOrder, progress: OrderProgress) -> None:
         """Drops the chunks that the order selects, in every tier unless it names one; pinned chunks stay.

@@ -7,7 +7,7 @@ engine keeps its grants, which are bounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from lmkv.errors import BadKvSpec, BadMessage, EngineNotFound
@@ -35,6 +35,8 @@ class EngineSessions:
         self._partial_chunks = PartialChunks() if partial_chunks is None else partial_chunks
         self._sessions: dict[str, EngineSession] = {}
         self._specs: dict[bytes, KvSpec] = {}
+        self.on_take_over: Callable[[], None] = lambda: None
+        """Called when a spec is served without an engine of it."""
         self.served = ServedModels()
         """The names under which engines serve."""
 
@@ -85,6 +87,16 @@ class EngineSessions:
         self._sessions[engine_id] = session
         self._add_spec(spec)
         return session
+
+    def take_over(self, spec: KvSpec) -> bool:
+        """Serves a spec without an engine of it, if there are no engines: a standby node. Whether it is served now."""
+        if spec.fingerprint in self._specs:
+            return True
+        if self._sessions or self._tier.size_bytes < 2 * spec.chunk_bytes:
+            return False
+        self._add_spec(spec)
+        self.on_take_over()
+        return True
 
     def change_weights(self, session: EngineSession, weight_version: str) -> None:
         """The weights of an engine have changed. What it was granted stays valid: only the version of its spec differs.
