@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import time
 from typing import Any, NoReturn
 
 from lmkv.errors import ConfigError
@@ -19,6 +20,8 @@ NEXT_VLLM = (0, 33)
 """The first minor version after the supported ones."""
 SERVED_NAMES = "lmkv_served_names"
 """Attribute of vLLM's `ModelConfig`: all names of `--served-model-name`, of which its own field keeps the first."""
+CONFIGURED_AT = "lmkv_configured_at"
+"""Attribute of vLLM's `ModelConfig`: when it was made, in seconds since 1970. vLLM loads the weights after that."""
 
 
 def register() -> None:
@@ -58,7 +61,8 @@ def _refuse(error: ConfigError) -> NoReturn:
 
 
 def _keep_served_names() -> None:
-    """Has vLLM's command line pass all served names on to the engine, where it makes the model's configuration."""
+    """Has vLLM's command line pass all served names, and the time, on to the engine, where it makes the model's
+    configuration."""
     arg_utils = sys.modules.get("vllm.engine.arg_utils")  # only where there is a command line
     engine_args: Any = getattr(arg_utils, "EngineArgs", None)
     create = getattr(engine_args, "create_model_config", None)
@@ -67,7 +71,9 @@ def _keep_served_names() -> None:
 
     @functools.wraps(create)
     def create_model_config(self: Any, *args: Any, **options: Any) -> Any:
+        began = time.time()
         model = create(self, *args, **options)
+        setattr(model, CONFIGURED_AT, began)
         setattr(model, SERVED_NAMES, self.served_model_name)
         return model
 

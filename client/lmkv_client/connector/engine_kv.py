@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from uuid import uuid4
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
@@ -38,6 +39,8 @@ from lmkv_client.connector.vllm_api import (
 
 logger = init_logger("vllm.lmkv")
 
+UNIDENTIFIED = "unidentified:"
+"""Beginning of the `model_id` of weights whose digest is not known yet."""
 REMEDY = "remove --kv-transfer-config or change the engine"
 PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
 """`kv_cache_dtype`s whose pages hold elements as the model computes them."""
@@ -60,11 +63,17 @@ class EngineKv:
 
 
 def engine_kv(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, *, stage: int = 0
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: ConnectorConfig,
+    *,
+    stage: int = 0,
+    is_identified: bool = True,
 ) -> EngineKv:
     """The KV of this engine; `groups` has the layers of one pipeline stage.
 
-    Raises `ConfigError` if it is of a kind that this version cannot move.
+    Unless `is_identified`, the spec has an identity that no other has, and no weights are read. Raises `ConfigError` if
+    the KV is of a kind that this version cannot move, or is to be identified and the weights are not known.
     """
     model = vllm_config.model_config
     caches = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -120,15 +129,18 @@ def engine_kv(
     if not native:
         parts = [_in_whole_pages(part, kinds, caches, chunk_size) for part in parts]
     first = parts[0]
-    model_id = config.model_id or engine_identity(vllm_config)
-    if config.share_across_engines:
-        if not is_plain or first.mla:
-            raise ConfigError(
-                "share_across_engines: only models whose layers all have full attention with keys and values are "
-                f"shared, and model {served_names(model)[0]} is another; set it to false",
-                key="share_across_engines",
-            )
+    if config.share_across_engines and (not is_plain or first.mla):
+        raise ConfigError(
+            "share_across_engines: only models whose layers all have full attention with keys and values are "
+            f"shared, and model {served_names(model)[0]} is another; set it to false",
+            key="share_across_engines",
+        )
+    if not is_identified:
+        model_id = UNIDENTIFIED + uuid4().hex
+    elif config.share_across_engines:
         model_id = identity_across_engines(vllm_config, kv_dtype=first.kv_dtype, model_id=config.model_id)
+    else:
+        model_id = config.model_id or engine_identity(vllm_config)
     if config.hash_scheme == PAGE_HASH_SCHEME and not is_plain:
         raise ConfigError(
             f"hash_scheme: {PAGE_HASH_SCHEME} is for models whose layers all have full attention, and model "

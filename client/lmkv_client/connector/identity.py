@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
 from lmkv_client.connector.vllm_api import LoadConfig, ModelConfig, VllmConfig
+from lmkv_client.file_digests import process_start
 from lmkv_client.model_identity import (
     architecture,
     digest_of,
@@ -14,7 +15,7 @@ from lmkv_client.model_identity import (
     unknown_weights,
     weights_identity,
 )
-from lmkv_client.plugin import SERVED_NAMES
+from lmkv_client.plugin import CONFIGURED_AT, SERVED_NAMES
 
 FORMATS = (
     *("auto", "hf", "safetensors", "pt", "mistral", "npcache", "fastsafetensors", "instanttensor", "gguf"),
@@ -32,6 +33,7 @@ COMPUTED_BY = ("code_revision", "disable_sliding_window", "model_class_overrides
 ENCODED_BY = ("mm_encoder_attn_dtype", "video_pruning_method", "video_pruning_rate")
 """Attributes of `MultiModalConfig` that decide what encoders make of the processed media."""
 SAME_FOR_ANY_LENGTH = ("default", "linear", "llama3", "mrope", "yarn")
+"""Kinds of rotary scaling that do not depend on `max_model_len`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +67,33 @@ def engine_identity(vllm_config: VllmConfig) -> str:
 
     Raises `ConfigError` if these weights are not known.
     """
-    load = vllm_config.load_config
-    models = [model_identity(vllm_config.model_config, load)]
+    load, after = vllm_config.load_config, loaded_after(vllm_config)
+    models = [model_identity(vllm_config.model_config, load, after)]
     if (draft := _draft_model(vllm_config)) is not None:
-        models.append(model_identity(draft, vllm_config.speculative_config.draft_load_config or load))
+        models.append(model_identity(draft, vllm_config.speculative_config.draft_load_config or load, after))
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         models.append("kv_sharing_fast_prefill")
     return models[0] if len(models) == 1 else digest_of(*models)
 
 
-def model_identity(model: ModelConfig, load: LoadConfig) -> str:
+def model_identity(model: ModelConfig, load: LoadConfig, after: float) -> str:
     """Identity of the weights and of what vLLM makes of them: a digest over a local folder's content, or name and
-    commit of a hub model; the model's configuration, dtype and quantization."""
+    commit of a hub model; the model's configuration, dtype and quantization, and the code that vLLM runs it with.
+
+    `after` is a time before the weights were loaded. Raises as `engine_identity`.
+    """
     _check_source(model, load)
-    weights = weights_identity(model.model, _commit(model), revision=model.revision, cache=load.download_dir)
+    weights = weights_identity(
+        model.model, _commit(model), revision=model.revision, cache=load.download_dir, loaded_after=after
+    )
     quantization = [str(model.quantization or ""), str(getattr(model, "quantization_config", None) or "")]
     return digest_of(architecture(model.hf_config.to_dict()), str(model.dtype), *quantization, *_how(model), weights)
+
+
+def loaded_after(vllm_config: VllmConfig) -> float:
+    """A time before the engine began to read the weights: that of its configuration, else the start of the process."""
+    made: float | None = getattr(vllm_config.model_config, CONFIGURED_AT, None)
+    return process_start() if made is None else made
 
 
 def _how(model: ModelConfig) -> list[str]:
@@ -130,6 +143,7 @@ def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id:
         model_id=model_id,
         kv_dtype=kv_dtype,
         quantization=model.quantization,
+        loaded_after=loaded_after(vllm_config),
     )
 
 

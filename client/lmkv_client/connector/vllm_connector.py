@@ -6,6 +6,7 @@ here as "no hit" or "not stored" and a counter; only a mistake in the configurat
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from lmkv import config as configuration
@@ -16,7 +17,7 @@ from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import engine_kv
-from lmkv_client.connector.identity import head_shares, served_names
+from lmkv_client.connector.identity import head_shares, loaded_after, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -74,7 +75,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("%s", notice)
             self._recompute_failed_loads()
         stage = 0 if role is KVConnectorRole.SCHEDULER else get_pp_group().rank_in_group
-        kv = engine_kv(vllm_config, kv_cache_config, config, stage=stage)
+        kv = engine_kv(vllm_config, kv_cache_config, config, stage=stage, is_identified=False)
         spec = kv.spec
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -87,7 +88,13 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             names = served_names(vllm_config.model_config)
             has_events = bool(events and events.enable_kv_cache_events)
             self._link = NodeClient(
-                config, spec, parallel.world_size, ServedNames(names), wants_tier_changes=has_events
+                config,
+                spec,
+                parallel.world_size,
+                ServedNames(names),
+                wants_tier_changes=has_events,
+                identify=lambda: engine_kv(vllm_config, kv_cache_config, config).spec.model_id,
+                identify_timeout=time.time() - loaded_after(vllm_config),
             )
             self._link.start()
             self._scheduler = SchedulerSide(

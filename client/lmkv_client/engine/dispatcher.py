@@ -281,7 +281,7 @@ class Dispatcher:
         elif isinstance(event, NodeLost):
             self._counts.add("node_losses")
             self._lose()
-        else:
+        elif isinstance(event, pb.AttachResponse):
             self._answer(event)
 
     def _answer(self, answer: pb.AttachResponse) -> None:

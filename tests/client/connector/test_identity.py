@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from lmkv_client.connector.identity import (
 )
 from lmkv_client.file_digests import READ_BYTES
 from lmkv_client.model_identity import folder_digest
+from lmkv_client.plugin import CONFIGURED_AT
 from tests.client.connector.conftest import make_vllm_config
 
 
@@ -165,6 +167,17 @@ def test_options_of_loaders_that_only_decide_how_files_are_read_are_allowed(tiny
     config.load_config.model_loader_extra_config = {"enable_multithread_load": True, "num_threads": 2}
     config.load_config.load_format = "runai_streamer"
     assert engine_identity(config) == plain
+
+
+def test_weights_that_changed_after_the_engine_was_configured_are_not_identified(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Which of them the engine has read is not known."""
+    config = make_vllm_config(shutil.copytree(tiny_model, tmp_path / "copy"))
+    assert engine_identity(config)
+    setattr(config.model_config, CONFIGURED_AT, time.time() - 3600)
+    with pytest.raises(ConfigError, match=r"model\.safetensors has changed since the engine began to load it"):
+        engine_identity(config)
 
 
 def test_a_folder_without_weights_needs_a_name(tiny_model: Path, tmp_path: Path) -> None:

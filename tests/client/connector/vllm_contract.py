@@ -53,7 +53,7 @@ ATTRIBUTES = {
     "vllm.config.LoadConfig": "download_dir load_format model_loader_extra_config",
     "vllm.config.ModelConfig": "attn_type code_revision disable_sliding_window dtype hf_config hf_config_path "
     "hf_text_config is_diffusion is_prefix_caching_supported max_model_len model model_class_overrides model_impl "
-    "multimodal_config pooler_config quantization revision served_model_name use_mla",
+    "multimodal_config pooler_config quantization quantization_config revision served_model_name use_mla",
     "vllm.config.MultiModalConfig": "mm_encoder_attn_dtype mm_encoder_fp8_scale_path video_pruning_method "
     "video_pruning_rate",
     "vllm.config.ObservabilityConfig": "otlp_traces_endpoint",

@@ -76,7 +76,7 @@ class RequestBuilder:
             may_store=config.stores_chunks or (handoff is not None and handoff.prompt_token_count != 0),
             has_parts=not self.spec.has_plain_parts,
             extras=extras,
-            weight_version=self.spec.weight_version,
+            fingerprint=self.spec.fingerprint,
             adapter=adapter,
         )
         first = tokens[: self.spec.chunk_size]

@@ -56,6 +56,7 @@ class RequestState:
         "computed_count",
         "end_is_requested",
         "extras",
+        "fingerprint",
         "found_at",
         "found_partial",
         "handoff_id",
@@ -91,7 +92,6 @@ class RequestState:
         "tokens",
         "traceparent",
         "waited_seconds",
-        "weight_version",
     )
 
     def __init__(
@@ -108,7 +108,7 @@ class RequestState:
         may_store: bool = True,
         has_parts: bool = False,
         extras: Mapping[int, bytes] = NO_EXTRAS,
-        weight_version: str = "",
+        fingerprint: bytes = b"",
         adapter: Adapter | None = None,
     ) -> None:
         """`tokens` are the prompt's; of a handoff only those that it covers. `extras` are those of `chain`.
@@ -144,8 +144,8 @@ class RequestState:
         self.has_parts = has_parts
         self.extras = extras
         """Inputs of the chunks' keys other than tokens, by index of the chunk."""
-        self.weight_version = weight_version
-        """Version of the weights in its keys."""
+        self.fingerprint = fingerprint
+        """Of the spec in its keys."""
         self.adapter = adapter
         """The LoRA adapter in its keys, if it has one."""
         self.lookup_state = LookupState.OVER

@@ -48,7 +48,7 @@ from lmkv_client.connector.vllm_api import (
     processed_tokens,
 )
 from lmkv_client.engine.attachment import Attachment
-from lmkv_client.engine.node.client import NodeClient, NodeLost
+from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
 from lmkv_client.engine.prompts.prompt_account import PromptAccount, PromptAccounts
 from lmkv_kernels import ChunkCopy
 
@@ -173,9 +173,10 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those computed, and whether asynchronously; None while that is not known."""
+        self.drain_events()  # the weights may be identified now
         self._follow_weights()
         state = self._states.get(request.request_id)
-        if state and state.weight_version != self._weights.current:
+        if state and state.fingerprint != self._spec.fingerprint:
             state = self._begin_again(request, state)
         if state is None or state.load_failed:
             return 0, False
@@ -438,10 +439,19 @@ class SchedulerSide:
                     self._send(pb.AttachRequest(weight_version=self._spec.weight_version))
                 if self._node_client.served.has_adapters:  # adapters may have been loaded since the hello was sent
                     self._send(pb.AttachRequest(served_models=self._node_client.served.messages))
+            elif isinstance(event, Identified):
+                self._identified(event.model_id)
             elif isinstance(event, NodeLost):
                 self._handle_node_loss()
             else:
                 self._node_messages.handle(event)
+
+    def _identified(self, model_id: str) -> None:
+        """Adopts the identity of the weights. Requests that have begun before store nothing: their keys lack it."""
+        self._spec = replace(self._spec, model_id=model_id)
+        self._builder.spec = self._spec
+        for state in self._states.values():
+            state.may_store = False
 
     def _handle_node_loss(self) -> None:
         """Ends everything that the node had granted. Workers report running copies under the old attachment."""

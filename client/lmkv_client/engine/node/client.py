@@ -6,6 +6,8 @@ import os
 import threading
 import uuid
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmkv.config import ConnectorConfig, as_written
@@ -30,7 +32,14 @@ class NodeLost:
     """Event: the connection to the node is lost, and with it everything that it had granted."""
 
 
-Event = Attachment | NodeLost | pb.AttachResponse
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identified:
+    """Event: the weights are identified, and the engine attaches with a spec of this identity."""
+
+    model_id: str
+
+
+Event = Identified | Attachment | NodeLost | pb.AttachResponse
 
 
 class NodeClient:
@@ -48,10 +57,13 @@ class NodeClient:
         served: ServedNames | None = None,
         *,
         wants_tier_changes: bool = False,
+        identify: Callable[[], str] | None = None,
+        identify_timeout: float = 0.0,
     ) -> None:
         """`served` are the names that the node registers for this engine, as they are at each attachment.
 
-        `wants_tier_changes`: the node reports which chunks of the spec it holds.
+        `wants_tier_changes`: the node reports which chunks of the spec it holds. `identify` finds the spec's `model_id`
+        on the client's own thread, before the first attachment; `start` waits up to `identify_timeout` for it.
         """
         self.served = served or ServedNames()
         self.inbox: deque[Event] = deque()
@@ -61,6 +73,12 @@ class NodeClient:
         self._spec = spec
         self._worker_count = worker_count
         self._wants_tier_changes = wants_tier_changes
+        self._identify = identify
+        self._identify_timeout = identify_timeout
+        self._identified = threading.Event()
+        """Set when `identify` has returned or raised."""
+        self._model_id = ""
+        """As `identify` has found it."""
         self._closing = threading.Event()
         self._launcher = NodeLauncher(config, self._closing)
         self._engine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -76,10 +94,13 @@ class NodeClient:
     def start(self) -> None:
         """Starts the thread and waits, up to `node_start_timeout`, until the engine is attached.
 
-        Raises `ConfigError` if the node cannot start as configured. A node that is not available yet is not an error:
-        the engine computes until it is.
+        Raises `ConfigError` if the weights cannot be identified, or the node cannot start as configured. Weights whose
+        digest takes longer, and a node that is not available yet, are not errors: the engine computes until they are.
         """
         self._thread.start()
+        if self._identify and not self._identified.wait(self._identify_timeout):
+            logger.warning("the digest of the weights is not known yet: nothing is looked up or stored until it is")
+            self._attached_once.set()  # from now on mistakes are logged
         if not self._attached_once.wait(self._config.node_start_timeout):
             logger.warning(
                 "no node after %.0f s; computing everything until one is available", self._config.node_start_timeout
@@ -134,6 +155,8 @@ class NodeClient:
 
     def _run(self) -> None:
         use_processors()
+        if self._identify and not self._find_identity(self._identify):
+            return
         backoff = FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             try:
@@ -159,11 +182,28 @@ class NodeClient:
             self._closing.wait(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
+    def _find_identity(self, identify: Callable[[], str]) -> bool:
+        """Identifies the weights. Without an identity, the engine never attaches."""
+        try:
+            self._model_id = identify()
+        except (LmkvError, OSError) as error:
+            if self._attached_once.is_set():
+                logger.error("nothing is looked up or stored: %s", error)
+            else:
+                self._config_error = error if isinstance(error, LmkvError) else ConfigError(str(error))
+            self._attached_once.set()
+            return False
+        finally:
+            self._identified.set()
+        self.inbox.append(Identified(model_id=self._model_id))
+        self._changed.set()
+        return True
+
     def _attach(self, address: str) -> None:
         """Attaches, and returns by the error with which the stream ends."""
         self._attach_count += 1
         engine_id = f"{self._engine}-{self._attach_count}"
-        spec = self._spec
+        spec = replace(self._spec, model_id=self._model_id) if self._model_id else self._spec
         hello = pb.Hello(
             engine_id=engine_id,
             spec=spec.to_proto(),

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,9 +29,10 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import RequestReport, ServedModel
 from lmkv_client.engine.attachment import Attachment
 from lmkv_client.engine.node import connection
-from lmkv_client.engine.node.client import NodeClient, NodeLost
+from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
 from lmkv_client.engine.node.connection import next_message
 from tests.client.engine.nodes import connector_config, is_running, kill, kill_all, node_pid, until
+from tests.waiting import WAIT_SECONDS
 
 SPEC = KvSpec(
     model_name="small",
@@ -57,8 +59,21 @@ def make_link(runtime_dir: Path) -> Iterator[MakeLink]:
     """Makes links that have been started, closes them, and ends the nodes that they started."""
     made: list[NodeClient] = []
 
-    def make(config: ConnectorConfig | None = None, *, spec: KvSpec = SPEC, **options: object) -> NodeClient:
-        link = NodeClient(config or connector_config(runtime_dir, **options), spec, 1)
+    def make(
+        config: ConnectorConfig | None = None,
+        *,
+        spec: KvSpec = SPEC,
+        identify: Callable[[], str] | None = None,
+        waits: bool = True,
+        **options: object,
+    ) -> NodeClient:
+        link = NodeClient(
+            config or connector_config(runtime_dir, **options),
+            spec,
+            1,
+            identify=identify,
+            identify_timeout=WAIT_SECONDS if waits else 0.0,
+        )
         made.append(link)
         link.start()
         return link
@@ -104,6 +119,80 @@ def test_a_link_starts_a_node_and_talks_to_it(make_link: MakeLink, runtime_dir: 
     while not said.settled_reserve_count:
         said = answer(link)
     assert (len(said.credits), said.settled_reserve_count) == (2, 2)
+
+
+@pytest.fixture
+def attached_specs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The identity and the version of the weights in each greeting of a node."""
+    specs: list[tuple[str, str]] = []
+    welcome = connection.AttachConnection.welcome
+
+    def note(self: connection.AttachConnection, hello: pb.Hello, timeout: float) -> list[pb.AttachResponse]:
+        specs.append((hello.spec.model_id, hello.spec.weight_version))
+        return welcome(self, hello, timeout)
+
+    monkeypatch.setattr(connection.AttachConnection, "welcome", note)
+    return specs
+
+
+def test_the_engine_attaches_with_the_identity_that_was_found(
+    make_link: MakeLink, runtime_dir: Path, attached_specs: list[tuple[str, str]]
+) -> None:
+    link = make_link(identify=lambda: "weights-1")
+    assert next_event(link) == Identified(model_id="weights-1")
+    attachment(link)
+    link.change_spec(replace(SPEC, weight_version="2"))
+    kill(node_pid(connector_config(runtime_dir)))
+    assert isinstance(next_event(link), NodeLost)
+    attachment(link)
+    assert attached_specs[0] == ("weights-1", "")
+    assert set(attached_specs[1:]) == {("weights-1", "2")}
+
+
+def test_until_the_weights_are_identified_the_engine_runs_without_a_node(
+    make_link: MakeLink, attached_specs: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    known = threading.Event()
+
+    def identify() -> str:
+        assert known.wait(WAIT_SECONDS)
+        return "weights-1"
+
+    link = make_link(identify=identify, waits=False)
+    assert not link.is_attached
+    assert not link.inbox
+    assert "the digest of the weights is not known yet: nothing is looked up or stored until it is" in caplog.text
+    known.set()
+    assert next_event(link) == Identified(model_id="weights-1")
+    attachment(link)
+    assert set(attached_specs) == {("weights-1", "")}
+
+
+@pytest.mark.parametrize("error", [ConfigError("the weights are elsewhere"), OSError("the weights are gone")])
+def test_weights_that_cannot_be_identified_are_an_error_at_the_start(make_link: MakeLink, error: Exception) -> None:
+    with pytest.raises(ConfigError, match="the weights are"):
+        make_link(identify=lambda: fail(error))
+
+
+def test_weights_that_turn_out_later_not_to_be_identified_are_logged(
+    make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = threading.Event()
+
+    def identify() -> str:
+        assert known.wait(WAIT_SECONDS)
+        raise ConfigError("the weights have changed")
+
+    link = make_link(identify=identify, waits=False)
+    known.set()
+    until(lambda: "nothing is looked up or stored: the weights have changed" in caplog.text)
+    link._thread.join(WAIT_SECONDS)
+    assert not link.is_attached
+    assert not link.inbox
+
+
+def fail(error: Exception) -> str:
+    raise error
 
 
 def test_many_messages_sent_at_once_are_carried_out_in_order(make_link: MakeLink) -> None:
