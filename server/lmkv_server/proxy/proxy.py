@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -174,13 +175,13 @@ class Proxy:
 
 
 def _engine_pools(config: ProxyConfig) -> EnginePools:
-    def pool(engines: list[Engine]) -> EnginePool:
-        return EnginePool(engines, cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl))
+    def pool(engines: list[Engine], reserve: Sequence[Engine] = ()) -> EnginePool:
+        cost, affinity = cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)
+        return EnginePool(engines, cost, affinity, reserve=reserve)
 
     if config.mode == "route":
         return EnginePools(pool([Engine(url, BOTH) for url in config.engines]), None)
     scheme = "https" if config.engine_tls_ca else "http"
-    return EnginePools(
-        pool([Engine(f"{scheme}://{host_port}", DECODE) for host_port in config.decoders]),
-        pool([Engine(f"{scheme}://{host_port}", PREFILL) for host_port in config.prefillers]),
-    )
+    prefillers = [Engine(f"{scheme}://{host_port}", PREFILL) for host_port in config.prefillers]
+    decoders = [Engine(f"{scheme}://{host_port}", DECODE) for host_port in config.decoders]
+    return EnginePools(pool(decoders, reserve=prefillers), pool(prefillers))

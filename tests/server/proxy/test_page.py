@@ -36,7 +36,9 @@ async def test_it_shows_latencies_and_engines(front: Front, prefiller: ScriptedE
         assert url in page
 
 
-async def test_it_shows_that_an_engine_is_busy_or_unhealthy(front: Front, decoder: ScriptedEngine) -> None:
+async def test_it_shows_that_an_engine_is_busy_or_unhealthy(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
     decoder.going.clear()
     asking = asyncio.create_task(front.ask(COMPLETIONS, completion(PLAIN)))
     await until(lambda: decoder.waiting_count == 1)
@@ -47,7 +49,10 @@ async def test_it_shows_that_an_engine_is_busy_or_unhealthy(front: Front, decode
     await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
     page = (await front.client.get("/")).text
     assert "1 of 2" in page
-    assert "No engine available" in page
+    assert "No engine available" not in page, "the prefill engine serves requests alone"
+    await prefiller.stop()
+    await until(lambda: not front.proxy.pools.engines[0].is_healthy)
+    assert "No engine available" in (await front.client.get("/")).text
 
 
 async def test_the_page_finds_all_it_is_made_of_and_nothing_elsewhere(front: Front) -> None:
@@ -61,7 +66,9 @@ async def test_the_page_finds_all_it_is_made_of_and_nothing_elsewhere(front: Fro
     assert "<script>" not in page.text
 
 
-async def test_it_refreshes_itself(front: Front, decoder: ScriptedEngine, browser: Browser) -> None:
+async def test_it_refreshes_itself(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, browser: Browser
+) -> None:
     page = await browser.new_page()
     complaints: list[str] = []
     page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
@@ -70,7 +77,7 @@ async def test_it_refreshes_itself(front: Front, decoder: ScriptedEngine, browse
     await expect(page.get_by_text("No request yet.")).to_be_visible()
     await front.ask(COMPLETIONS, completion(PLAIN))
     await expect(page.get_by_role("rowheader", name="Time to first token")).to_be_visible()
-    await decoder.stop()
+    await asyncio.gather(prefiller.stop(), decoder.stop())
     await expect(page.get_by_text("No engine available")).to_be_visible()
     assert complaints == []
     await front.proxy.aclose()

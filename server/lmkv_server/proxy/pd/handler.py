@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.pd.decode import DecodeStage
 from lmkv_server.proxy.pd.handoff import HandoffIssuer
@@ -51,7 +51,7 @@ class RequestHandler:
         cached = await self._cached_tokens(request)
         with EngineFailover(self._pools.decode, request.session, cached, self._metrics) as decoders:
             decode = DecodeStage(request, writer, decoders, self._clients)
-            if self._prefill is None:
+            if self._prefill is None or decoders.first.role == PREFILL:  # no decode engine can serve it
                 self._metrics.hit_tokens.inc(cached.get(decoders.first.instance_id, 0))
                 await decode.relay(None)
                 return

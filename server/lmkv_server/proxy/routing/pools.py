@@ -13,10 +13,13 @@ OVERLOAD = 8
 
 
 class EnginePool:
-    """The engines of one role."""
+    """The engines of one role, and a `reserve` of others that is used only while no engine of the role can be."""
 
-    def __init__(self, engines: Sequence[Engine], cost: Cost, affinity: SessionAffinity) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], cost: Cost, affinity: SessionAffinity, *, reserve: Sequence[Engine] = ()
+    ) -> None:
         self.engines = engines
+        self._reserve = reserve
         self._cost = cost
         self._affinity = affinity
         self._choice_count = 0
@@ -60,11 +63,13 @@ class EnginePool:
 
     def least_loaded(self) -> Engine | None:
         """The healthy engine with the fewest requests in flight; None if none is healthy."""
-        healthy = (engine for engine in self.engines if engine.is_healthy)
-        return min(healthy, key=lambda engine: engine.in_flight_count, default=None)
+        return min(self._candidates(()), key=lambda engine: engine.in_flight_count, default=None)
 
     def _candidates(self, excluded: Collection[Engine]) -> list[Engine]:
-        return [engine for engine in self.engines if engine.is_healthy and engine not in excluded]
+        def fit(engines: Sequence[Engine]) -> list[Engine]:
+            return [engine for engine in engines if engine.is_healthy and engine not in excluded]
+
+        return fit(self.engines) or fit(self._reserve)
 
     def _rank(self, engine: Engine, cached: Mapping[str, int]) -> tuple[int, int]:
         """The engine of the least rank is chosen. It does not rise if an instance holds more."""
@@ -78,7 +83,10 @@ class EnginePool:
 
 
 class EnginePools:
-    """All engines: those that decode or do both, and those that only prefill, if there are any."""
+    """All engines: those that decode or do both, and those that only prefill, if there are any.
+
+    The prefill engines are the reserve of `decode`.
+    """
 
     def __init__(self, decode: EnginePool, prefill: EnginePool | None) -> None:
         self.decode = decode
@@ -90,7 +98,7 @@ class EnginePools:
         return [*(self.prefill.engines if self.prefill else ()), *self.decode.engines]
 
     def unavailable_reason(self) -> str:
-        """Why no request can be served; empty if one can. Prefill engines are optional: decode engines prefill too."""
+        """Why no request can be served; empty if one can. An engine of either role can serve a request alone."""
         if self.decode.least_loaded() is not None:
             return ""
-        return "; ".join(f"{engine.role} engine {engine.url}: {engine.failure}" for engine in self.decode.engines)
+        return "; ".join(f"{engine.role} engine {engine.url}: {engine.failure}" for engine in self.engines)

@@ -199,7 +199,23 @@ def test_prefill_engines_are_listed_first_and_their_failures_refuse_no_request()
     decode.engines[0].mark_unhealthy("one")
     assert pools.unavailable_reason() == ""
     decode.engines[1].mark_unhealthy("other")
-    assert pools.unavailable_reason() == "both engine http://e-0: one; both engine http://e-1: other"
+    assert pools.unavailable_reason() == (
+        "both engine http://e-0: test; both engine http://e-0: one; both engine http://e-1: other"
+    )
+
+
+def test_the_reserve_is_used_only_while_no_other_engine_can_be() -> None:
+    prefill = pool("round_robin", [0, 0]).engines
+    decode = pool("round_robin", [5, 5]).engines
+    engines = EnginePool(decode, cost_by("least_loaded", 0), SessionAffinity(60.0), reserve=prefill)
+    assert {engines.choose(0.0, cached={}) for _ in range(4)} == set(decode)
+    assert engines.choose(0.0, cached={}, excluded=decode) in prefill
+    for engine in decode:
+        engine.mark_unhealthy("test")
+    assert engines.least_loaded() in prefill
+    assert engines.choose(0.0, session="s", cached={}) in prefill
+    decode[0].mark_healthy()
+    assert engines.choose(0.0, session="s", cached={}) is decode[0]
 
 
 def test_a_request_without_a_session_is_with_none() -> None:

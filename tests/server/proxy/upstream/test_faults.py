@@ -25,6 +25,7 @@ from tests.server.proxy.pd.test_prefill_decode import (
 from tests.server.proxy.scripted_engine import ScriptedEngine
 
 BODY = completion(PLAIN, max_tokens=20, ignore_eos=True)
+CHAT_BODY = chat(PLAIN, max_tokens=20, ignore_eos=True)
 REPEATED = BODY | {"presence_penalty": 1.0}
 STREAM = {"stream": True}
 
@@ -204,8 +205,10 @@ async def test_a_refusal_behind_the_first_token_is_an_event(front: Front, decode
     assert done == "data: [DONE]"
 
 
-async def test_the_last_engines_own_words_are_passed_on(front: Front, decoder: ScriptedEngine) -> None:
-    decoder.refusals = [503]
+async def test_the_last_engines_own_words_are_passed_on(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    prefiller.refusals, decoder.refusals = [503, 503], [503]
     response = await front.ask(COMPLETIONS, BODY)
     assert (response.status_code, response.json()["error"]["message"]) == (503, "as scripted")
 
@@ -315,15 +318,39 @@ async def test_an_engine_that_is_not_well_gets_no_requests(make_engine: MakeEngi
     await front.all_healthy()
 
 
-async def test_without_decode_engines_clients_get_503_with_retry_after(front: Front, decoder: ScriptedEngine) -> None:
-    assert (await front.client.get("/readyz")).status_code == 200
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("extra", [{}, STREAM, {"max_tokens": 1}, {"stop": ["never"]}, {"n": 2}])
+@pytest.mark.parametrize("is_known", [True, False], ids=["unhealthy", "not yet unhealthy"])
+async def test_without_decode_engines_prefill_engines_serve(
+    make_engine: MakeEngine, make_proxy: MakeProxy, path: str, extra: dict[str, Any], is_known: bool
+) -> None:
+    front, (prefiller,), (decoder,) = await fleet(
+        make_engine, make_proxy, 1, 1, health_interval=0.05 if is_known else 3600.0
+    )
+    body = BODY | extra if path == COMPLETIONS else CHAT_BODY | extra
+    expected = answer_of(await front.ask(path, body))
     await decoder.stop()
-    await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
+    if is_known:
+        await until(lambda: not front.proxy.pools.decode.engines[0].is_healthy)
+    prefiller.asked.clear()
+    assert answer_of(await front.ask(path, body)) == expected
+    assert (await front.client.get("/readyz")).status_code == 200
+    if is_known:
+        assert len(prefiller.asked) == 1, "no prefill stage precedes"
+        await front.counts("lmkv_proxy_requests_total", 1, strategy="alone", outcome="ok")
+
+
+async def test_without_any_engine_clients_get_503_with_retry_after(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
+) -> None:
+    assert (await front.client.get("/readyz")).status_code == 200
+    await asyncio.gather(prefiller.stop(), decoder.stop())
+    await until(lambda: not any(engine.is_healthy for engine in front.proxy.pools.engines))
     response = await front.ask(COMPLETIONS, BODY)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     ready = await front.client.get("/readyz")
     assert ready.status_code == 503
-    assert decoder.url in ready.json()["detail"]
+    assert all(engine.url in ready.json()["detail"] for engine in (prefiller, decoder))
     assert (await front.client.get("/healthz")).status_code == 200
 
 
