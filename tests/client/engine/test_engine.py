@@ -18,6 +18,9 @@ from tests.client.engine.engines import SPEC, Attach, all_extents, content, load
 from tests.client.engine.nodes import until
 from tests.waiting import WAIT_SECONDS
 
+SMALL_POOL = "512KiB"
+"""64 chunks."""
+
 
 def test_chunks_that_were_stored_are_loaded_byte_by_byte(attach: Attach) -> None:
     engine = attach()
@@ -270,9 +273,15 @@ def test_mistakes_at_attach_are_configuration_errors(attach: Attach) -> None:
 
 
 def test_engines_that_are_idle_leave_their_credits_to_others(attach: Attach) -> None:
-    settings = {"instance_id": "shared", "max_local_cpu_size": "512KiB"}  # 64 chunks
-    idle = [attach(**settings) for _ in range(3)]
+    idle = [attach(instance_id="shared", max_local_cpu_size=SMALL_POOL) for _ in range(3)]
     for engine in idle:
         engine.put_back(engine.reserve(1000, timeout=WAIT_SECONDS))
-    another = attach(**settings)
+    another = attach(instance_id="shared", max_local_cpu_size=SMALL_POOL)
     until(lambda: all_extents(another) > 16)  # without, the others keep all but one
+
+
+def test_a_reservation_ends_when_the_node_has_no_more_however_long_it_may_wait(attach: Attach) -> None:
+    engines = [attach(instance_id="shared", max_local_cpu_size=SMALL_POOL) for _ in range(4)]
+    taken = [engine.reserve(1000, timeout=WAIT_SECONDS) for engine in engines]
+    assert len(taken[-1]) < len(taken[0]), "the node has no more, though the engine might have"
+    assert engines[-1].begin_reserve(3, timeout=100 * WAIT_SECONDS).result(WAIT_SECONDS) == []
