@@ -387,9 +387,11 @@ class Stores:
         if state.store_failures >= MAX_FAILURES and state.may_store:
             state.tail_is_lost |= not state.partial_is_stored
         self._counters.add("skipped_chunks", len(skipped) + state.tail_is_lost)
-        for index in skipped:
-            if index < len(state.chain.keys):
-                self._skipped.add(state.chain.keys[index], OWN, MissReason.SKIPPED, time.time())
+        keys = [state.chain.keys[index] for index in skipped if index < len(state.chain.keys)]
+        if state.tail_is_lost and state.partial_key and not state.partial_is_stored:
+            keys.append(state.partial_key)
+        for key in keys:
+            self._skipped.add(key, OWN, MissReason.SKIPPED, time.time())
 
     def settle(self, states: Collection[RequestState]) -> None:
         """Returns credits that are not needed, and requests those that finished requests lack; `states` are of the

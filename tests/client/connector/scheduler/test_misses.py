@@ -145,6 +145,16 @@ def test_what_lacked_a_write_credit_when_it_was_computed_was_skipped(make_engine
     assert spans(engine, "a") == [("skipped", FULL), ("uncacheable", REST)]
 
 
+def test_the_end_of_a_prompt_that_lacked_a_write_credit_was_skipped(make_engine: MakeEngine) -> None:
+    engine = make_engine(save_partial_chunks=True)
+    engine.node.grants_partial = False
+    engine.serve("first", PROMPT)
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.serve("a", PROMPT)
+    assert spans(engine, "a") == [("own", FULL), ("skipped", REST)]
+
+
 def test_an_answer_explains_itself_only_if_asked_to(make_engine: MakeEngine) -> None:
     engine = filled(make_engine())
     engine.add("a", PROMPT, transfer={"lmkv": {"explain": True}})

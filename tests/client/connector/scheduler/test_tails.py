@@ -231,6 +231,21 @@ def test_a_full_chunk_says_how_it_begins_if_a_prompt_has_ended_in_it(make_engine
     engine.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("output", [1, OUTPUT])
+def test_what_vllm_has_itself_and_the_pool_has_lost_is_stored_again(make_engine: MakeEngine, output: int) -> None:
+    engine, prompt = make_engine(save_partial_chunks=True), [*PROMPT, *range(1000)]
+    engine.serve("a", prompt)
+    engine.settle()
+    engine.node.evict()
+    engine.node.chunks.clear()
+    engine.serve("b", prompt, output=output)
+    engine.settle()
+    stored = [chunk.token_count for chunk in engine.node.chunks.values()]
+    assert stored.count(CHUNK) == (len(prompt) + output - 1) // CHUNK
+    assert engine.count("skipped_chunks") == 0
+    engine.check_nothing_is_left()
+
+
 def test_a_pool_with_room_keeps_the_end_of_a_prompt_too(make_chat: MakeChat) -> None:
     engine = make_chat()
     assert engine.serve("b", PROMPT) == 1 + DECODED
