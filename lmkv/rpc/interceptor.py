@@ -12,8 +12,9 @@ import grpc
 from grpc_status import rpc_status
 
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.caller import check_caller
+from lmkv.auth.caller import ANONYMOUS_CALLER, Caller, check_caller
 from lmkv.errors import BadMessage, LmkvError
+from lmkv.memory_budget import Lease, of_process
 from lmkv.rpc.error_status import to_status
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.rpc.requests import Requests
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_SECONDS = 10.0
 """Timeout for the message of a unary request."""
+MAX_UNREAD_BYTES = 64 << 10
+"""What a unary call holds of the memory budget until its message has arrived: what gRPC reads of it in advance."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
@@ -32,6 +35,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
     def __init__(self, calls: ServerCalls, authenticator: Authenticator) -> None:
         self._calls = calls
         self._authenticator = authenticator
+        self._budget = of_process()
         self._log = LimitedLogger(logger)
 
     async def intercept_service(
@@ -52,8 +56,11 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
 
         async def stream(parts: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             try:
-                with self._authenticator.authorized_call(name, metadata):
-                    requests = Requests(parts, decode)
+                with (
+                    self._authenticator.authorized_call(name, metadata) as caller,
+                    self._lease(caller, context) as lease,
+                ):
+                    requests = Requests(parts, decode, lease)
                     responses = inner(requests if handler.request_streaming else await _whole(requests), context)
                     if inspect.isawaitable(responses):  # it writes the responses itself, as gRPC's health service does
                         await responses
@@ -67,8 +74,13 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
             with self._calls.observe(method, metadata) as call:
                 try:
-                    with self._authenticator.authorized_call(name, metadata):
-                        requests = Requests(parts, decode)
+                    with (
+                        self._authenticator.authorized_call(name, metadata) as caller,
+                        self._lease(caller, context) as lease,
+                    ):
+                        if not handler.request_streaming:
+                            lease.grow(MAX_UNREAD_BYTES)
+                        requests = Requests(parts, decode, lease)
                         return await inner(requests if handler.request_streaming else await _whole(requests), context)
                 except grpc.aio.AbortError:  # the handler aborted the call itself
                     call.fail(_code_name(context.code()))
@@ -82,6 +94,11 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, *codecs)
         return grpc.stream_unary_rpc_method_handler(unary, *codecs)
+
+    def _lease(self, caller: Caller, context: Any) -> Lease:
+        """Memory for the messages of a call, of its caller's share; callers without a token go by their address."""
+        name = f"{caller.tenant}/{caller.name}" if caller is not ANONYMOUS_CALLER else context.peer().rpartition(":")[0]
+        return Lease(self._budget, name)
 
     def _to_lmkv_error(self, error: Exception, method: str) -> LmkvError:
         """The error to answer with. Re-raises `grpc.aio.AbortError`: the handler has aborted the call itself."""

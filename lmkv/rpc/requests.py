@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadMessage
+from lmkv.memory_budget import DECODED_PROTOBUF_FACTOR, Lease
 
 MAX_DURATION_SECONDS = 315_576_000_000
 MIN_TIME_SECONDS, MAX_TIME_SECONDS = -62_135_596_800, 253_402_300_799
@@ -22,17 +23,26 @@ class Requests(AsyncIterator[Any]):
     """The messages of one call, decoded from the bytes that gRPC delivers.
 
     Raises `BadMessage` for invalid bytes, and `Unauthenticated` once the caller's token is revoked. gRPC's own decoding
-    would answer `INTERNAL` and log a traceback, outside of handlers and interceptors.
+    would answer `INTERNAL` and log a traceback, outside of handlers and interceptors. Each message holds memory of the
+    process' budget until the next one is requested, or `lease` is closed: a call waits for it, and
+    raises `MemoryFull` if it waits too long.
     """
 
-    def __init__(self, parts: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> None:
+    def __init__(self, parts: AsyncIterator[bytes], decode: Callable[[bytes], Any], lease: Lease) -> None:
         self._parts = parts
         self._decode = decode
+        self._lease = lease
 
     async def __anext__(self) -> Any:
+        if self._lease.size_bytes and self._has_begun:
+            self._lease.close()
+        self._has_begun = True
         data = await anext(self._parts)
         check_caller()
+        await self._lease.acquire(len(data) * DECODED_PROTOBUF_FACTOR)
         return checked(data, self._decode)
+
+    _has_begun = False
 
 
 def checked(data: bytes, decode: Callable[[bytes], Any]) -> Any:

@@ -15,6 +15,7 @@ import lmkv
 from lmkv import config as configuration
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
+from lmkv.memory_budget import budget_bytes, of_process
 from lmkv.pool.socket import PoolSocket
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.tiers import DISK
@@ -63,6 +64,7 @@ class Node:
     def __init__(self, config: NodeConfig, *, started_by_connector: bool = False) -> None:
         """Engines may replace a node without engines only if it was `started_by_connector`."""
         self.config = config
+        of_process().capacity_bytes = budget_bytes(config.pool_bytes)
         self._started_by_connector = started_by_connector
         self._replaced = asyncio.Event()
         self.epoch = time.time_ns()

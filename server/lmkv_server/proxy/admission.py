@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
+from lmkv.memory_budget import Lease, MemoryFull, json_bytes, of_process
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.http.bodies import drain
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
@@ -22,8 +22,6 @@ from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forw
 
 BODY_TIMEOUT_SECONDS = 30.0
 """Deadline for a request's body, while the request counts as admitted."""
-HELD_BODIES = 32
-"""Bodies of the maximum size that all admitted requests together may hold."""
 RETRY_AFTER = {"retry-after": "1"}
 
 
@@ -54,13 +52,6 @@ class AdmittedRequest:
     writer: ResponseWriter
 
 
-@dataclass(slots=True)
-class HeldBody:
-    """A body that is being read, or whose request is being served."""
-
-    size_bytes: int = 0
-
-
 Serve = Callable[[AdmittedRequest], Awaitable[None]]
 
 
@@ -85,8 +76,7 @@ class Admission:
         self._limit = limit
         self._count = 0
         self._max_body_bytes = max_body_bytes
-        self._held_bytes = 0
-        """Of the bodies of admitted requests."""
+        self._memory = of_process()
         self._timeout_seconds = timeout_seconds
         self._session_header = session_header
         self._salts = salts
@@ -109,7 +99,7 @@ class Admission:
             return "rejected"
         self._count += 1
         try:
-            with self._salts.client(request.headers) as client, self._held_body() as held:
+            with self._salts.client(request.headers) as client, self._lease(request) as lease:
                 async with asyncio.timeout(self._timeout_seconds):
                     headers = client.headers(forwarded_headers(request.headers))
                     admitted = AdmittedRequest(
@@ -118,7 +108,7 @@ class Admission:
                         headers=headers | ({TRACEPARENT: traceparent} if traceparent else {}),
                         session=request.headers.get(self._session_header, ""),
                         client=client,
-                        body=await self._read(request, held),
+                        body=await self._read(request, lease),
                         writer=writer,
                     )
                     await _while_connected(serve(admitted), request.receive)
@@ -149,37 +139,34 @@ class Admission:
             self._count -= 1
         return "ok"
 
-    @contextmanager
-    def _held_body(self) -> Iterator[HeldBody]:
-        """Counts the bytes of a body until its request ends."""
-        held = HeldBody()
-        try:
-            yield held
-        finally:
-            self._held_bytes -= held.size_bytes
+    def _lease(self, request: Request) -> Lease:
+        """Memory for the body of a request and what it is decoded to, of the share of the request's address."""
+        return Lease(self._memory, request.client.host if request.client else "")
 
-    async def _read(self, request: Request, held: HeldBody) -> bytes:
+    async def _read(self, request: Request, lease: Lease) -> bytes:
         """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
         chunks: list[bytes] = []
         stream = request.stream()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 async for chunk in stream:
+                    lease.grow(len(chunk))
                     chunks.append(chunk)
-                    held.size_bytes += len(chunk)
-                    self._held_bytes += len(chunk)
-                    if self._held_bytes > HELD_BODIES * self._max_body_bytes:
-                        raise InvalidRequest(503, "the bodies of the requests in flight take too much memory")
-                    if held.size_bytes > self._max_body_bytes:
+                    if lease.size_bytes > self._max_body_bytes:
                         chunks.clear()
                         await drain(stream)
                         message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"
                         raise InvalidRequest(413, message)
+            body = b"".join(chunks)
+            await lease.acquire(json_bytes(body))
         except TimeoutError:
             raise InvalidRequest(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:
             raise ClientDisconnected from None
-        return b"".join(chunks)
+        except MemoryFull:
+            await drain(stream)
+            raise InvalidRequest(503, "the bodies of the requests in flight take too much memory") from None
+        return body
 
 
 class AdmissionApp:

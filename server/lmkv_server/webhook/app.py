@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lmkv.memory_budget import Lease, MemoryFull, json_bytes, of_process
 from lmkv_server.webhook.additions import Additions
 from lmkv_server.webhook.review import InvalidReview, review
 
@@ -24,18 +25,28 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
     """The application of a webhook."""
 
     async def mutate(request: Request) -> Response:
-        body = b""
+        with Lease(of_process(), request.client.host if request.client else "") as lease:
+            return await _mutate(request, lease)
+
+    async def _mutate(request: Request, lease: Lease) -> Response:
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 async for part in request.stream():
+                    lease.grow(len(part))
                     body += part
                     if len(body) > MAX_BODY_BYTES:
                         return _error(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            whole = bytes(body)
+            await lease.acquire(json_bytes(whole))
+            answer = review(msgspec.json.decode(whole), additions)
         except TimeoutError:
             return _error(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s")
-        try:
-            answer = review(msgspec.json.decode(body), additions)
-        except (InvalidReview, msgspec.DecodeError) as error:
+        except ClientDisconnect:
+            return _error(400, "the connection closed during the body")
+        except MemoryFull as error:
+            return _error(503, str(error), {"retry-after": "1"})
+        except (InvalidReview, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _error(400, str(error))
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -45,5 +56,5 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
     return Starlette(routes=[Route(PATH, mutate, methods=["POST"]), Route("/healthz", alive), Route("/readyz", alive)])
 
 
-def _error(status: int, message: str) -> Response:
-    return Response(msgspec.json.encode({"error": message}), status, media_type="application/json")
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode({"error": message}), status, headers, media_type="application/json")

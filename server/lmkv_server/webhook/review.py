@@ -35,6 +35,9 @@ def review(body: object, additions: Mapping[str, Additions]) -> dict[str, Any]:
     request = body.get("request")
     if not isinstance(request, dict) or not isinstance(request.get("uid"), str):
         raise InvalidReview("the AdmissionReview has no request with a uid")
+    kind = request.get("kind")
+    if not isinstance(kind, dict) or not isinstance(kind.get("kind"), str):
+        raise InvalidReview("the AdmissionReview has no request with a kind")
     response: dict[str, Any] = {"uid": request["uid"], "allowed": True}
     operations, warning = _change(request, additions)
     if operations:
@@ -48,11 +51,11 @@ def review(body: object, additions: Mapping[str, Additions]) -> dict[str, Any]:
 def _change(request: Object, additions: Mapping[str, Additions]) -> tuple[list[Operation], str]:
     """Operations, and why the pod does not use lmkv; empty if it does."""
     pod = request.get("object")
-    kind = (request.get("kind") or {}).get("kind")
-    if request.get("operation") != "CREATE" or kind != "Pod" or not isinstance(pod, dict):
+    if request.get("operation") != "CREATE" or request["kind"]["kind"] != "Pod" or not isinstance(pod, dict):
         return [], ""
-    metadata = pod.get("metadata") or {}
-    name = f"{request.get('namespace', '')}/{metadata.get('name') or metadata.get('generateName', '')}"
+    metadata = pod.get("metadata")
+    named = metadata if isinstance(metadata, dict) else {}
+    name = f"{request.get('namespace', '')}/{named.get('name') or named.get('generateName', '')}"
     try:
         operations = inject(pod, additions)
     except Refusal as refusal:

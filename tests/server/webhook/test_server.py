@@ -127,6 +127,13 @@ async def test_a_pod_of_an_unknown_form_is_admitted_unchanged(client: httpx.Asyn
     assert warning == ("lmkv is not used: the pod has a form that is not known; the webhook's log has the details")
 
 
+def of_kind(kind: Any) -> bytes:
+    """A review whose request has this kind."""
+    body = review_of(pod())
+    body["request"]["kind"] = kind
+    return json.dumps(body).encode()
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -135,8 +142,10 @@ async def test_a_pod_of_an_unknown_form_is_admitted_unchanged(client: httpx.Asyn
         (json.dumps({**review_of(pod()), "apiVersion": "admission.k8s.io/v1beta1"}).encode(), 400, "v1"),
         (b'{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview"}', 400, "no request with a uid"),
         (b" " * (MAX_BODY_BYTES + 1), 413, "the body has more than"),
+        (b'{"apiVersion": "\xff"}', 400, "utf-8"),
+        (b"[" * 100_000, 400, "recursion"),
+        *((of_kind(kind), 400, "no request with a kind") for kind in (None, [], "Pod", {}, {"kind": 1}, {"kind": []})),
     ],
-    ids=["json", "list", "version", "request", "size"],
 )
 async def test_a_request_that_is_no_review_is_an_error(
     client: httpx.AsyncClient, body: bytes, status: int, message: str

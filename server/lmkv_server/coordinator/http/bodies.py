@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from lmkv.memory_budget import json_bytes, of_process
 from lmkv_server.coordinator.http.replies import HttpError
 from lmkv_server.http.bodies import drain
 
@@ -49,9 +53,32 @@ async def read_body(request: Request) -> bytes:
     return body
 
 
+LARGE_BODY_BYTES = 64 << 10
+"""Size of a body from which on it takes memory of the process' budget, and waits for its turn to be decoded."""
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def memory_of(request: Request, body: bytes) -> AsyncIterator[None]:
+    """Holds memory for a decoded body until its request is answered. Raises `MemoryFull`.
+
+    The bodies of one address share half of the budget. Large bodies are decoded in turn: between two of them the event
+    loop serves other requests.
+    """
+    if len(body) < LARGE_BODY_BYTES:
+        yield
+        return
+    with await of_process().acquire(request.client.host if request.client else "", json_bytes(body)):
+        async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            await asyncio.sleep(0)
+        yield
+
+
 async def read_json(request: Request) -> dict[str, Any]:
     """The JSON object in a request's body; an empty one if there is no body. Raises `HttpError`."""
-    content: dict[str, Any] = decode(await read_body(request), _decoder)
+    body = await read_body(request)
+    async with memory_of(request, body):
+        content: dict[str, Any] = decode(body, _decoder)
     return content
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv_server.coordinator.http.bodies import decode, read_body
+from lmkv_server.coordinator.http.bodies import decode, memory_of, read_body
 from lmkv_server.coordinator.http.replies import json_response
 from lmkv_server.coordinator.http.tokens import lift_tokens
 
@@ -42,11 +42,13 @@ class Path(Generic[B]):
 
     async def serve(self, request: Request) -> Response:
         """Answers a request. Raises the errors of `decode` and of the handler."""
-        rest, tokens = lift_tokens(await read_body(request))
-        body: Any = decode(rest, self._decoder)
-        if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice
-            body.tokens = tokens
-        return json_response(await self.answer(body))
+        whole = await read_body(request)
+        async with memory_of(request, whole):
+            rest, tokens = lift_tokens(whole)
+            body: Any = decode(rest, self._decoder)
+            if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice
+                body.tokens = tokens
+            return json_response(await self.answer(body))
 
 
 def routes(paths: Mapping[str, Path[Any]]) -> list[Route]:

@@ -18,7 +18,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
     TooManyRequests,
 )
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
-from lmkv_server.proxy.admission import HELD_BODIES
+from lmkv.memory_budget import Lease, MemoryFull, json_bytes, of_process
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
@@ -62,6 +62,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
         load, admitted = ExitStack(), ExitStack()
         exchange = Exchange(self._max_body_bytes, body.add)
         held_bytes = 0
+        lease = admitted.enter_context(Lease(of_process(), context.peer().rpartition(":")[0]))
         has_room = self._metrics.stream_count < self._limit
         self._metrics.stream_count += 1
         try:
@@ -75,7 +76,9 @@ class ExternalProcessorService(ExternalProcessorServicer):
                     for response in exchange.receive(message):
                         yield response
                     held_bytes = self._count_held(exchange, body, held_bytes)
-                    if self._metrics.held_bytes > HELD_BODIES * self._max_body_bytes:
+                    try:
+                        await self._hold(lease, exchange, held_bytes)
+                    except MemoryFull:
                         self._metrics.requests.labels("rejected").inc()
                         yield exchange.refuse(
                             TooManyRequests, "the bodies of the requests in flight take too much memory"
@@ -121,6 +124,13 @@ class ExternalProcessorService(ExternalProcessorServicer):
         load.enter_context(engine.count_request())
         changed = {HEADER: headers.get(HEADER, "")} if headers.get(HEADER) != exchange.headers.get(HEADER) else {}
         return exchange.pick(address_of(engine), body=salted, headers=changed)
+
+    async def _hold(self, lease: Lease, exchange: Exchange, held_bytes: int) -> None:
+        """Takes memory for what an exchange holds, and for what its body is decoded to. Raises `MemoryFull`."""
+        if exchange.is_waiting and exchange.body is not None:
+            await lease.acquire(held_bytes + json_bytes(exchange.body))
+        elif held_bytes > lease.size_bytes:
+            lease.grow(held_bytes - lease.size_bytes)
 
     def _count_held(self, exchange: Exchange, body: ArrivingBody, before_bytes: int) -> int:
         """Counts what an exchange and its body hold now instead of before. Returns it."""

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from lmkv.memory_budget import MemoryBudget
 from lmkv_server.proxy.picker import service as picker_service
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine
@@ -286,7 +287,8 @@ async def _until_serving(front: Front, service: str) -> None:
 async def test_the_bodies_of_all_requests_together_are_limited(
     make_engine: MakeEngine, make_picker: MakePicker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picker_service, "HELD_BODIES", 2)
+    budget = MemoryBudget(2 * 2 * 1900)  # one gateway may have half: two bodies
+    monkeypatch.setattr(picker_service, "of_process", lambda: budget)
     front = await make_picker([await make_engine("i-0")], max_body_size=2000 / (1 << 30))
     async with front.gateway.exchange() as one, front.gateway.exchange() as two, front.gateway.exchange() as three:
         for exchange in (one, two):
@@ -296,6 +298,7 @@ async def test_the_bodies_of_all_requests_together_are_limited(
         await three.send_headers()
         await three.send(request_body={"body": b" " * 1900})
         assert (await three.answer()).immediate_response.status.code == 429
+        budget.capacity_bytes = 1 << 20
         for exchange in (one, two):
             await exchange.send(request_body={"body": b"{}", "end_of_stream": True})
             assert await exchange.body() == b" " * 1900 + b"{}"

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lmkv.memory_budget import MemoryBudget, json_bytes
 from lmkv_server.proxy import admission
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
@@ -372,9 +373,11 @@ async def test_concurrent_requests_are_limited(
 async def test_the_bodies_of_all_requests_together_are_limited(
     prefiller: ScriptedEngine, decoder: ScriptedEngine, make_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "HELD_BODIES", 2)
-    front = await make_proxy([prefiller], [decoder], max_body_size="2KB")
     large = BODY | {"metadata": {"padding": "x" * 1600}}
+    needs, little = (json_bytes(json.dumps(body).encode()) for body in (large, BODY))
+    budget = MemoryBudget(2 * (2 * needs + 2 * little))  # one address may have half: two large bodies and small ones
+    monkeypatch.setattr(admission, "of_process", lambda: budget)
+    front = await make_proxy([prefiller], [decoder], max_body_size="2KB")
     prefiller.going.clear()
     held = [asyncio.create_task(front.ask(COMPLETIONS, large)) for _ in range(2)]
     await until(lambda: prefiller.waiting_count == 2)

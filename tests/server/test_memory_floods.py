@@ -1,0 +1,142 @@
+"""Floods of large requests at servers with the memory of their pods, beside a client of another caller."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import msgspec
+import pytest
+import yaml
+
+from lmkv import rpc
+from lmkv.auth.credentials import Credentials
+from lmkv.auth.token import BearerToken
+from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from tests.promises.conftest import ROOT
+from tests.server.webhook.pods import HOST
+from tests.support.certificates import issue
+from tests.support.tokens import entry, write
+from tests.waiting import until
+
+DEADLINE_SECONDS = 120.0
+FLOOD = 400
+HONEST = 20
+VALUES = yaml.safe_load((ROOT / "helm/lmkv/values.yaml").read_text())
+UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
+
+
+def limit_of(component: str) -> int:
+    """The memory limit of a component in the chart's values, in bytes."""
+    text = VALUES[component]["resources"]["limits"]["memory"]
+    return int(text[:-2]) * UNITS[text[-2:]]
+
+
+@contextmanager
+def server(component: str, *arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server that may use the memory of its pod. An allocation beyond that fails, and ends it."""
+    limit = limit_of(component)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lmkv.cli", *arguments],
+            stdout=output,
+            stderr=output,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+        )
+    try:
+        yield process
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert "MemoryError" not in log.read_text()
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_SECONDS)
+
+
+async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    tokens = write(tmp_path / "tokens.yaml", entry("reader", "a"), entry("reader", "b"))
+    port, log = free_port(), tmp_path / "log"
+    arguments = ("coordinator", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_port()))
+    large, small = LookupRequest(tokens=[1] * 1_000_000), LookupRequest(tokens=range(100))
+    with server("coordinator", *arguments, "--tokens-file", tokens, log=log) as process:
+        async with (
+            rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="reader-of-a-token"))) as hog,
+            rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="reader-of-b-token"))) as honest,
+        ):
+            lookup = CacheServiceStub(honest).Lookup
+            await lookup(small, timeout=DEADLINE_SECONDS, wait_for_ready=True)
+            calls = [CacheServiceStub(hog).Lookup(large, timeout=DEADLINE_SECONDS) for _ in range(FLOOD)]
+            for _ in range(HONEST):
+                await lookup(small, timeout=DEADLINE_SECONDS)
+            codes = [await call.code() for call in calls]
+            await lookup(small, timeout=DEADLINE_SECONDS)
+        assert set(codes) <= {
+            grpc.StatusCode.OK,
+            grpc.StatusCode.NOT_FOUND,
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        }
+        assert peak_bytes(process) < limit_of("coordinator")
+
+
+@pytest.mark.parametrize(
+    ("component", "path", "body", "count"),
+    [
+        ("webhook", "/mutate", b"[" + b"{}," * 2_500_000 + b"1]", 8),
+        ("proxy", "/v1/completions", b'{"model": "m", "prompt": [' + b"{}," * 10_000_000 + b"1]}", 8),
+    ],
+    ids=("webhook", "proxy"),
+)
+async def test_bodies_of_one_address_leave_memory_and_answers_to_another(
+    component: str, path: str, body: bytes, count: int, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port, log = free_port(), tmp_path / "log"
+    arguments, url, verify = server_of(component, port, tmp_path)
+    with server(component, *arguments, log=log) as process:
+        async with httpx.AsyncClient(base_url=url, verify=verify, timeout=DEADLINE_SECONDS) as hog:
+            await until(lambda: listens(port), timeout_seconds=DEADLINE_SECONDS)
+            flood = [asyncio.create_task(hog.post(path, content=body)) for _ in range(count)]
+            transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2", verify=verify)
+            async with httpx.AsyncClient(base_url=url, transport=transport, timeout=DEADLINE_SECONDS) as honest:
+                for _ in range(HONEST):
+                    assert (await honest.get("/healthz")).status_code == 200
+            done = await asyncio.gather(*flood)
+        assert {response.status_code for response in done} <= {400, 502, 503}
+        assert peak_bytes(process) < limit_of(component)
+
+
+def server_of(component: str, port: int, folder: Path) -> tuple[Sequence[str], str, ssl.SSLContext | bool]:
+    """The command line of a server that needs no other one, its URL, and how a client verifies it."""
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    if component == "proxy":
+        engine = ("--mode", "route", "--engine", "http://127.0.0.1:1")
+        return ("proxy", *where, *engine), f"http://127.0.0.1:{port}", True
+    certificates = issue(folder / "tls")
+    additions = folder / "additions.yaml"
+    additions.write_text(yaml.safe_dump({"both": msgspec.to_builtins(HOST)}))
+    server_side = ("--tls-cert", certificates.server.cert, "--tls-key", certificates.server.key)
+    verify = ssl.create_default_context(cafile=certificates.ca)
+    return ("webhook", *where, "--pod-additions", str(additions), *server_side), f"https://localhost:{port}", verify
+
+
+def listens(port: int) -> bool:
+    """Whether a server listens."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def peak_bytes(process: subprocess.Popen[bytes]) -> int:
+    """The most memory that a process has had."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
