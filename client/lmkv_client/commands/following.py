@@ -83,6 +83,8 @@ def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
     """Prints the state of the operation; returns the exit code."""
     if as_json:
         print_json(operation.message)
+    elif _moved_nothing(operation):
+        pass
     elif not operation.done:
         print(f"{operation.name}: {operation.state}, {describe_progress(operation.progress)} done")
     elif operation.result is not None:
@@ -91,7 +93,21 @@ def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
     if operation.error:
         print(f"lmkv: error: {operation.name}: {operation.error}", file=sys.stderr)
         return FAILED
+    if _moved_nothing(operation):
+        progress, verb = operation.progress, "copied" if operation.kind == "copy" else "moved"
+        where = format_position(progress.old_position) if progress.HasField("old_position") else "the source"
+        print(
+            f"lmkv: error: {operation.name}: nothing was {verb}, since {where} holds none of these chunks; "
+            "`lmkv lookup` shows which instances hold a prompt",
+            file=sys.stderr,
+        )
+        return FAILED
     return PARTLY_DONE if operation.result is not None and operation.result.failures else DONE
+
+
+def _moved_nothing(operation: AnyOperation) -> bool:
+    result = operation.result
+    return isinstance(result, MoveResult) and not result.chunk_count and not result.failures
 
 
 def describe_progress(progress: Progress) -> str:

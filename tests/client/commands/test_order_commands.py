@@ -83,6 +83,27 @@ async def test_a_part_is_exit_code_3(fleet: Fleet, run_command: RunCommand, caps
     assert await run_command("copy", "--from", "a", "--to", "b", "--keys", KEYS[2].hex(), "--json") == 1
 
 
+@pytest.mark.parametrize(("verb", "done"), [("copy", "copied"), ("move", "moved")])
+async def test_chunks_that_the_source_lacks_are_an_error(
+    fleet: Fleet, run_command: RunCommand, capsys: Capture, verb: str, done: str
+) -> None:
+    argv = (verb, "--from", "b", "--to", "a", "--tokens", TOKENS)
+    assert await run_command(*argv) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(
+        rf"lmkv: error: {verb}-[0-9a-f]{{16}}: nothing was {done}, since b/host holds none of these chunks; "
+        r"`lmkv lookup` shows which instances hold a prompt\n",
+        shown.err,
+    )
+    name = re.search(rf"{verb}-[0-9a-f]{{16}}", shown.err)
+    assert name is not None
+    assert await run_command("ops", "wait", name[0]) == 1
+    capsys.readouterr()
+    assert await run_command(*argv, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["done"]
+
+
 async def test_nothing_at_all_is_exit_code_1(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
     fleet.b.limit = 0
     assert await run_command("move", "--from", "a", "--to", "b", "--tokens", TOKENS) == 1
