@@ -18,6 +18,7 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ConfigError
+from lmkv.telemetry.build_info import BuildInfo
 from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.http.app import CoordinatorApp, make_app
@@ -183,7 +184,7 @@ class Coordinator:
         )
 
     def _make_app(self, tenants: Tenants) -> CoordinatorApp:
-        own: list[Collector] = [self._calls, CertificateEnd(self._credentials.cert)]
+        own: list[Collector] = [self._calls, CertificateEnd(self._credentials.cert), BuildInfo()]
         if self.shared is not None:
             own.append(SharedMapMetrics(self.shared))
         tokenizers = Tokenizers(self._tokenizers)

@@ -17,6 +17,7 @@ from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.memory_budget import budget_bytes, of_process
 from lmkv.pool.socket import PoolSocket
+from lmkv.telemetry.build_info import BuildInfo
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.tiers import DISK
 from lmkv.units import format_bytes
@@ -250,6 +251,7 @@ class Node:
             calls=self._calls,
         )
         metrics.registry.register(CertificateEnd(self.config.tls_cert))
+        metrics.registry.register(BuildInfo())
         return metrics
 
     async def _populate(self) -> None:

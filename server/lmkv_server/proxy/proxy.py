@@ -11,6 +11,7 @@ from typing import Self
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import ProxyConfig
+from lmkv.telemetry.build_info import BuildInfo
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.ports import address
 from lmkv_server.http.server import HttpServer
@@ -48,6 +49,7 @@ class Proxy:
         self.metrics = self._metrics.registry
         """The registry of its metrics."""
         self.metrics.register(CertificateEnd(config.tls_cert))
+        self.metrics.register(BuildInfo())
         self._config = config
         self._stack = AsyncExitStack()
         self._background: asyncio.Task[None] | None = None

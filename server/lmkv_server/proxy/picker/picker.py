@@ -25,6 +25,7 @@ from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from lmkv.rpc.endpoints import HealthService
+from lmkv.telemetry.build_info import BuildInfo
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.metrics import metrics_response
 from lmkv_server.http.ports import address, listen
@@ -77,6 +78,7 @@ class Picker:
         self.metrics = self._metrics.registry
         """The registry of its metrics."""
         self.metrics.register(CertificateEnd(config.tls_cert))
+        self.metrics.register(BuildInfo())
         self._config = config
         self._open_client = open_client
         self._resolve = resolve
