@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
+from lmkv.spec import KvSpec
 from lmkv_client.engine import Copier, Engine, Held, Written
 from lmkv_client.sglang.host_pool import LayerTensors, make_pages, page_numbers
 from lmkv_client.sglang.kv_spec import identity_across_engines, identity_of, kv_dtype, make_spec
@@ -62,6 +63,9 @@ class PageStore:
         self._page_size = 0
         self._other_pools: set[str] = set()
         self._weights_changed = False
+        self._is_late = False
+        """Whether it attaches later than the engine has started: the digest of the weights was not known in time."""
+        self._is_closed = False
         self._lock = threading.Lock()
         """Of the counts."""
         self._warned_at = -WARNING_SECONDS
@@ -83,34 +87,70 @@ class PageStore:
         """
         model = served_model(model_name)
         dtype = kv_dtype(stored_dtype, model.kv_cache_dtype)
-        model_id = self.settings.model_id
-        if self.settings.share_across_engines:
-            model_id = identity_across_engines(
-                model, used_config(model), model_id=model_id, kv_dtype=dtype, shards=shards
+        config = used_config(model) if self.settings.share_across_engines else {}
+        watch_weight_updates(self)
+
+        def attach() -> None:
+            model_id = self.settings.model_id
+            if self.settings.share_across_engines:
+                model_id = identity_across_engines(model, config, model_id=model_id, kv_dtype=dtype, shards=shards)
+            spec = make_spec(
+                tensors,
+                model_name=model_name,
+                model_id=model_id or identity_of(model),
+                kv_dtype=dtype,
+                page_size=page_size,
+                shards=shards,
+                weight_version=self.settings.weight_version,
             )
-        spec = make_spec(
-            tensors,
-            model_name=model_name,
-            model_id=model_id or identity_of(model),
-            kv_dtype=dtype,
-            page_size=page_size,
-            shards=shards,
-            weight_version=self.settings.weight_version,
-        )
+            self._attach(spec, tensors)
+
+        seconds = None if model.loaded_after is None else time.time() - model.loaded_after
+        self._attach_beside(attach, seconds)
+
+    def _attach_beside(self, attach: Callable[[], None], seconds: float | None) -> None:
+        """Calls `attach` on a thread of its own, and waits for it up to `seconds`; None: until it has ended."""
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                attach()
+            except Exception as error:
+                errors.append(error)
+                if self._is_late:
+                    logger.error("nothing is loaded or stored: %s", error)
+
+        thread = threading.Thread(target=run, name="lmkv-attach", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self._is_late = thread.is_alive()
+        if errors:
+            raise errors[0]
+        if self._is_late:
+            logger.warning("the digest of the weights is not known yet: nothing is loaded or stored until it is")
+
+    def _attach(self, spec: KvSpec, tensors: LayerTensors) -> None:
+        """Attaches with this spec."""
         engine = Engine.attach(spec, config=self.settings)
         try:
             self._copier = engine.register(make_pages(tensors))
         except ValueError as error:
             engine.close()
             raise ConfigError(f"this version of lmkv cannot copy the pages of SGLang: {error}") from None
-        self._tensors, self._page_size, self._engine = tensors, page_size, engine
-        watch_weight_updates(self)
-        logger.info("pages of %d tokens, %d bytes each; model %s", page_size, spec.chunk_bytes, spec.model_id)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._tensors, self._page_size, self._engine = tensors, spec.chunk_size, engine
+        if is_closed:
+            engine.close()
+            return
+        logger.info("pages of %d tokens, %d bytes each; model %s", spec.chunk_size, spec.chunk_bytes, spec.model_id)
 
     @property
     def is_of_use(self) -> bool:
         """Whether there are pages that can be loaded and stored."""
-        return not self._other_pools and not self._weights_changed
+        is_attached = self._engine is not None or not self._is_late
+        return is_attached and not self._other_pools and not self._weights_changed
 
     def add_other_pool(self, name: str) -> None:
         """Notes a pool whose pages lmkv does not store: nothing of the model is loaded or stored from now on."""
@@ -199,7 +239,9 @@ class PageStore:
 
     def close(self) -> None:
         """Detaches from the node, and logs the counts. Idempotent."""
-        engine, self._engine = self._engine, None
+        with self._lock:
+            self._is_closed = True
+            engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
             missed = engine.counters.miss_tokens

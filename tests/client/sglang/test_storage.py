@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +13,8 @@ import torch
 
 from lmkv.errors import ConfigError
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_client.sglang import LmkvStorage
+from lmkv_client.sglang import LmkvStorage, page_store
+from lmkv_client.sglang.sglang_api import ModelSource
 from tests.client.sglang.conftest import NodeOfTests
 from tests.client.sglang.contract import (
     MLA_SHAPES,
@@ -39,9 +43,9 @@ def start(node: NodeOfTests) -> Iterator[Start]:
     """Makes storages that are attached to the node."""
     made: list[LmkvStorage] = []
 
-    def start(pool: HostPoolFields, **fields: Any) -> LmkvStorage:
-        settings = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60, "model_id": "tiny"}
-        extra = {"interface_v1": 1, "lmkv": settings}
+    def start(pool: HostPoolFields, settings: dict[str, Any] | None = None, **fields: Any) -> LmkvStorage:
+        own = {"node_address": str(node.socket), "lookup_timeout": 20, "load_timeout": 60, "model_id": "tiny"}
+        extra = {"interface_v1": 1, "lmkv": own | (settings or {})}
         made.append(LmkvStorage(StorageConfigFields(extra_config=extra, **fields), {}))
         made[-1].register_mem_pool_host(pool)
         return made[-1]
@@ -225,3 +229,44 @@ def test_a_storage_that_is_closed_finds_nothing(start: Start) -> None:
 def test_a_mistake_in_the_configuration_is_refused_by_its_key(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LmkvStorage(StorageConfigFields(extra_config=extra))
+
+
+def test_until_the_digest_of_the_weights_is_known_the_engine_runs_without_its_pages(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = threading.Event()
+
+    def identify(model: ModelSource) -> str:
+        assert known.wait(WAIT_SECONDS)
+        return "tiny"
+
+    monkeypatch.setattr(page_store, "identity_of", identify)
+    monkeypatch.setattr(page_store, "served_model", lambda path: ModelSource(path=path, loaded_after=time.time()))
+    with caplog.at_level(logging.WARNING, "sglang.lmkv"):
+        storage = start(host_pool("page_first"), settings={"model_id": ""})
+    assert "the digest of the weights is not known yet" in caplog.text
+    assert storage.batch_exists(HASHES) == 0
+    storage.batch_set_v1(HASHES, slots(FIRST))
+    assert storage.counts.failed_calls == 0
+    assert storage.counts.written == 0
+    known.set()
+    wait_until(lambda: storage._store.is_of_use, "the storage is attached")
+    assert all(storage.batch_set_v1(HASHES, slots(FIRST)))
+    assert storage.batch_exists(HASHES) == len(HASHES)
+
+
+def test_weights_that_turn_out_later_not_to_be_known_are_logged(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = threading.Event()
+
+    def identify(model: ModelSource) -> str:
+        assert known.wait(WAIT_SECONDS)
+        raise ConfigError("the weights have changed")
+
+    monkeypatch.setattr(page_store, "identity_of", identify)
+    monkeypatch.setattr(page_store, "served_model", lambda path: ModelSource(path=path, loaded_after=time.time()))
+    storage = start(host_pool("page_first"), settings={"model_id": ""})
+    known.set()
+    wait_until(lambda: "nothing is loaded or stored: the weights have changed" in caplog.text, "it is in the log")
+    assert storage.batch_exists(HASHES) == 0
