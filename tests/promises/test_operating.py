@@ -65,7 +65,8 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert(page: str, alerts:
 
 def test_every_alert_points_at_its_runbook(alerts: dict[str, Any]) -> None:
     for name, alert in alerts.items():
-        assert alert["annotations"]["runbook_url"] == f"docs/operate/runbooks.md#{name.lower()}"
+        docs = "https://github.com/lmkv/lmkv/blob/main/docs"
+        assert alert["annotations"]["runbook_url"] == f"{docs}/operate/runbooks.md#{name.lower()}"
 
 
 def test_every_runbook_says_what_it_means_who_notices_and_what_to_do(page: str) -> None:
