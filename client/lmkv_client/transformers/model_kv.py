@@ -23,6 +23,8 @@ WORD_BYTES = 8
 """A head's bytes of a token are a multiple of it: checksums are computed over words."""
 READ_ELEMENTS = 1 << 22
 """Most elements of a weight tensor that are copied from a device at once, for its digest."""
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary scaling whose frequencies transformers changes while a prompt grows (`dynamic_rope_update`)."""
 REMEDY = "use the model without lmkv"
 
 
@@ -37,13 +39,9 @@ class ModelKv:
 
 
 def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:
-    """The KV of a model, which computes one token for it. Raises `ConfigError` if lmkv cannot keep it."""
+    """The KV of a model, which computes two short prompts for it. Raises `ConfigError` if lmkv cannot keep it."""
     _check_model(model)
-    past = new_cache(model)
-    with torch.no_grad():
-        model(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=past, use_cache=True
-        )
+    past = _computed(model, [0])
     keys = [layer.keys for layer in past.layers]
     values = [layer.values for layer in past.layers]
     if any(each is None for each in keys + values):
@@ -55,6 +53,8 @@ def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:
     kv_dtype = str(dtype).removeprefix("torch.")
     if kv_dtype not in DTYPE_BYTES or head_size * DTYPE_BYTES[kv_dtype] % WORD_BYTES:
         raise ConfigError(f"heads of {head_size} elements of {kv_dtype} are not supported; {REMEDY}")
+    if not _is_causal(model):
+        raise ConfigError(f"a token's keys and values in {type(model).__name__} depend on later tokens; {REMEDY}")
     text_config = model.config.get_text_config(decoder=True)
     spec = KvSpec(
         model_name=model_name or model.config.name_or_path or type(model).__name__,
@@ -69,6 +69,25 @@ def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:
         weight_version=config.weight_version,
     )
     return ModelKv(spec=spec, dtype=dtype, devices=tuple(each.device for each in keys))
+
+
+def _computed(model: Any, token_ids: list[int]) -> DynamicCache:
+    """The cache of a prompt."""
+    past = new_cache(model)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids], device=model.device), past_key_values=past, use_cache=True)
+    return past
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether the KV of a token is the same whatever follows: two prompts that end differently have it alike."""
+    first, second = (_computed(model, [0, 0, last]).layers for last in (1, 2))
+    pairs = [
+        (mine, other)
+        for one, another in zip(first, second, strict=True)
+        for mine, other in ((one.keys, another.keys), (one.values, another.values))
+    ]
+    return all(torch.equal(mine[:, :, :2], other[:, :, :2]) for mine, other in pairs)
 
 
 def new_cache(model: Any) -> DynamicCache:
@@ -92,6 +111,10 @@ def _check_model(model: Any) -> None:
             f"generate of {name} keeps KV in a cache of kind {implementation!r}; set "
             "model.generation_config.cache_implementation to None"
         )
+    if kinds := _rope_types(model) & LENGTH_DEPENDENT_ROPE:
+        raise ConfigError(
+            f"{name} has rope_type {kinds.pop()}, by which a token's keys depend on the length of its prompt; {REMEDY}"
+        )
     if not hasattr(DynamicCache, "activate_past_recording"):
         raise ConfigError("this version of transformers is too old for lmkv; install 5.19 or newer")
     layers = DynamicCache(config=model.config).layers
@@ -99,6 +122,13 @@ def _check_model(model: Any) -> None:
         type(each).__name__ for each in layers if type(each) not in (DynamicLayer, DynamicSlidingWindowLayer)
     }:
         raise ConfigError(f"{name} has layers that keep no key and value of each token: {', '.join(unknown)}; {REMEDY}")
+
+
+def _rope_types(model: Any) -> set[str]:
+    """Kinds of rotary scaling of all layers."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    by_layer = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    return {str(one.get("rope_type", "default")) for one in by_layer}
 
 
 def _identity(model: Any, config: ConnectorConfig, kv_dtype: str) -> str:

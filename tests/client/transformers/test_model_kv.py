@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
-from lmkv_client.transformers.model_kv import model_kv
+from lmkv_client.transformers.model_kv import LENGTH_DEPENDENT_ROPE, model_kv, new_cache
 from tests.client.transformers.conftest import GetModel, make_folder, open_model
 
 CONFIG = ConnectorConfig()
@@ -105,6 +105,39 @@ def test_what_kv_depends_on_besides_tokens_is_refused(
         patch.setattr(model.generation_config, "cache_implementation", "static")
         with pytest.raises(ConfigError, match=r"set model\.generation_config\.cache_implementation to None"):
             model_kv(model, CONFIG, "")
+
+
+def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    """As of embedding models that were made of decoders: one configuration, with or without it."""
+    model = open_model(make_folder(tmp_path / "both", "gemma3", use_bidirectional_attention=True))
+    with pytest.raises(ConfigError, match="keys and values in Gemma3ForCausalLM depend on later tokens; use the model"):
+        model_kv(model, CONFIG, "")
+
+
+@pytest.mark.parametrize("kind", sorted(LENGTH_DEPENDENT_ROPE))
+def test_keys_that_depend_on_the_length_of_the_prompt_are_refused(get_model: GetModel, kind: str) -> None:
+    folder_config = get_model("llama").config.to_dict()
+    half = folder_config["head_dim"] // 2
+    factors: dict[str, dict[str, Any]] = {
+        "longrope": {"short_factor": [1.0] * half, "long_factor": [2.0] * half},
+        "dynamic": {"factor": 2.0},
+    }
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "original_max_position_embeddings": 64, **factors[kind]}
+    config = AutoConfig.for_model(**(folder_config | {"rope_parameters": rope, "max_position_embeddings": 64}))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    short, long = (_first_keys(model, count) for count in (32, 256))
+    assert not torch.allclose(short, long, atol=1e-3), "what is refused differs"
+    with pytest.raises(ConfigError, match=f"rope_type {kind}, by which a token's keys depend on the length"):
+        model_kv(model, CONFIG, "")
+
+
+def _first_keys(model: Any, token_count: int) -> torch.Tensor:
+    """Keys of the first tokens of a prompt in the first layer."""
+    past = new_cache(model)
+    with torch.no_grad():
+        model(input_ids=torch.full((1, token_count), 7), past_key_values=past, use_cache=True, logits_to_keep=1)
+    keys: torch.Tensor = past.layers[0].keys[:, :, :32]
+    return keys
 
 
 def test_a_model_with_an_encoder_is_refused() -> None:
