@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
+import torch
+
 from lmkv.auth.handoff import HandoffKeys
 from lmkv.auth.token import BearerToken
 from lmkv.keys import ChunkKey
@@ -22,7 +24,7 @@ from lmkv.transfer import metadata
 from lmkv.transfer.channel import ChannelEnd
 from lmkv.transfer.tcp import wire as tcp
 from lmkv.transfer.ucx import wire as ucx
-from lmkv_client.connector.multimodal import multimodal_extras
+from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.kv_event_publisher import END, frames, read_replay
 from lmkv_client.kv_events import PublishedBatch
 from lmkv_server.coordinator.core.layout_map import Change
@@ -136,9 +138,12 @@ def test_the_proof_of_a_handoff() -> None:
 
 
 def test_what_an_image_adds_to_the_keys_of_its_chunks() -> None:
-    image: Any = SimpleNamespace(identifier="hash", mm_position=SimpleNamespace(offset=10, length=10))
-    expected = {0: little(4, 4) + b"hash" + little(10, 8), 1: little(4, 4) + b"hash" + little((1 << 64) - 6, 8)}
-    assert multimodal_extras([image], 16) == expected
+    position = SimpleNamespace(offset=10, length=10, is_embed=None)
+    data = {"pixels": SimpleNamespace(data=torch.arange(6, dtype=torch.int32).reshape(2, 3))}
+    image: Any = SimpleNamespace(modality="image", data=data, mm_position=position)
+    digest = bytes.fromhex("8421061197c66766ed0a1b6096a23f009d48b89474bb54c3f4f76872b0796cf8")
+    expected = {0: digest + little(10, 8), 1: digest + little((1 << 64) - 6, 8)}
+    assert MediaDigests().extras([image], 16) == expected
 
 
 def test_the_frames_of_kv_events() -> None:

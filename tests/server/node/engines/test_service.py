@@ -405,7 +405,7 @@ async def test_a_conflict_names_the_key_both_values_the_process_and_how_busy_it_
     assert error.metadata == {
         "key": "LMKV_NODE_LINGER",
         "expected": "1.0",
-        "actual": "60.0",
+        "actual": str(NodeConfig().node_linger),
         "node_pid": str(os.getpid()),
         "engine_count": "1",
         "replaced": "false",
