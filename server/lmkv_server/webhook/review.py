@@ -57,10 +57,11 @@ def _change(request: Object, additions: Mapping[str, Additions]) -> tuple[list[O
     named = metadata if isinstance(metadata, dict) else {}
     name = f"{request.get('namespace', '')}/{named.get('name') or named.get('generateName', '')}"
     try:
-        operations = inject(pod, additions)
-    except Refusal as refusal:
-        logger.warning("pod %s does not use lmkv: %s", name, refusal)
-        return refuse(pod, str(refusal)), str(refusal)
+        try:
+            operations = inject(pod, additions)
+        except Refusal as refusal:
+            logger.warning("pod %s does not use lmkv: %s", name, refusal)
+            return refuse(pod, str(refusal)), str(refusal)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         logger.exception("pod %s has a form that is not known", name)
         return [], "the pod has a form that is not known; the webhook's log has the details"

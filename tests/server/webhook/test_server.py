@@ -127,6 +127,15 @@ async def test_a_pod_of_an_unknown_form_is_admitted_unchanged(client: httpx.Asyn
     assert warning == ("lmkv is not used: the pod has a form that is not known; the webhook's log has the details")
 
 
+@pytest.mark.parametrize("annotations", ["text", ["text"], 1], ids=str)
+async def test_a_pod_that_cannot_be_marked_as_refused_is_admitted_unchanged(
+    client: httpx.AsyncClient, annotations: Any
+) -> None:
+    metadata = {"labels": {"lmkv/inject": "no role"}, "annotations": annotations}
+    response = await answered(client, review_of({**pod(), "metadata": metadata}))
+    assert response.keys() == {"uid", "allowed", "warnings"}
+
+
 def of_kind(kind: Any) -> bytes:
     """A review whose request has this kind."""
     body = review_of(pod())
