@@ -136,6 +136,10 @@ async def test_a_pod_that_cannot_be_marked_as_refused_is_admitted_unchanged(
     assert response.keys() == {"uid", "allowed", "warnings"}
 
 
+KINDS: tuple[Any, ...] = (None, [], "Pod", {}, {"kind": 1}, {"kind": []})
+"""Not the kinds of objects."""
+
+
 def of_kind(kind: Any) -> bytes:
     """A review whose request has this kind."""
     body = review_of(pod())
@@ -153,7 +157,7 @@ def of_kind(kind: Any) -> bytes:
         (b" " * (MAX_BODY_BYTES + 1), 413, "the body has more than"),
         (b'{"apiVersion": "\xff"}', 400, "utf-8"),
         (b"[" * 100_000, 400, "recursion"),
-        *((of_kind(kind), 400, "no request with a kind") for kind in (None, [], "Pod", {}, {"kind": 1}, {"kind": []})),
+        *((of_kind(kind), 400, "no request with a kind") for kind in KINDS),
     ],
 )
 async def test_a_request_that_is_no_review_is_an_error(
