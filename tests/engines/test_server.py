@@ -52,7 +52,7 @@ def test_a_server_with_lmkv_says_what_one_without_says(cluster: Cluster) -> None
 def test_stores_and_loads_are_in_the_log_and_in_the_metrics(cluster: Cluster) -> None:
     engine = cluster.engines["with-lmkv"]
     log = engine.log()
-    assert re.search(r"Stored 768 of 1000 tokens, 3\.0 MiB, [\d.]+ [mu]?s, [\d.]+ .iB/s", log)
+    assert re.search(r"Stored 768 tokens \(prompt: 1000\), 3\.0 MiB, [\d.]+ [mu]?s, [\d.]+ .iB/s", log)
     assert re.search(r"Retrieved 768 of 768 tokens from own pool, 3\.0 MiB, [\d.]+ [mu]?s, [\d.]+ .iB/s", log)
     metrics = engine.metrics()
     assert metrics["lmkv:stored_tokens_total"] == metrics["lmkv:loaded_tokens_total"] == 768

@@ -450,7 +450,7 @@ class Stores:
             share = token_count / tokens if tokens else 1 / len(stored)
             telemetry.record("lmkv.store", seconds, parent=state.traceparent, stored_tokens=token_count)
             logger.info(
-                "[%s] Stored %d of %d tokens, %s, %s, %s",
+                "[%s] Stored %d tokens (prompt: %d), %s, %s, %s",
                 state.request_id,
                 token_count,
                 state.token_count,
