@@ -189,7 +189,8 @@ def test_adapters_of_other_paths_share_pages_only_where_vllm_knows_them_by_name(
     assert adapters.has_stale_pages(second) == (adapter_pages(one) == adapter_pages(two))
 
 
-def test_a_large_adapter_is_read_on_another_thread(tmp_path: Path) -> None:
+def test_a_large_adapter_is_read_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where its digest is remembered
     folder, adapters = adapter(tmp_path / "one"), Adapters()
     os.truncate(folder / "adapter_model.safetensors", REMEMBERED_BYTES)
     adapters.loading(request(folder))
