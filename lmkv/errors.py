@@ -195,7 +195,7 @@ class WatcherTooSlow(Full):
 
 
 class TooManyRequests(Full):
-    """The caller exceeds its rate limit or its number of concurrent requests."""
+    """The caller exceeds its rate limit, its number of concurrent requests, or the memory that these may take."""
 
 
 class QuotaExceeded(Full):

@@ -14,10 +14,10 @@ from grpc_status import rpc_status
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.caller import ANONYMOUS_CALLER, Caller, check_caller
 from lmkv.errors import BadMessage, LmkvError
-from lmkv.memory_budget import Lease, of_process
 from lmkv.rpc.error_status import to_status
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.rpc.requests import Requests
+from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.telemetry.log_limit import LimitedLogger
 

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadMessage
-from lmkv.memory_budget import DECODED_PROTOBUF_FACTOR, Lease
+from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease
 
 MAX_DURATION_SECONDS = 315_576_000_000
 MIN_TIME_SECONDS, MAX_TIME_SECONDS = -62_135_596_800, 253_402_300_799
@@ -25,7 +25,7 @@ class Requests(AsyncIterator[Any]):
     Raises `BadMessage` for invalid bytes, and `Unauthenticated` once the caller's token is revoked. gRPC's own decoding
     would answer `INTERNAL` and log a traceback, outside of handlers and interceptors. Each message holds memory of the
     process' budget until the next one is requested, or `lease` is closed: a call waits for it, and
-    raises `MemoryFull` if it waits too long.
+    raises `TooManyRequests` if it waits too long.
     """
 
     def __init__(self, parts: AsyncIterator[bytes], decode: Callable[[bytes], Any], lease: Lease) -> None:

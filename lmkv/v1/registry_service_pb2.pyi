@@ -93,7 +93,7 @@ class Instance(_message.Message):
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """When it ends unless an engine attaches (`node_linger`); unset while engines are attached, and if it stays without any."""
+        """When it ends unless an engine attaches; unset while engines are attached, and if it stays without any."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from lmkv.errors import LmkvError
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.requests import Requests, checked
+from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv_server.coordinator.http.gateway import HttpContext
 from lmkv_server.coordinator.http.replies import CallAborted
 from tests.fuzz.promises import check_status
@@ -40,7 +41,7 @@ async def call(
     context = HttpContext(60.0, PEER)
     try:
         if method.client_streaming:
-            responses = await _read(handler(Requests(_each(requests), decode), context))
+            responses = await _read(handler(Requests(_each(requests), decode, Lease(of_process(), PEER)), context))
         elif method.server_streaming:
             responses = await _read(handler(checked(requests[0], decode), context))
         else:

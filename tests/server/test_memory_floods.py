@@ -93,7 +93,7 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
 @pytest.mark.parametrize(
     ("component", "path", "body", "count"),
     [
-        ("webhook", "/mutate", b"[" + b"{}," * 2_500_000 + b"1]", 8),
+        ("webhook", "/mutate", b"[" + b"{}," * 1_300_000 + b"1]", 8),
         ("proxy", "/v1/completions", b'{"model": "m", "prompt": [' + b"{}," * 10_000_000 + b"1]}", 8),
     ],
     ids=("webhook", "proxy"),

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from blake3 import blake3  # vLLM requires it, for its own names
 
-from lmkv.errors import BadRequest
-
 THREADS_FROM_BYTES = 4 << 20
 """Size of a tensor from which on several threads hash it."""
 
 
-class UnknownMedia(BadRequest):
+class UnknownMedia(ValueError):
     """The content of an image, sound or video is not known, so the prompt has no key."""
 
 

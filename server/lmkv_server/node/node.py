@@ -15,8 +15,8 @@ import lmkv
 from lmkv import config as configuration
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.config import NodeConfig
-from lmkv.memory_budget import budget_bytes, of_process
 from lmkv.pool.socket import PoolSocket
+from lmkv.runtime.memory_budget import budget_bytes, of_process
 from lmkv.telemetry.build_info import BuildInfo
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.tiers import DISK

@@ -10,7 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
-from lmkv.memory_budget import Lease, MemoryFull, json_bytes, of_process
+from lmkv.errors import TooManyRequests
+from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.http.bodies import drain
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
@@ -163,7 +164,7 @@ class Admission:
             raise InvalidRequest(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:
             raise ClientDisconnected from None
-        except MemoryFull:
+        except TooManyRequests:
             await drain(stream)
             raise InvalidRequest(503, "the bodies of the requests in flight take too much memory") from None
         return body

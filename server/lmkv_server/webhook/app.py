@@ -11,14 +11,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv.memory_budget import Lease, MemoryFull, json_bytes, of_process
+from lmkv.errors import TooManyRequests
+from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
 from lmkv_server.webhook.additions import Additions
 from lmkv_server.webhook.review import InvalidReview, review
 
 PATH = "/mutate"
 BODY_TIMEOUT_SECONDS = 10.0
-MAX_BODY_BYTES = 8 << 20
-"""More than two objects of the largest size that Kubernetes stores."""
+MAX_BODY_BYTES = 4 << 20
+"""More than two objects of the largest size that etcd stores, 1.5 MiB."""
 
 
 def make_app(additions: Mapping[str, Additions]) -> Starlette:
@@ -44,7 +45,7 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
             return _error(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s")
         except ClientDisconnect:
             return _error(400, "the connection closed during the body")
-        except MemoryFull as error:
+        except TooManyRequests as error:
             return _error(503, str(error), {"retry-after": "1"})
         except (InvalidReview, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _error(400, str(error))

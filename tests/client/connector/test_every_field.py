@@ -118,6 +118,7 @@ CACHE = {
     "swa_bounded_replay": KEYED + "check_reuse refuses caches that are not reusable",
     "sliding_window": KEYED + "span of the part",
     "user_specified_block_size": "says where block_size comes from",
+    "user_specified_mamba_block_size": "says where mamba_block_size comes from",
     "kv_cache_layout": "the order of pages in memory; copies follow strides",
     "prefix_match_unit": "where vLLM's own hits may end",
     "gpu_memory_utilization": "a size",

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from lmkv.memory_budget import json_bytes, of_process
+from lmkv.runtime.memory_budget import json_bytes, of_process
 from lmkv_server.coordinator.http.replies import HttpError
 from lmkv_server.http.bodies import drain
 
@@ -60,7 +60,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDict
 
 @asynccontextmanager
 async def memory_of(request: Request, body: bytes) -> AsyncIterator[None]:
-    """Holds memory for a decoded body until its request is answered. Raises `MemoryFull`.
+    """Holds memory for a decoded body until its request is answered. Raises `TooManyRequests`.
 
     The bodies of one address share half of the budget. Large bodies are decoded in turn: between two of them the event
     loop serves other requests.

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lmkv import errors
 from lmkv.auth.token import HEADER
 from lmkv.ext_proc.external_processor_pb2 import (
     ProcessingRequest,
@@ -18,7 +19,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
     TooManyRequests,
 )
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
-from lmkv.memory_budget import Lease, MemoryFull, json_bytes, of_process
+from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
@@ -78,7 +79,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
                     held_bytes = self._count_held(exchange, body, held_bytes)
                     try:
                         await self._hold(lease, exchange, held_bytes)
-                    except MemoryFull:
+                    except errors.TooManyRequests:
                         self._metrics.requests.labels("rejected").inc()
                         yield exchange.refuse(
                             TooManyRequests, "the bodies of the requests in flight take too much memory"
@@ -126,7 +127,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
         return exchange.pick(address_of(engine), body=salted, headers=changed)
 
     async def _hold(self, lease: Lease, exchange: Exchange, held_bytes: int) -> None:
-        """Takes memory for what an exchange holds, and for what its body is decoded to. Raises `MemoryFull`."""
+        """Takes memory for what an exchange holds, and for what its body is decoded to. Raises `TooManyRequests`."""
         if exchange.is_waiting and exchange.body is not None:
             await lease.acquire(held_bytes + json_bytes(exchange.body))
         elif held_bytes > lease.size_bytes:

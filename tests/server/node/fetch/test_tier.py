@@ -35,6 +35,7 @@ class ScriptedCoordinators:
         fingerprint: bytes = b"",
         parent_key: bytes = b"",
         any_key: bool = False,
+        prefix_digests: bytes = b"",
     ) -> FoundHolders:
         assert deadline_seconds == 1.0
         self.asked.append(list(keys))

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from lmkv.memory_budget import MemoryBudget
+from lmkv.runtime.memory_budget import MemoryBudget
 from lmkv_server.proxy.picker import service as picker_service
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine

@@ -130,7 +130,7 @@ export type Instance = Message<"lmkv.v1.Instance"> & {
   coordinatorCount: number;
 
   /**
-   * When it ends unless an engine attaches (`node_linger`); unset while engines are attached, and if it stays without any.
+   * When it ends unless an engine attaches; unset while engines are attached, and if it stays without any.
    *
    * @generated from field: google.protobuf.Timestamp end_time = 15;
    */

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lmkv.errors import Full
+from lmkv.errors import TooManyRequests
 
 DECODED_PROTOBUF_FACTOR = 16
 """Bytes in memory of a protobuf message per byte that arrives. Measured: 8 for token ids and keys, 12 for names."""
@@ -30,15 +30,13 @@ LIMIT_FRACTION = 4
 MIN_BYTES = 32 << 20
 CALLER_FRACTION = 2
 """What one caller may hold: this part of the budget, or one request that is larger."""
+LONE_FRACTION = 2
+"""A request that is alone may take this multiple of the budget: half of the memory that the process may have."""
 WAIT_SECONDS = 5.0
 """How long a message waits for its bytes."""
 TRIM_FROM_BYTES = 32 << 20
 """What requests must have held at once for memory to be returned to the system when the last of them ends."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-class MemoryFull(Full):
-    """Requests that are being answered hold all the memory that requests may take."""
 
 
 class MemoryBudget:
@@ -52,7 +50,7 @@ class MemoryBudget:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def take(self, caller: str, size_bytes: int) -> Lease:
-        """Takes bytes for a caller. Raises `MemoryFull` if the budget, or the caller's share, does not have them."""
+        """Takes bytes for a caller. Raises `TooManyRequests` if the budget or the caller's share lacks them."""
         lease = Lease(self, caller)
         lease.grow(size_bytes)
         return lease
@@ -65,6 +63,8 @@ class MemoryBudget:
 
     def has_room(self, caller: str, size_bytes: int) -> bool:
         """Whether a caller may take so much now."""
+        if size_bytes > LONE_FRACTION * self.capacity_bytes:
+            return False
         if self.held_bytes and self.held_bytes + size_bytes > self.capacity_bytes:
             return False
         held = self._by_caller.get(caller, 0)
@@ -107,7 +107,7 @@ class Lease:
         self.size_bytes = 0
 
     def grow(self, size_bytes: int) -> None:
-        """Takes more bytes. Raises `MemoryFull`."""
+        """Takes more bytes. Raises `TooManyRequests`."""
         if not self._budget.has_room(self._caller, size_bytes):
             raise self._full(size_bytes)
         self._add(size_bytes)
@@ -132,8 +132,8 @@ class Lease:
             self.size_bytes += size_bytes
             self._budget.add(self._caller, size_bytes)
 
-    def _full(self, size_bytes: int) -> MemoryFull:
-        return MemoryFull(
+    def _full(self, size_bytes: int) -> TooManyRequests:
+        return TooManyRequests(
             f"requests that are being answered hold {self._budget.held_bytes} of {self._budget.capacity_bytes} bytes, "
             f"of which one caller may have half, and this one needs {size_bytes}; send it again later, or in parts",
             retry_seconds=1.0,

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.memory_budget import (
+from lmkv.errors import TooManyRequests
+from lmkv.runtime.memory_budget import (
     CALLER_FRACTION,
     DECODED_PROTOBUF_FACTOR,
     MIN_BYTES,
     Lease,
     MemoryBudget,
-    MemoryFull,
     budget_bytes,
     json_bytes,
     memory_limit,
@@ -32,11 +32,11 @@ SHARE = CAPACITY // CALLER_FRACTION
 def test_a_caller_has_a_share_and_leaves_the_rest_to_others() -> None:
     budget = MemoryBudget(CAPACITY)
     held = [budget.take("hog", SHARE // 5) for _ in range(5)]
-    with pytest.raises(MemoryFull, match="one caller may have half") as refused:
+    with pytest.raises(TooManyRequests, match="one caller may have half") as refused:
         budget.take("hog", 1)
     assert refused.value.retry_seconds == 1.0
     others = [budget.take(f"honest {number}", SHARE // 5) for number in range(5)]
-    with pytest.raises(MemoryFull):
+    with pytest.raises(TooManyRequests):
         budget.take("late", 1)
     for lease in (*held, *others):
         lease.close()
@@ -47,10 +47,12 @@ def test_a_caller_has_a_share_and_leaves_the_rest_to_others() -> None:
 
 def test_a_request_that_is_larger_than_a_share_is_admitted_alone() -> None:
     budget = MemoryBudget(CAPACITY)
-    with budget.take("one", 2 * CAPACITY), pytest.raises(MemoryFull):
+    with budget.take("one", 2 * CAPACITY), pytest.raises(TooManyRequests):
         budget.take("another", 1)
-    with budget.take("another", 1), pytest.raises(MemoryFull):
+    with budget.take("another", 1), pytest.raises(TooManyRequests):
         budget.take("one", 2 * CAPACITY)
+    with pytest.raises(TooManyRequests):
+        budget.take("one", 2 * CAPACITY + 1)
 
 
 async def test_a_message_waits_for_memory_within_bounds() -> None:
@@ -62,7 +64,7 @@ async def test_a_message_waits_for_memory_within_bounds() -> None:
     assert not waiting.done()
     held.close()
     (await waiting).close()
-    with budget.take("hog", SHARE), pytest.raises(MemoryFull):
+    with budget.take("hog", SHARE), pytest.raises(TooManyRequests):
         await budget.acquire("hog", 1, wait_seconds=0.01)
     assert budget.held_bytes == 0
 
@@ -88,7 +90,7 @@ def test_the_budget_is_never_exceeded_and_always_returned(requests: list[tuple[i
         before = budget.held_bytes
         try:
             leases.append(budget.take(str(caller), size))
-        except MemoryFull:
+        except TooManyRequests:
             assert budget.held_bytes == before
         assert budget.held_bytes <= CAPACITY
         assert budget.held_bytes == sum(lease.size_bytes for lease in leases)
