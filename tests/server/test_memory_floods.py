@@ -48,7 +48,7 @@ def server(component: str, *arguments: str, log: Path) -> Iterator[subprocess.Po
     limit = limit_of(component)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lmkv.cli", *arguments],
+            [str(Path(sys.executable).with_name("lmkv")), *arguments],
             stdout=output,
             stderr=output,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
@@ -69,7 +69,7 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
     port, log = free_port(), tmp_path / "log"
     arguments = ("coordinator", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_port()))
     large, small = LookupRequest(tokens=[1] * 1_000_000), LookupRequest(tokens=range(100))
-    with server("coordinator", *arguments, "--tokens-file", tokens, log=log) as process:
+    with server("coordinator", *arguments, "--auth-tokens", tokens, log=log) as process:
         async with (
             rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="reader-of-a-token"))) as hog,
             rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="reader-of-b-token"))) as honest,
@@ -106,7 +106,10 @@ async def test_bodies_of_one_address_leave_memory_and_answers_to_another(
     with server(component, *arguments, log=log) as process:
         async with httpx.AsyncClient(base_url=url, verify=verify, timeout=DEADLINE_SECONDS) as hog:
             await until(lambda: listens(port), timeout_seconds=DEADLINE_SECONDS)
-            flood = [asyncio.create_task(hog.post(path, content=body)) for _ in range(count)]
+            flood = [
+                asyncio.create_task(hog.post(path, content=body, headers={"content-type": "application/json"}))
+                for _ in range(count)
+            ]
             transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2", verify=verify)
             async with httpx.AsyncClient(base_url=url, transport=transport, timeout=DEADLINE_SECONDS) as honest:
                 for _ in range(HONEST):
