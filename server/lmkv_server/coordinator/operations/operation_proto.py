@@ -6,10 +6,11 @@ import time
 from collections.abc import Mapping
 
 from google.longrunning import operations_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from lmkv import rpc
 from lmkv.errors import BadMessage
+from lmkv.rpc.requests import check_times
 from lmkv.v1 import cache_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.operations.operation import OPERATION_BYTES, End, Operation, Progress
 
@@ -87,12 +88,25 @@ def from_proposal(proposed: registry_service_pb2.ProposedEnd) -> End:
 
 
 def _unpacked(message: operations_pb2.Operation) -> tuple[Progress, Message]:
-    """Progress and result. Raises `BadMessage` if they are of another kind of operation than the name."""
-    new_progress, new_result = _MESSAGES.get(message.name.partition("-")[0], _MESSAGES["move"])
-    progress, result = new_progress(), new_result()
-    if message.metadata.Unpack(progress) and (not message.HasField("response") or message.response.Unpack(result)):
-        return progress, result
-    raise BadMessage(f"the record of {message.name[:100]!r} is of another kind than its name", name=message.name[:100])
+    """Progress and result. Raises `BadMessage` if they are of another kind of operation than the name, or invalid.
+
+    gRPC's decoding does not look into an `Any`: what is in it would fail only when the operation is shown.
+    """
+    shown = message.name[:100]
+    if (kinds := _MESSAGES.get(message.name.partition("-")[0])) is None:
+        raise BadMessage(f"the record of {shown!r} is of an unknown kind of operation", name=shown)
+    progress, result = kinds[0](), kinds[1]()
+    try:
+        is_known = message.metadata.Unpack(progress) and (
+            not message.HasField("response") or message.response.Unpack(result)
+        )
+    except DecodeError:
+        is_known = False
+    if not is_known:
+        raise BadMessage(f"the record of {shown!r} is of another kind than its name", name=shown)
+    check_times(progress)
+    check_times(result)
+    return progress, result
 
 
 def from_record(record: registry_service_pb2.OperationRecord, longest_seconds: float) -> Operation:
