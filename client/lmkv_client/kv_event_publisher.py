@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lmkv.errors import ConfigError, Unreachable
+from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.kv_events import LayoutEvents, Model, PublishedBatch
 from lmkv_client.watch import LayoutUpdate
@@ -17,6 +18,7 @@ from lmkv_client.watch import LayoutUpdate
 try:
     import zmq
     import zmq.asyncio
+    from zmq.auth.asyncio import AsyncioAuthenticator
 except ModuleNotFoundError:
     MISSING = True
 else:
@@ -28,6 +30,9 @@ END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 RETRY_SECONDS = 0.5
 """Between two questions to a coordinator that does not respond."""
+USER = "lmkv"
+"""Name that consumers give with a token."""
+LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]")
 MAX_QUEUED = 100_000
 """Most messages that wait for one consumer; further ones are dropped, and it has to ask for a replay."""
 
@@ -35,19 +40,29 @@ MAX_QUEUED = 100_000
 class EventPublisher:
     """A PUB socket for batches and a ROUTER socket for replays. Raises `ConfigError` if it cannot open them."""
 
-    def __init__(self, events: LayoutEvents, endpoint: str, replay_endpoint: str) -> None:
-        """An endpoint with `*` or `::`, or an `ipc` one, is bound, others are connected; replays are bound."""
+    def __init__(self, events: LayoutEvents, endpoint: str, replay_endpoint: str, token: str = "") -> None:
+        """An endpoint of all addresses, of loopback or of `ipc` is bound, others are connected; replays are bound.
+
+        With a `token` only consumers that give it are served: ZMQ's PLAIN, user `USER`.
+        """
         if MISSING:
             raise ConfigError(
                 "KV events need pyzmq, which is not installed; pip install '.[events]' in a clone of lmkv"
             )
         self._events = events
+        self._tokens: Any = None
+        self._log = LimitedLogger(logger)
         self._context = zmq.asyncio.Context()
         self._publisher = self._context.socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
         for socket in (self._publisher, self._router):
             socket.set_hwm(MAX_QUEUED)
             socket.linger = 0
+            socket.plain_server = bool(token)
+        if token:
+            self._tokens = AsyncioAuthenticator(self._context)
+            self._tokens.start()
+            self._tokens.configure_plain(passwords={USER: token})
         try:
             for socket, place in ((self._publisher, endpoint), (self._router, replay_endpoint)):
                 if place and (socket is self._router or is_bound(place)):
@@ -69,6 +84,8 @@ class EventPublisher:
         if self._replays:
             self._replays.cancel()
             await asyncio.wait([self._replays])
+        if self._tokens:
+            self._tokens.stop()
         self._context.destroy(linger=0)
 
     async def follow(self, coordinator: Coordinator, updates: AsyncGenerator[LayoutUpdate, None]) -> None:
@@ -98,7 +115,7 @@ class EventPublisher:
             try:
                 peer, start, topic = read_replay(request)
             except ValueError as error:
-                logger.warning("bad replay request: %s", error)
+                self._log.warning("bad replay request: %s", error)
                 continue
             for batch in self._events.replay(start, time.time(), topic):
                 await self._router.send_multipart([peer, b"", *frames(batch)])
@@ -122,5 +139,5 @@ def read_replay(request: Iterable[bytes]) -> tuple[bytes, int, str | None]:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether vLLM's publisher would bind this endpoint."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    """Whether an endpoint is bound: as by vLLM's publisher, and those of loopback."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://", *LOOPBACK))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
+import zmq
+import zmq.asyncio
 
+from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
 from lmkv_client import Coordinator as Client
 from lmkv_client import kv_event_publisher
-from lmkv_client.kv_event_publisher import EventPublisher, read_replay
+from lmkv_client.commands import events as events_command
+from lmkv_client.kv_event_publisher import USER, EventPublisher, is_bound, read_replay
 from lmkv_client.kv_events import BATCH_EVENTS, HEARTBEAT_SECONDS, MEDIA, LayoutEvents, Model, PublishedBatch
 from lmkv_client.watch import LayoutUpdate
 from tests.client.conftest import RunCommand
@@ -173,6 +178,63 @@ async def test_without_pyzmq_or_a_usable_endpoint_the_command_says_what_to_do(
     monkeypatch.setattr(kv_event_publisher, "MISSING", True)
     assert await run_command("events") == 2
     assert "pip install '.[events]'" in capsys.readouterr().err
+
+
+async def connect(context: zmq.asyncio.Context, endpoint: str, token: str = "") -> zmq.asyncio.Socket:
+    """A DEALER at a replay endpoint, which gives the token."""
+    socket = context.socket(zmq.DEALER)
+    if token:
+        socket.plain_username, socket.plain_password = USER.encode(), token.encode()
+    socket.connect(endpoint)
+    return socket
+
+
+async def test_only_this_host_is_served_by_default_and_with_a_token_only_those_who_have_it(
+    tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    arguments = argparse.ArgumentParser()
+    events_command.add_arguments(arguments)
+    defaults = arguments.parse_args([])
+    assert {defaults.endpoint, defaults.replay_endpoint} == {"tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"}
+    assert [is_bound(one) for one in (defaults.endpoint, "tcp://localhost:1", "tcp://[::1]:1", "tcp://*:1")] == [
+        True
+    ] * 4
+    assert not is_bound("tcp://router:5557")
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "empty").write_text("\n")
+    token = events_command.read_token(tmp_path / "token")
+    for name in ("none", "empty"):
+        with pytest.raises(ConfigError, match="--token-file"):
+            events_command.read_token(tmp_path / name)
+    ends = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    async with EventPublisher(layout_events(), *ends, token):
+        context = zmq.asyncio.Context()
+        try:
+            served = {}
+            for given in (token, "wrong", ""):
+                socket = await connect(context, ends[1], given)
+                await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+                served[given] = bool(await socket.poll(WAIT_SECONDS * 1000 if given == token else 1000))
+        finally:
+            context.destroy(linger=0)
+    assert served == {token: True, "wrong": False, "": False}
+
+
+async def test_a_flood_of_malformed_replay_requests_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, free_port: Callable[[], int]
+) -> None:
+    ends = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    async with EventPublisher(layout_events(), *ends):
+        context = zmq.asyncio.Context()
+        try:
+            socket = await connect(context, ends[1])
+            for _ in range(1000):
+                await socket.send_multipart([b"", b"bad"])
+            await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            assert await socket.poll(WAIT_SECONDS * 1000)
+        finally:
+            context.destroy(linger=0)
+    assert 0 < caplog.text.count("bad replay request") <= 10
 
 
 # ---- real coordinators and nodes

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 from lmkv.cli import Command
+from lmkv.errors import ConfigError
 from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, call
 from lmkv_client.commands.watch import find_fingerprint
@@ -16,10 +18,13 @@ from lmkv_client.kv_events import LayoutEvents
 
 TOPIC = "kv@{instance}@{model}"
 BUFFER_BATCHES = 10_000
+MAX_TOKEN_BYTES = 256
+"""ZMQ's limit of a password."""
 ENDLESS_SECONDS = 10 * 365 * 86_400.0
 
 EXAMPLES = """\
-  lmkv events                                      publish on port 5557, replay on port 5558
+  lmkv events                                      publish on port 5557 of this host, replay on port 5558
+  lmkv events --endpoint 'tcp://*:5557' --replay-endpoint 'tcp://*:5558' --token-file /etc/lmkv/events-token
   lmkv events --instance node-1 --topic kv-events  one node, as one vLLM engine would publish it
   lmkv events --endpoint tcp://router:5557         connect to a router that collects events of many publishers
   lmkv events --endpoint ipc:///run/kv --replay-endpoint ipc:///run/kv-replay
@@ -30,19 +35,23 @@ and look them up, or read the events of the engines, which have vLLM's blocks an
 
 Numbers of batches rise across restarts. A consumer that sees a gap sends the first number that it misses (8 bytes, big
 endian; a second frame may name the topic) to the replay endpoint. If that is too old, it gets AllBlocksCleared and all
-that is held. The sockets have no authentication: keep them inside your network."""
+that is held. By default only this host can connect. With --token-file consumers authenticate by ZMQ's PLAIN mechanism,
+as user `lmkv` with the token as password; the token and the events are not encrypted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv events`."""
     parser.add_argument(
-        "--endpoint", metavar="ZMQ", default="tcp://*:5557", help="publishes here (default: %(default)s)"
+        "--endpoint", metavar="ZMQ", default="tcp://127.0.0.1:5557", help="publishes here (default: %(default)s)"
     )
     parser.add_argument(
         "--replay-endpoint",
         metavar="ZMQ",
-        default="tcp://*:5558",
+        default="tcp://127.0.0.1:5558",
         help="answers requests for missed batches here; empty: nowhere (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--token-file", metavar="PATH", type=Path, help="only consumers with the token in this file are served"
     )
     parser.add_argument(
         "--topic", default=TOPIC, help="topic of an instance and a model (default: kv@{instance}@{model})"
@@ -71,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
         integers=args.hashes == "int",
     )
 
+    token = read_token(args.token_file) if args.token_file else ""
+
     async def publish(coordinator: Coordinator) -> int:
-        async with EventPublisher(events, args.endpoint, args.replay_endpoint) as publisher:
+        async with EventPublisher(events, args.endpoint, args.replay_endpoint, token) as publisher:
             fingerprint = await find_fingerprint(coordinator, args.model) if args.model else b""
             if args.json:
                 print(json.dumps({"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}), flush=True)
@@ -83,6 +94,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     return call(args, publish)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. Raises `ConfigError`."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file: cannot read {path}: {error}") from None
+    if not 0 < len(token.encode()) < MAX_TOKEN_BYTES:
+        raise ConfigError(f"--token-file: {path} must hold one token of less than {MAX_TOKEN_BYTES} bytes")
+    return token
 
 
 command = Command(
