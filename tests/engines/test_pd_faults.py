@@ -67,19 +67,20 @@ def test_a_node_is_frozen_during_a_handoff(trio: Trio, side: str) -> None:
 
 
 def test_a_decode_engine_is_killed_before_it_has_said_anything(trio: Trio) -> None:
-    asked, _ = trio.start_handoff(LONG_TOKENS, MANY_TOKENS)
+    asked, expected = trio.start_handoff(LONG_TOKENS, MANY_TOKENS)
     trio.kill_engine("decode")
-    assert "decode" in str(error_of(asked)) or "engine" in str(error_of(asked))
+    assert asked.result(REQUEST_TIMEOUT_SECONDS).token_ids == expected, "the prefill engine answers alone"
     trio.heal()
 
 
 def test_a_decode_engine_is_killed_while_it_answers(trio: Trio) -> None:
-    tokens = trio.proxy.stream(trio.prompt(600), 3000)
-    for _ in range(5):
-        assert next(tokens).token_ids
+    prompt = trio.prompt(600)
+    expected = trio.expected(prompt, 1500)
+    tokens = trio.proxy.stream(prompt, 1500)
+    answer = [one for _ in range(5) for one in next(tokens).token_ids]
     trio.kill_engine("decode")
-    with pytest.raises(LmkvError):
-        list(tokens)
+    answer += [one for token in tokens for one in token.token_ids]
+    assert tuple(answer) == expected, "the prefill engine continues the answer"
     trio.heal()
 
 
