@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from blake3 import blake3  # vLLM requires it, for its own names
 
@@ -55,7 +56,7 @@ class MediaDigests:
             )
         hasher = blake3(max_threads=1)
         for part in parts:
-            content = self._tensor_digest(part) if isinstance(part, torch.Tensor) else repr(part).encode()
+            content = self._tensor_digest(part) if isinstance(part, torch.Tensor) else _content(part)
             hasher.update(len(content).to_bytes(8, "little"))
             hasher.update(content)
         return bytes(hasher.digest())
@@ -70,6 +71,15 @@ class MediaDigests:
             digest = described + blake3(content, max_threads=threads).digest()
             self._known[number] = (weakref.ref(tensor, lambda _: self._known.pop(number, None)), digest)
         return digest
+
+
+def _content(value: object) -> bytes:
+    """A value by its kind and content. Raises `UnknownMedia` for values whose `repr` could omit something."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} ".encode() + value.tobytes()
+    if value is not None and type(value) not in (str, bytes, bool, int, float):
+        raise UnknownMedia(f"an item has a {type(value).__name__}, whose content lmkv cannot tell")
+    return repr(value).encode()
 
 
 def _parts(value: object) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.multimodal.inputs import (
@@ -135,6 +136,20 @@ def test_everything_that_the_processor_passes_on_counts() -> None:
     ]
     digests = MediaDigests()
     assert len({digests.extras([one], 64)[0] for one in items}) == len(items), "also where they share tensors"
+
+
+def test_values_that_are_no_tensors_count_in_full_or_the_item_has_no_key() -> None:
+    long = np.zeros(5000)
+    other = long.copy()
+    other[2500] = 1  # which the array's `repr` omits
+    pixels = torch.zeros(3)
+    extras = {
+        multimodal_extras([item(pixels=pixels, extra=one)], 64)[0] for one in (long, other, long.reshape(50, 100))
+    }
+    assert len(extras) == 3
+    for value in (object(), np.array([object()]), {1, 2}):
+        with pytest.raises(UnknownMedia, match="whose content lmkv cannot tell"):
+            multimodal_extras([item(pixels=pixels, extra=value)], 64)
 
 
 def test_which_placeholders_are_of_the_item_counts() -> None:
