@@ -39,7 +39,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp:
-    """What changes whenever the content of a file does: no program can set the time of the last change (ctime)."""
+    """Values that change whenever a file's content changes. They include ctime, which no program can set."""
 
     inode: int
     size_bytes: int

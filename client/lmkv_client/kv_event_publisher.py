@@ -139,5 +139,5 @@ def read_replay(request: Iterable[bytes]) -> tuple[bytes, int, str | None]:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether an endpoint is bound: as by vLLM's publisher, and those of loopback."""
+    """Returns whether to bind an endpoint. vLLM's publisher does the same, except that it connects to loopback."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://", *LOOPBACK))

@@ -34,7 +34,7 @@ class RememberedDigests:
         self._file = self._folder / "digests.json"
 
     def load(self) -> Entries:
-        """What is remembered; nothing if another user could have written it."""
+        """Reads the remembered digests. Returns nothing if another user could have written the file."""
         with suppress(OSError, ValueError, TypeError, AttributeError):
             if not _is_own(self._folder.lstat()):
                 return {}

@@ -36,7 +36,7 @@ class Adapter:
         self.path = lora.lora_path
         self.name = lora.lora_name
         self.pages = adapter_pages(lora)
-        """By what vLLM knows its pages."""
+        """What vLLM uses to distinguish its pages from those of other adapters."""
         self.identity = ""
         """`name@digest`; empty while that is not known, or if it never will be."""
         self.is_ambiguous = False
@@ -84,9 +84,9 @@ class Adapters:
         self._absent: set[int] = set()
         """Numbers of adapters of a hub that were not in its cache when vLLM began to load them."""
         self._computed: OrderedDict[Hashable, Adapter] = OrderedDict()
-        """Of which adapter vLLM may have pages, by what it knows them by."""
+        """The adapter whose pages vLLM may have, for each name that vLLM uses for pages."""
         self._stale: set[Hashable] = set()
-        """What vLLM's prefix cache may have pages of several adapters of."""
+        """Names under which vLLM's prefix cache may have pages of several adapters."""
 
     def loading(self, lora: LoRARequest) -> None:
         """vLLM is about to load this adapter, unless it has it already and is not to load it in place."""
@@ -131,7 +131,7 @@ class Adapters:
         return not adapter.is_ambiguous
 
     def has_stale_pages(self, adapter: Adapter) -> bool:
-        """Whether vLLM may take pages of other files for those of this adapter."""
+        """Whether vLLM may confuse pages of other files with pages of this adapter."""
         return adapter.pages in self._stale
 
     def pages_cleared(self) -> None:

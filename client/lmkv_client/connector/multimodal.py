@@ -78,7 +78,7 @@ def _content(value: object) -> bytes:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} ".encode() + value.tobytes()
     if value is not None and type(value) not in (str, bytes, bool, int, float):
-        raise UnknownMedia(f"an item has a {type(value).__name__}, whose content lmkv cannot tell")
+        raise UnknownMedia(f"an item has a {type(value).__name__}, whose content lmkv cannot read")
     return repr(value).encode()
 
 

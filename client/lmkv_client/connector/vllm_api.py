@@ -173,7 +173,7 @@ def engine_core() -> Any:
 
 
 def adapter_pages(lora: LoRARequest) -> tuple[Any, ...]:
-    """By what vLLM knows the pages of a LoRA adapter: its name, since 0.32 also its path."""
+    """What vLLM uses to distinguish pages of a LoRA adapter: its name, and since 0.32 its path too."""
     return tuple(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 

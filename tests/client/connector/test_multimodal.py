@@ -148,7 +148,7 @@ def test_values_that_are_no_tensors_count_in_full_or_the_item_has_no_key() -> No
     }
     assert len(extras) == 3
     for value in (object(), np.array([object()]), {1, 2}):
-        with pytest.raises(UnknownMedia, match="whose content lmkv cannot tell"):
+        with pytest.raises(UnknownMedia, match="whose content lmkv cannot read"):
             multimodal_extras([item(pixels=pixels, extra=value)], 64)
 
 

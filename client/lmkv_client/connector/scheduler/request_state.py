@@ -145,7 +145,7 @@ class RequestState:
         self.extras = extras
         """Inputs of the chunks' keys other than tokens, by index of the chunk."""
         self.fingerprint = fingerprint
-        """Of the spec in its keys."""
+        """Fingerprint of the KV spec from which the keys of this request are made."""
         self.adapter = adapter
         """The LoRA adapter in its keys, if it has one."""
         self.lookup_state = LookupState.OVER
