@@ -195,13 +195,14 @@ class KvSpec:
     def first_difference(self, other: KvSpec) -> str | None:
         """Name of the first field in which two specs differ; None if their chunks are interchangeable.
 
-        The name of a field of part 1 is `more_parts[0].span`, for example.
+        The name of a field of part 1 is `more_parts[0].span`, for example. `model_id` comes last: it is a digest that
+        most other differences change, too, and says least to a reader.
         """
-        names = [field.name for field in fields(self) if field.name not in _NOT_HASHED]
+        names = [field.name for field in fields(self) if field.name not in (*_NOT_HASHED, "model_id")]
         if len(self.more_parts) == len(other.more_parts):
             names.remove("more_parts")
             names += [f"more_parts[{index}].{name}" for index in range(len(self.more_parts)) for name in _PART_FIELDS]
-        return next((name for name in names if self._value(name) != other._value(name)), None)
+        return next((name for name in (*names, "model_id") if self._value(name) != other._value(name)), None)
 
     def shown(self, name: str) -> str:
         """The value of a field, as errors show it; `name` is as `first_difference` returns it."""
