@@ -94,6 +94,53 @@ def test_a_chat_is_answered_as_by_one_engine(trio: Trio) -> None:
     assert decode["lmkv:loaded_tokens_total"] > 2 * CHUNK_TOKENS
 
 
+REPEATED: dict[str, object] = {"presence_penalty": 0.001}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, REPEATED, {"n": 2, "temperature": 0.5}], ids=["continue", "repeat", "two answers"]
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_only_what_the_prefill_engine_found_counts_as_cached(
+    trio: Trio, more: dict[str, object], *, stream: bool
+) -> None:
+    prompt = trio.prompt(PROMPT_TOKENS)
+
+    def ask() -> Completion:
+        with trio.counting(trio.decode) as decode:
+            completion = trio.proxy.complete(prompt, OUTPUT_TOKENS, stream=stream, extra=more)
+        assert decode["lmkv:loaded_tokens_total"] >= PROMPT_TOKENS
+        return completion
+
+    assert ask().cached_tokens == 0, "the prefill engine has computed all of it"
+    trio.decode.reset_prefix_cache()
+    again = ask().cached_tokens
+    assert PROMPT_TOKENS - CHUNK_TOKENS < again < PROMPT_TOKENS, "the prefill engine had all but the last tokens"
+
+
+@pytest.mark.parametrize("more", [{}, REPEATED], ids=["continue", "repeat"])
+@pytest.mark.parametrize("stream", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+def test_chats_count_as_cached_what_the_prefill_engine_found(
+    trio: Trio, more: dict[str, object], stream: dict[str, object]
+) -> None:
+    content = " ".join(str(token) for token in trio.prompt(200))
+    messages = [{"role": "user", "content": content}]
+    body = {"model": trio.proxy.model_name, "messages": messages, "max_tokens": OUTPUT_TOKENS, **more, **stream}
+
+    def usage() -> tuple[int, int]:
+        response = httpx.post(f"http://127.0.0.1:{trio.proxy.port}/v1/chat/completions", json=body, timeout=60.0)
+        assert response.status_code == 200, response.text
+        text = response.text.split("\n\n")[-3].removeprefix("data: ") if stream else response.text
+        usage = json.loads(text)["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    prompt_tokens, cached = usage()
+    assert cached < CHUNK_TOKENS < prompt_tokens, "at most what all such chats begin with"
+    again = usage()
+    assert again[0] == prompt_tokens
+    assert prompt_tokens - CHUNK_TOKENS < again[1] < prompt_tokens
+
+
 PASSED_ON: dict[str, dict[str, object]] = {
     "/v1/responses": {"input": "Write a story.", "max_output_tokens": OUTPUT_TOKENS},
     "/v1/messages": {"messages": [{"role": "user", "content": "Write a story."}], "max_tokens": OUTPUT_TOKENS},

@@ -31,7 +31,10 @@ MAX_SAMPLES = 1_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixHits:
-    """Tokens of prompts since the engine's start, as its metrics count them."""
+    """Tokens of prompts since the engine's start, as its metrics count them.
+
+    Without those that prefill engines have computed for it: whether they were hits is in the metrics of these engines.
+    """
 
     asked_tokens: float
     own_tokens: float

@@ -71,6 +71,8 @@ class ScriptedEngine:
         """Paths beside completions that it serves; set before it starts."""
         self.model = MODEL
         """The model of these paths, and the first one that it lists."""
+        self.cached_tokens: int | None = None
+        """Tokens of each prompt that it reports as cached; None: without `--enable-prompt-tokens-details`."""
         self.metrics = ""
         """What it exposes at `/metrics`."""
         self.thinks = False
@@ -231,7 +233,7 @@ class ScriptedEngine:
             choice = {"index": 0, "text": text, "logprobs": _logprobs(tokens, body), "finish_reason": finish}
             choice |= {"stop_reason": None, "token_ids": ids, "prompt_token_ids": prompt_ids}
         answer["choices"] = [choice]
-        answer["usage"] = _usage(len(prompt), len(tokens))
+        answer["usage"] = self._usage(len(prompt), len(tokens))
         if "chat" in path:
             answer["prompt_token_ids"] = prompt_ids
         asked = (body.get("kv_transfer_params") or {}).get("lmkv")
@@ -239,6 +241,11 @@ class ScriptedEngine:
             {"lmkv": self.handoff_params} if asked is not None and self.handoff_params else None
         )
         return answer
+
+    def _usage(self, prompt_count: int, count: int) -> Json:
+        counts = {"prompt_tokens": prompt_count, "total_tokens": prompt_count + count, "completion_tokens": count}
+        details = {"cached_tokens": self.cached_tokens}
+        return counts if self.cached_tokens is None else {**counts, "prompt_tokens_details": details}
 
     async def _events(self, body: Json, request: Request) -> AsyncIterator[bytes]:
         path = request.url.path
@@ -272,7 +279,7 @@ class ScriptedEngine:
                 choice["token_ids"] = ids
             yield _event({**head, "choices": [choice]})
         if (body.get("stream_options") or {}).get("include_usage"):
-            yield _event({**head, "choices": [], "usage": _usage(len(prompt), len(tokens))})
+            yield _event({**head, "choices": [], "usage": self._usage(len(prompt), len(tokens))})
         yield b"data: [DONE]\n\n"
 
 
@@ -375,10 +382,6 @@ def _head(path: str, body: Json) -> Json:
     number = next(_IDS)
     prefix = "chatcmpl" if "chat" in path else "cmpl"
     return {"id": f"{prefix}-{number}", "object": kind, "created": 1_700_000_000 + number, "model": body["model"]}
-
-
-def _usage(prompt_count: int, count: int) -> Json:
-    return {"prompt_tokens": prompt_count, "total_tokens": prompt_count + count, "completion_tokens": count}
 
 
 def _logprobs(tokens: Sequence[int], body: Json) -> Json | None:

@@ -164,6 +164,13 @@ def test_hits_are_summed_over_engine_cores() -> None:
     assert prefix_hits(b"vllm:num_requests_running 1\n") is None
 
 
+def test_tokens_that_a_prefill_engine_has_computed_are_not_hits_of_the_decode_engine() -> None:
+    lines = 'lmkv:tier_tokens_total{engine="0",model_name="m",tier="peers"} 40.0\n'
+    lines += 'lmkv:tier_tokens_total{engine="0",model_name="m",tier="handoff"} 400.0\n'
+    hits = prefix_hits((VLLM_METRICS + lines).encode())
+    assert hits == PrefixHits(asked_tokens=1600, own_tokens=800, external_tokens=40)
+
+
 VLLM_METRICS = """# TYPE vllm:prefix_cache_queries_total counter
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 1500.0
 vllm:prefix_cache_queries_total{engine="1",model_name="m"} 500.0

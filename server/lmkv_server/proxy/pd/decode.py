@@ -10,7 +10,7 @@ import msgspec
 
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.openai import Json
-from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
+from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner, with_common_hits
 from lmkv_server.proxy.pd.parameters import decode_body, with_handoff, without_handoff
 from lmkv_server.proxy.pd.prefill import PrefillResult
 from lmkv_server.proxy.pd.request import CompletionRequest
@@ -18,11 +18,13 @@ from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.failover import EngineFailover
 from lmkv_server.proxy.routing.health import update_instance
 from lmkv_server.proxy.upstream.client import EngineFailed, HttpResponse, UpstreamClient, json_of
-from lmkv_server.proxy.upstream.events import DONE, data_of
+from lmkv_server.proxy.upstream.events import DONE, data_of, event_of
 
 logger = logging.getLogger(__name__)
 
 _INCOMPLETE = "its response ended early"
+_DETAILS = b'"prompt_tokens_details"'
+"""Is in responses with a usage that may count a handoff as cached."""
 
 _encode = msgspec.json.encode
 
@@ -50,7 +52,7 @@ class DecodeStage:
             if self._request.is_streamed:
                 await self._relay_events(engine, body, prefill)
                 return
-            response = await self._complete(engine, body)
+            response = await self._complete(engine, body, prefill)
             if prefill:
                 prefill.mark_response_from(engine)
             await self._writer.send(response)
@@ -122,7 +124,10 @@ class DecodeStage:
                 async for last in events:
                     if prefill:
                         prefill.mark_response_from(engine)
-                    await self._writer.send_event(last)
+                    event = last
+                    if prefill and _DETAILS in last and (data := data_of(last)):
+                        event = event_of(_encode(_usage_of_both(prefill, json_of(data, engine))))
+                    await self._writer.send_event(event)
                     timed()
             if last != DONE:
                 raise EngineFailed(engine, _INCOMPLETE)
@@ -131,13 +136,15 @@ class DecodeStage:
             raise
         await self._writer.end_stream()
 
-    async def _complete(self, engine: Engine, body: Json) -> HttpResponse:
+    async def _complete(self, engine: Engine, body: Json, prefill: PrefillResult | None) -> HttpResponse:
         """An engine's response without handoff parameters."""
         response = await self._send(engine, body)
-        if b'"lmkv"' not in response.body:
+        if b'"lmkv"' not in response.body and not (prefill and _DETAILS in response.body):
             return response
         content = json_of(response.body, engine)
         update_instance(engine, content)
+        if prefill:
+            content = _usage_of_both(prefill, content)
         return HttpResponse(status=200, body=_encode(without_handoff(content)), headers=response.headers)
 
     async def _send(self, engine: Engine, body: Json) -> HttpResponse:
@@ -146,6 +153,12 @@ class DecodeStage:
 
     def _stream(self, engine: Engine, body: Json) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
         return self._clients[engine].stream(self._request.path, self._request.headers, _encode(body))
+
+
+def _usage_of_both(prefill: PrefillResult, content: Json) -> Json:
+    """A response or an event of a decode engine whose usage counts as cached what neither engine has computed."""
+    usage = content.get("usage")
+    return {**content, "usage": with_common_hits(prefill.response, usage)} if isinstance(usage, dict) else content
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from lmkv_server.proxy.upstream.events import DONE, event_of
 
 _ABORTED = ("abort", "error")
 """Finish reasons of a response that is incomplete."""
+_HITS = ("cached_tokens", "created_cache_tokens")
+"""Numbers of prompt tokens that were cached already, and of those that are cached now."""
 _encode = msgspec.json.encode
 
 
@@ -49,6 +51,8 @@ class ResponseJoiner:
         self._pending: list[int] = []
         self._base_count = len(self._ids)
         self._usage_is_sent = False
+        self._has_continued = False
+        """Whether a decode engine was asked to continue: it may have computed some of the prompt."""
         limit = token_limit(body, path)
         self.is_complete = self._finish_reason != "length" or limit == 1
         """Whether the response has all its tokens."""
@@ -128,6 +132,7 @@ class ResponseJoiner:
 
     def restart(self) -> None:
         """Prepares for a decode engine that continues after `delivered`. Discards tokens that arrived later."""
+        self._has_continued = True
         self._pending = []
         self._base_count = len(self.delivered)
 
@@ -136,8 +141,10 @@ class ResponseJoiner:
         if not self._wants_usage or self._usage_is_sent:
             return [DONE]
         count = len(self.delivered) + len(self._pending)
-        usage = {"prompt_tokens": len(self.prompt), "total_tokens": len(self.prompt) + count}
+        usage: Json = {"prompt_tokens": len(self.prompt), "total_tokens": len(self.prompt) + count}
         usage["completion_tokens"] = count
+        if not self._has_continued and (details := _details(self._first)):
+            usage["prompt_tokens_details"] = _without_nulls(details)
         chunk = {**self._chunk([]), "usage": usage}
         if fingerprint := self._first.get("system_fingerprint"):
             chunk["system_fingerprint"] = fingerprint
@@ -183,7 +190,7 @@ class ResponseJoiner:
         count = self._base_count + usage["completion_tokens"]
         counts = {"prompt_tokens": len(self.prompt), "completion_tokens": count}
         counts["total_tokens"] = len(self.prompt) + count
-        return usage | counts
+        return with_common_hits(self._first, usage) | counts
 
     @property
     def _wants_ids(self) -> bool:
@@ -206,6 +213,40 @@ class ResponseJoiner:
 
     def _event(self, choices: list[Json], **more: object) -> bytes:
         return event_of(_encode(self._chunk(choices) | more))
+
+
+def with_common_hits(first: Mapping[str, Any], usage: Json) -> Json:
+    """The usage of a decode engine's response, without the tokens that it counts as cached but `first` has computed.
+
+    `first` is the prefill engine's response. A prompt token is cached if neither engine has computed it; hits are
+    prefixes, so that these are the fewer hits of both. If one engine reports no hits, their number is unknown.
+    """
+    details = usage.get("prompt_tokens_details")
+    if not isinstance(details, dict):
+        return usage
+    before = _details(first)
+    if _hit_count(before) is None or _hit_count(details) is None:
+        fewer = {name: value for name, value in details.items() if name not in _HITS}
+    else:
+        fewer = min(before, details, key=lambda one: _hit_count(one) or 0)
+    joined = dict.fromkeys(details) | _without_nulls(fewer)
+    return {**usage, "prompt_tokens_details": joined if _without_nulls(joined) else None}
+
+
+def _details(response: Mapping[str, Any]) -> Json:
+    """What a response says of its prompt's tokens; empty without `--enable-prompt-tokens-details`."""
+    usage = response.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return details if isinstance(details, dict) else {}
+
+
+def _hit_count(details: Json) -> int | None:
+    count = details.get("cached_tokens")
+    return count if isinstance(count, int) else None
+
+
+def _without_nulls(details: Json) -> Json:
+    return {name: value for name, value in details.items() if value is not None}
 
 
 def _check_finish_reason(finish_reason: str | None) -> None:

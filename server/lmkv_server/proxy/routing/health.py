@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from lmkv.tiers import HANDOFF
 from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel, PrefixHits
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 
@@ -27,6 +28,10 @@ _HIT_METRIC = re.compile(
     rf"^vllm:(?P<name>{'|'.join(_HIT_METRICS)})_total(?:\{{[^\n]*\}})? (?P<value>[0-9.eE+]+)$".encode(), re.MULTILINE
 )
 """A line of vLLM's metrics: there is one for each engine core."""
+_HANDED_METRIC = re.compile(
+    rb'^lmkv:tier_tokens_total\{[^\n]*\btier="%b"[^\n]*\} (?P<value>[0-9.eE+]+)$' % HANDOFF.encode(), re.MULTILINE
+)
+"""A line of the connector's metrics: tokens that prefill engines have computed, which vLLM counts as external hits."""
 
 
 class HealthMonitor:
@@ -123,8 +128,11 @@ def prefix_hits(metrics: bytes) -> PrefixHits | None:
     lines = list(_HIT_METRIC.finditer(metrics))
     for line in lines:
         sums[line["name"].decode()] += float(line["value"])
+    if not lines:
+        return None
     asked, own, external = sums.values()
-    return PrefixHits(asked_tokens=asked, own_tokens=own, external_tokens=external) if lines else None
+    handed = min(sum(float(line["value"]) for line in _HANDED_METRIC.finditer(metrics)), external)
+    return PrefixHits(asked_tokens=asked - handed, own_tokens=own, external_tokens=external - handed)
 
 
 def update_instance(engine: Engine, response: Mapping[str, Any]) -> None:

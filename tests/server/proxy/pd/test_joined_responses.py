@@ -27,10 +27,13 @@ def choice_of(path: str, text: str | None, tokens: list[int], **more: Any) -> di
     return {"index": 0, "finish_reason": "length", "token_ids": tokens, **said, **more}
 
 
-def joined(path: str = COMPLETIONS, body: Mapping[str, Any] | None = None, **choice: Any) -> ResponseJoiner:
+def joined(
+    path: str = COMPLETIONS, body: Mapping[str, Any] | None = None, *, details: Any = None, **choice: Any
+) -> ResponseJoiner:
     """A joiner that has the first token of a prefill engine: 3, whose text is `x`."""
     made = choice_of(path, "x", [FIRST], **choice)
     first: dict[str, Any] = {**HEAD, "system_fingerprint": "f", "choices": [made]}
+    first["usage"] = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3, "prompt_tokens_details": details}
     (first if path == CHAT else made)["prompt_token_ids"] = PROMPT
     return ResponseJoiner(path, {"max_tokens": 9, **(body or {})}, first)
 
@@ -186,6 +189,47 @@ def test_the_usage_of_a_second_decode_engine_continues_that_of_the_first() -> No
     usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
     rewritten = parsed(joiner.rewrite({**OTHER_HEAD, "choices": [], "usage": usage}))
     assert rewritten["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "joined_details"),
+    [
+        ({"cached_tokens": 0}, {"cached_tokens": 2}, {"cached_tokens": 0}),
+        ({"cached_tokens": 1}, {"cached_tokens": 2}, {"cached_tokens": 1}),
+        ({"cached_tokens": 1}, {"cached_tokens": 0}, {"cached_tokens": 0}),  # it has lost the handoff
+        ({"cached_tokens": 0, "created_cache_tokens": 2}, {"cached_tokens": 2, "created_cache_tokens": 0},
+         {"cached_tokens": 0, "created_cache_tokens": 2}),
+        ({"cached_tokens": 0, "multimodal_tokens": None}, {"cached_tokens": 2}, {"cached_tokens": 0}),
+        ({"cached_tokens": 0}, {"cached_tokens": 2, "multimodal_tokens": None},
+         {"cached_tokens": 0, "multimodal_tokens": None}),
+        (None, {"cached_tokens": 2}, None),
+        ({"cached_tokens": None}, {"cached_tokens": 2, "multimodal_tokens": {"image": 1}},
+         {"cached_tokens": None, "multimodal_tokens": {"image": 1}}),
+        ({"cached_tokens": 1}, None, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("streams", [False, True])
+def test_prompt_tokens_that_neither_engine_has_computed_are_cached(
+    prefill: Any, decode: Any, joined_details: Any, streams: bool
+) -> None:
+    joiner = joined(details=prefill)
+    joiner.restart()
+    usage = {**USAGE, "prompt_tokens_details": decode}
+    if streams:
+        response = parsed(joiner.rewrite({**OTHER_HEAD, "choices": [], "usage": usage}))
+    else:
+        choice = choice_of(COMPLETIONS, "y", [4])
+        response = json.loads(joiner.merge({**OTHER_HEAD, "choices": [choice], "usage": usage}))
+    assert response["usage"] == {**JOINED_USAGE, "prompt_tokens_details": joined_details}
+
+
+def test_a_stream_that_the_first_token_completes_has_the_hits_of_the_prefill_engine() -> None:
+    alone = joined(body=WITH_USAGE, details={"cached_tokens": 1, "multimodal_tokens": None}, finish_reason="stop")
+    assert parsed(alone.last_events()[0])["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert "prompt_tokens_details" not in parsed(joined(body=WITH_USAGE).last_events()[0])["usage"]
+    continued = joined(body=WITH_USAGE, details={"cached_tokens": 1})
+    continued.restart()
+    assert "prompt_tokens_details" not in parsed(continued.last_events()[0])["usage"], "the decode engine's is unknown"
 
 
 def test_a_stream_ends_with_the_usage_if_the_client_wants_it() -> None:

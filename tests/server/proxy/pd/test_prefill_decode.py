@@ -70,6 +70,7 @@ PLAIN = prompt_whose_answer(0, at_least=20)
 WITHIN_A_CHARACTER = prompt_whose_answer(0xC3)
 ENDS_AT_ONCE = prompt_whose_answer(EOS)
 
+WITH_RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -129,6 +130,52 @@ async def test_any_answer_is_that_of_one_engine(
     path, body = (CHAT, chat(prompt)) if is_chat else (COMPLETIONS, completion(prompt))
     body |= {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), **stream}
     assert answer_of(await front.ask(path, body)) == await alone(decoder, path, body)
+
+
+@pytest.mark.parametrize("stream", [{}, USAGE, {"stream": True, "stream_options": WITH_RUNNING_USAGE}])
+@pytest.mark.parametrize(
+    ("path", "body", "cached_tokens"),
+    [
+        (COMPLETIONS, completion(PLAIN, max_tokens=20), 2),
+        (COMPLETIONS, completion(PLAIN, max_tokens=1), 2),
+        (COMPLETIONS, completion(ENDS_AT_ONCE, max_tokens=20), 2),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, logprobs=0), 2),
+        (COMPLETIONS, completion(PLAIN, max_tokens=20, n=2), 2),
+        (COMPLETIONS, completion([PLAIN, "another"], max_tokens=20), 5),  # the decode engine alone
+        (CHAT, chat("hello", max_tokens=20), 2),
+        (CHAT, chat("hello", max_tokens=20, presence_penalty=0.5), 2),
+    ],
+)
+async def test_only_tokens_that_neither_engine_has_computed_count_as_cached(
+    front: Front,
+    prefiller: ScriptedEngine,
+    decoder: ScriptedEngine,
+    path: str,
+    body: dict[str, Any],
+    cached_tokens: int,
+    stream: dict[str, Any],
+) -> None:
+    prefiller.cached_tokens, decoder.cached_tokens = 2, 5
+    said = answer_of(await front.ask(path, body | stream))
+    usage = (said[-1] if stream else said)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached_tokens
+    prefiller.cached_tokens, decoder.cached_tokens = None, 5  # without --enable-prompt-tokens-details
+    said = answer_of(await front.ask(path, body | stream))
+    usage = (said[-1] if stream else said)["usage"]
+    assert (usage.get("prompt_tokens_details") or {}).get("cached_tokens") == (5 if cached_tokens == 5 else None)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_what_one_engine_alone_has_loaded_counts_as_cached(
+    front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine, logprobs: int | None
+) -> None:
+    prefiller.cached_tokens, decoder.cached_tokens = 2, 5
+    body = completion(PLAIN, max_tokens=20, logprobs=logprobs)
+    prefiller.refusals = [500] * 2
+    assert (await front.ask(COMPLETIONS, body)).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    prefiller.refusals = []
+    decoder.refusals = [500]
+    assert (await front.ask(COMPLETIONS, body)).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
 async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_twice(
