@@ -117,6 +117,10 @@ class ChunkNotFound(Missing):
     """A chunk is not in the tier from which it was to be read."""
 
 
+class PinNotFound(Missing):
+    """No pin of this id is in force, and none has ended lately."""
+
+
 class OperationNotFound(Missing):
     """No operation has this name, or its record has expired."""
 

@@ -225,9 +225,10 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Ends a pin early. Idempotent.
+        """Ends a pin early. Idempotent: ending a pin that has ended succeeds.
 
         Errors:
+        * `NOT_FOUND` (`PIN_NOT_FOUND`): there was no such pin, or its instance is not registered.
         * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

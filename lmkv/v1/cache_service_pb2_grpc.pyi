@@ -118,9 +118,10 @@ class CacheServiceStub:
     * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]
-    """Ends a pin early. Idempotent.
+    """Ends a pin early. Idempotent: ending a pin that has ended succeeds.
 
     Errors:
+    * `NOT_FOUND` (`PIN_NOT_FOUND`): there was no such pin, or its instance is not registered.
     * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
     """
     ListPins: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]
@@ -272,9 +273,10 @@ class CacheServiceAsyncStub(CacheServiceStub):
     * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]  # type: ignore[assignment]
-    """Ends a pin early. Idempotent.
+    """Ends a pin early. Idempotent: ending a pin that has ended succeeds.
 
     Errors:
+    * `NOT_FOUND` (`PIN_NOT_FOUND`): there was no such pin, or its instance is not registered.
     * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
     """
     ListPins: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ListPinsRequest, _cache_service_pb2.ListPinsResponse]  # type: ignore[assignment]
@@ -459,9 +461,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.UnpinResponse, _abc.Awaitable[_cache_service_pb2.UnpinResponse]]:
-        """Ends a pin early. Idempotent.
+        """Ends a pin early. Idempotent: ending a pin that has ended succeeds.
 
         Errors:
+        * `NOT_FOUND` (`PIN_NOT_FOUND`): there was no such pin, or its instance is not registered.
         * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
         """
 

@@ -80,7 +80,7 @@ def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_unpin(args: argparse.Namespace) -> int:
-    """Releases the pin. Idempotent."""
+    """Releases the pin, or again one that has ended; fails if there was none."""
     call(args, lambda coordinator: coordinator.unpin(args.pin_id))
     if args.json:
         print_json(UnpinResponse())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from lmkv import rpc
-from lmkv.errors import BadSelection, ChunkNotFound
+from lmkv.errors import BadSelection, ChunkNotFound, PinNotFound
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
@@ -84,11 +84,15 @@ class FleetPins:
         return _to_proto(instance_id, pin)
 
     async def unpin(self, pin_id: str) -> None:
-        """Ends a pin; idempotent, also if its instance is gone. Raises `Unreachable`, `Full`."""
-        instance_id, slash, _ = pin_id.rpartition("/")
+        """Ends a pin, or again one that has ended. Raises `PinNotFound`, `Unreachable`, `Full`."""
+        instance_id, _, _ = pin_id.rpartition("/")
         instance = self._registry.instances.find(instance_id)
-        if not slash or instance is None:
-            return
+        if instance is None:
+            raise PinNotFound(
+                f"there is no pin {pin_id!r}: the id of a pin begins with its instance, and {instance_id!r} is not "
+                "registered; the pins of an instance end with it",
+                pin_id=pin_id,
+            )
         order = registry_pb.UnpinOrder(pin_id=pin_id)
         outcome = await self._orders.execute(instance_id, registry_pb.Order(unpin=order), TIMEOUT_SECONDS)
         if outcome.status.code:

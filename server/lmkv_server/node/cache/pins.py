@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full
+from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full, PinNotFound
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.host import Chunk, HostTier
 
 MAX_PINS = 1000
 """Most pins that one node keeps at a time."""
+MAX_ENDED = 4096
+"""Ids of ended pins that a node remembers, so that ending one again succeeds."""
 MAX_ID_BYTES = 320
 """Longest id of a pin: room for that of an instance, and still all pins travel in one message."""
 MAX_TTL_SECONDS = 86_400.0
@@ -47,6 +49,8 @@ class Pins:
         self._revision = 0
         self._tier = tier
         self._pins: dict[str, Pin] = {}
+        self._ended: dict[str, None] = {}
+        """Ids of the last pins that ended, oldest first."""
         self._owned_counts: Counter[tuple[bytes, Chunk]] = Counter()
         """Pins by their owner, if they have one, and chunk."""
         self._owned_bytes: Counter[bytes] = Counter()
@@ -105,7 +109,9 @@ class Pins:
         return pin
 
     def unpin(self, pin_id: str) -> Pin | None:
-        """Ends a pin early; None if it is not in force."""
+        """Ends a pin early; None if it has ended. Raises `PinNotFound` if there was none."""
+        if pin_id not in self._pins and pin_id not in self._ended:
+            raise PinNotFound(f"there is no pin {pin_id!r} here; `lmkv pins` lists those in force", pin_id=pin_id)
         return self._end(pin_id)
 
     def expire(self, now: float) -> list[Pin]:
@@ -130,6 +136,10 @@ class Pins:
             self._tier.unpin(pin.chunks)
             self._disown(pin)
             self._revision += 1
+            self._ended.pop(pin_id, None)
+            self._ended[pin_id] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
         return pin
 
     def _own(self, pin: Pin, chunks: Iterable[Chunk]) -> None:
@@ -150,6 +160,7 @@ class Pins:
     def check(self) -> None:
         """Asserts that every chunk counts just its pins, and that only damage takes a pinned chunk out of the index."""
         assert len(self._pins) <= MAX_PINS
+        assert len(self._ended) <= MAX_ENDED
         counts: dict[Chunk, int] = {}
         for pin_id, pin in self._pins.items():
             assert pin.pin_id == pin_id

@@ -77,8 +77,15 @@ async def test_an_unpin_ends_it_and_may_be_repeated(make: Make, cache: Any) -> N
             await cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=60)
         assert a.pins == {}
         assert await listed(cache) == []
-        for gone in ("", "nonsense", "unknown/123"):
-            await cache.Unpin(UnpinRequest(pin_id=gone), timeout=60)
+
+
+async def test_an_unpin_of_a_pin_that_never_existed_is_refused(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS):
+        for unknown in ("", "nonsense", "unknown/123"):
+            with pytest.raises(grpc.RpcError) as caught:
+                await cache.Unpin(UnpinRequest(pin_id=unknown), timeout=60)
+            error = from_rpc_error(caught.value)
+            assert (error.reason, error.metadata["pin_id"]) == ("PIN_NOT_FOUND", unknown)
 
 
 async def test_pins_are_listed_in_pages_and_by_instance(make: Make, cache: Any) -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full
+from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full, PinNotFound
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.pins import MAX_ID_BYTES, MAX_PINS, MAX_TTL_SECONDS, Pins
+from lmkv_server.node.cache.pins import MAX_ENDED, MAX_ID_BYTES, MAX_PINS, MAX_TTL_SECONDS, Pins
 from tests.server.node.cases import admit, chunk_key, chunk_keys, clear, small_spec
 
 SPEC = small_spec()
@@ -26,6 +26,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.pins = Pins(self.tier)
         self.now = 0.0
         self.pinned: dict[str, tuple[set[int], float]] = {}
+        self.ended: set[str] = set()
 
     def here(self) -> set[int]:
         return {int.from_bytes(chunk.key, "big") for chunk in self.tier}
@@ -60,9 +61,13 @@ class AgainstModel(RuleBasedStateMachine):
 
     @rule(pin_id=PIN_IDS)
     def unpin(self, pin_id: str) -> None:
-        ended = self.pins.unpin(pin_id)
-        assert (ended is not None) == (pin_id in self.pinned)
+        if pin_id not in self.pinned and pin_id not in self.ended:
+            with pytest.raises(PinNotFound):
+                self.pins.unpin(pin_id)
+            return
+        assert (self.pins.unpin(pin_id) is not None) == (pin_id in self.pinned)
         self.pinned.pop(pin_id, None)
+        self.ended.add(pin_id)
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds: int) -> None:
@@ -71,6 +76,7 @@ class AgainstModel(RuleBasedStateMachine):
         assert {pin.pin_id for pin in self.pins.expire(self.now)} == due
         for pin_id in due:
             del self.pinned[pin_id]
+        self.ended |= due
 
     @rule()
     def clear(self) -> None:
@@ -138,6 +144,17 @@ def test_there_is_a_most_of_pins_and_those_in_force_may_still_be_made_longer() -
     pins.check()
     pins.clear()
     assert len(pins) == 0
+
+
+def test_the_ids_of_a_bounded_number_of_ended_pins_are_remembered() -> None:
+    _, pins = filled()
+    for number in range(MAX_ENDED + 1):
+        pins.pin(f"p{number}", chunk_keys(0), 0.0, 10)
+        assert pins.unpin(f"p{number}")
+        pins.check()
+    assert pins.unpin("p1") is None
+    with pytest.raises(PinNotFound, match="lmkv pins"):
+        pins.unpin("p0")
 
 
 @pytest.mark.parametrize("pin_id", ["", "x" * (MAX_ID_BYTES + 1), "é" * MAX_ID_BYTES])

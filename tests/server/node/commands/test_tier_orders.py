@@ -106,6 +106,8 @@ async def test_the_head_that_is_held_is_pinned_until_it_is_unpinned(shelf: Shelf
     assert shelf.numbers() == []
     again = await shelf.here.carried_out(order(unpin=pb.UnpinOrder(pin_id="p")))
     assert (reason(again), again.chunk_count) == ("", 0)
+    never = await shelf.here.carried_out(order(unpin=pb.UnpinOrder(pin_id="q")))
+    assert (reason(never), never.chunk_count) == ("PIN_NOT_FOUND", 0)
     assert not len(shelf.here.orders.pins)
     for reserved in room:
         shelf.tier.give_back(reserved.offset)

@@ -1675,9 +1675,10 @@ export const CacheService: GenService<{
     output: typeof PinResponseSchema;
   },
   /**
-   * Ends a pin early. Idempotent.
+   * Ends a pin early. Idempotent: ending a pin that has ended succeeds.
    *
    * Errors:
+   * * `NOT_FOUND` (`PIN_NOT_FOUND`): there was no such pin, or its instance is not registered.
    * * `UNAVAILABLE` (`UNREACHABLE`): the pin's instance did not answer in time.
    *
    * @generated from rpc lmkv.v1.CacheService.Unpin
