@@ -187,7 +187,8 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 def _report(error: LmkvError) -> int:
-    print(f"lmkv: error: {safe_text(' '.join(str(error).split()), MAX_ERROR_CHARACTERS)}", file=sys.stderr)
+    for each in (error, *error.further) if isinstance(error, ConfigError) else (error,):
+        print(f"lmkv: error: {safe_text(' '.join(str(each).split()), MAX_ERROR_CHARACTERS)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
 

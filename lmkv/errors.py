@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 MAX_RETRY_SECONDS = 3600.0
@@ -256,3 +257,14 @@ class Unreachable(LmkvError):
 
 class ConfigError(LmkvError):
     """The configuration is invalid. The message names the key and the fix; the exit code is 2."""
+
+    further: tuple[ConfigError, ...] = ()
+    """The other errors of the configuration that were found with this one."""
+
+    @classmethod
+    def raise_all(cls, errors: Iterable[ConfigError]) -> None:
+        """Raises the first error, with the others as `further`; nothing without errors."""
+        first, *others = [*errors] or (None,)
+        if first is not None:
+            first.further = tuple(others)
+            raise first

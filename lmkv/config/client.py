@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmkv.auth.credentials import Credentials
@@ -46,12 +47,11 @@ class WebhookConfig(Config):
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 
-    def check(self) -> None:
-        """Raises `ConfigError` for a key that is required and has no value."""
+    def missing(self) -> Iterator[ConfigError]:
         if not self.pod_additions:
-            raise ConfigError("pod_additions is missing: name the file that the chart renders", key="pod_additions")
+            yield ConfigError("pod_additions is missing: name the file that the chart renders", key="pod_additions")
         if not self.tls_cert:
-            raise ConfigError("tls_cert is missing: Kubernetes calls webhooks over HTTPS only", key="tls_cert")
+            yield ConfigError("tls_cert is missing: Kubernetes calls webhooks over HTTPS only", key="tls_cert")
 
     @property
     def credentials(self) -> Credentials:

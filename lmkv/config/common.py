@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lmkv.auth import cache_salts
@@ -104,11 +104,11 @@ def user_header(kind: Kind[str]) -> Any:
     )
 
 
-def check_cache_salts(policy: str, tokens: str, secret: str) -> None:
-    """Raises `ConfigError` if salts cannot be derived by the policy."""
+def missing_for_salts(policy: str, tokens: str, secret: str) -> Iterator[ConfigError]:
+    """An error for each key without which salts cannot be derived by the policy."""
     for name, value in (("auth_tokens", tokens), ("cluster_secret", secret)):
         if policy != cache_salts.NONE and not value:
-            raise ConfigError(
+            yield ConfigError(
                 f"cache_salt_policy is {policy}, which needs {name}; set it, or cache_salt_policy to none", key=name
             )
 
@@ -132,7 +132,7 @@ class Gap(NamedTuple):
     fix: str
 
 
-def refuse_unencrypted(gaps: Iterable[Gap]) -> None:
-    """Raises `ConfigError` for the first gap."""
+def unencrypted(gaps: Iterable[Gap]) -> Iterator[ConfigError]:
+    """An error for each gap."""
     for gap in gaps:
-        raise ConfigError(f"require_encryption: {gap.key}: {gap.why}; {gap.fix}", key=gap.key)
+        yield ConfigError(f"require_encryption: {gap.key}: {gap.why}; {gap.fix}", key=gap.key)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from lmkv.auth.credentials import Credentials
 from lmkv.config import common
-from lmkv.config.common import Gap, refuse_unencrypted
+from lmkv.config.common import Gap, unencrypted
 from lmkv.config.kinds import FOLDERS, HOST, OFF, PATH, PORT, PORT_IF_ANY, PORTS, SECONDS, VALKEY_URL
 from lmkv.config.remote_url import has_tls
 from lmkv.config.schema import Alias, Config, key
+from lmkv.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,9 @@ class CoordinatorConfig(Config):
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[ConfigError]:
         if self.require_encryption:
-            refuse_unencrypted(self._unencrypted())
+            yield from unencrypted(self._unencrypted())
 
     def _unencrypted(self) -> Iterator[Gap]:
         """What of this configuration does not encrypt."""

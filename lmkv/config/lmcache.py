@@ -96,6 +96,8 @@ class Adopted:
     """Values by lmkv's key."""
     written: Mapping[str, str]
     """The spelling of each of these keys."""
+    places: Mapping[str, str]
+    """The source of each of these keys."""
     notices: list[str]
     """Messages about adopted, overridden and ignored keys."""
 
@@ -121,6 +123,7 @@ def adopt(cls: type[Config], entries: Iterable[SourceEntry], own: Mapping[str, A
     return Adopted(
         values={name: one.value for name, one in taken.items()},
         written={name: one.entry.shown for name, one in taken.items()},
+        places={name: one.entry.place for name, one in taken.items()},
         notices=notices,
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.config import common
-from lmkv.config.common import PRIVATE_CHANNELS, Gap, refuse_unencrypted
+from lmkv.config.common import PRIVATE_CHANNELS, Gap, unencrypted
 from lmkv.config.kinds import (
     ADDRESSES,
     BUFFER_BYTES,
@@ -279,37 +279,38 @@ class NodeConfig(Config):
     log_level: str = common.log_level()
     log_format: str = common.log_format()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _complete(self) -> None:
         if not self.instance_id:  # prefill and decode on one host are two instances
             suffix = "" if self.pd_role == "both" else f"-{self.pd_role}"
             object.__setattr__(self, "instance_id", _own_instance_id(suffix))
+        if not self.stores_chunks and self.enable_pd and self.pd_role == "both":
+            notice = f"local_cpu is false: only handoffs are cached; {_WHERE_TO_STORE}"
+            object.__setattr__(self, "notices", (*self.notices, notice))
+
+    def contradictions(self) -> Iterator[ConfigError]:
         if self.local_disk and not self.max_local_disk_size:
-            raise ConfigError(
+            yield ConfigError(
                 "max_local_disk_size is required with local_disk; set the disk space for chunks",
                 key="max_local_disk_size",
             )
 
         if not self.stores_chunks and not self.enable_pd:
-            raise ConfigError(f"local_cpu is false, so that nothing is cached; {_WHERE_TO_STORE}", key="local_cpu")
-        if not self.stores_chunks and self.pd_role == "both":
-            notice = f"local_cpu is false: only handoffs are cached; {_WHERE_TO_STORE}"
-            object.__setattr__(self, "notices", (*self.notices, notice))
+            yield ConfigError(f"local_cpu is false, so that nothing is cached; {_WHERE_TO_STORE}", key="local_cpu")
 
         if self.encryption_key_file and self.local_disk and self.local_disk_io != "plain":
-            raise ConfigError(
+            yield ConfigError(
                 f"local_disk_io: {self.local_disk_io} copies chunks as they are; set it to plain to encrypt them",
                 key="local_disk_io",
             )
 
         if self.remote_ttl and self.remote_url.startswith("s3:"):
-            raise ConfigError(
+            yield ConfigError(
                 "remote_ttl is for Valkey and Redis; give the bucket a lifecycle rule that expires objects",
                 key="remote_ttl",
             )
 
         if self.require_encryption:
-            refuse_unencrypted(self._unencrypted())
+            yield from unencrypted(self._unencrypted())
 
     def _unencrypted(self) -> Iterator[Gap]:
         """What of this configuration does not encrypt."""

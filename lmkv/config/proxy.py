@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,24 +104,26 @@ class ProxyConfig(RouterConfig):
         "see the proxy's page and metrics and, with a cache_salt_policy, send requests"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def contradictions(self) -> Iterator[ConfigError]:
         if self.mode == "route" and not self.engines:
-            raise ConfigError("mode is route, but there is no engine; set engines to http://HOST:PORT", key="engines")
+            yield ConfigError("mode is route, but there is no engine; set engines to http://HOST:PORT", key="engines")
         if self.mode == "pd" and self.engines:
-            raise ConfigError(
+            yield ConfigError(
                 "engine is for mode route, but mode is pd; set mode to route, or set prefill and decode engines by "
                 "prefiller_port and decoder_port",
                 key="engines",
             )
         if self.policy == "kv_aware" and not self.coordinator_address:
-            raise ConfigError(
+            yield ConfigError(
                 "policy is kv_aware, which needs a coordinator; set coordinator_address",
                 key="coordinator_address",
             )
-        common.check_cache_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)
-        if self.mode == "pd":
-            _ = self.prefillers, self.decoders
+        yield from common.missing_for_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)
+        for role in ("prefillers", "decoders") if self.mode == "pd" else ():
+            try:
+                getattr(self, role)
+            except ConfigError as error:
+                yield error
 
     @property
     def handoff_keys(self) -> HandoffKeys:

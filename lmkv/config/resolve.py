@@ -43,27 +43,34 @@ def load(
     configuration (`LMCACHE_CONFIG_FILE` and `LMCACHE_*`) sets only keys that none of the others sets; notices name it.
 
     Raises `ConfigError` with the key and the fix for an unknown key, an invalid value, and two spellings of a key with
-    different values in one source.
+    different values in one source; if there are several such errors, with the others as `further`. Values that do not
+    fit each other are found once each is valid.
     """
-    places = [read_environment(env), read_flags(flags or {}, flags_place)]
+    sources = [read_environment(env), read_flags(flags or {}, flags_place)]
     if path := file or env.get(FILE_VARIABLE):
-        places.insert(0, read_file(Path(path), "--config" if file else FILE_VARIABLE))
+        sources.insert(0, read_file(Path(path), "--config" if file else FILE_VARIABLE))
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
+    places: dict[str, str] = {}
     notices: list[str] = []
-    for entries in places:
-        for name, (value, entry) in _resolve(cls, entries).items():
-            values[name], written[name] = value, entry.shown
+    errors: list[ConfigError] = []
+    for entries in sources:
+        for name, (value, entry) in _resolve(cls, entries, errors).items():
+            values[name], written[name], places[name] = value, entry.shown, entry.place
         notices += _notices(entries)
+    ConfigError.raise_all(errors)
     if foreign := read_lmcache(env):
         adopted = lmcache.adopt(cls, foreign, own=values)
         values |= adopted.values
         written |= adopted.written
+        places |= adopted.places
         notices += adopted.notices
     try:
-        return cls(**values, notices=tuple(notices), written=written)
+        return cls(**values, notices=tuple(notices), written=written, places=places)
     except ConfigError as error:
-        raise ConfigError(as_written(str(error), written), **error.metadata) from None
+        found = (error, *error.further)
+    ConfigError.raise_all(ConfigError(as_written(str(error), written), **error.metadata) for error in found)
+    raise AssertionError("an error is raised")
 
 
 def as_written(text: str, written: Mapping[str, str]) -> str:
@@ -105,26 +112,31 @@ def to_comparison(config: Config) -> dict[str, str]:
     return compared
 
 
-def _resolve(cls: type[Config], entries: Iterable[SourceEntry]) -> dict[str, tuple[Any, SourceEntry]]:
-    """The values of the keys of `cls` in one source, with their entries."""
+def _resolve(
+    cls: type[Config], entries: Iterable[SourceEntry], errors: list[ConfigError]
+) -> dict[str, tuple[Any, SourceEntry]]:
+    """The values of the keys of `cls` in one source, with their entries. Adds to `errors` what is wrong with others."""
     known, own, declared = known_spellings(), spellings(cls), keys(cls)
     found: dict[str, tuple[Any, SourceEntry]] = {}
     for entry in entries:
         if entry.spelling not in known:
             hint = suggestion(entry.shown, map(entry.show, known - REPLACED.keys()))
-            raise ConfigError(f"unknown key {entry.shown} {entry.place}{hint}", key=entry.spelling)
+            errors.append(ConfigError(f"unknown key {entry.shown} {entry.place}{hint}", key=entry.spelling))
         if entry.raw is None or entry.spelling not in own:
             continue
         name, alias = own[entry.spelling]
         try:
             value = declared[name].kind.read(alias.convert(entry.raw))
         except ValueError as error:
-            raise ConfigError(f"{entry.shown} {error} ({entry.place})", key=name) from None
+            errors.append(ConfigError(f"{entry.shown} {error} ({entry.place})", key=name))
+            continue
         if name in found and found[name][0] != value:
-            raise ConfigError(
-                f"{found[name][1].shown} and {entry.shown} contradict each other {entry.place}: both set {name}; "
-                "keep one",
-                key=name,
+            errors.append(
+                ConfigError(
+                    f"{found[name][1].shown} and {entry.shown} contradict each other {entry.place}: both set {name}; "
+                    "keep one",
+                    key=name,
+                )
             )
         found[name] = (value, entry)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,13 +197,12 @@ class PickerConfig(RouterConfig):
     )
     auth_tokens: str = common.auth_tokens("call the picker")
 
-    def check_complete(self) -> None:
-        """Raises `ConfigError` if a key is missing without which no request can be served."""
+    def missing(self) -> Iterator[ConfigError]:
         if not self.engines:
-            raise ConfigError("there is no engine; set engines to http://HOST:PORT", key="engines")
+            yield ConfigError("there is no engine; set engines to http://HOST:PORT", key="engines")
         if self.policy == "kv_aware" and not self.coordinator_address:
-            raise ConfigError(
+            yield ConfigError(
                 "policy is kv_aware, which needs a coordinator; set coordinator_address, or policy to least_loaded",
                 key="coordinator_address",
             )
-        common.check_cache_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)
+        yield from common.missing_for_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)

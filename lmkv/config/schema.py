@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -61,9 +61,33 @@ class Config:
     written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The spelling of each key that was set: `p2p_port`, `LMKV_P2P_PORT`, `--p2p-port`, or a name of LMCache's."""
 
+    places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The source of each key that was set: `in lmkv.yaml`, `in the environment`, `on the command line`."""
+
     def __post_init__(self) -> None:
+        ConfigError.raise_all(self._read_values())
+        self._complete()
+        ConfigError.raise_all(self.contradictions())
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """An error for each key whose value, valid in itself, does not fit the others."""
+        return iter(())
+
+    def missing(self) -> Iterator[ConfigError]:
+        """An error for each key that the process needs at its start and that has no value."""
+        return iter(())
+
+    def check_complete(self) -> None:
+        """Raises `ConfigError` if a key is missing that the process needs at its start."""
+        ConfigError.raise_all(self.missing())
+
+    def _complete(self) -> None:
+        """Derives values of keys that are not set from those of others."""
+
+    def _read_values(self) -> Iterator[ConfigError]:
+        """Converts the values. Yields an error for each that is invalid."""
         for name, declared in keys(type(self)).items():
             try:
                 object.__setattr__(self, name, declared.kind.read(getattr(self, name)))
             except ValueError as error:
-                raise ConfigError(f"{name} {error}", key=name) from None
+                yield ConfigError(f"{name} {error}", key=name)

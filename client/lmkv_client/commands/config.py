@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from lmkv.cli import Command
@@ -39,6 +40,7 @@ EXAMPLES = """\
   lmkv config import lmcache.yaml --output lmkv.yaml    write it there, unless there is such a file
   lmkv config check lmkv.yaml                           print what an engine's connector makes of it
   lmkv config check lmkv.yaml --process coordinator     what a coordinator does
+  lmkv config check --changed                           only what file, environment and LMCache's files set
 """
 
 
@@ -49,14 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     importing.add_argument("file", metavar="FILE", type=Path, help="LMCache's configuration")
     importing.add_argument("--output", metavar="FILE", type=Path, help="output file (default: standard output)")
     importing.add_argument("--force", action="store_true", help="overwrite the output file")
-    checking = actions.add_parser("check", help="load a configuration and print all its keys", allow_abbrev=False)
+    checking = actions.add_parser("check", help="print all keys with their sources, or all errors", allow_abbrev=False)
     checking.add_argument("file", metavar="FILE", type=Path, nargs="?", help="lmkv's YAML (default: $LMKV_CONFIG_FILE)")
     checking.add_argument("--process", choices=PROCESSES, default="connector", help="its process (default: connector)")
+    checking.add_argument("--changed", action="store_true", help="print only keys that are not at their default")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the action."""
-    return _check(args.file, PROCESSES[args.process]) if args.action == "check" else _import(args)
+    return _check(args, PROCESSES[args.process]) if args.action == "check" else _import(args)
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -78,15 +81,20 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(file: Path | None, cls: type[Config]) -> int:
-    """Prints a process's keys and values, from file and environment. Raises `ConfigError` as the process would."""
-    config = load(cls, file=file)
+def _check(args: argparse.Namespace, cls: type[Config]) -> int:
+    """Prints a process's keys and values, and where each was set. Raises `ConfigError` as the process would."""
+    config = load(cls, file=args.file)
     for notice in config.notices:
         print(notice, file=sys.stderr)
+    defaults = {item.name: item.default_factory() for item in fields(cls) if callable(item.default_factory)}
     for name, declared in keys(cls).items():
         value = getattr(config, name)
+        if args.changed and (name not in config.places or value == declared.kind.read(defaults[name])):
+            continue
         shown = lmcache.as_yaml(value) if isinstance(value, str) else declared.kind.write(value)
-        print(f"{name}: {'(hidden)' if declared.kind.secret and value else shown}")
+        source = f"  # {config.written[name]} {config.places[name]}" if name in config.places else ""
+        print(f"{name}: {'(hidden)' if declared.kind.secret and value else shown}{source}")
+    config.check_complete()
     return 0
 
 

@@ -23,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = from_arguments(args, WebhookConfig)
-    config.check()
+    config.check_complete()
     _set_up_logging(config)
     for notice in config.notices:
         logger.warning(notice)

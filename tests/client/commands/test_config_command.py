@@ -87,10 +87,19 @@ def test_a_path_that_cannot_be_written_is_reported(source: Path, tmp_path: Path,
     )
 
 
+REQUIRED = {
+    "picker": "engines: http://127.0.0.1:8000\ncoordinator_address: 127.0.0.1:9000\n",
+    "webhook": "pod_additions: additions.yaml\ntls_cert: cert.pem\n",
+}
+"""What processes need at their start."""
+
+
 @pytest.mark.parametrize("process", PROCESSES)
 def test_check_prints_all_keys_so_that_they_load_again(tmp_path: Path, capsys: Capture, process: str) -> None:
     file = tmp_path / "lmkv.yaml"
-    file.write_text("max_local_cpu_size: 512MB\nlog_level: debug\nmetrics_port: 0\n", encoding="utf-8")
+    file.write_text(
+        "max_local_cpu_size: 512MB\nlog_level: debug\nmetrics_port: 0\n" + REQUIRED.get(process, ""), encoding="utf-8"
+    )
     assert cli.main(["config", "check", str(file), "--process", process]) == 0
     cls = PROCESSES[process]
     printed = tmp_path / "printed.yaml"
@@ -109,7 +118,11 @@ def test_check_hides_secrets_reads_the_environment_and_prints_notices(
     assert cli.main(["config", "check"]) == 0
     shown = capsys.readouterr()
     assert "hush" not in shown.out + shown.err
-    assert {"cluster_secret: (hidden)", "chunk_size: 64"} <= set(shown.out.splitlines())
+    assert {
+        f"cluster_secret: (hidden)  # cluster_secret in {file}",
+        "chunk_size: 64  # LMKV_CHUNK_SIZE in the environment",
+        "p2p_port: 0",
+    } <= set(shown.out.splitlines())
     assert shown.err.startswith(f"enable_controller in {file} is ignored: ")
 
 
@@ -118,3 +131,41 @@ def test_check_refuses_as_the_process_would(tmp_path: Path, capsys: Capture) -> 
     file.write_text("chunk_sise: 64\n", encoding="utf-8")
     assert cli.main(["config", "check", str(file)]) == 2
     assert capsys.readouterr().err == (f"lmkv: error: unknown key chunk_sise in {file}; did you mean chunk_size?\n")
+
+
+def test_check_prints_all_errors(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("chunk_sise: 64\np2p_port: x\npd_role: both\n", encoding="utf-8")
+    monkeypatch.setenv("LMKV_CHUNK_SIZE", "-1")
+    assert cli.main(["config", "check", str(file)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split()[2:5] for line in errors] == [
+        ["unknown", "key", "chunk_sise"],
+        ["p2p_port", "must", "be"],
+        ["LMKV_CHUNK_SIZE", "must", "be"],
+    ]
+
+
+def test_check_prints_all_values_that_do_not_fit_others(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("local_disk: /var/lib/lmkv\nremote_url: s3://bucket.example\nremote_ttl: 60\n", encoding="utf-8")
+    assert cli.main(["config", "check", str(file)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in errors] == ["max_local_disk_size", "remote_ttl"]
+
+
+@pytest.mark.parametrize("process", REQUIRED)
+def test_check_names_what_the_process_would_miss(capsys: Capture, process: str) -> None:
+    assert cli.main(["config", "check", "--process", process]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_check_prints_only_what_was_changed(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lmkv.yaml"
+    file.write_text("p2p_port: 7000\nchunk_size: 256\n", encoding="utf-8")
+    monkeypatch.setenv("LMKV_LOG_LEVEL", "debug")
+    assert cli.main(["config", "check", str(file), "--changed"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"p2p_port: 7000  # p2p_port in {file}",
+        "log_level: debug  # LMKV_LOG_LEVEL in the environment",
+    ]

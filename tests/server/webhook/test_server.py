@@ -198,6 +198,6 @@ def test_a_file_of_additions_that_is_not_the_charts_is_refused(tmp_path: Path) -
 
 def test_a_webhook_without_a_certificate_or_additions_is_refused() -> None:
     with pytest.raises(ConfigError, match="pod_additions is missing: name the file that the chart renders"):
-        WebhookConfig().check()
+        WebhookConfig().check_complete()
     with pytest.raises(ConfigError, match="tls_cert is missing: Kubernetes calls webhooks over HTTPS only"):
-        WebhookConfig(pod_additions="pods.yaml").check()
+        WebhookConfig(pod_additions="pods.yaml").check_complete()
