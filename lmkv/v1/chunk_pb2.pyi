@@ -389,8 +389,9 @@ class PromptSpan(_message.Message):
     token_count: _builtins.int
     """Tokens of the span; 0 where only chunks are counted."""
     tier: _builtins.str
-    """Name of the tier that holds the span, as in `Run`, `own` for the pool, or `engine` for the engine's prefix cache. Of a
-    missed span: the tier that it left last, or that is down; empty if no tier is concerned.
+    """Name of the tier that holds the span, as in `Run`, or `engine` for the engine's prefix cache; the pool of the node is
+    `host`, and `own` in messages between the node and its engines. Of a missed span: the tier that it left last, or that
+    is down; empty if no tier is concerned.
     """
     reason: Global___MissReason.ValueType
     """Why it was missed; unset if it is held."""

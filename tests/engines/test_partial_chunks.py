@@ -80,7 +80,7 @@ def test_a_lookup_of_a_short_prompt_names_complete_holders(fleet: LlmFleet, keep
     assert keeper.ask(TOKENS).stored_tokens == 12 + 12 + KEPT_ANSWER_TOKENS, "the prompt, and with the answer"
     fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
     assert holders(fleet, TOKENS) == [("keeper", "LocalCPUBackend", 12)]
-    assert lookup(fleet, TOKENS).splitlines()[1].split() == ["keeper", "LocalCPUBackend", "12", "1"]
+    assert lookup(fleet, TOKENS).splitlines()[1].split() == ["keeper", "host", "12", "1"]
 
 
 def test_the_same_short_prompt_is_loaded(keeper: LlmProcess) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from lmkv.cli import Command
 from lmkv.errors import LmkvError
+from lmkv.tiers import tier_name
 from lmkv.v1.cache_service_pb2 import LookupResponse
 from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, call, print_json
@@ -20,7 +21,7 @@ EXAMPLES = """\
   lmkv lookup --tokens-file prompt.json --model llama --coordinator 10.0.0.5:9000 --json"""
 
 
-COLUMNS = ("INSTANCE", "LOCATION", Number("TOKENS"), Number("CHUNKS"))
+COLUMNS = ("INSTANCE", "TIER", Number("TOKENS"), Number("CHUNKS"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def rows(response: LookupResponse) -> list[tuple[str, ...]]:
     """The table rows: one per run of chunks in one tier of one instance."""
     return [
-        (holder.instance_id, run.location, str(run.token_count), str(run.chunk_count))
+        (holder.instance_id, tier_name(run.tier), str(run.token_count), str(run.chunk_count))
         for holder in response.holders
         for run in holder.runs
     ]

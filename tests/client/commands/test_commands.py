@@ -148,10 +148,10 @@ async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsy
     )
     assert await run("lookup", "--tokens", "1,2,3", "--model", "llama", "--cache-salt", "s", "--lora", "l") == 0
     assert capsys.readouterr().out == (
-        "INSTANCE  LOCATION          TOKENS  CHUNKS\n"
-        "lmkv-1    LocalCPUBackend     5120      20\n"
-        "lmkv-1    LocalDiskBackend       7       1\n"
-        "lmkv-2    LocalCPUBackend      256       1\n"
+        "INSTANCE  TIER  TOKENS  CHUNKS\n"
+        "lmkv-1    host    5120      20\n"
+        "lmkv-1    disk       7       1\n"
+        "lmkv-2    host     256       1\n"
     )
     assert coordinator.asked == [LookupRequest(tokens=[1, 2, 3], model_name="llama", cache_salt="s", lora_name="l")]
 

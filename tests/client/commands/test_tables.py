@@ -99,7 +99,7 @@ def frame(template: str = LONG_ID) -> top.Frame:
 
 HOLDERS = LookupResponse(
     holders=[
-        Holder(instance_id=f"lmkv-{count}", runs=[TierRun(location="host", token_count=16 * count, chunk_count=count)])
+        Holder(instance_id=f"lmkv-{count}", runs=[TierRun(tier=TIER_HOST, token_count=16 * count, chunk_count=count)])
         for count in (7, 12_345)
     ]
 )
@@ -107,7 +107,7 @@ PINS = [
     PinnedChunks(pin_id=f"p{count}", chunk_count=count, token_count=16 * count, expire_time=moment(count))
     for count in (7, 12_345)
 ]
-SPANS = [PromptSpan(tier="own", token_count=512), PromptSpan(tier="disk", token_count=12_345)]
+SPANS = [PromptSpan(tier="host", token_count=512), PromptSpan(tier="disk", token_count=12_345)]
 EXPLANATIONS = ExplainResponse(
     explanations=[
         InstanceExplanation(

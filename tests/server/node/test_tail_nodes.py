@@ -244,7 +244,7 @@ async def test_a_short_prompt_moves_as_the_longer_chunk_that_begins_with_it(runt
         await fleet.cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=WAIT_SECONDS)
         explained = await fleet.cache.Explain(ExplainRequest(tokens=longer[:12]), timeout=WAIT_SECONDS)
         spans = {one.instance_id: list(one.explanation.spans) for one in explained.explanations}
-        assert [(span.tier, span.token_count) for span in spans["asker"]] == [("own", 12)]
+        assert [(span.tier, span.token_count) for span in spans["asker"]] == [("host", 12)]
         assert [(span.token_count, span.reason) for span in spans["holder"]] == [(12, MISS_REASON_NEVER_STORED)]
         cleared = await fleet.cache.Clear(ClearRequest(tokens=longer[:12]), timeout=WAIT_SECONDS)
         assert not cleared.HasField("error")

@@ -38,7 +38,7 @@ def check_memory(config: NodeConfig) -> Iterator[Finding]:
         return
     available, where = available_bytes(), "this machine and its cgroup"
     if config.pool_file:
-        folder = _existing(config.pool_file.absolute().parent)
+        folder = existing_folder(config.pool_file.absolute().parent)
         system = os.statvfs(folder)
         free = system.f_bavail * system.f_frsize
         if free < available:
@@ -61,7 +61,7 @@ def check_folder(config: NodeConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail("runtime_dir", str(error))
         return
-    folder = _existing(config.instance_dir)
+    folder = existing_folder(config.instance_dir)
     if os.access(folder, os.W_OK | os.X_OK):
         yield ok("runtime_dir", f"engine and node connect in {path}")
     else:
@@ -106,7 +106,7 @@ def _try_port(host: str, port: int, host_key: str, port_key: str) -> Iterator[Fi
         yield ok(port_key, f"{port} on {host} can be bound" if port else f"a free port on {host} will be selected")
 
 
-def _existing(path: Path) -> Path:
+def existing_folder(path: Path) -> Path:
     """The path, or its closest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 

@@ -1,6 +1,6 @@
 """Which channels bytes could travel by: each is started in a process of its own, since a library may crash or hang.
 
-Run as a module it is that process: `python -m lmkv_client.commands.doctor.transfer CHANNEL BACKEND...`.
+Run as a module it is that process: `python -m lmkv_client.commands.doctor.transfer CHANNEL FOLDER BACKEND...`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lmkv.transfer import ChannelEnd, names_of, open_channel
 from lmkv.transfer.links import find_links, missing_link
 from lmkv.units import format_duration
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
+from lmkv_client.commands.doctor.host import existing_folder
 
 START_SECONDS = 60.0
 MEMORY_BYTES = 1 << 20
@@ -33,10 +34,16 @@ def check_transfer(config: NodeConfig) -> Iterator[Finding]:
     if not config.enable_p2p:
         yield ok("transfer", "not needed: enable_p2p is false")
         return
+    folder = existing_folder(config.instance_dir)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield warn(
+            "transfer", f"not tried: channels create sockets in runtime_dir, and this user may not write to {folder}"
+        )
+        return
     links = find_links()
     names = names_of(config.transfer_channel, links)
     for name in names:
-        finding = _check(name, config.nixl_backends)
+        finding = _check(name, config.nixl_backends, folder)
         others = [other for other in names if other != name]
         if finding.level == "ok" and others and (missing := missing_link(name, links)):
             finding = ok("transfer", f"{finding.text}; the last resort, because this host has no {missing}")
@@ -45,9 +52,9 @@ def check_transfer(config: NodeConfig) -> Iterator[Finding]:
         yield finding
 
 
-def _check(name: str, backends: Sequence[str]) -> Finding:
+def _check(name: str, backends: Sequence[str], folder: Path) -> Finding:
     begin = time.monotonic()
-    command = [sys.executable, "-m", __name__, name, *backends]
+    command = [sys.executable, "-m", __name__, name, str(folder), *backends]
     what = f"nixl with {', '.join(backends)}" if name == "nixl" else name
     ucx = f", UCX_TLS={os.environ['UCX_TLS']}" if "UCX_TLS" in os.environ and name in ("nixl", "ucx") else ""
     try:
@@ -63,13 +70,16 @@ def _check(name: str, backends: Sequence[str]) -> Finding:
     return fail("transfer", said[-1] if said else crash)
 
 
-async def try_channel(name: str, backends: Sequence[str]) -> None:
-    """Opens the channel with a small pool and closes it. Raises `LmkvError` if it does not start."""
-    with Pool.create(MEMORY_BYTES) as pool, tempfile.TemporaryDirectory(prefix="lmkv-") as folder:
+async def try_channel(name: str, folder: str, backends: Sequence[str]) -> None:
+    """Opens the channel with a small pool and a socket in a new folder within `folder`, and closes it.
+
+    Raises `LmkvError` if it does not start.
+    """
+    with Pool.create(MEMORY_BYTES) as pool, tempfile.TemporaryDirectory(prefix="lmkv-", dir=folder) as own:
         end = ChannelEnd(
             name=f"doctor-{uuid.uuid4().hex}",
             pool=pool,
-            socket_path=Path(folder, "s"),
+            socket_path=Path(own, "s"),
             nixl_backends=tuple(backends),
         )
         await (await open_channel(name, end)).aclose()
@@ -77,7 +87,7 @@ async def try_channel(name: str, backends: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        asyncio.run(try_channel(sys.argv[1], sys.argv[2:]))
+        asyncio.run(try_channel(sys.argv[1], sys.argv[2], sys.argv[3:]))
     except LmkvError as error:
         print(f"{_MARK}{' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)

@@ -5,6 +5,8 @@ Each path translates its body into the request of an RPC, and the response back.
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -197,9 +199,10 @@ class _Handlers:
         return {"status": "done", "num_tokens": _token_count(operation), **_failures(operation)}
 
     async def instance_at(self, body: AddressBody) -> dict[str, Any]:
-        host = body.ip.strip("[]")
+        wanted = body.ip.strip("[]")
         for instance in await self._instances():
-            if instance.peer_address and instance.peer_address.rpartition(":")[0].strip("[]") == host:
+            host = instance.peer_address.rpartition(":")[0].strip("[]")
+            if host == wanted or (host and _is_here(host) and _is_here(wanted)):
                 return {"event_id": body.event_id or _event_id("query"), "res": instance.instance_id}
         raise InstanceNotFound(f"no instance is at {body.ip[:100]!r}; /query_worker_info lists them", ip=body.ip[:100])
 
@@ -243,6 +246,22 @@ class _Handlers:
 
 
 _INSTANT = ("lookup", "health", "query")
+
+
+def _is_here(host: str) -> bool:
+    """Whether this is an address of the coordinator's own machine: all of them name one host."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return False
+    if address.is_loopback:
+        return True
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return not address.is_unspecified
 
 
 def _event_id(kind: str) -> str:

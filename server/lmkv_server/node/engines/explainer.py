@@ -9,8 +9,8 @@ from itertools import takewhile
 from lmkv.errors import Full, KvSpecMismatch
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
-from lmkv.tiers import OWN
-from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
+from lmkv.tiers import NAMES, OWN
+from lmkv.v1.chunk_pb2 import TIER_HOST, PromptExplanation, PromptSpan, RequestReport
 from lmkv.v1.registry_service_pb2 import ExplainOrder
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookups import missed_span
@@ -63,6 +63,9 @@ class PromptExplainer:
         elif order.request_id:
             named = [report for report in reversed(self._reports) if order.request_id in report.request_id]
             found.requests.extend(named[:MAX_LISTED])
+        for span in (*found.spans, *(span for report in found.requests for span in report.spans)):
+            if span.tier == OWN:  # `own` only to the node's engines
+                span.tier = NAMES[TIER_HOST]
         return found
 
     async def _spans(self, fingerprint: bytes, keys: Sequence[ChunkKey]) -> list[PromptSpan]:

@@ -188,6 +188,14 @@ def test_a_backend_that_does_not_start_fails_with_what_nixl_says(
     assert message in text
 
 
+def test_channels_are_tried_where_the_node_would_open_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.chdir("/proc")  # where no file can be created
+    level, text = the_only(check_transfer(NodeConfig(transfer_channel="tcp", runtime_dir=str(tmp_path))))
+    assert (level, text[:11]) == ("ok", "tcp started")
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- TLS ---------------------------------------------------------------------------------------------------------
 
 

@@ -166,7 +166,10 @@ async def test_instances_are_found_by_address_and_listed_as_workers(http: httpx.
     async with make("a"), make("b"):
         found = await post(http, "/query_instance", event_id="mine", ip="127.0.0.1")
         assert found == {"event_id": "mine", "res": "a"}
-        assert (await refusal(http, "/query_instance", event_id="mine", ip="192.0.2.1"))[0] == 404
+        for ip in ("localhost", "::1", "[::1]", "127.0.0.2"):  # other names of the machine
+            assert (await post(http, "/query_instance", event_id="mine", ip=ip))["res"] == "a"
+        for ip in ("192.0.2.1", "0.0.0.0", "example.invalid"):  # nothing is bound
+            assert (await refusal(http, "/query_instance", event_id="mine", ip=ip))[0] == 404
         infos = (await post(http, "/query_worker_info", instance_id="all"))["worker_infos"]
         assert [info["instance_id"] for info in infos] == ["a", "b"]
         (info,) = (await post(http, "/query_worker_info", instance_id="b"))["worker_infos"]

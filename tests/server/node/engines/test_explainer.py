@@ -39,7 +39,7 @@ async def test_the_spans_of_a_prompt_name_tiers_and_reasons(node: Node, engine: 
     await until(lambda: len(node.tier) == 3)
     found = await explain(node, 0, 1, 2, 3, 4)
     size = SPEC.chunk_size
-    assert summary(found) == [("own", 2 * size), ("damaged", size), ("behind_gap", 2 * size)]
+    assert summary(found) == [("host", 2 * size), ("damaged", size), ("behind_gap", 2 * size)]
     assert found.start_time.ToNanoseconds() == node.epoch
     assert summary(await explain(node, 7)) == [("never_stored", size)]
     assert is_clean(node), "nothing is held"

@@ -125,8 +125,9 @@ export type PromptSpan = Message<"lmkv.v1.PromptSpan"> & {
   tokenCount: number;
 
   /**
-   * Name of the tier that holds the span, as in `Run`, `own` for the pool, or `engine` for the engine's prefix cache. Of a
-   * missed span: the tier that it left last, or that is down; empty if no tier is concerned.
+   * Name of the tier that holds the span, as in `Run`, or `engine` for the engine's prefix cache; the pool of the node is
+   * `host`, and `own` in messages between the node and its engines. Of a missed span: the tier that it left last, or that
+   * is down; empty if no tier is concerned.
    *
    * @generated from field: string tier = 3;
    */
