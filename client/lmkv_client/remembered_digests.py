@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from lmkv.errors import ConfigError
+from lmkv.runtime.folder import Folder
+
+FILE = "digests.json"
 FileStamp = tuple[int, int, int, int]
 """Inode, size, and the times of the last modification and the last change, in nanoseconds."""
 Entries = dict[str, tuple[FileStamp, str]]
@@ -30,42 +34,46 @@ class RememberedDigests:
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` is made if need be; by default `lmkv` in the user's folder of caches."""
-        self._folder = folder or _caches() / "lmkv"
-        self._file = self._folder / "digests.json"
+        self._path = folder or _caches() / "lmkv"
 
     def load(self) -> Entries:
         """Reads the remembered digests. Returns nothing if another user could have written the file."""
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            if not _is_own(self._folder.lstat()):
-                return {}
-            with self._file.open("rb") as file:
-                if not _is_own(os.fstat(file.fileno())):
-                    return {}
-                content = json.loads(file.read(MAX_FILE_BYTES))
-            return {
-                str(path): ((int(inode), int(size), int(mtime), int(ctime)), str(digest))
-                for path, ((inode, size, mtime, ctime), digest) in content.items()
-            }
+        with suppress(OSError, ConfigError), self._open(make=False) as folder:
+            return _read(folder)
         return {}
 
     def add(self, entries: Mapping[str, tuple[FileStamp, str]]) -> None:
         """Remembers these too."""
         if not entries:
             return
-        with suppress(OSError):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_own(self._folder.lstat()):
-                return
-            kept = {path: entry for path, entry in self.load().items() if path not in entries}
+        with suppress(OSError, ConfigError), self._open(make=True) as folder:
+            kept = {path: entry for path, entry in _read(folder).items() if path not in entries}
             latest = list((kept | dict(entries)).items())[-MAX_ENTRIES:]
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix="digests-", delete=False) as file:
-                written = Path(file.name)
-                try:
+            new = f"digests-{secrets.token_hex(8)}"
+            try:
+                with os.fdopen(folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
                     json.dump(dict(latest), file)
-                    file.flush()
-                    written.replace(self._file)
-                except OSError:
-                    written.unlink()
+                folder.rename(new, FILE)
+            except OSError:
+                folder.unlink(new)
+
+    def _open(self, *, make: bool) -> Folder:
+        return Folder.private(self._path, "XDG_CACHE_HOME", make=make)
+
+
+def _read(folder: Folder) -> Entries:
+    with (
+        suppress(OSError, ValueError, TypeError, AttributeError, ConfigError),
+        os.fdopen(folder.open(FILE, os.O_RDONLY), "rb") as file,
+    ):
+        if os.fstat(file.fileno()).st_mode & stat.S_IWGRP:
+            return {}
+        content = json.loads(file.read(MAX_FILE_BYTES))
+        return {
+            str(path): ((int(inode), int(size), int(mtime), int(ctime)), str(digest))
+            for path, ((inode, size, mtime, ctime), digest) in content.items()
+        }
+    return {}
 
 
 def _caches() -> Path:
@@ -75,8 +83,3 @@ def _caches() -> Path:
         return caches if caches.is_absolute() else Path("~/.cache").expanduser()
     except RuntimeError:  # the user has no home
         return Path(os.devnull)
-
-
-def _is_own(status: os.stat_result) -> bool:
-    """Whether no other user may change what has this status."""
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,10 +41,13 @@ from lmkv.config.kinds import (
 )
 from lmkv.config.schema import Alias, Config, key
 from lmkv.errors import ConfigError
+from lmkv.runtime.folder import Folder
 from lmkv.units import GIB
 
 MAX_SOCKET_PATH_BYTES = 100
 """The limit of unix socket paths is 107 bytes; the rest is reserved for suffixes."""
+LOCK_FILE = "lock"
+SECRET_FILE = "secret"  # noqa: S105  # a name
 
 
 def _own_instance_id(suffix: str = "") -> str:
@@ -59,27 +61,6 @@ def _eviction_policy(raw: object) -> object:
     if str(raw).upper() in ("LFU", "FIFO", "MRU"):
         raise ValueError(f"must be LRU or ARC, not {raw!r}: lmkv has no such policy")
     return raw
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raises `ConfigError` unless only this user can access it: in /tmp another user may have created it."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"runtime_dir: {folder} must be accessible to this user only (mode 700); set runtime_dir to another",
-            key="runtime_dir",
-        )
-
-
-def _refuse_foreign_instance(folder: Path) -> None:
-    """Raises `ConfigError` unless this user owns the instance's folder: its owner can replace the sockets in it."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"runtime_dir: {folder} belongs to user {status.st_uid}, or is no folder, or any user may write to it "
-            f"(this process is user {os.getuid()}); remove it, or set runtime_dir or instance_id to another",
-            key="runtime_dir",
-        )
 
 
 def attach_socket_beside(engine_socket: Path) -> Path:
@@ -403,7 +384,7 @@ class NodeConfig(Config):
         user_dir = os.environ.get("XDG_RUNTIME_DIR", "")
         if user_dir and os.access(user_dir, os.W_OK | os.X_OK):
             return Path(user_dir, "lmkv")
-        return Path(f"/tmp/lmkv-{os.getuid()}")  # noqa: S108 # make_instance_dir refuses a foreign one
+        return Path(f"/tmp/lmkv-{os.getuid()}")  # noqa: S108 # open_instance_folder refuses a foreign one
 
     @property
     def instance_dir(self) -> Path:
@@ -433,32 +414,48 @@ class NodeConfig(Config):
     @property
     def lock_path(self) -> Path:
         """Lock file that a running node of this instance holds."""
-        return self.instance_dir / "lock"
+        return self.instance_dir / LOCK_FILE
 
     @property
     def secret_path(self) -> Path:
         """File with the secret by which coordinators recognize this instance after a restart."""
-        return self.instance_dir / "secret"
+        return self.instance_dir / SECRET_FILE
 
-    def make_instance_dir(self) -> Path:
-        """Creates `instance_dir` and its parents, for this user only, and returns it.
+    def open_instance_folder(self, *, make: bool = True) -> Folder:
+        """Opens `instance_dir`, which is this user's alone; creates it and its parents, unless `make` is False.
 
-        Raises `ConfigError` if it cannot be created, belongs to another user, or the default folder is accessible to
-        others. A configured `runtime_dir` may be accessible to others.
+        Raises `ConfigError` if it cannot be created, if it or `runtime_dir` is a link or belongs to another user, or if
+        others may replace it. A configured `runtime_dir` may be accessible to others, the default one may not.
         """
         try:
-            self.runtime_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self.runtime_dir:
-                _refuse_foreign(self.runtime_path)
-            self.instance_dir.mkdir(mode=0o700, exist_ok=True)
-            _refuse_foreign_instance(self.instance_dir)
+            with self._open_runtime_folder(make=make) as runtime:
+                return runtime.subfolder(self.instance_id, make=make)
         except OSError as error:
+            if not make:
+                raise
             raise ConfigError(
                 f"runtime_dir: cannot create {error.filename}: {error.strerror}; set runtime_dir to a folder that this "
                 "user may write to",
                 key="runtime_dir",
             ) from None
+
+    def make_instance_dir(self) -> Path:
+        """Creates `instance_dir` as `open_instance_folder` does, and returns it."""
+        self.open_instance_folder().close()
         return self.instance_dir
+
+    def _open_runtime_folder(self, *, make: bool) -> Folder:
+        if self.runtime_dir:
+            return Folder.shared(self.runtime_path, "runtime_dir", mode=0o700 if make else None)
+        folder = Folder.private(self.runtime_path, "runtime_dir", make=make)
+        if os.fstat(folder.fd).st_mode & 0o077:
+            folder.close()
+            raise ConfigError(
+                f"runtime_dir: {self.runtime_path} must be accessible to this user only: run `chmod 700` on it, or set "
+                "runtime_dir to another",
+                key="runtime_dir",
+            )
+        return folder
 
     def _socket(self, name: str) -> Path:
         path = self.instance_dir / name

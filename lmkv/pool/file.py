@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Self
 
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import Pool, cannot_be_made, check_fits, room_for_file
+from lmkv.runtime.folder import Folder
 
 STAMP_BYTES = 64
 """Size of the stamp at the beginning of the table."""
@@ -65,12 +65,13 @@ class PoolFile:
             page = max(os.statvfs(path.parent).f_bsize, mmap.PAGESIZE)
             size_bytes -= size_bytes % page
             table_bytes = -(-(STAMP_BYTES + table_bytes) // page) * page
-            fd = _open_locked(path)
+            folder = Folder.of_file(path, "pool_path")
+            fd = _open_locked(folder, path.name)
             try:
                 replaced_because = _difference(fd, size_bytes, table_bytes, stamp)
                 if replaced_because and os.fstat(fd).st_size:
-                    path.unlink()
-                    old, fd = fd, _open_locked(path, os.O_EXCL)
+                    folder.unlink(path.name)
+                    old, fd = fd, _open_locked(folder, path.name, os.O_EXCL)
                     os.close(old)
                 _, free_bytes = room_for_file(path, size_bytes)  # after the old file was removed
                 free_bytes += os.fstat(fd).st_blocks * _BLOCK_BYTES
@@ -109,28 +110,25 @@ class PoolFile:
 def remove_unused(path: Path) -> bool:
     """Removes the file of a pool unless a node uses it; returns whether it was removed."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        with Folder.of_file(path, "pool_path") as folder:
+            fd = folder.open(path.name, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folder.unlink(path.name)
+                return True
+            finally:
+                os.close(fd)
+    except (OSError, ConfigError):
         return False
-    try:
-        if os.fstat(fd).st_uid != os.getuid():
-            return False
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
-def _open_locked(path: Path, flags: int = 0) -> int:
+def _open_locked(folder: Folder, name: str, flags: int = 0) -> int:
     """Opens or creates the file and locks it. Raises `ConfigError` if another node or other users can access it."""
+    path = folder.path / name
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        fd = folder.open(name, os.O_RDWR | os.O_CREAT | flags)
         try:
-            status = os.fstat(fd)
-            if status.st_uid != os.getuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
+            if os.fstat(fd).st_mode & 0o077:
                 raise ConfigError(
                     f"pool_path: {path} is not this user's alone (mode 600); remove it or name another file", path=path
                 )

@@ -16,6 +16,7 @@ from typing import Self
 from lmkv.errors import ConfigError
 from lmkv.pool.memory import available_bytes, huge_pages
 from lmkv.pool.numa import prefer
+from lmkv.runtime.folder import Folder
 from lmkv.units import format_bytes
 
 POPULATE_STEP_BYTES = 16 << 20
@@ -288,9 +289,10 @@ def _open_nameless(path: Path, size_bytes: int) -> tuple[int, int]:
     try:
         size_bytes, free_bytes = room_for_file(path, size_bytes)
         check_fits(size_bytes, free_bytes, f"at {path.parent}")
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        path.unlink()
+        with Folder.of_file(path, "pool_path") as folder:
+            folder.unlink(path.name)
+            fd = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            folder.unlink(path.name)
     except OSError as error:
         raise cannot_be_made(path, error) from None
     return fd, size_bytes

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import stat
-from pathlib import Path
+from contextlib import suppress
 from typing import TextIO
 
+from lmkv.config.node import LOCK_FILE, SECRET_FILE
 from lmkv.errors import ConfigError
+from lmkv.runtime.folder import Folder
 
 SECRET_BYTES = 32
 
@@ -20,8 +21,8 @@ class InstanceLock:
     Raises `ConfigError` if another process holds it.
     """
 
-    def __init__(self, path: Path, instance_id: str) -> None:
-        self._file: TextIO = path.open("a+")
+    def __init__(self, folder: Folder, instance_id: str) -> None:
+        self._file: TextIO = os.fdopen(folder.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -42,30 +43,28 @@ class InstanceLock:
         self._file.close()
 
 
-def instance_secret(path: Path) -> bytes:
+def instance_secret(folder: Folder) -> bytes:
     """The secret of this instance, from a file that only this user can read; created by the first node.
 
     A file of another owner, mode or length is replaced. Hold the `InstanceLock`. Raises `ConfigError` if the file
     cannot be written.
     """
-    try:
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
-            kept = path.read_bytes()
+    with suppress(OSError, ConfigError), os.fdopen(folder.open(SECRET_FILE, os.O_RDONLY), "rb") as file:
+        if not os.fstat(file.fileno()).st_mode & 0o077:
+            kept = file.read(SECRET_BYTES + 1)
             if len(kept) == SECRET_BYTES:
                 return kept
-    except OSError:
-        pass  # missing or unreadable: replaced
     secret = secrets.token_bytes(SECRET_BYTES)
-    new = path.with_suffix(".new")
+    new = f"{SECRET_FILE}.new"
     try:
-        new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        folder.unlink(new)
+        with os.fdopen(folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(secret)
-        new.replace(path)
+        folder.rename(new, SECRET_FILE)
     except OSError as error:
         raise ConfigError(
-            f"runtime_dir: cannot write {path}: {error.strerror}; set runtime_dir to a folder that this user may write",
+            f"runtime_dir: cannot write {folder.path / SECRET_FILE}: {error.strerror}; set runtime_dir to a folder "
+            "that this user may write",
             key="runtime_dir",
         ) from None
     return secret

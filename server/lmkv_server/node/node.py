@@ -108,8 +108,8 @@ class Node:
 
     async def _start(self) -> None:
         config, stack = self.config, self._stack
-        config.make_instance_dir()
-        stack.enter_context(InstanceLock(config.lock_path, config.instance_id))
+        folder = stack.enter_context(config.open_instance_folder())
+        stack.enter_context(InstanceLock(folder, config.instance_id))
         cache = await open_host_cache(config, self.events, stack)
         self.pool, self.tier, self.warm = cache.pool, cache.tier, cache.warm
         self.engines = EngineSessions(self.tier, self._partial_chunks)
@@ -125,7 +125,7 @@ class Node:
         self.orders = await stack.enter_async_context(self._make_orders())
         self.fleet = FleetMembership(
             config.coordinator_address,
-            FleetContext(node=self, orders=self.orders, secret=instance_secret(config.secret_path)),
+            FleetContext(node=self, orders=self.orders, secret=instance_secret(folder)),
             credentials=config.credentials,
         )
         if self._peer_side:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,12 +11,15 @@ import grpc
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
+from lmkv.config.node import LOCK_FILE
 from lmkv.errors import ConfigError
+from lmkv.runtime.folder import Folder
 
 STOP_GRACE_SECONDS = 0.5
 """Time for calls in flight to end when a server stops."""
 LISTENING = "0A"
 """State of a listening socket in `/proc/net/tcp`."""
+MAX_PID_DIGITS = 20
 
 
 def bind(
@@ -42,9 +46,13 @@ def bind(
 def describe_port(runtime_dir: Path, port: int) -> str:
     """Names the node in a runtime folder that listens on a port, and the fix; empty if none does."""
     inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for lock in sorted(runtime_dir.glob("*/lock")):
-        with suppress(OSError, ValueError):
-            pid = int(lock.read_text())
+    for lock in sorted(runtime_dir.glob(f"*/{LOCK_FILE}")):
+        with suppress(OSError, ValueError, ConfigError):
+            with (
+                Folder.private(lock.parent, "runtime_dir", make=False) as folder,
+                os.fdopen(folder.open(LOCK_FILE, os.O_RDONLY)) as file,
+            ):
+                pid = int(file.read(MAX_PID_DIGITS))
             if inodes & set(_open_files(pid)):
                 return (
                     f"the node of instance {lock.parent.name!r} (process {pid}) has it, and stays for its node_linger "

@@ -50,13 +50,34 @@ def test_a_default_runtime_dir_that_is_open_to_others_is_refused(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "lmkv").mkdir()
     (tmp_path / "lmkv").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"runtime_dir: .* must be accessible to this user only"):
+    with pytest.raises(ConfigError, match=r"runtime_dir: .* is writable for all users"):
+        NodeConfig().make_instance_dir()
+    (tmp_path / "lmkv").chmod(0o750)
+    with pytest.raises(ConfigError, match=r"runtime_dir: .* must be accessible to this user only: run `chmod 700`"):
         NodeConfig().make_instance_dir()
     (tmp_path / "lmkv").rmdir()
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "lmkv").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="runtime_dir"):
         NodeConfig().make_instance_dir()
+
+
+def test_a_configured_runtime_dir_that_others_may_replace_or_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name, reason in (("open", r"run `chmod o-w` or `chmod \+t` on it"), ("link", "a symbolic link: use .* itself")):
+        with pytest.raises(ConfigError, match=rf"^runtime_dir: {tmp_path / name} .*{reason}, or set runtime_dir to"):
+            NodeConfig(runtime_dir=str(tmp_path / name)).make_instance_dir()
+    (tmp_path / "open").chmod(0o1777)
+    NodeConfig(runtime_dir=str(tmp_path / "open")).make_instance_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_a_configured_runtime_dir_of_another_user_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(ConfigError, match=rf"^runtime_dir: {tmp_path} belongs to user 12345 .*: run `chown 0` on it"):
+        NodeConfig(runtime_dir=str(tmp_path), instance_id="a-1").make_instance_dir()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
@@ -70,7 +91,7 @@ def test_an_instance_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_an_instance_folder_that_any_user_may_write_to_or_a_link_is_refused(tmp_path: Path) -> None:
     config = NodeConfig(runtime_dir=str(tmp_path), instance_id="a-1")
     config.make_instance_dir().chmod(0o777)
-    with pytest.raises(ConfigError, match="any user may write to it"):
+    with pytest.raises(ConfigError, match="is writable for all users"):
         config.make_instance_dir()
     (tmp_path / "a-1").rename(tmp_path / "elsewhere")
     (tmp_path / "a-1").symlink_to(tmp_path / "elsewhere")

@@ -203,3 +203,46 @@ async def test_two_nodes_with_one_id_are_distinguished_at_the_start(start_node: 
         assert "instance_id" in await asyncio.to_thread(second.refusal)
         assert listens(first.socket)
         assert await asyncio.to_thread(first.stop) == 0
+
+
+# ---- folders that others could have planted
+
+
+@pytest.mark.parametrize("planted", ["link", "subfolder link", "open to all", "another user's"])
+def test_a_disk_folder_that_others_could_have_planted_is_refused_in_one_line(
+    start_node: StartNode, runtime_dir: Path, planted: str
+) -> None:
+    victim, disk = runtime_dir / "victim", runtime_dir / "disk"
+    victim.mkdir()
+    (victim / "rest.new").touch()
+    if planted == "link":
+        disk.symlink_to(victim)
+    else:
+        disk.mkdir()
+    if planted == "subfolder link":
+        (disk / "n").symlink_to(victim)
+    elif planted == "open to all":
+        disk.chmod(0o777)
+    elif planted == "another user's":
+        if os.getuid():
+            pytest.skip("only root gives folders away")
+        os.chown(disk, 12345, 12345)
+    refusal = start_node(local_disk=str(disk), max_local_disk_size="64MB").refusal()
+    assert refusal.startswith(f"lmkv: error: local_disk: {disk}")
+    assert refusal.endswith(", or set local_disk to another")
+    assert [path.name for path in victim.iterdir()] == ["rest.new"], "nothing was written or removed there"
+
+
+@pytest.mark.parametrize("planted", ["link", "open to all"])
+def test_a_runtime_dir_that_others_could_have_planted_is_refused_in_one_line(
+    start_node: StartNode, runtime_dir: Path, planted: str
+) -> None:
+    place = runtime_dir / "place"
+    if planted == "link":
+        place.symlink_to(runtime_dir)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    refusal = start_node(runtime_dir=str(place)).refusal()
+    assert refusal.startswith(f"lmkv: error: runtime_dir: {place}")
+    assert not (place / "n").exists()

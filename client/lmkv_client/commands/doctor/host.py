@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from lmkv.config import CoordinatorConfig, NodeConfig
@@ -58,6 +59,8 @@ def check_folder(config: NodeConfig) -> Iterator[Finding]:
     """Whether sockets can be created in the runtime folder."""
     try:
         path = config.engine_socket
+        with suppress(OSError):
+            config.open_instance_folder(make=False).close()
     except ConfigError as error:
         yield fail("runtime_dir", str(error))
         return

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TextIO
 
-from lmkv.errors import InstanceNotFound, Unreachable
+from lmkv.errors import ConfigError, InstanceNotFound, Unreachable
+from lmkv.runtime.folder import Folder
 from lmkv.v1.cache_service_pb2 import Holder
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ class InstanceDirectory:
 
     def publish(self, instance_id: str, epoch: int, peer_address: str) -> None:
         """Makes this node findable on its host."""
-        path = self._runtime_path / instance_id / FILE
-        file = path.open("a+")
+        with Folder.private(self._runtime_path / instance_id, "runtime_dir") as folder:
+            file = os.fdopen(folder.open(FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,18 +118,22 @@ class InstanceDirectory:
     def _on_this_host(self, instance_id: str) -> Holder | None:
         if not instance_id or "/" in instance_id or instance_id in (".", ".."):
             return None
-        folder = self._runtime_path / instance_id
+        path = self._runtime_path / instance_id
         try:
-            status = folder.lstat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                return None  # the node of another user: users may share a runtime_dir
-            with (folder / FILE).open() as file:
+            with (
+                Folder.private(path, "runtime_dir", make=False) as folder,
+                os.fdopen(folder.open(FILE, os.O_RDONLY)) as file,
+            ):
+                if os.fstat(folder.fd).st_mode & 0o077:
+                    return None
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     content = json.loads(file.read(MAX_FILE_BYTES))
                     return Holder(instance_id=instance_id, epoch=content["epoch"], peer_address=content["peer_address"])
+        except ConfigError:  # the node of another user: users may share a runtime_dir
+            return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
-                logger.debug("cannot read %s: %s", folder, error)
+                logger.debug("cannot read %s: %s", path, error)
         return None  # the file is missing, or not locked: its node has ended

@@ -18,6 +18,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.runtime.folder import Folder
 from lmkv.v1.registry_service_pb2 import (
     DeregisterRequest,
     Instance,
@@ -204,16 +205,16 @@ def refusing(port: int) -> float:
 
 
 def test_the_secret_is_kept_for_its_user_only_and_one_that_others_can_read_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    secret = instance_secret(path)
+    folder, path = Folder.private(tmp_path, "runtime_dir"), tmp_path / "secret"
+    secret = instance_secret(folder)
     assert len(secret) == 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert instance_secret(path) == secret
+    assert instance_secret(folder) == secret
     path.chmod(0o644)
-    assert instance_secret(path) != secret
+    assert instance_secret(folder) != secret
     path.unlink()
     path.symlink_to("/etc/hostname")
-    assert len(instance_secret(path)) == 32
+    assert len(instance_secret(folder)) == 32
     assert not path.is_symlink()
     path.write_bytes(b"short")
-    assert len(instance_secret(path)) == 32
+    assert len(instance_secret(folder)) == 32

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from lmkv.errors import ConfigError
+from lmkv.runtime.folder import Folder
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.tiers.disk.chunk import SUFFIX, DiskChunk, parse_file_name
 
@@ -110,7 +112,10 @@ class DiskFolder:
         self.path = path
         self.direct = False
         """Whether reads and writes bypass the page cache, if the file system supports it."""
+        self.refusal: ConfigError | None = None
+        """Why the folder is not used: another user could have planted what is in it."""
         self._files = files or PlainFiles(PlainIo())
+        self._folder: Folder | None = None
         self._lock: int | None = None
         self._made = False
 
@@ -124,11 +129,18 @@ class DiskFolder:
 
         Of no use are incomplete files, files that should be encrypted and are not, and those of unknown keys.
         A folder that existed once is not created again if its parent is gone: a disk may have been mounted there.
+        Sets `refusal` if the folder, or the one that it is in, is a link, of another user, or replaceable by others.
         """
         self.close()
-        self.path.mkdir(mode=0o700, parents=not self._made, exist_ok=True)
-        self._made = True
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.refusal = None
+        try:
+            with Folder.shared(self.path.parent, "local_disk", mode=None if self._made else 0o755) as shared:
+                self._folder = shared.subfolder(self.path.name)
+            self._made = True
+            self._lock = self._folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+        except ConfigError as error:
+            self.refusal = error
+            raise OSError(errno.EPERM, str(error)) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -141,22 +153,23 @@ class DiskFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        self._folder = None  # closed when the last call has ended
 
     def write(self, chunk: DiskChunk, memory: memoryview, instead_of: Iterable[DiskChunk] = ()) -> None:
         """Writes a chunk of which `memory` has the bytes, padded to whole pages, after removing others for it."""
         self.remove(instead_of)
-        name = self.path / chunk.file_name
-        unfinished = name.with_suffix(UNFINISHED)
+        folder = self._opened()
+        unfinished = str(Path(chunk.file_name).with_suffix(UNFINISHED))
         try:
-            fd = self._open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            fd = self._open(folder, unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 self._files.write(fd, chunk, memory)
             finally:
                 os.close(fd)
-            unfinished.rename(name)
+            folder.rename(unfinished, chunk.file_name)
         except OSError:
             with suppress(OSError):
-                unfinished.unlink()
+                folder.unlink(unfinished)
             raise
 
     def read(self, chunk: DiskChunk, memory: memoryview) -> DiskChunk | None:
@@ -166,7 +179,7 @@ class DiskFolder:
         is gone: everything else concerns this chunk alone.
         """
         try:
-            fd = self._open(self.path / chunk.file_name, os.O_RDONLY)
+            fd = self._open(self._opened(), chunk.file_name, os.O_RDONLY)
             try:
                 found = self._files.read(fd, chunk, memory)
                 with suppress(OSError):  # of a file system that is read-only by now
@@ -175,28 +188,39 @@ class DiskFolder:
             finally:
                 os.close(fd)
         except OSError as error:
-            if not self.path.is_dir():
-                raise
+            self._opened()
             logger.warning("%s cannot be read: %s", self.path / chunk.file_name, error.strerror)
             return None
 
     def remove(self, chunks: Iterable[DiskChunk]) -> None:
         """Removes the files of the chunks; missing files and those that cannot be removed are ignored."""
+        folder = self._folder
+        if folder is None:
+            return
         for chunk in chunks:
-            with suppress(OSError):
-                (self.path / chunk.file_name).unlink()
+            _unlink(folder, chunk.file_name)
 
-    def _open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0), 0o600)
+    def _opened(self) -> Folder:
+        """The folder. Raises `OSError` if it is closed, or not what its path names any more."""
+        folder = self._folder
+        if folder is None or not folder.is_in_place:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        return folder
+
+    def _open(self, folder: Folder, name: str, flags: int) -> int:
+        try:
+            return folder.open(name, flags | (os.O_DIRECT if self.direct else 0))
+        except ConfigError as error:
+            raise OSError(errno.EPERM, str(error)) from None
 
     def _probe(self) -> bool:
         """Whether a file can be written past the page cache. Raises if none can be written at all."""
-        path, direct = self.path / PROBE, False
+        folder, direct = self._opened(), False
         with mmap.mmap(-1, ALIGNMENT) as page, memoryview(page) as memory:
             for flag in (0, os.O_DIRECT):
                 fd = -1
                 try:
-                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o600)
+                    fd = self._open(folder, PROBE, os.O_WRONLY | os.O_CREAT | flag)
                     if flag:  # the first is only to see that there may be files: a full disk still has chunks to read
                         os.pwrite(fd, memory, 0)
                     direct = bool(flag)
@@ -207,29 +231,29 @@ class DiskFolder:
                 finally:
                     if fd >= 0:
                         os.close(fd)
-        path.unlink(missing_ok=True)
+        folder.unlink(PROBE)
         return direct
 
     def _scan(self) -> list[DiskChunk]:
         found: list[tuple[int, int, DiskChunk]] = []
         torn = unreadable = 0
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                if entry.name.endswith(UNFINISHED):
-                    _unlink(entry.path)
-                    continue
-                if not entry.name.endswith(SUFFIX) or not entry.is_file(follow_symlinks=False):
-                    continue  # not ours to remove
-                chunk = parse_file_name(entry.name)
-                status = entry.stat(follow_symlinks=False)
-                if chunk is None or status.st_size != chunk.file_bytes:
-                    _unlink(entry.path)
-                    torn += 1
-                elif not self._files.can_read(chunk):
-                    _unlink(entry.path)
-                    unreadable += 1
-                else:
-                    found.append((status.st_mtime_ns, chunk.serial, chunk))
+        folder = self._opened()
+        for entry in folder.scan():
+            if entry.name.endswith(UNFINISHED):
+                _unlink(folder, entry.name)
+                continue
+            if not entry.name.endswith(SUFFIX) or not entry.is_file(follow_symlinks=False):
+                continue  # not ours to remove
+            chunk = parse_file_name(entry.name)
+            status = entry.stat(follow_symlinks=False)
+            if chunk is None or status.st_size != chunk.file_bytes:
+                _unlink(folder, entry.name)
+                torn += 1
+            elif not self._files.can_read(chunk):
+                _unlink(folder, entry.name)
+                unreadable += 1
+            else:
+                found.append((status.st_mtime_ns, chunk.serial, chunk))
         if torn:
             logger.warning("%s: %d files of no whole chunk were removed", self.path, torn)
         if unreadable:
@@ -239,6 +263,6 @@ class DiskFolder:
         return [chunk for _, _, chunk in found]
 
 
-def _unlink(path: str) -> None:
+def _unlink(folder: Folder, name: str) -> None:
     with suppress(OSError):
-        Path(path).unlink()
+        folder.unlink(name)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from lmkv.keys import ChunkKey
 from lmkv.misses.reason import MissReason
@@ -81,6 +81,14 @@ class DiskTier(BackendTier[DiskChunk]):
         )
         self._events = events
         self._evicted_count = 0
+
+    async def __aenter__(self) -> Self:
+        """Opens the folders. Raises `ConfigError` for one that another user could have planted."""
+        await super().__aenter__()
+        if refusal := next((volume.folder.refusal for volume in self.volumes if volume.folder.refusal), None):
+            await self.aclose()
+            raise refusal
+        return self
 
     @property
     def capacity_bytes(self) -> int:

@@ -361,6 +361,35 @@ def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path:
     assert int(out) > 10
 
 
+async def test_a_folder_that_is_swapped_for_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    victim, moved = tmp_path / "victim", tmp_path / "moved"
+    victim.mkdir()
+    async with host_with_disk(folder) as host:
+        host.store(0)
+        await flushed(host)
+        host.drop(0)
+        shutil.copytree(folder, victim, dirs_exist_ok=True)
+        before = {path: path.read_bytes() for path in victim.iterdir()}
+        swap(folder, victim, moved)
+        assert await host.read(0) == {}
+        await until(lambda: not host.disk.usable)
+        host.store(1)
+        await until(lambda: host.disk.volumes[0].folder.refusal is not None)
+        assert {path: path.read_bytes() for path in victim.iterdir()} == before
+        swap(folder, None, moved)
+        await until(lambda: host.disk.usable)
+
+
+def swap(folder: Path, target: Path | None, moved: Path) -> None:
+    """Puts a link to `target` in place of a folder; None: takes it back."""
+    if target:
+        folder.rename(moved)
+        folder.symlink_to(target)
+    else:
+        folder.unlink()
+        moved.rename(folder)
+
+
 def test_without_permission_the_node_continues(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "kept").mkdir(mode=0o755)
