@@ -18,12 +18,40 @@ from importlib import metadata
 from typing import NoReturn
 
 from lmkv import __version__
-from lmkv.config.spellings import suggestion
-from lmkv.errors import ConfigError, LmkvError
+from lmkv.errors import ConfigError, LmkvError, suggestion
 from lmkv.safe_text import safe_text
 
 GROUP = "lmkv.commands"
 MAX_ERROR_CHARACTERS = 4_000
+
+SUMMARIES: Mapping[str, str] = {
+    "clear": "drop chunks: of a prompt, of a model, or all",
+    "completion": "print the script that makes a shell complete commands and flags",
+    "config": "import LMCache's configuration, or check one of lmkv's",
+    "coordinator": "serve the layout map: which instance holds which chunks",
+    "copy": "copy chunks from one instance or tier to another",
+    "demo": "start a coordinator and two engines on this host and measure a shared prompt",
+    "doctor": "check whether this host is fit for what its configuration says",
+    "drain": "copy what only one instance holds to others, and report when it is safe to stop",
+    "events": "publish the layout map as vLLM's KV events",
+    "explain": "explain why parts of a prompt or of a request are not in the cache",
+    "hint": "share, prefetch, pin, retain, demote or evict the chunks of a prompt",
+    "instances": "list instances, what they hold, and pairs that cannot share chunks",
+    "lookup": "look up which instances hold how much of a prompt",
+    "move": "move chunks from one instance or tier to another; the source then drops them",
+    "node": "run one host's cache: engines attach to it, peers fetch from it",
+    "ops": "list, show, wait for and cancel operations: moves, copies, clears and drains",
+    "picker": "pick engines for a Kubernetes gateway: the endpoint picker of the Gateway API inference extension",
+    "pin": "protect chunks from eviction for a time",
+    "pins": "list pins with their position and remaining time",
+    "proxy": "serve the OpenAI API over prefill and decode engines, or route requests by cached prefix",
+    "top": "show a live view of the fleet: tiers, usage, engines, running operations",
+    "unpin": "release a pin",
+    "version": "print the versions of lmkv and its dependencies",
+    "watch": "print changes of the layout map as they occur",
+    "webhook": "add the connector and a node to pods of engines that others create (Kubernetes)",
+}
+"""What each command of lmkv does: `lmkv --help` prints these lines without importing a command."""
 
 _EXAMPLES = """\
 examples:
@@ -48,11 +76,11 @@ class Command:
     """One subcommand."""
 
     name: str
-    help: str
-    """One line for the list of commands."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     """Runs the command and returns the exit code. An `LmkvError` that it raises is reported in one line."""
+    help: str = ""
+    """One line for the list of commands; those of lmkv are in `SUMMARIES`."""
     examples: str = ""
     """Example command lines, shown by `--help`."""
 
@@ -110,8 +138,9 @@ def _output_is_gone() -> bool:
 
 
 def find_commands() -> dict[str, Loader]:
-    """Loaders of the installed commands by name; none is imported yet."""
-    return {point.name: point.load for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.name)}
+    """Loaders of lmkv's commands by name; none is imported yet."""
+    points = metadata.distribution("lmkv").entry_points.select(group=GROUP)  # those of all packages take far longer
+    return {point.name: point.load for point in sorted(points, key=lambda point: point.name)}
 
 
 def _run(argv: Sequence[str], commands: Mapping[str, Loader]) -> int:
@@ -128,7 +157,7 @@ def _run(argv: Sequence[str], commands: Mapping[str, Loader]) -> int:
     command = _import(name, commands[name])
     parser = _Parser(
         prog=f"lmkv {name}",
-        description=command.help,
+        description=SUMMARIES.get(name) or command.help,
         epilog=f"examples:\n{command.examples}" if command.examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -172,7 +201,7 @@ def _overview(commands: Mapping[str, Loader]) -> str:
     lines = ["usage: lmkv COMMAND ...", "", "A distributed KV cache for LLM engines.", "", "commands:"]
     for name, loader in commands.items():
         try:
-            lines.append(f"  {name:<14}{_import(name, loader).help}")
+            lines.append(f"  {name:<14}{SUMMARIES.get(name) or _import(name, loader).help}")
         except LmkvError as error:
             lines.append(f"  {name:<14}({error})")
     return "\n".join([*lines, "", _EXAMPLES.rstrip()])
@@ -225,7 +254,6 @@ def _version_of(distribution: str) -> str | None:
 
 version_command = Command(
     name="version",
-    help="print the versions of lmkv and its dependencies",
     add_arguments=_add_version_arguments,
     run=_print_versions,
     examples="  lmkv version        for a bug report\n  lmkv --version      lmkv's own, on one line",

@@ -27,7 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
 command = Command(
     name="completion",
-    help="print the script that makes a shell complete commands and flags",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

@@ -268,3 +268,11 @@ class ConfigError(LmkvError):
         if first is not None:
             first.further = tuple(others)
             raise first
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the most similar known word; empty if there is none."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

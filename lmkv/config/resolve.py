@@ -22,8 +22,8 @@ from lmkv.config.sources import (
     read_lmcache,
     variable,
 )
-from lmkv.config.spellings import REPLACED, known_spellings, spellings, suggestion
-from lmkv.errors import ConfigError
+from lmkv.config.spellings import REPLACED, known_spellings, spellings
+from lmkv.errors import ConfigError, suggestion
 
 C = TypeVar("C", bound=Config)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 from lmkv.config.client import ClientConfig, WebhookConfig
@@ -48,9 +47,3 @@ def known_spellings() -> frozenset[str]:
     """All spellings of all keys of all processes, and the keys in `REPLACED`."""
     processes = (NodeConfig, ConnectorConfig, CoordinatorConfig, ProxyConfig, WebhookConfig, ClientConfig)
     return frozenset(REPLACED).union(*(spellings(cls) for cls in processes))
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` with the most similar known word; empty if there is none."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""

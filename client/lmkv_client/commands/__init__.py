@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from google.protobuf.json_format import MessageToJson
@@ -30,12 +31,18 @@ from lmkv_client.http_port import find_grpc
 
 Response = TypeVar("Response")
 
+COMPLETION_SECONDS = 1.0
+"""Time in which a coordinator must answer while a shell completes an instance."""
+
 DONE, FAILED, PARTLY_DONE = 0, 1, 3
 """Exit codes of commands that start operations."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the coordinator's address and the output format."""
+    """Adds the coordinator's address and the output format. Shells complete instances among the arguments so far."""
+    for action in parser._actions:
+        if str(action.metavar).startswith("INSTANCE"):
+            vars(action)["completer"] = instance_ids
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -122,6 +129,22 @@ def in_flags(error: LmkvError, instance_flag: str) -> LmkvError:
     text = f"{flags[field]}{colon}{rest}" if field in flags else str(error)
     text = re.sub(rf"\b({'|'.join(ANYWHERE)})\b", lambda found: ANYWHERE[found[0]], text)
     return error if text == str(error) else type(error)(text, **error.metadata)
+
+
+def instance_ids(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """The ids of instances, or nothing if no coordinator answers while the user waits."""
+    with suppress(LmkvError, TimeoutError):
+        config = load(ClientConfig, file=parsed_args.config, flags={"coordinator": parsed_args.coordinator})
+
+        async def ask() -> list[str]:
+            async with (
+                asyncio.timeout(COMPLETION_SECONDS),
+                Coordinator(*config.coordinator_address, credentials=config.credentials) as coordinator,
+            ):
+                return [instance.instance_id for instance in await coordinator.instances()]
+
+        return [found for found in asyncio.run(ask()) if found.startswith(prefix)]
+    return []
 
 
 def read_position(text: str) -> Position:

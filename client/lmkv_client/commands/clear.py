@@ -118,7 +118,6 @@ def _confirm(would: ClearResult) -> bool:
 
 command = Command(
     name="clear",
-    help="drop chunks: of a prompt, of a model, or all",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

@@ -100,7 +100,6 @@ def _check(args: argparse.Namespace, cls: type[Config]) -> int:
 
 command = Command(
     name="config",
-    help="import LMCache's configuration, or check one of lmkv's",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

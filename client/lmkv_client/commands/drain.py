@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 command = Command(
     name="drain",
-    help="copy what only one instance holds to others, and report when it is safe to stop",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

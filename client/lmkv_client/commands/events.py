@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topic", default=TOPIC, help="topic of an instance and a model (default: kv@{instance}@{model})"
     )
-    parser.add_argument("--instance", metavar="ID", default="", help="only chunks of this instance (default: all)")
+    parser.add_argument(
+        "--instance", metavar="INSTANCE", default="", help="only chunks of this instance (default: all)"
+    )
     parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: all)")
     parser.add_argument(
         "--buffer", metavar="BATCHES", type=int, default=BUFFER_BATCHES, help="batches kept for replay (default: 10000)"
@@ -109,7 +111,6 @@ def read_token(path: Path) -> str:
 
 command = Command(
     name="events",
-    help="publish the layout map as vLLM's KV events",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

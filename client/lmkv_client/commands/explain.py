@@ -39,7 +39,7 @@ REQUEST_COLUMNS = ("REQUEST", "INSTANCE", Number("TOKENS"), "LOADED FROM", "COMP
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv explain`."""
     parser.add_argument("--request", metavar="ID", default="", help="an engine's id of a request, or a part of it")
-    parser.add_argument("--instance", metavar="ID", default="", help="ask this instance only")
+    parser.add_argument("--instance", metavar="INSTANCE", default="", help="ask this instance only")
     add_chunk_arguments(parser, required=False)
     add_common_arguments(parser)
 
@@ -120,7 +120,6 @@ def age(time: Timestamp, now: float) -> str:
 
 command = Command(
     name="explain",
-    help="explain why parts of a prompt or of a request are not in the cache",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

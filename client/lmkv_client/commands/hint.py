@@ -68,7 +68,6 @@ def describe(action: str, instance_id: str, response: HintResponse) -> str:
 
 command = Command(
     name="hint",
-    help="share, prefetch, pin, retain, demote or evict the chunks of a prompt",
     add_arguments=add_arguments,
     run=run,
     examples="""\

@@ -67,7 +67,6 @@ def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
 
 command = Command(
     name="instances",
-    help="list instances, what they hold, and pairs that cannot share chunks",
     add_arguments=add_common_arguments,
     run=run,
     examples=EXAMPLES,

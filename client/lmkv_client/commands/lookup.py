@@ -73,7 +73,6 @@ def print_holders(response: LookupResponse) -> None:
 
 command = Command(
     name="lookup",
-    help="look up which instances hold how much of a prompt",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

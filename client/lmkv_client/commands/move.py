@@ -57,14 +57,12 @@ def run(args: argparse.Namespace, *, copy: bool) -> int:
 
 move_command = Command(
     name="move",
-    help="move chunks from one instance or tier to another; the source then drops them",
     add_arguments=add_arguments,
     run=partial(run, copy=False),
     examples=EXAMPLES % {"verb": "move"},
 )
 copy_command = Command(
     name="copy",
-    help="copy chunks from one instance or tier to another",
     add_arguments=add_arguments,
     run=partial(run, copy=True),
     examples=EXAMPLES % {"verb": "copy"},

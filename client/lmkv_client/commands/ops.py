@@ -96,7 +96,6 @@ def row(operation: AnyOperation) -> tuple[str, ...]:
 
 command = Command(
     name="ops",
-    help="list, show, wait for and cancel operations: moves, copies, clears and drains",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

@@ -95,7 +95,6 @@ def _rest(pin: PinnedChunks) -> str:
 
 pin_command = Command(
     name="pin",
-    help="protect chunks from eviction for a time",
     add_arguments=add_pin_arguments,
     run=run_pin,
     examples="""\
@@ -105,14 +104,12 @@ pin_command = Command(
 )
 pins_command = Command(
     name="pins",
-    help="list pins with their position and remaining time",
     add_arguments=add_common_arguments,
     run=run_pins,
     examples="  lmkv pins\n  lmkv pins --json | jq -r '.pins[].pin_id'",
 )
 unpin_command = Command(
     name="unpin",
-    help="release a pin",
     add_arguments=add_unpin_arguments,
     run=run_unpin,
     examples="  lmkv unpin lmkv-1/0123456789abcdef",

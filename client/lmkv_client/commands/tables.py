@@ -18,18 +18,22 @@ class Number(str):
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: with a frame on a terminal, else as aligned columns for other programs."""
+    """Prints a table: with a frame on a terminal, else as aligned columns for other programs.
+
+    Cells that do not fit are folded, never cut: people copy addresses and ids from them.
+    """
     if not sys.stdout.isatty():
         print("\n".join(align(columns, rows)))
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table()
     for column in columns:
-        table.add_column(column, justify="right" if isinstance(column, Number) else "left")
+        table.add_column(column, justify="right" if isinstance(column, Number) else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(safe_text(cell, MAX_CELL_CHARACTERS) for cell in row))
+        table.add_row(*(Text(safe_text(cell, MAX_CELL_CHARACTERS)) for cell in row))  # no markup, no emoji: `[::1:2:3]`
     Console().print(table, markup=False)
 
 

@@ -207,7 +207,6 @@ def _hits(instance: Instance) -> str:
 
 command = Command(
     name="top",
-    help="show a live view of the fleet: tiers, usage, engines, running operations",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

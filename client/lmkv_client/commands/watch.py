@@ -99,7 +99,6 @@ def _describe_keys(change: LayoutChange) -> str:
 
 command = Command(
     name="watch",
-    help="print changes of the layout map as they occur",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

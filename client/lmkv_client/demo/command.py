@@ -254,7 +254,6 @@ SGLang and vLLM share KV by share_across_engines and hash_scheme (docs/guides/ac
 
 command = Command(
     name="demo",
-    help="start a coordinator and two engines on this host and measure a shared prompt",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

@@ -98,7 +98,6 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
 
 command = Command(
     name="coordinator",
-    help="serve the layout map: which instance holds which chunks",
     add_arguments=_add_arguments,
     run=_run,
     examples=(

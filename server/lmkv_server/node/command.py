@@ -77,7 +77,6 @@ def with_all_processors() -> None:
 
 command = Command(
     name="node",
-    help="run one host's cache: engines attach to it, peers fetch from it",
     add_arguments=add_arguments,
     run=run,
 )

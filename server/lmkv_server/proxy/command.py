@@ -55,7 +55,6 @@ async def serve(config: ProxyConfig, args: argparse.Namespace) -> None:
 
 command = Command(
     name="proxy",
-    help="serve the OpenAI API over prefill and decode engines, or route requests by cached prefix",
     add_arguments=_add_arguments,
     run=_run,
     examples=(

@@ -61,7 +61,6 @@ async def serve(config: WebhookConfig, args: argparse.Namespace) -> None:
 
 command = Command(
     name="webhook",
-    help="add the connector and a node to pods of engines that others create (Kubernetes)",
     add_arguments=_add_arguments,
     run=_run,
     examples="  lmkv webhook --pod-additions pods.yaml --tls-cert tls.crt --tls-key tls.key",

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from importlib.metadata import entry_points
@@ -418,3 +419,36 @@ def test_help_of_what_gives_orders_says_the_exit_codes(command: str, capsys: pyt
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     assert "exit codes:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("lmkv drain no", {"node-1", "node-2"}),
+        ("lmkv pin --at ", {"node-1", "node-2", "other"}),
+        ("lmkv move --from o", {"other"}),
+        ("lmkv explain --coordinator 127.0.0.1:1 --instance ", set()),
+    ],
+)
+async def test_shells_complete_the_instances_of_the_fleet(
+    coordinator: CannedCoordinator, line: str, completed: set[str]
+) -> None:
+    coordinator.instances = [Instance(instance_id=name) for name in ("node-1", "node-2", "other")]
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    shell = await asyncio.create_subprocess_exec(
+        *("bash", "-c", '"$@" 8>&1 >/dev/null 2>/dev/null', "-", sys.executable, "-m", "lmkv"),
+        env={**os.environ, **asked, "_ARGCOMPLETE_SUPPRESS_SPACE": "1"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await shell.communicate()
+    assert {word for word in output.decode().split("\n") if word and not word.startswith("-")} == completed
+
+
+def test_help_imports_no_command() -> None:
+    code = "import sys; from lmkv import cli; cli.main(['--help']); sys.exit('lmkv_client' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    commands = cli.find_commands()
+    assert set(commands) == set(cli.SUMMARIES)
+    for name, load in commands.items():
+        assert f"\n  {name:<14}{cli.SUMMARIES[name]}\n" in done.stdout
+        assert load().help == ""

@@ -6,6 +6,7 @@ import importlib
 import io
 import pkgutil
 import re
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from lmkv.v1.chunk_pb2 import (
 )
 from lmkv.v1.registry_service_pb2 import Instance, InstanceStats, TierUsage
 from lmkv_client.commands import explain, instances, lookup, ops, pin, top
-from lmkv_client.commands.tables import Number, align, shorten
+from lmkv_client.commands.tables import Number, align, print_table, shorten
 from lmkv_client.operation import OperationState
 
 WIDTH = 70
@@ -152,6 +153,18 @@ def test_numbers_are_aligned_to_the_right(columns: Sequence[str], rows: Sequence
 )
 def test_ids_are_shortened_in_the_middle(text: str, width: int, short: str) -> None:
     assert shorten(text, width) == short
+
+
+def test_cells_are_never_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    address = "[2001:db8::1234:5678]:7000"
+    print_table(("INSTANCE", "PEER"), [("a-long-name-of-an-instance", address)])
+    lines = [line.split("│")[1:3] for line in screen.getvalue().splitlines() if line.startswith("│")]
+    words = ["".join(part.strip() for part in column) for column in zip(*lines, strict=True)]
+    assert words == ["a-long-name-of-an-instance", address]
 
 
 def test_the_longest_word_is_shortened_first() -> None:

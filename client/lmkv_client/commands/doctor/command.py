@@ -120,7 +120,6 @@ def _say_where(args: argparse.Namespace) -> Finding:
 
 command = Command(
     name="doctor",
-    help="check whether this host is fit for what its configuration says",
     add_arguments=add_arguments,
     run=run,
     examples=EXAMPLES,

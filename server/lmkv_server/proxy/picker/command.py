@@ -61,7 +61,6 @@ async def serve(config: PickerConfig, args: argparse.Namespace) -> None:
 
 command = Command(
     name="picker",
-    help="pick engines for a Kubernetes gateway: the endpoint picker of the Gateway API inference extension",
     add_arguments=_add_arguments,
     run=_run,
     examples=(
