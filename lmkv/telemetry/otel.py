@@ -140,20 +140,26 @@ def context_of(traceparent: str) -> otel_context.Context:
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), otel_context.Context())
 
 
-def has_tracer_provider() -> bool:
-    """Whether the process has set a tracer provider."""
-    return isinstance(trace.get_tracer_provider(), TracerProvider)
+def has_named_provider() -> bool:
+    """Whether the process has set a tracer provider that names its service. vLLM's does if it is configured."""
+    provider = trace.get_tracer_provider()
+    return isinstance(provider, TracerProvider) and not _is_unknown(provider.resource.attributes)
 
 
 def resource(service_name: str, instance_id: str) -> Resource:
     """The exported resource: these names, unless the `OTEL_*` variables set others."""
     configured = Resource.create().attributes
     names: dict[str, Any] = {"service.version": lmkv.__version__}
-    if str(configured.get("service.name", "")).startswith("unknown_service"):
+    if _is_unknown(configured):
         names["service.name"] = service_name
     if instance_id and "service.instance.id=" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
         names["service.instance.id"] = instance_id
     return Resource.create(names)
+
+
+def _is_unknown(attributes: Mapping[str, Any]) -> bool:
+    """Whether the service has the name that the SDK gives to those without one."""
+    return str(attributes.get("service.name", "unknown_service")).startswith("unknown_service")
 
 
 def span_exporter() -> SpanExporter:

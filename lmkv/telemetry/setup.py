@@ -50,10 +50,10 @@ def trace_process(service_name: str, instance_id: str) -> Iterator[None]:
 
 
 def trace_engine(instance_id: str, *, engine_traces: bool) -> None:
-    """Records the connector's spans until the process exits: with the engine's provider, if the engine traces.
+    """Records the connector's spans until the process exits: with the engine's provider, if that names its service.
 
-    Otherwise with a provider of its own, if configured. There is nothing to close: the exit of an engine waits for no
-    span.
+    Otherwise with a provider of its own, as the service `lmkv-connector`: vLLM sets the variable of the endpoint.
+    There is nothing to close: the exit of an engine waits for no span.
     """
     if spans.tracing() or not (engine_traces or wanted("traces")):
         return
@@ -62,7 +62,7 @@ def trace_engine(instance_id: str, *, engine_traces: bool) -> None:
     except ImportError as error:
         _warn_not_installed(error)
         return
-    if engine_traces or otel.has_tracer_provider():
+    if otel.has_named_provider() or not wanted("traces"):
         spans.set_tracer(otel.OtelTracer.of_global_provider())
     elif provider := _own_provider("lmkv-connector", instance_id):
         spans.set_tracer(provider.tracer)

@@ -220,8 +220,8 @@ class Node(Victim):
                 self.overdue(error)
                 raise
         return {
-            "/".join([sample.name.removeprefix("lmkv_node_"), *sample.labels.values()]): sample.value
+            "/".join([sample.name.removeprefix("lmkv_node_"), sample.labels.get("tier", "")]).rstrip("/"): sample.value
             for family in text_string_to_metric_families(answer.text)
             for sample in family.samples
-            if sample.name.startswith("lmkv_node_") and sample.labels.keys() <= {"tier"}
+            if sample.name.startswith("lmkv_node_") and sample.labels.keys() <= {"instance_id", "tier"}
         }

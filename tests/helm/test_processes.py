@@ -7,6 +7,7 @@ import base64
 import hashlib
 import http.client
 import json
+import re
 import socket
 import ssl
 import subprocess
@@ -201,7 +202,7 @@ def test_coordinator_node_and_test_run_as_they_are_rendered(
     monitored = find(fleet.manifests, "ServiceMonitor/demo-lmkv-coordinator")["spec"]["endpoints"][0]
     assert b"lmkv_coordinator_instances" in scraped(coordinator, "coordinator", monitored)
     monitored = find(fleet.manifests, "PodMonitor/demo-lmkv-node")["spec"]["podMetricsEndpoints"][0]
-    assert b"lmkv_node_coordinators_connected 1.0" in scraped(node, "node", monitored)
+    assert re.search(rb"\nlmkv_node_coordinators_connected{[^}]*} 1.0\n", scraped(node, "node", monitored))
 
     for pod, container in ((node, "node"), (coordinator, "coordinator")):
         assert not pod.written_elsewhere(container)

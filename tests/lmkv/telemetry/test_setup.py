@@ -10,6 +10,7 @@ import threading
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -173,7 +174,7 @@ class TestEngine:
     def of_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         """The engine's own spans; it has set a provider for the whole process."""
         exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
+        provider = TracerProvider(resource=Resource.create({"service.name": "engine"}), shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
         return exporter
@@ -195,6 +196,17 @@ class TestEngine:
         telemetry.begin("a", parent="").end()
         assert [span.name for span in of_the_engine.get_finished_spans()] == ["a"]
         assert trace.get_tracer_provider() is before
+
+    def test_spans_of_an_engine_without_a_name_are_of_a_service_that_has_one(
+        self, of_the_engine: InMemorySpanExporter, exporting: Receiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unnamed = TracerProvider(shutdown_on_exit=False)
+        unnamed.add_span_processor(SimpleSpanProcessor(of_the_engine))
+        monkeypatch.setattr(trace, "_TRACER_PROVIDER", unnamed)
+        telemetry.trace_engine("i", engine_traces=True)
+        telemetry.begin("a", parent="").end()
+        assert exporting.span("lmkv-connector", "a").instance_id == "i"
+        assert of_the_engine.get_finished_spans() == ()
 
     def test_where_the_engine_does_not_trace_the_variables_decide(
         self, exporting: Receiver, monkeypatch: pytest.MonkeyPatch

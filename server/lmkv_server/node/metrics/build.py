@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
@@ -15,9 +16,27 @@ from lmkv_server.node.ports import describe_port
 
 logger = logging.getLogger(__name__)
 
+INSTANCE_LABEL = "instance_id"
+"""As in the coordinator's metrics: Prometheus's own `instance` is an address."""
+
 MAX_CONCURRENT_REQUESTS = 32
 MAX_CONNECTIONS_PER_CLIENT = 16
 """Concurrent requests and connections, in total and from one address; see `ConnectionLimiter`."""
+
+
+class InstanceRegistry(CollectorRegistry):
+    """The metrics of another registry, each sample with the label `instance_id`."""
+
+    def __init__(self, registry: CollectorRegistry, instance_id: str) -> None:
+        super().__init__()
+        self._registry = registry
+        self._labels = {INSTANCE_LABEL: instance_id}
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of the other registry with their present values."""
+        for metric in self._registry.collect():
+            metric.samples = [sample._replace(labels=self._labels | sample.labels) for sample in metric.samples]
+            yield metric
 
 
 async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> int | None:
@@ -39,7 +58,7 @@ async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: 
             config.p2p_host,
             config.metrics_port,
             "metrics_port",
-            make_metrics_app(registry, authenticator, guard),
+            make_metrics_app(InstanceRegistry(registry, config.instance_id), authenticator, guard),
             config.metrics_tls,
             name="lmkv-node-http",
             host_key="p2p_host",

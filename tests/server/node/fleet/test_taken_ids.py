@@ -201,7 +201,7 @@ async def test_a_node_that_lost_its_id_keeps_its_engines_and_cache_and_takes_it_
 def refusing(port: int) -> float:
     """How many coordinators refuse the node, by its metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as response:
-        return float(response.read().decode().partition("\nlmkv_node_coordinators_refusing ")[2].split()[0])
+        return float(response.read().decode().partition("\nlmkv_node_coordinators_refusing{")[2].split()[1])
 
 
 def test_the_secret_is_kept_for_its_user_only_and_one_that_others_can_read_is_replaced(tmp_path: Path) -> None:

@@ -31,16 +31,14 @@ def node_config(runtime_dir: Path, **settings: object) -> NodeConfig:
 
 
 async def scrape(port: int | None) -> dict[str, float]:
-    """Samples without labels by name, with labels by name and labels' values."""
+    """Samples by name, or by name and the values of labels besides `instance_id`, which is `n`."""
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         answer = await client.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")
-    return {
-        "/".join([sample.name, *sample.labels.values()]): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    assert {sample.labels.pop("instance_id") for sample in samples} == {"n"}
+    return {"/".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 
 
 async def test_a_node_reports_its_chunks_and_counters(runtime_dir: Path) -> None:
