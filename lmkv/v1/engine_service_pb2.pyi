@@ -635,6 +635,7 @@ class HandChunks(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the handoff to both engines."""
     @_builtins.property
@@ -655,6 +656,8 @@ class HandChunks(_message.Message):
     """W3C `traceparent` of the request's span; empty if the engine does not trace it."""
     decode_instance_id: _builtins.str
     """The instance of that node."""
+    engine_request_id: _builtins.str
+    """The engine's id of the request, for its log; returned with the end of the handoff."""
     def __init__(
         self,
         *,
@@ -664,10 +667,11 @@ class HandChunks(_message.Message):
         token_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         decode_instance_id: _builtins.str = ...,
+        engine_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_address", b"decode_address", "decode_instance_id", b"decode_instance_id", "request_id", b"request_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_address", b"decode_address", "decode_instance_id", b"decode_instance_id", "engine_request_id", b"engine_request_id", "request_id", b"request_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -710,12 +714,15 @@ class HandedChunks(_message.Message):
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_DURATION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The handoff."""
     chunk_count: _builtins.int
     """Chunks of the prompt that the other node has, including those that it had before."""
     transferred_bytes: _builtins.int
     """Bytes that it has read."""
+    engine_request_id: _builtins.str
+    """The engine's id of the request, as `HandChunks` named it."""
     @_builtins.property
     def transfer_duration(self) -> _duration_pb2.Duration:
         """Time that the reads took, without waiting for chunks to be computed."""
@@ -732,10 +739,11 @@ class HandedChunks(_message.Message):
         transferred_bytes: _builtins.int = ...,
         transfer_duration: _duration_pb2.Duration | None = ...,
         status: _status_pb2.Status | None = ...,
+        engine_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "transfer_duration", b"transfer_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "request_id", b"request_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "engine_request_id", b"engine_request_id", "request_id", b"request_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,8 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine(trio: Tr
 def test_the_logs_show_handoffs(trio: Trio) -> None:
     trio.check(trio.prompt(PROMPT_TOKENS))
     eventually(
-        lambda: re.search(r"Handoff \S+: 5 chunks at the decode", trio.prefill.log()) is not None, "the prefill logs it"
+        lambda: re.search(r"\[\S+\] Handoff \S+: 5 chunks at the decode", trio.prefill.log()) is not None,
+        "the prefill logs it",
     )
     places = "(own pool|(own pool and )?(peer|a handoff by) prefill)"  # some of it may be there already, or all
     taken = f"Retrieved {PROMPT_TOKENS} of {PROMPT_TOKENS} tokens from {places}, "

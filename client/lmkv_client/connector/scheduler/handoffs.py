@@ -85,6 +85,7 @@ class RequestHandoffs:
         self._begun[state.request_id] = handoff
         message = pb.HandChunks(
             request_id=handoff.request_id,
+            engine_request_id=state.request_id,
             decode_instance_id=handoff.decode_instance,
             chunk_keys=join_keys(state.handed_keys),
             token_count=state.tokens_in(len(state.handed_keys)),

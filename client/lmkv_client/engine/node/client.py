@@ -267,15 +267,21 @@ class NodeClient:
 def log_handoff(handed: pb.HandedChunks) -> None:
     """Logs a handoff when it has ended; an idle engine would do so only with its next request."""
     if handed.status.code:
-        logger.warning("handoff %s failed: %s", handed.request_id, handed.status.message)
+        logger.warning("[%s] handoff %s failed: %s", handed.engine_request_id, handed.request_id, handed.status.message)
     chunks = "1 chunk" if handed.chunk_count == 1 else f"{handed.chunk_count} chunks"
     if not handed.transferred_bytes:
         if handed.chunk_count:
-            logger.info("Handoff %s: the decode node held %s before, nothing was sent", handed.request_id, chunks)
+            logger.info(
+                "[%s] Handoff %s: the decode node held %s before, nothing was sent",
+                handed.engine_request_id,
+                handed.request_id,
+                chunks,
+            )
         return
     seconds = handed.transfer_duration.ToNanoseconds() / 1e9
     logger.info(
-        "Handoff %s: %s at the decode node, %s sent, %s, %s",
+        "[%s] Handoff %s: %s at the decode node, %s sent, %s, %s",
+        handed.engine_request_id,
         handed.request_id,
         chunks,
         format_bytes(handed.transferred_bytes),

@@ -30,18 +30,19 @@ class EngineHandoffs:
         self._spec = spec
         self._senders = senders
         self._answer = answer
-        self._running: set[str] = set()
+        self._running: dict[str, str] = {}
+        """The engine's id of the request, by handoff."""
 
     def begin(self, handoff: pb.HandChunks) -> None:
         """Begins one. A repeat changes nothing. Raises `BadChunkKey` if its keys make no sense."""
         keys = split_keys(handoff.chunk_keys)
         if handoff.request_id in self._running:
             return
+        self._running[handoff.request_id] = handoff.engine_request_id
         if self._senders is None:
             alone = Unreachable("this node has no peers: set enable_p2p")
             self._ended(HandoffResult(request_id=handoff.request_id, error=alone))
             return
-        self._running.add(handoff.request_id)
         self._senders.start(
             self._spec(),
             request_id=handoff.request_id,
@@ -72,9 +73,9 @@ class EngineHandoffs:
         self._running.clear()
 
     def _ended(self, handed: HandoffResult) -> None:
-        self._running.discard(handed.request_id)
         message = pb.HandedChunks(
             request_id=handed.request_id,
+            engine_request_id=self._running.pop(handed.request_id, ""),
             chunk_count=handed.chunk_count,
             transferred_bytes=handed.size_bytes,
             transfer_duration=Duration(seconds=int(handed.seconds), nanos=int(handed.seconds % 1 * 1e9)),

@@ -19,17 +19,20 @@ FULL = Status(code=8, message="the pool is full")
     [
         (
             pb.HandedChunks(chunk_count=3, transferred_bytes=1 << 20, transfer_duration=Duration(nanos=10**9 // 2)),
-            ["Handoff r-1: 3 chunks at the decode node, 1.0 MiB sent, 500.0 ms, 0.00195 GiB/s"],
+            ["[cmpl-7] Handoff r-1: 3 chunks at the decode node, 1.0 MiB sent, 500.0 ms, 0.00195 GiB/s"],
         ),
-        (pb.HandedChunks(chunk_count=1), ["Handoff r-1: the decode node held 1 chunk before, nothing was sent"]),
+        (
+            pb.HandedChunks(chunk_count=1),
+            ["[cmpl-7] Handoff r-1: the decode node held 1 chunk before, nothing was sent"],
+        ),
         (pb.HandedChunks(), []),
-        (pb.HandedChunks(status=FULL), ["handoff r-1 failed: the pool is full"]),
+        (pb.HandedChunks(status=FULL), ["[cmpl-7] handoff r-1 failed: the pool is full"]),
     ],
 )
 def test_a_handoff_is_logged_as_it_was(
     handed: pb.HandedChunks, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    handed.request_id = "r-1"
+    handed.request_id, handed.engine_request_id = "r-1", "cmpl-7"
     with caplog.at_level(logging.INFO):
         log_handoff(handed)
     assert [record.getMessage() for record in caplog.records] == lines
