@@ -21,6 +21,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 OTHER_SUFFIXES = (".index.json", "quant_config.json", "quantize_config.json", "quantization_config.json", ".py")
 """Ends of the names of other files that decide what is computed: which weight files are read, how they were quantized,
 and the model's own code."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Name of the file beside the weights of a LoRA adapter that says how they are used."""
+ADAPTER_IRRELEVANT = ("base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version")
+"""Entries of it that do not change what is computed."""
 OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Files beside the weights that no engine reads."""
 MAX_ADAPTERS = 4096
@@ -38,6 +42,8 @@ SHARED_ROTARY_FORMS: Mapping[str, str] = {"llama": "halves", "mistral": "halves"
 Only models whose keys were compared between engines (tests/engines/test_across_engines.py)."""
 SHARED_ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary scaling that give a token the same key in a prompt of any length, in every engine."""
+SAME_FOR_ANY_LENGTH = ("default", "linear", "llama3", "mrope", "yarn")
+"""Kinds of rotary scaling that do not depend on the longest prompt for which an engine is configured."""
 SHARED_FIELDS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
@@ -127,6 +133,28 @@ def digest_of_files(stamped: Mapping[Path, Stamp]) -> str:
     """Digest over names and contents of files that have these stamps. Raises as `digests`."""
     found = digests(stamped)
     return digest_of(*(field for path in sorted(found) for field in (path.name, found[path])))
+
+
+def adapter_digest(config: Path, weights: Mapping[Path, Stamp], *fields: str) -> str:
+    """Digest of a LoRA adapter: of its configuration, of files that have these stamps, and of what else is given.
+
+    Raises `OSError` and `ValueError` for a configuration that cannot be read, and as `digests`.
+    """
+    content = json.loads(config.read_bytes())
+    kept = {name: value for name, value in content.items() if name not in ADAPTER_IRRELEVANT}
+    return digest_of(json.dumps(kept, sort_keys=True), *fields, digest_of_files(weights))
+
+
+def is_same_for_any_length(config: Mapping[str, Any]) -> bool:
+    """Whether the rotary embedding is the same for each length for which an engine may be configured.
+
+    `config` is a model's configuration, or a part of it; earlier versions of transformers had other names in it.
+    """
+    parts = [config, *(config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict))]
+    found = [part.get("rope_parameters") or part.get("rope_scaling") or {} for part in parts]
+    by_layer = [one for each in found for one in each.values() if isinstance(one, dict)] + found
+    kinds = {one.get("rope_type") or one.get("type") or "default" for one in by_layer}
+    return kinds <= set(SAME_FOR_ANY_LENGTH)
 
 
 def shared_identity(

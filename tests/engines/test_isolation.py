@@ -6,19 +6,16 @@ synchronously; `stranger` has another cluster secret; `writer` and `reader` have
 
 from __future__ import annotations
 
-import json
 import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from lmkv_client.demo.model import TINY
 from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
+from tests.support.models import make_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -197,20 +194,3 @@ def test_a_reset_of_vllms_cache_alone_leaves_ours_and_one_with_the_connector_doe
     answers = owner.ask(prompt)
     assert (answers.token_ids, answers.cached_tokens, answers.stored_tokens) == (expected, 0, 768)
     assert owner.ask_again(prompt).loaded_tokens == 768
-
-
-def make_adapter(folder: Path, seed: int, alpha: int = 16) -> Path:
-    """Writes a LoRA adapter with random weights for the tiny model, strong enough to change what it says."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": alpha, "bias": "none"}
-    config |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "tiny"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    choose = np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(TINY.layer_count):
-        for name, heads in (("q_proj", TINY.head_count), ("v_proj", TINY.kv_head_count)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("A", (8, TINY.hidden_size)), ("B", (heads * TINY.head_size, 8))):
-                tensors[f"{prefix}.lora_{part}.weight"] = choose.standard_normal(shape, dtype=np.float32) / 10
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder

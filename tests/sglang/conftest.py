@@ -70,6 +70,7 @@ class Fleet:
         rank_count: int = 1,
         settings: dict[str, str] | None = None,
         links: bool = False,
+        flags: dict[str, str] | None = None,
     ) -> SglangProcess:
         """An engine, not started, whose node is the instance `instance_id`, by default `name`.
 
@@ -87,7 +88,7 @@ class Fleet:
             name,
             model or self._model,
             self._logs,
-            flags=linker_flags() if links else storage_flags(layout),
+            flags=(linker_flags() if links else storage_flags(layout)) | (flags or {}),
             environment=environment | (settings or {}),
             rank_count=rank_count,
         )

@@ -140,10 +140,13 @@ class SglangProcess(CheckedServer):
         except OSError:
             return False
 
-    def answer(self, prompt: Sequence[int], *, cache_salt: str | None = None) -> SglangAnswer:
-        """The greedy completion of a prompt."""
+    def answer(
+        self, prompt: Sequence[int], *, cache_salt: str | None = None, adapter: str | None = None
+    ) -> SglangAnswer:
+        """The greedy completion of a prompt, by the LoRA adapter of this name."""
         sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
         request = {"input_ids": list(prompt), "sampling_params": sampling, "cache_salt": cache_salt}
+        request |= {"lora_path": adapter} if adapter else {}
         status, body = self._call("POST", "/generate", request)
         assert status == 200, body
         answer = json.loads(body)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from lmkv_client.demo.model import BOS_TOKEN_ID, EOS_TOKEN_ID, TINY, make_model, write_tokenizer
 
 WINDOW = 192
@@ -209,3 +212,20 @@ def _gain(name: str) -> float:
     if "lm_head" in name:
         return 4.0
     return 2.0 if "_proj" in name else 1.0
+
+
+def make_adapter(folder: Path, seed: int, alpha: int = 16) -> Path:
+    """Writes a LoRA adapter with random weights for the tiny model, strong enough to change what it says."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": alpha, "bias": "none"}
+    config |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "tiny"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    choose = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(TINY.layer_count):
+        for name, heads in (("q_proj", TINY.head_count), ("v_proj", TINY.kv_head_count)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("A", (8, TINY.hidden_size)), ("B", (heads * TINY.head_size, 8))):
+                tensors[f"{prefix}.lora_{part}.weight"] = choose.standard_normal(shape, dtype=np.float32) / 10
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

@@ -8,7 +8,6 @@ vLLM loads it in place, under another number, or after a removal.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -18,13 +17,15 @@ from pathlib import Path
 from lmkv.errors import ConfigError, LmkvError
 from lmkv_client.connector.vllm_api import LoRARequest, adapter_pages, init_logger
 from lmkv_client.file_digests import REMEMBERED_BYTES, Stamp, stamps
-from lmkv_client.model_identity import MAX_ADAPTERS, cached_snapshot, digest_of, digest_of_files, weight_files
+from lmkv_client.model_identity import (
+    ADAPTER_CONFIG,
+    MAX_ADAPTERS,
+    adapter_digest,
+    cached_snapshot,
+    weight_files,
+)
 
 logger = init_logger("vllm.lmkv")
-
-CONFIG = "adapter_config.json"
-IRRELEVANT = ("base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version")
-"""Entries of the configuration that do not change what is computed."""
 
 
 class Adapter:
@@ -41,7 +42,7 @@ class Adapter:
         """`name@digest`; empty while that is not known, or if it never will be."""
         self.is_ambiguous = False
         """Whether vLLM may have loaded other files under the same number."""
-        self._config, self._weights = folder / CONFIG, weight_files(folder)
+        self._config, self._weights = folder / ADAPTER_CONFIG, weight_files(folder)
         self._stamped = stamps([self._config, *self._weights, *_branch(folder)])
         self._fields = (dtype, str(lora.is_3d_lora_weight))
         if sum(stamp.size_bytes for stamp in self._stamped.values()) <= REMEMBERED_BYTES:
@@ -64,11 +65,8 @@ class Adapter:
 
     def _identify(self) -> None:
         try:
-            config = json.loads(self._config.read_bytes())
-            kept = {name: value for name, value in config.items() if name not in IRRELEVANT}
-            weights = digest_of_files({path: self._stamped[path] for path in self._weights})
-            digest = digest_of(json.dumps(kept, sort_keys=True), *self._fields, weights)
-            self.identity = f"{self.name}@{digest}"
+            weights = {path: self._stamped[path] for path in self._weights}
+            self.identity = f"{self.name}@{adapter_digest(self._config, weights, *self._fields)}"
         except (OSError, ValueError, AttributeError, LmkvError) as error:
             logger.warning("adapter %s: nothing is looked up or stored for it: %s", self.name, error)
 

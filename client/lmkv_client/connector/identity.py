@@ -11,6 +11,7 @@ from lmkv_client.file_digests import process_start
 from lmkv_client.model_identity import (
     architecture,
     digest_of,
+    is_same_for_any_length,
     shared_identity,
     unknown_weights,
     weights_identity,
@@ -32,8 +33,6 @@ COMPUTED_BY = ("code_revision", "disable_sliding_window", "model_class_overrides
 """Attributes of vLLM's `ModelConfig` that decide which code computes, and to how many tokens it attends."""
 ENCODED_BY = ("mm_encoder_attn_dtype", "video_pruning_method", "video_pruning_rate")
 """Attributes of `MultiModalConfig` that decide what encoders make of the processed media."""
-SAME_FOR_ANY_LENGTH = ("default", "linear", "llama3", "mrope", "yarn")
-"""Kinds of rotary scaling that do not depend on `max_model_len`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +102,10 @@ def _how(model: ModelConfig) -> list[str]:
         options |= {name: str(getattr(media, name)) for name in ENCODED_BY}
         if media.mm_encoder_fp8_scale_path:
             raise unknown_weights(f"mm_encoder_fp8_scale_path is {media.mm_encoder_fp8_scale_path}")
-    if not _is_same_for_any_length(model):
+    rotary = {"rope_parameters": getattr(model.hf_text_config, "rope_parameters", None)}
+    if not is_same_for_any_length(rotary):  # vLLM chooses the factors of longrope by it
         options["max_model_len"] = str(model.max_model_len)
     return [f"{name}={value}" for name, value in sorted(options.items())]
-
-
-def _is_same_for_any_length(model: ModelConfig) -> bool:
-    """Whether the rotary embedding is the same for each `max_model_len`; vLLM chooses the factors of longrope by it."""
-    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    by_layer = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
-    return all(str(one.get("rope_type", "default")) in SAME_FOR_ANY_LENGTH for one in by_layer)
 
 
 def _check_source(model: ModelConfig, load: LoadConfig) -> None:

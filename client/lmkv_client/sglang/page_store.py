@@ -18,7 +18,14 @@ from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
 from lmkv_client.engine import Copier, Engine, Held, Written
 from lmkv_client.sglang.host_pool import LayerTensors, make_pages, page_numbers
-from lmkv_client.sglang.kv_spec import identity_across_engines, identity_of, kv_dtype, make_spec
+from lmkv_client.sglang.kv_spec import (
+    adapters_identity,
+    check_shares,
+    identity_across_engines,
+    identity_of,
+    kv_dtype,
+    make_spec,
+)
 from lmkv_client.sglang.sglang_api import served_model, used_config, watch_weight_updates
 
 logger = logging.getLogger("sglang.lmkv")
@@ -87,6 +94,7 @@ class PageStore:
         """
         model = served_model(model_name)
         dtype = kv_dtype(stored_dtype, model.kv_cache_dtype)
+        check_shares(model)
         config = used_config(model) if self.settings.share_across_engines else {}
         watch_weight_updates(self)
 
@@ -97,7 +105,7 @@ class PageStore:
             spec = make_spec(
                 tensors,
                 model_name=model_name,
-                model_id=model_id or identity_of(model),
+                model_id=(model_id or identity_of(model)) + adapters_identity(model),
                 kv_dtype=dtype,
                 page_size=page_size,
                 shards=shards,

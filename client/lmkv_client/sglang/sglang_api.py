@@ -109,6 +109,10 @@ class ModelSource:
     """When this process was started, before it loaded the weights; None outside of SGLang."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Content of `config.json`, if the model is a local folder."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """All arguments of the server that differ from SGLang's defaults, by name."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Name and path of each LoRA adapter that the server begins with."""
 
 
 def served_model(default_path: str) -> ModelSource:
@@ -127,7 +131,30 @@ def served_model(default_path: str) -> ModelSource:
         load_format=str(getattr(arguments, "load_format", None) or "auto"),
         loaded_after=process_start(),
         config=_read_config(str(arguments.model_path)),
+        options=_changed_options(arguments),
+        adapters=_first_adapters(arguments),
     )
+
+
+def _changed_options(arguments: Any) -> dict[str, Any]:
+    from msgspec import NODEFAULT  # of SGLang's dependencies
+    from msgspec.structs import fields
+
+    changed = {}
+    for each in fields(arguments):
+        default = each.default if each.default_factory is NODEFAULT else each.default_factory()
+        if (value := getattr(arguments, each.name)) != default:
+            changed[each.name] = value
+    return changed
+
+
+def _first_adapters(arguments: Any) -> tuple[tuple[str, str], ...]:
+    """SGLang derives the names of their pages from name and path alone. Those of adapters that are loaded later are
+    random: no other engine, and no other adapter, has the same."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    used = resolving_view(arguments)
+    return tuple((str(one.lora_name), str(one.lora_path)) for one in used.lora_paths or ()) if used.enable_lora else ()
 
 
 def used_config(model: ModelSource) -> Mapping[str, Any]:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lmkv.errors import ConfigError
 from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.spec import KvSpec
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.sglang.host_pool import pool_tensors
-from lmkv_client.sglang.kv_spec import identity_of, kv_dtype, make_spec
+from lmkv_client.sglang.kv_spec import (
+    COMPUTED_BY,
+    DIVIDED,
+    ELSEWHERE,
+    FILES,
+    OF_CONFIG,
+    adapters_identity,
+    check_shares,
+    identity_across_engines,
+    identity_of,
+    kv_dtype,
+    make_spec,
+)
 from lmkv_client.sglang.sglang_api import ModelSource, is_writer, served_model, shards
 from tests.client.sglang.contract import (
     HEADS,
@@ -141,3 +158,120 @@ def test_weights_that_are_elsewhere_need_a_name(load_format: str) -> None:
         identity_of(model)
     with pytest.raises(ConfigError, match=r"the weights are at s3://models/base, .*set model_id"):
         identity_of(ModelSource(path="s3://models/base"))
+
+
+HUB = ModelSource(path="organization/model", revision=COMMIT, config={"model_type": "llama", "hidden_size": 64})
+
+
+def with_options(**options: Any) -> ModelSource:
+    return replace(HUB, options=options)
+
+
+@pytest.mark.parametrize("name", sorted({*COMPUTED_BY, *OF_CONFIG} - set(FILES)))
+def test_arguments_that_change_what_is_computed_separate_engines(name: str) -> None:
+    values = ('{"rope_theta": 1}', '{"rope_theta": 2}')
+    assert len({identity_of(HUB), *(identity_of(with_options(**{name: value})) for value in values)}) == 3
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_arguments_name_count_by_their_content(tmp_path: Path, name: str) -> None:
+    one, same, other = (tmp_path / each for each in ("one", "same", "other"))
+    for file, scale in ((one, 1.0), (same, 1.0), (other, 2.0)):
+        file.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": scale}}}}))
+    identities = [identity_of(with_options(**{name: str(file)})) for file in (one, same, other)]
+    assert identity_of(HUB) != identities[0] == identities[1] != identities[2]
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} .*missing cannot be read.*set model_id"):
+        identity_of(with_options(**{name: str(tmp_path / "missing")}))
+    begun = replace(with_options(**{name: str(one)}), loaded_after=time.time() - 60)
+    with pytest.raises(ConfigError, match="has changed since the engine began to load it"):
+        identity_of(begun)
+
+
+def test_an_attention_that_leaves_tokens_out_separates_engines_and_a_kernel_does_not() -> None:
+    kernels = {identity_of(with_options(attention_backend=name)) for name in ("fa3", "triton")}
+    assert kernels == {identity_of(HUB)}
+    assert identity_of(with_options(prefill_attention_backend="minicpm_flashattn")) not in kernels
+
+
+def test_the_context_length_counts_where_the_rotary_embedding_depends_on_it() -> None:
+    for rope, is_same in ((None, True), ({"rope_type": "yarn"}, True), ({"type": "longrope"}, False)):
+        configured = replace(HUB, config={**HUB.config, "rope_scaling": rope})
+        longer = replace(configured, options={"context_length": 65_536})
+        assert (identity_of(longer) == identity_of(configured)) == is_same
+    overrides = {"json_model_override_args": '{"text_config": {"rope_parameters": {"rope_type": "dynamic"}}}'}
+    assert identity_of(with_options(**overrides, context_length=1)) != identity_of(with_options(**overrides))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_arguments_by_which_weights_come_from_elsewhere_need_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')} is there, .*set model_id"):
+        identity_of(with_options(**{name: "there"}))
+
+
+def test_options_of_loaders_that_choose_files_need_a_name() -> None:
+    assert identity_of(with_options(model_loader_extra_config='{"num_threads": 8}')) == identity_of(HUB)
+    with pytest.raises(ConfigError, match=r"model_loader_extra_config is .*presharded_path.*set model_id"):
+        identity_of(with_options(model_loader_extra_config='{"presharded_path": "/there"}'))
+    with pytest.raises(ConfigError, match="load_format is dummy"):
+        identity_of(with_options(speculative_draft_load_format="dummy"))
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_shares_of_ranks_that_are_not_known_are_refused(name: str) -> None:
+    check_shares(HUB)
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')}: this version of lmkv does not know"):
+        check_shares(with_options(**{name: True}))
+
+
+def make_adapter(folder: Path, *, alpha: int = 16, scale: float = 1.0) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": alpha, "target_modules": ["q_proj"]}))
+    save_file({"q_proj.lora_A.weight": torch.ones(8, 4) * scale}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def with_adapter(folder: Path, name: str = "one", **options: Any) -> ModelSource:
+    return replace(with_options(**options), adapters=((name, str(folder)),))
+
+
+def test_adapters_that_a_server_begins_with_count_by_their_content(tmp_path: Path) -> None:
+    """SGLang names their pages by name and path: here the path is the same, and the content is not."""
+    folder = make_adapter(tmp_path / "adapter")
+    first = adapters_identity(with_adapter(folder))
+    assert adapters_identity(HUB) == ""
+    assert adapters_identity(with_adapter(folder)) == first
+    others = {adapters_identity(with_adapter(folder, lora_strict_loading=True))}
+    for number, changes in enumerate(({"alpha": 32}, {"scale": 1.001})):
+        folder.rename(tmp_path / f"before{number}")
+        make_adapter(folder, **changes)  # type: ignore[arg-type]
+        others.add(adapters_identity(with_adapter(folder)))
+    (folder / "added_tokens.json").write_text('{"<new>": 500}')
+    others.add(adapters_identity(with_adapter(folder)))
+    assert len(others | {first}) == 5
+    two = (("one", str(folder)), ("two", str(tmp_path / "before0")))
+    assert len({adapters_identity(replace(HUB, adapters=each)) for each in (two, two[::-1])}) == 1
+
+
+def test_adapters_whose_files_are_not_known_are_refused(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "adapter")
+    for model in (
+        with_adapter(tmp_path / "missing"),
+        with_adapter(tmp_path),
+        replace(with_adapter(folder), loaded_after=time.time() - 60),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"--lora-paths: the files of adapter one are not known .*load_lora_adapter"
+        ):
+            adapters_identity(model)
+
+
+def test_what_other_engines_do_not_know_is_not_shared_with_them(tmp_path: Path) -> None:
+    def shared(model: ModelSource) -> str:
+        config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+        return identity_across_engines(model, config, model_id="mine", kv_dtype="float32", shards={})
+
+    assert shared(HUB) == shared(with_options(json_model_override_args="{}"))
+    with pytest.raises(ConfigError, match="other engines do not know of adapters"):
+        shared(with_adapter(make_adapter(tmp_path / "adapter")))
+    with pytest.raises(ConfigError, match="other engines do not know of --rl-on-policy-target"):
+        shared(with_options(rl_on_policy_target="fsdp"))

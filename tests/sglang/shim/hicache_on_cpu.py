@@ -1,12 +1,13 @@
 """Shim for CPUs: HiCache's copies between the device's pool and the host pool, when both are host memory.
 
-A plugin of SGLang, found by its entry point. SGLang 0.5.23 has these copies for GPUs only, and pins the host pool by
-CUDA.
+A plugin of SGLang, found by its entry point. SGLang 0.5.23 has these copies for GPUs only, and pins the host pool and
+LoRA adapters by CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,22 @@ def install() -> None:
         make_pool(pool, *args, **settings)
 
     MLATokenToKVPool.__init__ = initialize
+    leave_memory_unpinned()
+
+
+def leave_memory_unpinned() -> None:
+    """Has torch ignore the wish for memory that CUDA has pinned: there is none."""
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            return make(*args, **options)
+
+        return made
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def attend_to_latents() -> None:
