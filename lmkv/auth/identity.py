@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lmkv.auth.caller import ANONYMOUS_CALLER, current_caller
+from lmkv.runtime.places import client_of
 
 ANONYMOUS = ""
 """The identity of every caller where neither tokens nor client certificates are configured."""
@@ -32,7 +33,7 @@ def caller_identity(context: Any) -> str:
 
 def client_identity(context: Any) -> str:
     """The identity for limits per client: the caller's, or `address:HOST` for an anonymous caller."""
-    return caller_identity(context) or f"address:{_host_of(context.peer())}"
+    return caller_identity(context) or f"address:{client_of(_host_of(context.peer()))}"
 
 
 def _host_of(peer: str) -> str:

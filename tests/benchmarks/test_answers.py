@@ -16,7 +16,7 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_server.coordinator.core.join_admission import MAX_JOINING
+from lmkv_server.coordinator.core.join_admission import MAX_JOINING_OF_TENANT
 from tests.benchmarks.test_rows import BENCHMARKS, make_round
 
 
@@ -72,7 +72,7 @@ def test_benchmarks_that_compare_answers_choose_float32(tmp_path: Path) -> None:
 
 
 async def test_more_instances_join_than_the_coordinator_admits_at_a_time(tmp_path: Path) -> None:
-    fleet = fleets.make_fleet(MAX_JOINING + 8, 10_000)
+    fleet = fleets.make_fleet(MAX_JOINING_OF_TENANT + 8, 10_000)
     with CoordinatorProcess(tmp_path, arguments=fleets.LONG_LEASE) as coordinator:
         async with rpc.open_channel(coordinator.address) as channel:
             await fleets.join_all(fleet, channel)

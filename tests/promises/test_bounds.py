@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 from lmkv.config import NodeConfig, PickerConfig, ProxyConfig
+from lmkv.runtime.places import most_of
+from lmkv_server.http import connections, server
 from tests.promises.conftest import ROOT
+from tests.server.test_places import SCENARIOS
 
 PAGE = ROOT / "docs" / "operate" / "bounds.md"
 CONFIGS = {"node": NodeConfig(), "picker": PickerConfig(), "proxy": ProxyConfig()}
 UNITS = {"": 1, "s": 1, "ms": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1}
 """Sizes in the configuration are in GiB."""
 ROW = re.compile(r"^\| (\w[^|]*): [^|]+ \| ([^|]+) \| ([^|]+) \| `(tests/[^|`]+)::(\w+)` \|$", re.MULTILINE)
+PLACES = re.compile(r"^\| `([^`]+)` [^|]+ \| ([\d,]+) \| ([\d,]+) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+NAMED = re.compile(r"\bPlaces\[[^(]*\]\(\s*\"([^\"]+)\"")
 RESOURCES = {"memory", "tasks", "streams", "log lines", "disk", "CPU", "connections"}
 WITHOUT_NUMBER = {"tokens file", "none is written"}
 
@@ -35,8 +40,8 @@ def value_of(name: str) -> float | None:
 @pytest.fixture(scope="module")
 def rows() -> list[tuple[str, ...]]:
     """Resource, bound, definition, test file and test name of each row."""
-    found = ROW.findall(PAGE.read_text())
-    tables = PAGE.read_text().split("## Not bounded")[0]
+    tables = PAGE.read_text().split("## Places")[0]
+    found = ROW.findall(tables)
     lines = [line for line in tables.splitlines() if line.startswith("| ") and "| resource |" not in line]
     assert len(found) == len(lines) > 50, "a row has another form"
     return found
@@ -84,3 +89,36 @@ def test_named_tests_take_bounds_from_the_code(rows: list[tuple[str, ...]]) -> N
                 numbers = [one.value for one in ast.walk(function) if isinstance(one, ast.Constant)]
                 copied += [f"{path}::{name}: {one}" for one in numbers if one in (bound - 1, bound, bound + 1)]
     assert copied == []
+
+
+def test_every_pool_of_places_is_listed_with_its_share_and_its_floods() -> None:
+    section = PAGE.read_text().split("## Places")[1].split("## ")[0]
+    rows = PLACES.findall(section)
+    assert len(rows) == section.count("\n| `")
+    sources = [path.read_text() for folder in ("lmkv", "server") for path in (ROOT / folder).rglob("*.py")]
+    assert {row[0] for row in rows} == {name for source in sources for name in NAMED.findall(source)}
+    assert {flood for row in rows for flood in row[4].split(", ")} == set(SCENARIOS)
+
+
+def test_numbers_and_shares_of_places_are_those_of_the_code() -> None:
+    compared = 0
+    for name, number, share, definition, _ in PLACES.findall(PAGE.read_text()):
+        limit, own = (int(text.replace(",", "")) for text in (number, share))
+        if name == "connections":
+            assert (limit, own) == (
+                server.MAX_CONCURRENT_REQUESTS + connections.SPARE_CONNECTIONS,
+                server.MAX_CONNECTIONS_PER_CLIENT + connections.SPARE_CONNECTIONS_PER_CLIENT,
+            )
+            continue
+        values = [value_of(one) for one in re.findall(r"`([^`]+\.[^`]+)`", definition)]
+        assert values[0] == limit, name
+        if len(values) == 2:
+            assert values[1] == own, name
+        elif "7/8" in definition:
+            assert own == most_of(limit), name
+        elif name == "requests":
+            assert own == server.MAX_CONNECTIONS_PER_CLIENT
+        else:
+            assert own == limit, name
+        compared += 1
+    assert compared > 5

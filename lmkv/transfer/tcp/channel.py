@@ -116,14 +116,21 @@ class TcpChannel:
         self, peer: _TcpPeer, connections: list[Connection], copies: Sequence[Copy], grant_id: str, job: Job
     ) -> None:
         """Runs in a thread. A connection that can be reused is left in `connections`."""
-        connection = connections.pop() if connections else peer.connect()
+        is_reused = bool(connections)
+        connection = connections.pop() if is_reused else peer.connect()
         answer = GRANTED
         try:
             job.set_interrupt(connection.shut)
             for start in range(0, len(copies), MAX_RANGES):
                 batch = copies[start : start + MAX_RANGES]
-                connection.send(request(grant_id, [(copy.remote_address, copy.size_bytes) for copy in batch]))
-                answer = connection.receive()
+                asked = request(grant_id, [(copy.remote_address, copy.size_bytes) for copy in batch])
+                answer = self._ask(connection, asked)
+                if not answer and is_reused and not start:  # the owner closed it meanwhile, for other readers
+                    job.check()
+                    connection.close()
+                    connection = peer.connect()
+                    job.set_interrupt(connection.shut)
+                    answer = self._ask(connection, asked)
                 if answer == REFUSED:
                     break
                 if answer != GRANTED:
@@ -140,6 +147,14 @@ class TcpChannel:
         connections.append(connection)
         if answer == REFUSED:
             raise Unreachable(f"{job.peer_name} refused the read: no live grant covers it", peer=job.peer_name)
+
+    def _ask(self, connection: Connection, asked: bytes) -> bytes:
+        """The first byte of the answer to a request; none if the owner has closed the connection."""
+        try:
+            connection.send(asked)
+            return connection.receive()
+        except ConnectionError:
+            return b""
 
     def _fill(self, connection: Connection, copy: Copy, job: Job) -> None:
         """Receives one range into the pool."""

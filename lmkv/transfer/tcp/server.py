@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, Full
+from lmkv.runtime.places import Places, client_of, most_of
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import ChannelEnd
@@ -21,7 +22,9 @@ from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES,
 logger = logging.getLogger(__name__)
 
 MAX_READERS = 256
-"""Maximum number of connections; further ones are closed at once."""
+"""Connections of readers. Beyond them, those that have not read for the longest time are closed; see `Places`."""
+MAX_STRANGERS = 64
+"""Connections before their hello. Beyond them, the oldest ones of the address that has most are closed."""
 HELLO_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 """Send timeout after which the connection of a reader is closed."""
@@ -51,7 +54,11 @@ class TcpServer:
             ) from None
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._readers: dict[threading.Thread, socket.socket] = {}
+        self._connections: dict[threading.Thread, socket.socket] = {}
+        self._lock = threading.Lock()
+        """Guards the places."""
+        self._strangers = Places[threading.Thread]("connections without a hello", MAX_STRANGERS, MAX_STRANGERS)
+        self._readers = Places[threading.Thread]("readers", MAX_READERS, most_of(MAX_READERS))
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,7 +73,7 @@ class TcpServer:
             task.cancel()
             await asyncio.wait([task])
         self._listener.close()
-        threads = list(self._readers.items())
+        threads = list(self._connections.items())
         for _, connection in threads:
             shut(connection)
         for thread, _ in threads:
@@ -76,23 +83,24 @@ class TcpServer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, address = await loop.sock_accept(self._listener)
             except OSError as error:  # out of file descriptors, most likely
                 logger.warning("transfer server: cannot accept a reader: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            if len(self._readers) >= MAX_READERS:
-                self._log.warning("transfer server: more than %d readers; refused one", MAX_READERS)
-                connection.close()
-                continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="lmkv-tcp-serve", daemon=True)
-            self._readers[thread] = connection
+            client = client_of(address[0])
+            thread = threading.Thread(target=self._serve, args=(connection, client), name="lmkv-tcp-serve", daemon=True)
+            self._connections[thread] = connection
+            with self._lock:
+                lost = self._strangers.take(thread, client, waits=True)
+            self._end(lost)
             thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, client: str) -> None:
+        thread = threading.current_thread()
         try:
             with self._secured(connection) as secured:
-                if reader := self._greet(secured):
+                if reader := self._greet(secured, client):
                     while self._answer(secured, reader):
                         pass
         except OSError as error:
@@ -100,7 +108,35 @@ class TcpServer:
         except Exception:
             logger.exception("transfer server: serving a reader failed unexpectedly")
         finally:
-            self._readers.pop(threading.current_thread(), None)
+            self._connections.pop(thread, None)
+            with self._lock:
+                self._strangers.release(thread)
+                self._readers.release(thread)
+
+    def _end(self, lost: threading.Thread | None) -> None:
+        """Ends the connection of a thread that has lost its place."""
+        connection = self._connections.get(lost) if lost is not None else None
+        if connection is not None:
+            self._log.warning("transfer server: closed an idle connection, since there are too many")
+            shut(connection)
+
+    def _admit(self, client: str) -> None:
+        """A connection is that of a reader from now on. Raises `Full`."""
+        thread = threading.current_thread()
+        with self._lock:
+            self._strangers.release(thread)
+            lost = self._readers.take(thread, client, waits=True)
+        self._end(lost)
+
+    def _begin(self) -> bool:
+        """A read begins: the connection keeps its place until `_wait`. Returns False if it has lost it."""
+        with self._lock:
+            self._readers.settle(threading.current_thread())
+            return threading.current_thread() in self._readers
+
+    def _wait(self) -> None:
+        with self._lock:
+            self._readers.wait(threading.current_thread())
 
     def _secured(self, connection: socket.socket) -> socket.socket:
         """The connection, after the TLS handshake if there is one. Raises `OSError`."""
@@ -108,7 +144,7 @@ class TcpServer:
             return connection
         connection.settimeout(HELLO_SECONDS)
         secured = self._tls.accept(connection)
-        self._readers[threading.current_thread()] = secured
+        self._connections[threading.current_thread()] = secured
         try:
             if self._closed:  # `aclose` has shut the connection that this one replaces
                 raise ConnectionAbortedError("the transfer channel is closed")
@@ -120,12 +156,17 @@ class TcpServer:
             raise
         return secured
 
-    def _greet(self, connection: socket.socket) -> PeerReader | None:
+    def _greet(self, connection: socket.socket, client: str) -> PeerReader | None:
         connection.settimeout(HELLO_SECONDS)
         hello = _receive(connection, HELLO_BYTES)
         reader = self._access.find(hello[len(MARK) :]) if hello.startswith(MARK) else None
         if reader is None:
             self._log.warning("transfer server: refused a connection without a valid token")
+            return None
+        try:
+            self._admit(client)
+        except Full as error:
+            self._log.warning("transfer server: refused a reader from %s: %s", client, error)
             return None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -144,18 +185,20 @@ class TcpServer:
             self._log.warning("transfer server: refused a request of %s for %d ranges", reader.peer_name, count)
             return False
         ranges = list(RANGE.iter_unpack(_receive(connection, count * RANGE.size)))
-        if len(ranges) < count:
+        if len(ranges) < count or not self._begin():
             return False
         with _send_timeout(connection):
             if not self._access.check(reader, grant_id, ranges):
                 self._log.warning("transfer server: refused a read of %s that no live grant covers", reader.peer_name)
                 connection.sendall(REFUSED)
+                self._wait()
                 return True
             connection.sendall(GRANTED)
             for address, size in ranges:
                 start = address - self._region.address
                 with self._pool.buffer[start : start + size] as run:
                     _send(connection, run)
+        self._wait()
         return True
 
 

@@ -175,6 +175,7 @@ class Coordinator:
 
     def _make_services(self, tenant: str) -> Services:
         return make_services(
+            tenant=tenant,
             lease_ttl=self._lease_ttl,
             operation_ttl=self._operation_ttl,
             cluster_secret=self._secret,

@@ -1,15 +1,15 @@
-"""LimitedConnection limits of an HTTP server: in total and per client, with spare capacity for health probes. Pure."""
+"""Connection limits of an HTTP server: in total and per client, with spare capacity for health probes. Pure."""
 
 from __future__ import annotations
 
-import ipaddress
 from typing import NamedTuple, Protocol
+
+from lmkv.errors import Full, TooManyRequests
+from lmkv.runtime.places import Places
 
 SPARE_CONNECTIONS = 32
 """Connections beyond the limit, for health probes and for rejections."""
 SPARE_CONNECTIONS_PER_CLIENT = 8
-_IPV6_CLIENT_BITS = 64
-"""An IPv6 client controls at least a network of this prefix length."""
 
 
 class LimitedConnection(Protocol):
@@ -18,8 +18,10 @@ class LimitedConnection(Protocol):
     address: str
     """Address of the client, as `client_of` returns it."""
 
+    def __hash__(self) -> int: ...
+
     def end(self) -> None:
-        """Closes the connection. It has no request in flight."""
+        """Closes the connection. It has no complete request in flight."""
 
 
 class LimitReached(NamedTuple):
@@ -30,104 +32,71 @@ class LimitReached(NamedTuple):
 
 
 class ConnectionLimiter:
-    """Tracks the open connections of one server. Each is idle (no request in flight) or busy.
+    """Tracks the open connections of one server. Each waits for a complete request, or has one in flight.
 
-    A connection beyond a limit closes the one that has been idle longest, so that clients that open connections and
-    send nothing displace only each other. Only requests count against the limits: if `limit` of them are in flight,
-    or `limit_per_client` from one address, further ones are rejected, except health probes.
+    A connection beyond a limit closes the one that has waited longest, for a request or for the body of one, so that
+    clients that open connections and send nothing displace only each other. Only requests count against the limits: if
+    `limit` of them are in flight, or `limit_per_client` from one address, further ones are rejected, except health
+    probes.
     """
 
     def __init__(self, limit: int, limit_per_client: int) -> None:
-        self._limit_per_client = limit_per_client
-        self._all = _Group(limit, SPARE_CONNECTIONS)
-        self._clients: dict[str, _Group] = {}
+        self._connections = Places[LimitedConnection](
+            "connections", limit + SPARE_CONNECTIONS, limit_per_client + SPARE_CONNECTIONS_PER_CLIENT
+        )
+        self._requests = Places[LimitedConnection]("requests", limit, limit_per_client)
 
     def __len__(self) -> int:
-        return len(self._all.idle) + len(self._all.busy)
+        return len(self._connections)
 
     def opened(self, connection: LimitedConnection) -> None:
-        """Adds an accepted connection, which is idle. Beyond a limit, closes the one that has been idle longest."""
-        client = self._clients.get(connection.address)
-        if client is None:
-            client = self._clients[connection.address] = _Group(self._limit_per_client, SPARE_CONNECTIONS_PER_CLIENT)
-        for group in (client, self._all):
-            group.idle[connection] = None
-        for group in (client, self._all):
-            if group.is_over_full and (longest_idle := next(iter(group.idle), None)):
-                self.closed(longest_idle)
-                longest_idle.end()
+        """Adds an accepted connection. Beyond a limit, closes the one that has waited longest."""
+        try:
+            self._end(self._connections.take(connection, connection.address, waits=True))
+        except Full:
+            connection.end()
 
     def began(self, connection: LimitedConnection) -> None:
-        """Marks the connection busy: a request has started."""
-        for group in self._groups(connection):
-            if group.idle.pop(connection, connection) is None:
-                group.busy.add(connection)
+        """A request has started; its body may be missing."""
+        self._connections.wait(connection)
+        self._requests.wait(connection)
+
+    def arrived(self, connection: LimitedConnection) -> None:
+        """The request is complete: the connection keeps its place. Idempotent."""
+        self._connections.settle(connection)
+        self._requests.settle(connection)
 
     def admit(self, connection: LimitedConnection) -> LimitReached | None:
         """Counts the request that has started, unless a limit is reached. Not to be called for health probes."""
-        groups = self._groups(connection)
-        for group in groups:
-            if connection not in group.admitted and len(group.admitted) >= group.limit:
-                if group is self._all:
-                    return LimitReached(503, f"{group.limit} requests are in flight, the limit of this server; retry")
-                return LimitReached(
-                    429,
-                    f"{group.limit} requests from {connection.address} are in flight, the limit that "
-                    "max_connections_per_client sets",
-                )
-        for group in groups:
-            group.admitted.add(connection)
+        if connection in self._requests or connection not in self._connections:
+            return None
+        waits = self._connections.is_waiting(connection)
+        try:
+            self._end(self._requests.take(connection, connection.address, waits=waits))
+        except TooManyRequests:
+            count = self._requests.count(connection.address)
+            return LimitReached(
+                429,
+                f"{count} requests from {connection.address} are in flight, which leaves places to other clients; "
+                "retry, or raise max_connections_per_client",
+            )
+        except Full:
+            limit = self._requests.limit
+            return LimitReached(503, f"{limit} requests are in flight, the limit of this server; retry")
         return None
 
     def ended(self, connection: LimitedConnection) -> None:
-        """Marks the connection idle: its request is complete."""
-        for group in self._groups(connection):
-            if connection in group.busy:
-                group.busy.discard(connection)
-                group.admitted.discard(connection)
-                group.idle[connection] = None
+        """The request is complete: the connection waits for the next one."""
+        self._requests.release(connection)
+        self._connections.wait(connection)
 
     def closed(self, connection: LimitedConnection) -> None:
         """Removes a closed connection. Idempotent."""
-        for group in self._groups(connection):
-            group.idle.pop(connection, None)
-            group.busy.discard(connection)
-            group.admitted.discard(connection)
-        client = self._clients.get(connection.address)
-        if client is not None and not (client.idle or client.busy):
-            del self._clients[connection.address]
+        self._requests.release(connection)
+        self._connections.release(connection)
 
-    def _groups(self, connection: LimitedConnection) -> list[_Group]:
-        """The groups that the connection belongs to: its client's and the server's."""
-        client = self._clients.get(connection.address)
-        return [client, self._all] if client is not None else [self._all]
-
-
-class _Group:
-    """Connections that share a limit."""
-
-    def __init__(self, limit: int, spare: int) -> None:
-        self.limit = limit
-        self._capacity = limit + spare
-        self.idle: dict[LimitedConnection, None] = {}
-        """Ordered by idle time, longest first."""
-        self.busy: set[LimitedConnection] = set()
-        self.admitted: set[LimitedConnection] = set()
-        """Busy connections whose request counts against the limit."""
-
-    @property
-    def is_over_full(self) -> bool:
-        return len(self.idle) + len(self.busy) > self._capacity
-
-
-def client_of(address: str) -> str:
-    """The unit that limits count as one client: an IPv4 address, or the network of an IPv6 address."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return str(parsed)
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed, _IPV6_CLIENT_BITS), strict=False))
+    def _end(self, displaced: LimitedConnection | None) -> None:
+        """Closes a connection that has lost its place."""
+        if displaced is not None:
+            self.closed(displaced)
+            displaced.end()

@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from lmkv.runtime.places import client_of
 from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv_server.http.connections import ConnectionLimiter, client_of
+from lmkv_server.http.connections import ConnectionLimiter
 
 if TYPE_CHECKING:
     Base = Any
@@ -49,6 +50,8 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         self._timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._begun: object = None
+        """The last request that has started."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Starts the header deadline."""
@@ -62,7 +65,7 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
-            self._limiter.began(self)
+            self._mark()
             return
         if self.cycle is None or not self.cycle.more_body:  # else it may be the body of a rejected request
             self._head_bytes += len(data)
@@ -76,6 +79,8 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         super().on_response_complete()
         if self.cycle.response_complete:
             self._limiter.ended(self)
+        else:
+            self._mark()
         self._expect_read()
 
     def pause_writing(self) -> None:
@@ -96,8 +101,16 @@ class BoundedProtocol(Base):  # type: ignore[misc]  # uvicorn chooses the base c
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Closes the connection. It has no request in flight."""
+        """Closes the connection. It has no complete request in flight."""
         self.transport.close()
+
+    def _mark(self) -> None:
+        """Marks a request that has started, and one whose body is complete."""
+        if self._begun is not self.cycle:
+            self._begun = self.cycle
+            self._limiter.began(self)
+        if not self.cycle.more_body:
+            self._limiter.arrived(self)
 
     def _start(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._expire)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
-from lmkv.errors import TooManyRequests
+from lmkv.errors import Full, TooManyRequests
 from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
+from lmkv.runtime.places import Places, client_of, most_of
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.http.bodies import drain
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
@@ -22,7 +24,7 @@ from lmkv_server.proxy.statistics import LatencyStatistics
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forwarded_headers
 
 BODY_TIMEOUT_SECONDS = 30.0
-"""Deadline for a request's body, while the request counts as admitted."""
+"""Deadline for a request's body. Until it is complete, the request takes no place of others."""
 RETRY_AFTER = {"retry-after": "1"}
 
 
@@ -32,6 +34,10 @@ class InvalidRequest(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Rejected(Exception):
+    """The proxy has no place for the request now."""
 
 
 class ClientDisconnected(Exception):
@@ -57,7 +63,10 @@ Serve = Callable[[AdmittedRequest], Awaitable[None]]
 
 
 class Admission:
-    """Admits at most `limit` concurrent requests, each for `timeout_seconds`, with at most `max_body_bytes`."""
+    """Admits at most `limit` concurrent requests, each for `timeout_seconds`, with at most `max_body_bytes`.
+
+    A request counts from the time when its body is complete, and clients have shares of the limit; see `Places`.
+    """
 
     def __init__(
         self,
@@ -74,8 +83,7 @@ class Admission:
         """Whether all requests are rejected, since the proxy is stopping."""
         self._statistics = statistics
         self._metrics = metrics
-        self._limit = limit
-        self._count = 0
+        self._places = Places[ResponseWriter]("concurrent requests", limit, most_of(limit))
         self._max_body_bytes = max_body_bytes
         self._memory = of_process()
         self._timeout_seconds = timeout_seconds
@@ -94,12 +102,8 @@ class Admission:
 
     async def _run(self, serve: Serve, request: Request, writer: ResponseWriter, traceparent: str) -> str:
         """Returns the outcome, a label of the metric."""
-        if self.is_closed or self._count >= self._limit:
-            reason = "it is stopping" if self.is_closed else "max_concurrent_requests are in flight"
-            await writer.fail(503, f"the proxy does not admit the request: {reason}", RETRY_AFTER)
-            return "rejected"
-        self._count += 1
         try:
+            self._check_open()
             with self._salts.client(request.headers) as client, self._lease(request) as lease:
                 async with asyncio.timeout(self._timeout_seconds):
                     headers = client.headers(forwarded_headers(request.headers))
@@ -112,7 +116,8 @@ class Admission:
                         body=await self._read(request, lease),
                         writer=writer,
                     )
-                    await _while_connected(serve(admitted), request.receive)
+                    with self._place(request, client, writer):
+                        await _while_connected(serve(admitted), request.receive)
         except ClientDisconnected:
             return "cancelled"
         except TimeoutError:
@@ -121,6 +126,9 @@ class Admission:
         except NotAdmitted as error:
             await writer.fail(error.status, str(error), error.headers)
             return "refused"
+        except Rejected as error:
+            await writer.fail(503, f"the proxy does not admit the request: {error}", RETRY_AFTER)
+            return "rejected"
         except InvalidRequest as error:
             await writer.fail(error.status, str(error), RETRY_AFTER if error.status == 503 else None)
             return "refused"
@@ -136,9 +144,25 @@ class Admission:
         except NoHealthyEngine:
             await writer.fail(503, "no engine is available to serve the request", RETRY_AFTER)
             return "failed"
-        finally:
-            self._count -= 1
         return "ok"
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise Rejected("it is stopping")
+
+    @contextmanager
+    def _place(self, request: Request, client: Client, writer: ResponseWriter) -> Iterator[None]:
+        """A place for a request whose body is complete, of the share of its client. Raises `Rejected`."""
+        self._check_open()
+        address = client_of(request.client.host if request.client else "")
+        try:
+            self._places.take(writer, f"token:{client.tenant}/{client.name}" if client.name else f"address:{address}")
+        except Full as error:
+            raise Rejected(f"{error} (max_concurrent_requests)") from None
+        try:
+            yield
+        finally:
+            self._places.release(writer)
 
     def _lease(self, request: Request) -> Lease:
         """Memory for the body of a request and what it is decoded to, of the share of the request's address."""

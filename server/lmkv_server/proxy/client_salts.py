@@ -30,6 +30,8 @@ class NotAdmitted(Exception):
 class Client:
     """The client of one request."""
 
+    name: str = ""
+    """The name of its token; empty if it is not known."""
     tenant: str = ""
     user: str | None = None
     """From the user header; None if users are named by requests."""
@@ -97,6 +99,7 @@ class ClientSalts:
             except TooManyRequests as error:
                 raise NotAdmitted(429, str(error), {"retry-after": "1"}) from None
             yield Client(
+                name=caller.name,
                 tenant=caller.tenant,
                 user=headers.get(self._user_header, "") if self._user_header else None,
                 salts=self._salts,

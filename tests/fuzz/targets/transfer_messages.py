@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, cast
 from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
 from lmkv.pool import fd_passing
 from lmkv.pool import socket as pool_socket
+from lmkv.runtime.places import Places
 from lmkv.transfer.access import ReadAccess, new_grant_id
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.tcp.server import TcpServer
@@ -97,7 +99,10 @@ def _tcp(source: Input, _: bool) -> None:
         "_access": access,
         "_tls": None,
         "_log": SimpleNamespace(warning=lambda *_: None),
-        "_readers": {},
+        "_connections": {},
+        "_lock": threading.Lock(),
+        "_strangers": Places[threading.Thread]("strangers", 1, 1),
+        "_readers": Places[threading.Thread]("readers", 1, 1),
     }
     for name, value in fields.items():
         setattr(server, name, value)
@@ -105,7 +110,7 @@ def _tcp(source: Input, _: bool) -> None:
     if len(sent) >= HELLO_BYTES and source.is_empty:
         sent = sent[: HELLO_BYTES - 32] + reader.token + sent[HELLO_BYTES:]
     connection = _Connection(sent)
-    server._serve(cast(socket.socket, connection))
+    server._serve(cast(socket.socket, connection), "127.0.0.1")
     assert b"s" not in connection.sent, "bytes outside of the grant were sent"
     assert set(connection.sent) <= set(b"g\0\1")
 

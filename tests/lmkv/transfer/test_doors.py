@@ -7,18 +7,20 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.pool.fd_passing import receive_fd
-from lmkv.transfer import ChannelEnd
+from lmkv.transfer import ChannelEnd, Copy
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
 from lmkv.transfer.tcp import server
 from lmkv.transfer.tcp.channel import TcpChannel
+from lmkv.transfer.tcp.connection import shut
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
-from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
+from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory
 from tests.waiting import WAIT_SECONDS
 
 
@@ -103,22 +105,76 @@ async def test_a_tcp_owner_refuses_what_it_did_not_agree_on_and_serves_the_next(
     await channel.aclose()
 
 
+def _socket_of(words: dict[str, Any], client: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection((words["host"], words["port"]), WAIT_SECONDS, (client, 0))
+
+
+async def test_idle_connections_leave_the_channel_to_readers() -> None:
+    """Without a hello from another address, and without a read from the reader's own one."""
+    memory, mine = Memory(MIB), Memory(MIB)
+    channel, reader = await TcpChannel.open(memory.end("owner:1")), await TcpChannel.open(mine.end("reader:1"))
+    admitted = memory.admit()
+    metadata = channel.metadata_for(admitted)
+    words = json.loads(unwrap("tcp", "owner:1", metadata)[1])
+    greeting = hello(admitted.token)
+    silent = [await asyncio.to_thread(_socket_of, words, "127.0.0.2") for _ in range(2 * server.MAX_STRANGERS)]
+    idle = []
+    for _ in range(server.MAX_READERS + 8):
+        connection = await asyncio.to_thread(_socket_of, words)
+        connection.sendall(greeting)
+        assert await asyncio.to_thread(connection.recv, 1) == GRANTED
+        idle.append(connection)
+    memory.words[:] = 7
+    await reader.add_peer("owner:1", metadata)
+    for _ in range(8):
+        copy = Copy(remote_address=memory.address, local_address=mine.address, size_bytes=MIB)
+        await reader.read("owner:1", [copy], WAIT_SECONDS, lambda: None, GRANT_ID)
+        assert (mine.words == 7).all()
+        mine.words[:] = 0
+    assert await asyncio.to_thread(silent[0].recv, 1) == b"", "the oldest one was closed"
+    assert await asyncio.to_thread(idle[0].recv, 1) == b""
+    idle[-1].sendall(request(GRANT_ID, [(memory.address, 8)]))
+    assert await asyncio.to_thread(idle[-1].recv, 1) == GRANTED, "the newest ones stay"
+    for connection in (*silent, *idle):
+        connection.close()
+    await reader.aclose()
+    await channel.aclose()
+
+
+async def test_a_reader_whose_idle_connection_was_closed_connects_again() -> None:
+    memory, mine = Memory(MIB), Memory(MIB)
+    channel, reader = await TcpChannel.open(memory.end("owner:1")), await TcpChannel.open(mine.end("reader:1"))
+    await reader.add_peer("owner:1", channel.metadata_for(memory.admit()))
+    memory.words[:] = 7
+    (known,) = reader._peers["owner:1"].idle
+    for connection in list(channel._server._connections.values()):
+        shut(connection)
+    assert known in reader._peers["owner:1"].idle, "the loop has not run: the reader has not noticed"
+    copy = Copy(remote_address=memory.address, local_address=mine.address, size_bytes=MIB)
+    await reader.read("owner:1", [copy], WAIT_SECONDS, lambda: None, GRANT_ID)
+    assert (mine.words == 7).all()
+    await reader.aclose()
+    await channel.aclose()
+
+
 async def test_a_reader_beyond_the_limit_is_disconnected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While all others read: one that is between two reads would give way."""
     monkeypatch.setattr(server, "MAX_READERS", 1)
-    memory = Memory(MIB)
+    memory = Memory(SIZE)
     channel = await TcpChannel.open(memory.end("owner:1"))
     words = json.loads(unwrap("tcp", "owner:1", channel.metadata_for(memory.admit()))[1])
 
-    def connect() -> tuple[socket.socket, bytes]:
-        connection = socket.create_connection((words["host"], words["port"]), WAIT_SECONDS)
-        connection.sendall(hello(bytes.fromhex(words["token"])))
+    def connect(more: bytes = b"") -> tuple[socket.socket, bytes]:
+        connection = _socket_of(words)
+        connection.sendall(hello(bytes.fromhex(words["token"])) + more)
         try:
-            return connection, connection.recv(1)
+            answer = connection.recv(1)
+            return connection, answer + connection.recv(1) if more else answer
         except ConnectionResetError:
             return connection, b""
 
-    first, answer = await asyncio.to_thread(connect)
-    assert answer == GRANTED
+    first, answer = await asyncio.to_thread(connect, request(GRANT_ID, [(memory.address, SIZE)]))
+    assert answer == 2 * GRANTED
     for _ in range(2):
         beyond, answer = await asyncio.to_thread(connect)
         assert answer == b""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from lmkv.config import ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http import bodies
 from lmkv_server.http import protocol
 from lmkv_server.http.connections import SPARE_CONNECTIONS, SPARE_CONNECTIONS_PER_CLIENT
-from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT
+from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT, HttpServer
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 
 COUNT = MAX_CONCURRENT_REQUESTS + 1
@@ -125,28 +128,90 @@ async def test_one_client_leaves_room_for_others() -> None:
             assert closed_count(modest) == 0
 
 
-async def test_requests_under_way_leave_health_probes_their_places() -> None:
-    """1,001 requests whose bodies never arrive: probes are served, other requests get 503, those of one client 429."""
-    unfinished = (
-        b"POST /lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-    )
-    async with Coordinator(port=0, http_ports={"http_port": 0}) as coordinator:
-        port = int(coordinator.http_address.rpartition(":")[2])
-        async with opened(port, MAX_CONNECTIONS_PER_CLIENT + 1, CLIENTS[:1], unfinished) as first:
-            async with asyncio.timeout(WAIT_SECONDS):
-                refused = await first[-1][0].read()
-            assert refused.startswith(b"HTTP/1.1 429 ")
-            assert b"max_connections_per_client" in refused
-            assert await answered(port, "/healthz", CLIENTS[0]) == 200
-            assert await answered(port, "/metrics") == 200
-            rest = MAX_CONCURRENT_REQUESTS - MAX_CONNECTIONS_PER_CLIENT + 1
-            async with opened(port, rest, CLIENTS[1:], unfinished) as others:
+UNFINISHED = b"POST /slow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+
+
+class SlowServer:
+    """A server whose path `/slow` answers once it may, after it has read the body."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.begun_count = 0
+        self.http = HttpServer("127.0.0.1", 0, "port", self._app)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        with suppress(ClientDisconnect):
+            await request.body()
+            if scope["path"] == "/slow":
+                self.begun_count += 1
+                await self.may_answer.wait()
+            await JSONResponse({})(scope, receive, send)
+
+
+@pytest.fixture
+async def slow() -> AsyncIterator[SlowServer]:
+    server = SlowServer()
+    await server.http.start()
+    yield server
+    server.may_answer.set()
+    await server.http.aclose()
+
+
+async def test_requests_in_flight_leave_places_to_other_clients_and_to_health_probes(slow: SlowServer) -> None:
+    """One client gets 429 beyond its share, others what it has left, 503 once all is taken, and probes an answer."""
+    port = slow.http.port
+    async with opened(port, MAX_CONNECTIONS_PER_CLIENT + 1, CLIENTS[:1], get("/slow")) as first:
+        async with asyncio.timeout(WAIT_SECONDS):
+            refused = await first[-1][0].read()
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        assert b"max_connections_per_client" in refused
+        assert await answered(port, "/healthz", CLIENTS[0]) == 200
+        assert await answered(port, "/other") == 200
+        async with AsyncExitStack() as stack:
+            others: list[Line] = []
+            for number in range(3, 15):  # each has a part of what those before have left
+                rest = MAX_CONCURRENT_REQUESTS - slow.begun_count
+                client = f"127.0.0.{number}"
+                begun = slow.begun_count
+                lines = await stack.enter_async_context(opened(port, rest // 2 + 2, [client], get("/slow")))
+                others += lines
                 async with asyncio.timeout(WAIT_SECONDS):
-                    assert (await others[-1][0].read()).startswith(b"HTTP/1.1 503 ")
-                for _ in range(3 * SPARE_CONNECTIONS):
-                    assert await answered(port, "/healthz") == 200
-                assert await answered(port, "/metrics") == 503
-                assert closed_count(first) + closed_count(others) == 2, "no request under way was cut off"
+                    answer = await lines[-1][0].read()
+                if slow.begun_count == MAX_CONCURRENT_REQUESTS:
+                    assert answer.startswith(b"HTTP/1.1 503 ")
+                    break
+                assert answer.startswith(b"HTTP/1.1 429 ")
+                assert slow.begun_count > begun
+            assert slow.begun_count == MAX_CONCURRENT_REQUESTS
+            for _ in range(3 * SPARE_CONNECTIONS):
+                assert await answered(port, "/healthz") == 200
+            assert await answered(port, "/other") == 503
+        async with asyncio.timeout(WAIT_SECONDS):
+            while await answered(port, "/other") != 200:  # noqa: ASYNC110  # the server has no event for it
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("clients", [CLIENTS[:1], CLIENTS], ids=["of one client", "of several"])
+async def test_bodies_that_do_not_arrive_take_no_place_from_complete_requests(
+    slow: SlowServer, clients: Sequence[str]
+) -> None:
+    port = slow.http.port
+    async with (
+        opened(port, 1, [PROBE_FROM], UNFINISHED[:-4]) as [(reader, writer)],
+        opened(port, COUNT + SPARE_CONNECTIONS, clients, UNFINISHED) as silent,
+    ):
+        await closes(silent, 1)
+        async with opened(port, 50, [PROBE_FROM], UNFINISHED + b"123456789") as complete:
             async with asyncio.timeout(WAIT_SECONDS):
-                while await answered(port, "/metrics") != 200:  # noqa: ASYNC110  # the server has no event for it
-                    await asyncio.sleep(0.05)
+                while slow.begun_count < 50:  # noqa: ASYNC110  # the server has no event for it
+                    await asyncio.sleep(0.01)
+            writer.write(UNFINISHED[-4:] + b"12345")  # its body arrives slowly, and is not disturbed
+            await writer.drain()
+            assert await answered(port, "/other") == 200
+            slow.may_answer.set()
+            writer.write(b"6789")
+            for answer, _ in (*complete, (reader, writer)):
+                async with asyncio.timeout(WAIT_SECONDS):
+                    assert (await answer.readline()).startswith(b"HTTP/1.1 200 ")
+            assert closed_count(complete) == 0

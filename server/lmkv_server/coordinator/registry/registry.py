@@ -28,8 +28,9 @@ class Registry:
         revision: int = 0,
         on_gone: Callable[[str], None] = lambda _: None,
         admission: JoinAdmission | None = None,
+        tenant: str = "",
     ) -> None:
-        """`on_gone` is called with the id of each instance that leaves or expires."""
+        """`on_gone` is called with the id of each instance that leaves or expires. Tenants may share `admission`."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self.publications: dict[str, Publication] = {}
@@ -39,6 +40,7 @@ class Registry:
         self._complete_time = now + lease_ttl
         self._on_gone = on_gone
         self._admission = admission or JoinAdmission()
+        self._tenant = tenant
         self._unsynced: dict[str, Instance] = {}
         """Instances that were not synced at the last check."""
 
@@ -58,7 +60,7 @@ class Registry:
         if joins:
             instance.synced = False
             self._unsynced[info.instance_id] = instance
-            self._admission.admit(instance)
+            self._admission.admit(instance, self._tenant)
         return instance
 
     def open_stream(
@@ -144,7 +146,7 @@ class Registry:
 
     def _check_admission(self, info: InstanceInfo, now: float) -> None:
         try:
-            self._admission.check(now)
+            self._admission.check(now, self._tenant)
         except Full as full:
             back = now + full.retry_seconds + RETURN_SECONDS
             self._complete_time = max(self._complete_time, back)
@@ -175,6 +177,7 @@ class Registry:
             follower.close()
 
     def _forget(self, instance: Instance) -> None:
+        self._admission.leave(instance)
         self._end_stream(instance)
         self._unfollow(instance.info.instance_id)
         publication = self.publications.pop(instance.info.instance_id, None)

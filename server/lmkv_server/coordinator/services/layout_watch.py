@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from lmkv.errors import Full, RevisionCompacted, WatcherTooSlow
 from lmkv.keys import KEY_BYTES
+from lmkv.runtime.places import Places
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.layout_map import LayoutMap
@@ -130,8 +131,7 @@ class LayoutWatch:
 
     def __init__(self, layout: LayoutMap) -> None:
         self._layout = layout
-        self._watchers: dict[_Watcher, str] = {}
-        """With the identity of the client."""
+        self._watchers = Places[_Watcher]("watches", MAX_WATCHERS, MAX_WATCHERS_PER_CLIENT)
         self._history = _Queue(HISTORY_BYTES)
         self._forgotten_revision = layout.revision
         """The history starts after this revision."""
@@ -175,17 +175,17 @@ class LayoutWatch:
     ) -> AsyncIterator[pb.WatchResponse]:
         """The responses of `CacheService.Watch`, without end; an empty `fingerprint` selects every spec.
 
-        Watches are limited per `client`. Raises `RevisionCompacted`, `WatcherTooSlow`, `Full`.
+        Each `client` has a share of the watches. Raises `RevisionCompacted`, `WatcherTooSlow`, `Full`.
         """
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise Full(f"{MAX_WATCHERS} watches are open already", retry_seconds=10)
-        if (count := list(self._watchers.values()).count(client)) >= MAX_WATCHERS_PER_CLIENT:
-            raise Full(f"this client has {count} open watches, the maximum; close some", retry_seconds=10)
+        try:
+            self._watchers.check(client)
+        except Full as error:
+            raise Full(str(error), retry_seconds=10) from None
         watcher = _Watcher()
         revision = self._layout.revision
         for event in self._since(start_revision) if start_revision else ():
             watcher.push(event)
-        self._watchers[watcher] = client
+        self._watchers.take(watcher, client)
         try:
             if not start_revision:
                 async for response in self._snapshot(revision, fingerprint):
@@ -208,7 +208,7 @@ class LayoutWatch:
                     in_part = watcher.queue.events and watcher.queue.events[0].revision == reached
                     yield pb.WatchResponse(revision=reached - 1 if in_part else reached, changes=changes)
         finally:
-            self._watchers.pop(watcher, None)
+            self._watchers.release(watcher)
 
     def _since(self, revision: int) -> Iterator[LayoutEvent]:
         """The events after a revision. Raises `RevisionCompacted` if the history does not reach back to it."""

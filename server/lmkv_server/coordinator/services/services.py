@@ -46,6 +46,7 @@ class Services:
 
 def make_services(
     *,
+    tenant: str = "",
     lease_ttl: float,
     operation_ttl: float = 3600.0,
     cluster_secret: bytes = b"",
@@ -62,6 +63,7 @@ def make_services(
         revision=time.time_ns() // 1_000,
         on_gone=orders.drop_instance,
         admission=admission,
+        tenant=tenant,
     )
     selector = Selector(core.instances.models, cluster_secret, core.layout.may_hold, core.layout.fingerprint_of)
     fleet = make_operations(core, selector, orders, operation_ttl=operation_ttl)

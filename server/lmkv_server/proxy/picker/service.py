@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from lmkv import errors
+from lmkv.auth.identity import client_identity
 from lmkv.auth.token import HEADER
 from lmkv.ext_proc.external_processor_pb2 import (
     ProcessingRequest,
@@ -20,6 +21,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
 )
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
 from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
+from lmkv.runtime.places import Places, most_of
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
@@ -35,7 +37,10 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 
 
 class ExternalProcessorService(ExternalProcessorServicer):
-    """Answers at most `limit` streams at a time, each for at most `timeout_seconds`."""
+    """Answers at most `limit` streams at a time, each for at most `timeout_seconds`.
+
+    Gateways have shares of the limit. A stream whose request is not complete gives way to others; see `Places`.
+    """
 
     def __init__(
         self,
@@ -52,7 +57,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
         self._endpoints = endpoints
         self._metrics = metrics
         self._salts = salts
-        self._limit = limit
+        self._places = Places[asyncio.Timeout]("concurrent requests", limit, most_of(limit))
         self._timeout_seconds = timeout_seconds
         self._max_body_bytes = max_body_bytes
 
@@ -64,15 +69,16 @@ class ExternalProcessorService(ExternalProcessorServicer):
         exchange = Exchange(self._max_body_bytes, body.add)
         held_bytes = 0
         lease = admitted.enter_context(Lease(of_process(), context.peer().rpartition(":")[0]))
-        has_room = self._metrics.stream_count < self._limit
         self._metrics.stream_count += 1
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(self._timeout_seconds) as deadline:
+                admitted.callback(self._places.release, deadline)
+                refusal = self._take_place(deadline, client_identity(context))
                 async for message in request_iterator:
                     begin = time.perf_counter()
-                    if not has_room:
+                    if refusal:
                         self._metrics.requests.labels("rejected").inc()
-                        yield exchange.refuse(TooManyRequests, "max_concurrent_requests are in flight")
+                        yield exchange.refuse(TooManyRequests, refusal)
                         return
                     for response in exchange.receive(message):
                         yield response
@@ -86,6 +92,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
                         )
                         return
                     if exchange.is_waiting:
+                        self._places.settle(deadline)
                         for response in await self._pick(begin, exchange, body, load, admitted):
                             yield response
                         body.clear()
@@ -103,6 +110,19 @@ class ExternalProcessorService(ExternalProcessorServicer):
             admitted.close()
             self._metrics.held_bytes -= held_bytes
             self._metrics.stream_count -= 1
+
+    def _take_place(self, deadline: asyncio.Timeout, client: str) -> str:
+        """Takes a place for a stream, which the stream that has waited longest for its request may lose by that.
+
+        Returns why there is none.
+        """
+        try:
+            lost = self._places.take(deadline, client, waits=True)
+        except errors.Full as error:
+            return f"{error} (max_concurrent_requests)"
+        if lost is not None and not lost.expired():
+            lost.reschedule(asyncio.get_running_loop().time())
+        return ""
 
     async def _pick(
         self, begin: float, exchange: Exchange, body: ArrivingBody, load: ExitStack, admitted: ExitStack

@@ -16,6 +16,7 @@ from lmkv_server.coordinator.core.join_admission import (
     GUESS_WEIGHT,
     GUESSED_PACE_SECONDS,
     MAX_JOINING,
+    MAX_JOINING_OF_TENANT,
     REMEMBERED_JOINS,
     TURNS_PER_JOIN,
     JoinAdmission,
@@ -207,11 +208,38 @@ def test_one_bound_holds_for_the_tenants_together() -> None:
 
 def test_by_default_a_bounded_number_joins() -> None:
     admission = JoinAdmission()
-    for number in range(MAX_JOINING):
+    for number in range(MAX_JOINING_OF_TENANT):
         admission.check(0.0)
         admission.admit(instance(number))
-    with pytest.raises(Full, match=f"^{MAX_JOINING} instances are joining; retry after the delay$"):
+    count = MAX_JOINING_OF_TENANT
+    with pytest.raises(Full, match=f"^{count} instances are joining, {count} of them of this tenant; retry after the"):
         admission.check(0.0)
+
+
+def test_each_tenant_finds_a_place_that_the_others_have_left() -> None:
+    """However many tenants take all that they can get, and no more than the limit in all."""
+    admission = JoinAdmission()
+    counts = []
+    for tenant in range(5):
+        registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=admission, tenant=f"t-{tenant}")
+        counts.append(0)
+        while put_off_seconds(registry, counts[-1], 0.0) is None:
+            counts[-1] += 1
+    assert counts[0] == MAX_JOINING_OF_TENANT
+    assert sorted(counts, reverse=True) == counts
+    assert min(counts) > 0
+    assert sum(counts) <= MAX_JOINING
+
+
+def test_an_instance_that_starts_again_and_again_has_one_place() -> None:
+    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(2))
+    for epoch in range(1, 10):
+        registry.register(said(0, epoch), 0.0)
+    registry.register(said(1), 0.0)
+    with pytest.raises(Full):
+        registry.register(said(2), 0.0)
+    registry.deregister("node-1", 1)
+    registry.register(said(2), 0.0)
 
 
 def test_the_first_turns_follow_the_guess() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from lmkv.errors import LmkvError
+from lmkv.errors import Full, LmkvError
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import WatchRequest, WatchResponse
@@ -163,12 +163,15 @@ async def test_a_revision_that_is_not_known_is_refused(make: Make, cache: Any) -
                 assert (await watcher.error()).reason == "REVISION_COMPACTED"
 
 
-async def test_the_number_of_watchers_is_limited(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MAX_WATCHERS", 1)
-    async with watching(cache) as first:
-        await first.read()
-        async with watching(cache) as second:
-            assert (await second.error()).reason == "FULL"
+async def test_the_number_of_watchers_is_limited() -> None:
+    watched = watch.LayoutWatch(LayoutMap(100))
+    open_watches = [watched.watch(0, client=f"client-{number}") for number in range(watch.MAX_WATCHERS)]
+    for one in open_watches:
+        await anext(one)
+    with pytest.raises(Full, match="watches are taken"):
+        await anext(watched.watch(0, client="one more"))
+    await open_watches.pop().aclose()  # type: ignore[attr-defined]
+    await anext(watched.watch(0, client="one more"))
 
 
 async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

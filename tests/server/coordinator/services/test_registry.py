@@ -33,7 +33,7 @@ from lmkv.v1.registry_service_pb2 import (
     TierUsage,
 )
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.core.join_admission import MAX_JOINING
+from lmkv_server.coordinator.core.join_admission import MAX_JOINING_OF_TENANT
 from lmkv_server.coordinator.services.registration import MAX_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS
 from tests.server.coordinator.scripted_instance import Make
@@ -316,15 +316,17 @@ async def test_leaving_forgets_everything_at_once(registry: Any, cache: Any) -> 
 
 
 async def test_many_instances_come_and_go_at_once(registry: Any) -> None:
-    await asyncio.gather(*(register(registry, f"instance-{i}", 1, 7000 + i, LLAMA) for i in range(MAX_JOINING)))
-    assert len((await listed(registry)).instances) == MAX_JOINING
-    leaving = [DeregisterRequest(instance_id=f"instance-{i}", epoch=1) for i in range(MAX_JOINING)]
+    await asyncio.gather(
+        *(register(registry, f"instance-{i}", 1, 7000 + i, LLAMA) for i in range(MAX_JOINING_OF_TENANT))
+    )
+    assert len((await listed(registry)).instances) == MAX_JOINING_OF_TENANT
+    leaving = [DeregisterRequest(instance_id=f"instance-{i}", epoch=1) for i in range(MAX_JOINING_OF_TENANT)]
     await asyncio.gather(*(registry.Deregister(request, timeout=WAIT_SECONDS) for request in leaving))
     assert len((await listed(registry)).instances) == 0
 
 
 async def test_an_instance_beyond_the_limit_gets_a_retry_delay(registry: Any) -> None:
-    for number in range(MAX_JOINING):
+    for number in range(MAX_JOINING_OF_TENANT):
         await register(registry, f"instance-{number}", 1, 7000 + number, LLAMA)
     error = await refusal(register(registry, "instance-x", 1, 8000, LLAMA))
     assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "FULL")

@@ -1,0 +1,253 @@
+"""Every pool of places that callers share: one caller takes all that it can get, and another one is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from lmkv import rpc
+from lmkv.auth.credentials import Credentials
+from lmkv.auth.token import BearerToken
+from lmkv.config import PickerConfig, ProxyConfig
+from lmkv.transfer import Copy
+from lmkv.transfer.tcp import server as tcp
+from lmkv.v1.cache_service_pb2 import WatchRequest
+from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.core.join_admission import MAX_JOINING
+from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
+from lmkv_server.http.connections import SPARE_CONNECTIONS
+from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS
+from lmkv_server.proxy.picker.picker import Picker
+from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
+from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
+from tests.server.coordinator.cases import LLAMA
+from tests.server.coordinator.guarded import guarded, token_of
+from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
+from tests.server.proxy.picker.published import Gateway
+from tests.server.proxy.scripted_engine import ScriptedEngine
+from tests.waiting import WAIT_SECONDS, until
+
+HOG, HONEST = "127.0.0.2", "127.0.0.3"
+BODY = completion(PLAIN, max_tokens=1)
+SILENT = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+ENGINE_PLACES = 16
+
+Honest = Callable[[], Awaitable[None]]
+Scenario = Callable[[Path], AbstractAsyncContextManager[Honest]]
+"""A server whose places another caller has taken, and what the honest one does: it raises if it is refused."""
+
+
+@asynccontextmanager
+async def silent(port: int, count: int, sent: bytes = b"") -> AsyncIterator[None]:
+    """Connections of the hog over which `sent` was sent, and nothing more is."""
+    writers = []
+    try:
+        for _ in range(count):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(HOG, 0))
+            writers.append(writer)
+            writer.write(sent)
+            await writer.drain()
+        yield
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+def client(url: str, address: str) -> httpx.AsyncClient:
+    """A client with an address of its own."""
+    transport = httpx.AsyncHTTPTransport(local_address=address, limits=httpx.Limits(max_connections=None))
+    return httpx.AsyncClient(base_url=url, transport=transport, timeout=WAIT_SECONDS)
+
+
+async def ask(url: str, method: str, path: str, **options: Any) -> None:
+    """One request of the honest client, which must be answered."""
+    async with client(url, HONEST) as http:
+        answer = await http.request(method, path, **options)
+        assert answer.status_code == 200, answer.text
+
+
+@asynccontextmanager
+async def proxy_of(**settings: Any) -> AsyncIterator[tuple[Proxy, ScriptedEngine]]:
+    """A proxy and its engine."""
+    engine = ScriptedEngine()
+    await engine.start()
+    config = ProxyConfig(port=0, mode="route", engines=(engine.url,), stop_timeout=0.0, **settings)
+    try:
+        async with Proxy(config) as proxy:
+            await until(lambda: all(one.is_healthy for one in proxy.pools.engines))
+            yield proxy, engine
+    finally:
+        engine.going.set()
+        await engine.stop()
+
+
+@asynccontextmanager
+async def bodies_at_the_coordinator(_: Path) -> AsyncIterator[Honest]:
+    async with Coordinator(port=0, http_ports={"http_port": 0}) as coordinator:
+        port = int(coordinator.http_address.rpartition(":")[2])
+        async with silent(port, MAX_CONCURRENT_REQUESTS + 2 * SPARE_CONNECTIONS, SILENT % b"/lookup"):
+            yield lambda: ask(coordinator.url, "GET", "/metrics")
+
+
+@asynccontextmanager
+async def bodies_at_the_proxy(_: Path) -> AsyncIterator[Honest]:
+    async with proxy_of() as (proxy, _engine):
+        count = ProxyConfig(engines=("http://127.0.0.1:1",), mode="route").max_concurrent_requests
+        async with silent(proxy.port, count + SPARE_CONNECTIONS, SILENT % COMPLETIONS.encode()):
+            yield lambda: ask(proxy.url, "POST", COMPLETIONS, json=BODY)
+
+
+@asynccontextmanager
+async def bodies_over_all_connections_of_a_proxy(_: Path) -> AsyncIterator[Honest]:
+    count = 1 + IDLE_CONNECTIONS + SPARE_CONNECTIONS
+    async with (
+        proxy_of(max_concurrent_requests=1, max_connections_per_client=1 << 20) as (proxy, _engine),
+        silent(proxy.port, count, SILENT % COMPLETIONS.encode()),
+    ):
+        yield lambda: ask(proxy.url, "POST", COMPLETIONS, json=BODY)
+
+
+@asynccontextmanager
+async def requests_at_the_proxy(_: Path) -> AsyncIterator[Honest]:
+    async with proxy_of(max_concurrent_requests=ENGINE_PLACES) as (proxy, engine), client(proxy.url, HOG) as hog:
+        engine.going.clear()
+        flood = [asyncio.create_task(hog.post(COMPLETIONS, json=BODY)) for _ in range(2 * ENGINE_PLACES)]
+        try:
+            await until(lambda: sum(one.done() for one in flood) + engine.waiting_count == len(flood))
+            assert {one.result().status_code for one in flood if one.done()} == {503}
+
+            async def honest() -> None:
+                asking = asyncio.create_task(ask(proxy.url, "POST", COMPLETIONS, json=BODY))
+                held = engine.waiting_count
+                await until(lambda: asking.done() or engine.waiting_count > held)
+                engine.going.set()
+                await asking
+
+            yield honest
+        finally:
+            for one in flood:
+                one.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+
+
+@asynccontextmanager
+async def streams_at_the_picker(_: Path) -> AsyncIterator[Honest]:
+    engine = ScriptedEngine()
+    await engine.start()
+    config = PickerConfig(
+        port=0, metrics_port=0, policy="least_loaded", engines=(engine.url,), max_concurrent_requests=ENGINE_PLACES
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.stop)
+        picker = await stack.enter_async_context(Picker(config))
+        await until(lambda: all(one.is_healthy for one in picker.engines))
+        gateway = Gateway(await stack.enter_async_context(grpc.aio.insecure_channel(picker.address)))
+        for _number in range(2 * ENGINE_PLACES):
+            exchange = await stack.enter_async_context(gateway.exchange())
+            await exchange.send_headers()
+
+        async def honest() -> None:
+            assert await gateway.pick(json.dumps(BODY).encode()) == f"127.0.0.1:{engine.port}"
+
+        yield honest
+
+
+async def register(registry: Any, instance_id: str, epoch: int = 1) -> None:
+    instance = Instance(instance_id=instance_id, epoch=epoch, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
+    await registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+
+
+async def refused(calls: Sequence[Awaitable[None]]) -> int:
+    """How many of these calls were refused for lack of a place."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, grpc.RpcError)]
+    assert all(rpc.from_rpc_error(error).code == "RESOURCE_EXHAUSTED" for error in errors)
+    return len(errors)
+
+
+@asynccontextmanager
+async def registrations_of_a_tenant(folder: Path) -> AsyncIterator[Honest]:
+    async with guarded(folder) as fleet:
+        hog, other = await fleet.registry(token_of("engine", "a")), await fleet.registry(token_of("engine", "b"))
+        assert await refused([register(hog, f"hog-{number}") for number in range(2 * MAX_JOINING)])
+        yield lambda: register(other, "honest")
+
+
+@asynccontextmanager
+async def registrations_of_rising_epochs(folder: Path) -> AsyncIterator[Honest]:
+    async with guarded(folder) as fleet:
+        hog = other = await fleet.registry(token_of("engine", "a"))
+        for epoch in range(1, 2 * MAX_JOINING):
+            await register(hog, "hog", epoch)
+        yield lambda: register(other, "honest")
+
+
+@asynccontextmanager
+async def watches_of_a_token(folder: Path) -> AsyncIterator[Honest]:
+    async with guarded(folder) as fleet, AsyncExitStack() as stack:
+
+        async def watch(token: str) -> None:
+            options = Credentials(token=BearerToken(text=token))
+            channel = await stack.enter_async_context(rpc.open_channel(fleet.coordinator.address, options))
+            stream = CacheServiceStub(channel).Watch(WatchRequest())
+            stack.callback(stream.cancel)
+            await stream.read()
+
+        assert await refused([watch(token_of("reader")) for _ in range(MAX_WATCHERS)])
+        yield lambda: watch(token_of("operator"))
+
+
+def connections_of(kind: str, count: int) -> Scenario:
+    """Connections to a transfer channel that send nothing."""
+
+    @asynccontextmanager
+    async def scenario(folder: Path) -> AsyncIterator[Honest]:
+        memory, mine = Memory(MIB), Memory(MIB)
+        async with AsyncExitStack() as stack:
+            owner, reader = await memory.open(kind, "owner:1", folder), await mine.open(kind, "reader:1", folder)
+            stack.push_async_callback(owner.aclose)
+            stack.push_async_callback(reader.aclose)
+            metadata = owner.metadata_for(memory.admit())
+            await stack.enter_async_context(silent(owner._server.port, count))  # type: ignore[attr-defined]
+            memory.words[:] = 7
+
+            async def honest() -> None:
+                await reader.add_peer("owner:1", metadata)
+                for _ in range(32):
+                    copy = Copy(remote_address=memory.address, local_address=mine.address, size_bytes=MIB)
+                    await reader.read("owner:1", [copy], WAIT_SECONDS, lambda: None, GRANT_ID)
+                    assert (mine.words == 7).all()
+                    mine.words[:] = 0
+
+            yield honest
+
+    return scenario
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "bodies at a coordinator": bodies_at_the_coordinator,
+    "bodies at a proxy": bodies_at_the_proxy,
+    "all connections of a proxy": bodies_over_all_connections_of_a_proxy,
+    "requests at a proxy": requests_at_the_proxy,
+    "streams at a picker": streams_at_the_picker,
+    "registrations of a tenant": registrations_of_a_tenant,
+    "registrations of one instance": registrations_of_rising_epochs,
+    "watches of a token": watches_of_a_token,
+    "connections of the TCP channel": connections_of("tcp", tcp.MAX_READERS + 2 * tcp.MAX_STRANGERS),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+async def test_one_caller_leaves_places_to_another(scenario: str, short_folder: Path) -> None:
+    async with SCENARIOS[scenario](short_folder) as honest, asyncio.timeout(WAIT_SECONDS):
+        await honest()
