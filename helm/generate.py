@@ -1,4 +1,4 @@
-"""Generates the README, the schema and the copy of the Prometheus rules of the chart from values.yaml and the code.
+"""Generates the README, the schema, the list of keys and the Prometheus rules of the chart from values.yaml and code.
 
 python helm/generate.py
 """
@@ -15,7 +15,9 @@ from typing import Any
 import yaml
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
+from lmkv.config.kinds import BUILT_IN_CHANNELS
 from lmkv.config.schema import Config
+from lmkv.config.spellings import REPLACED, known_spellings, spellings
 
 CHART = Path(__file__).parent / "lmkv"
 RULES = Path(__file__).parents[1] / "docs" / "prometheus" / "rules.yaml"
@@ -27,28 +29,105 @@ PROCESSES: Mapping[str, type[Config]] = {
     "proxy.config": ProxyConfig,
 }
 """Values that are additional configuration keys of a process."""
-DECIDED = {
-    "coordinator.config": {"host", "port", "http_port", "monitor_ports"},
-    "node.config": {
-        *("instance_id", "coordinator_address", "enable_p2p", "runtime_dir", "node_linger", "pd_role"),
-        *("p2p_host", "p2p_port", "transfer_channel", "transfer_port", "metrics_port"),
-        *("max_local_cpu_size", "pool_path", "persist_pool", "local_disk", "max_local_disk_size"),
-        "encryption_key_file",
+DECIDED: Mapping[str, Mapping[str, str]] = {
+    "coordinator.config": {
+        "host": "bindAddress",
+        "port": "coordinator.port",
+        "http_port": "coordinator.httpPort",
+        "monitor_ports": "coordinator.port",
+        "layout_map_url": "coordinator.layoutMap.existingSecret",
     },
-    "engines.config": {"node_address", *keys(NodeConfig)},
+    "node.config": {
+        "instance_id": "node.mode",
+        "coordinator_address": "coordinator.port",
+        "enable_p2p": "node.p2pPort",
+        "runtime_dir": "node.hostRuntimeDir",
+        "node_linger": "node.mode",
+        "pd_role": "the role of a group in engines.groups",
+        "p2p_host": "bindAddress",
+        "p2p_port": "node.p2pPort",
+        "transfer_channel": "node.transferChannel",
+        "transfer_port": "node.transferPort",
+        "metrics_port": "node.metricsPort",
+        "max_local_cpu_size": "node.maxLocalCpuSize",
+        "pool_path": "node.poolVolume",
+        "persist_pool": "node.persistPool",
+        "local_disk": "node.diskVolume",
+        "max_local_disk_size": "node.maxLocalDiskSize",
+        "encryption_key_file": "node.encryptionKeysSecret",
+        "remote_url": "node.remote",
+    },
+    "engines.config": {"node_address": "node.mode"},
     "proxy.config": {
-        *("host", "port", "mode", "policy", "coordinator_address", "engines"),
-        *("prefiller_host", "prefiller_port", "num_prefillers", "decoder_host", "decoder_port", "num_decoders"),
+        "host": "bindAddress",
+        "port": "proxy.port",
+        "mode": "the roles of engines.groups",
+        "policy": "proxy.policy",
+        "coordinator_address": "coordinator.port",
+        "engine_api_key": "proxy.engineApiKey.existingSecret",
+        **dict.fromkeys(
+            ("engines", "prefiller_host", "num_prefillers", "decoder_host", "num_decoders"), "engines.groups"
+        ),
+        **dict.fromkeys(("prefiller_port", "decoder_port"), "engines.port"),
     },
 }
-"""Keys that other values decide."""
-DECIDED_EVERYWHERE = re.compile(
-    r"tls_.*|auth_.*|log_(level|format)|cluster_secret|engine_api_key|remote_url|layout_map_url"
-)
+"""Keys that other values decide, with these values."""
+DECIDED_EVERYWHERE = {
+    "tls_ca": "tls.enabled",
+    "tls_cert": "tls.enabled",
+    "tls_key": "tls.enabled",
+    "tls_client_ca": "tls.mutual",
+    "tls_peer_name": "tls.peerName",
+    "auth_token": "auth.engineSecret",
+    "auth_token_file": "auth.engineSecret",
+    "auth_tokens": "auth.tokensSecret",
+    "log_level": "logLevel",
+    "log_format": "logFormat",
+    "cluster_secret": "clusterSecret.existingSecret",
+}
+SAME_AS_KEY: Mapping[str, tuple[type[Config], str]] = {
+    "bindAddress": (CoordinatorConfig, "host"),
+    "logLevel": (CoordinatorConfig, "log_level"),
+    "logFormat": (CoordinatorConfig, "log_format"),
+    "node.maxLocalCpuSize": (NodeConfig, "max_local_cpu_size"),
+    "node.maxLocalDiskSize": (NodeConfig, "max_local_disk_size"),
+    "node.remote.url": (NodeConfig, "remote_url"),
+    "proxy.policy": (ProxyConfig, "policy"),
+}
+"""Values that a process gets as a key, by whose schema they are checked."""
 
 PORT = {"minimum": 1, "maximum": 65535}
 SIZE = {"type": "number", "exclusiveMinimum": 0}
-SIZE_OR_ZERO = {"type": "number", "minimum": 0}
+DNS_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+DNS_NAME = rf"{DNS_LABEL}(\.{DNS_LABEL})*"
+NAME = {"pattern": f"^({DNS_NAME})?$", "maxLength": 253}
+"""Name of a resource of Kubernetes, if any."""
+TEXTS = {"additionalProperties": {"type": "string"}}
+LABELS = {
+    "propertyNames": {"pattern": rf"^({DNS_NAME}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"},
+    "additionalProperties": {
+        "type": "string",
+        "maxLength": 63,
+        "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+    },
+}
+SELECTOR = {"type": "object"}
+PEERS = {
+    "items": {
+        "type": "object",
+        "additionalProperties": False,
+        "minProperties": 1,
+        "properties": {"podSelector": SELECTOR, "namespaceSelector": SELECTOR, "ipBlock": SELECTOR},
+    }
+}
+EGRESS_RULES = {
+    "items": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"to": {"type": "array", **PEERS}, "ports": {"type": "array", "items": {"type": "object"}}},
+    }
+}
+"""Kubernetes ignores a peer in the place of a rule, which then admits all traffic."""
 ID = {"type": "integer", "minimum": 0}
 TIME = {"pattern": r"^([0-9]+(h|m|s|ms))+$"}
 VARIABLE = {
@@ -67,7 +146,7 @@ GROUP = {
     "additionalProperties": False,
     "required": ["name", "model"],
     "properties": {
-        "name": {"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,10}[a-z0-9])?$"},
+        "name": {"type": "string", "pattern": f"^{DNS_LABEL}$"},
         "model": {"type": "string", "minLength": 1},
         "role": {"enum": ["both", "prefill", "decode"]},
         "replicas": {"type": "integer", "minimum": 0, "maximum": 1024},
@@ -95,11 +174,21 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r".*\.maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"},
     r".*\.extraEnv": {"items": VARIABLE},
     r".*\.extraVolume(s|Mounts)": {"items": NAMED},
-    r"common(Labels|Annotations)": {"additionalProperties": {"type": "string"}},
+    r"common[lL]abels|.*[lL]abels": LABELS,
+    r".*[aA]nnotations|.*nodeSelector": TEXTS,
+    r"nameOverride|fullnameOverride|serviceAccount\.name": NAME,
+    r".*(Secret|authenticationRef|className|priorityClassName|issuerRef\.name)": NAME,
+    r".*Secret\.key|.*\.(layoutMap|engineApiKey|remote)\.key": {"pattern": "^[-._A-Za-z0-9]+$", "maxLength": 253},
+    r"image\.registry": {"pattern": r"^([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])?(:[0-9]+)?(/[a-z0-9._-]+)*/?$"},
+    r".*\.image\.repository": {"pattern": "^[a-z0-9]+([._/-]+[a-z0-9]+)*$"},
+    r"(.*\.)?image\.tag": {"pattern": "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127}(@sha256:[0-9a-f]{64})?)?$"},
+    r"image\.pullSecrets": {"items": NAMED},
+    r"webhook\.caBundle": {"pattern": "^[A-Za-z0-9+/=]*$"},
+    r"networkPolicy\.(.*From|egress\.dns)": PEERS,
+    r"networkPolicy\.egress\.(all|coordinator|node|engine|proxy)": EGRESS_RULES,
+    r"node\.rdma\.resource": {"pattern": f"^({DNS_NAME}/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"},
     r"extraObjects": {"items": {"type": ["object", "string"]}},
     r".*\.service\.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
-    r"logLevel": {"enum": ["debug", "info", "warning", "error"]},
-    r"logFormat": {"enum": ["text", "json"]},
     # Fixed: the node's folder belongs to this user, and engines share its sockets.
     r"podSecurityContext": {
         "required": ["runAsUser", "runAsGroup"],
@@ -111,9 +200,8 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"tls\.certManager\.(duration|renewBefore)": TIME,
     r"monitoring\.serviceMonitor\.interval": TIME,
     r"node\.mode": {"enum": ["daemonSet", "sidecar"]},
-    r"node\.(maxLocalCpuSize|memoryOverhead)": SIZE,
-    r"node\.maxLocalDiskSize": SIZE_OR_ZERO,
-    r"node\.transferChannel": {"enum": ["auto", "shm", "nixl", "tcp"]},
+    r"node\.memoryOverhead": {"type": "number", "exclusiveMinimum": 0.25},  # which the node leaves free
+    r"node\.transferChannel": {"enum": list(BUILT_IN_CHANNELS)},
     r"node\.nixlPorts": {"items": {"type": "integer", **PORT}, "minItems": 2, "maxItems": 2},
     r"node\.host(Runtime|Pool)Dir": {"pattern": "^/[^ ]+$"},
     r"node\.rdma\.count": {"minimum": 1},
@@ -122,8 +210,7 @@ NARROWER: Mapping[str, Mapping[str, Any]] = {
     r"engines\.groups": {"items": GROUP},
     r"engines\.args": {"items": {"type": "string"}},
     r"engines\.sharedMemory": SIZE,
-    r"engines\.(startTimeout|stopTimeout)": {"minimum": 5},
-    r"proxy\.policy": {"enum": ["round_robin", "least_loaded", "kv_aware"]},
+    r"engines\.(startTimeout|stopTimeout)": {"minimum": 5, "maximum": 604_800},
     r".*\.autoscaling\.(min|max)Replicas": {"minimum": 1},
     r".*\.autoscaling\.target.*": {"minimum": 1, "maximum": 100},
     r".*\.requestsPerReplica": {"minimum": 0},
@@ -255,27 +342,72 @@ def _object() -> dict[str, Any]:
 
 
 def _type(value: Value) -> dict[str, Any]:
-    if value.path in PROCESSES:
-        names = allowed_keys(value.path)
-        return _object() | {"properties": {name: {"description": doc} for name, doc in names.items()}}
+    if value.path in PROCESSES:  # _refusals.tpl refuses other keys, and names the one or the value that is meant
+        return {"type": "object", "properties": _keys(value.path)}
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    narrowed: dict[str, Any] = {"type": kinds[type(value.default)]}
+    narrowed: dict[str, Any] = {}
+    if value.path in SAME_AS_KEY:
+        process, name = SAME_AS_KEY[value.path]
+        narrowed |= keys(process)[name].kind.schema
+    narrowed |= {"type": "number" if "maximum" in narrowed else kinds[type(value.default)]}
+    if narrowed["type"] != "string":
+        narrowed.pop("pattern", None)
+    elif value.default and not {"enum", "pattern"} & narrowed.keys():
+        narrowed["minLength"] = 1
     for pattern, narrower in NARROWER.items():
         if re.fullmatch(pattern, value.path):
             narrowed |= narrower
     return narrowed
 
 
-def allowed_keys(path: str) -> dict[str, str]:
-    """Descriptions of the keys that values such as `coordinator.config` may set, by name."""
-    decided = DECIDED[path]
-    unknown = decided - keys(PROCESSES[path]).keys()
-    assert not unknown, f"{path}: no process has {unknown}"
-    return {
-        name: declared.doc
-        for name, declared in keys(PROCESSES[path]).items()
-        if name not in decided and not DECIDED_EVERYWHERE.fullmatch(name)
-    }
+def _keys(path: str) -> dict[str, Any]:
+    """Schemas of the keys of values such as `coordinator.config`."""
+    process = PROCESSES[path]
+    defaults = process()
+    schemas: dict[str, Any] = {}
+    for name in allowed_keys(path):
+        declared = keys(process)[name]
+        default = getattr(defaults, name)
+        # A default that is described, such as "as many as there are", is no value.
+        shown = {} if declared.kind.write(default) != declared.default else {"default": default}
+        schemas[name] = {"description": declared.doc, **shown, **declared.kind.schema}
+    return schemas
+
+
+def allowed_keys(path: str) -> list[str]:
+    """The keys that values such as `coordinator.config` may set."""
+    elsewhere = {**DECIDED_EVERYWHERE, **DECIDED[path]}
+    if path == "engines.config":
+        elsewhere |= dict.fromkeys(keys(NodeConfig), "node.config")
+    return [name for name in keys(PROCESSES[path]) if name not in elsewhere]
+
+
+def refused_keys() -> dict[str, Any]:
+    """For each process: the keys that its `config` may set, and of others that are known why it may not."""
+    allowed = {path: allowed_keys(path) for path in PROCESSES}
+    found: dict[str, Any] = {}
+    for path, process in PROCESSES.items():
+        decided = {**DECIDED_EVERYWHERE, **DECIDED[path]}
+        unknown = DECIDED[path].keys() - keys(process).keys()
+        assert not unknown, f"{path}: no process has {unknown}"
+        why: dict[str, str] = {}
+        for word in sorted(known_spellings() - set(allowed[path])):
+            name = spellings(process)[word][0] if word in spellings(process) else word
+            homes = [other for other in PROCESSES if word in allowed[other]]
+            if name in decided:
+                why[word] = f"follows from {decided[name]}: set that"
+            elif name in allowed[path]:
+                why[word] = f"is another spelling of {name}: write that"
+            elif homes:
+                why[word] = f"is a key of {homes[0]}: set it there"
+            elif word in REPLACED:
+                why[word] = f"has no counterpart in lmkv, because {REPLACED[word]}: remove it"
+            elif home := next((other for other in PROCESSES if word in DECIDED[other]), ""):
+                why[word] = f"follows from {DECIDED[home][word]}: set that"
+            else:
+                why[word] = "is a key of another process: remove it"
+        found[path.removesuffix(".config")] = {"keys": allowed[path], "refused": why}
+    return {"components": found, "known": sorted(known_spellings())}
 
 
 INTRODUCTION = """\
@@ -299,7 +431,8 @@ def made() -> dict[Path, str]:
     found = sections((CHART / "values.yaml").read_text(encoding="utf-8"))
     return {
         CHART / "README.md": readme(found),
-        CHART / "values.schema.json": json.dumps(schema(found), indent=2) + "\n",
+        CHART / "values.schema.json": json.dumps(schema(found), indent=2, default=dict) + "\n",
+        CHART / "files" / "keys.yaml": yaml.safe_dump(refused_keys(), width=1000),
         CHART / "files" / "rules.yaml": RULES.read_text(encoding="utf-8"),
     }
 

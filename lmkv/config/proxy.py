@@ -17,6 +17,7 @@ from lmkv.config.kinds import (
     SECONDS_OR_ZERO,
     Kind,
     choice,
+    one_or_several,
     whole,
 )
 from lmkv.config.router import POLICY, URLS, RouterConfig, items
@@ -35,11 +36,20 @@ def _ports(raw: object) -> tuple[int, ...]:
     return ports
 
 
-HOSTS = Kind(metavar="HOSTS", expects="host names or addresses, without ports", parse=_hosts, write=",".join)
+_HOST = r"[^\s\x00/\[\]@:,]+"
+_PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+HOSTS = Kind(
+    metavar="HOSTS",
+    expects="host names or addresses, without ports",
+    parse=_hosts,
+    schema={**one_or_several(_HOST), "pattern": f"^{_HOST}$"},
+    write=",".join,
+)
 PORTS = Kind(
     metavar="PORTS",
     expects="ports from 1 to 65535",
     parse=_ports,
+    schema={"type": ["array", "integer"], "items": _PORT, "minimum": 1, "maximum": 65535},
     write=lambda ports: ",".join(map(str, ports)),
 )
 ENGINE_COUNT = whole(0, 1024, "a number of engines from 0 to 1024 (0: as many as hosts or ports are named)")

@@ -26,11 +26,14 @@ from lmkv.config.kinds import (
     SIZE,
     Kind,
     choice,
+    one_or_several,
     whole,
 )
 from lmkv.config.schema import Alias, Config, key
 from lmkv.errors import ConfigError
 from lmkv.units import GIB
+
+_HEADER = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 
 
 def items(raw: object) -> list[Any]:
@@ -60,7 +63,7 @@ def _url(raw: object) -> str:
 
 
 def _header(raw: object) -> str:
-    if not isinstance(raw, str) or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", raw):
+    if not isinstance(raw, str) or not re.fullmatch(_HEADER, raw):
         raise ValueError
     return raw.lower()
 
@@ -69,18 +72,28 @@ URLS = Kind(
     metavar="URL",
     expects="engines such as http://10.0.0.7:8000",
     parse=_urls,
+    schema=one_or_several(r"(https?://)?[^\s/:,@\[\]]+:[1-9][0-9]{0,3}"),
     write=",".join,
     repeatable=True,
 )
-HEADER_NAME = Kind(metavar="NAME", expects="the name of a header", parse=_header)
+HEADER_NAME = Kind(
+    metavar="NAME",
+    expects="the name of a header",
+    parse=_header,
+    schema={"type": "string", "pattern": f"^{_HEADER}$"},
+)
 HEADER_NAME_IF_ANY = Kind(
-    metavar="NAME", expects="the name of a header, or nothing", parse=lambda raw: raw if raw == "" else _header(raw)
+    metavar="NAME",
+    expects="the name of a header, or nothing",
+    parse=lambda raw: raw if raw == "" else _header(raw),
+    schema={"type": "string", "pattern": f"^({_HEADER})?$"},
 )
 _POLICY = choice("round_robin", "least_loaded", "kv_aware")
 POLICY = Kind(
     metavar=_POLICY.metavar,
     expects=_POLICY.expects,
     parse=lambda raw: _POLICY.parse(raw.replace("-", "_") if isinstance(raw, str) else raw),
+    schema=_POLICY.schema,
 )
 
 

@@ -19,12 +19,20 @@ RELEASE, NAMESPACE = "demo", "prod"
 Manifest = dict[str, Any]
 
 
-def render(values: Mapping[str, Any]) -> list[Manifest]:
+def render(values: Mapping[str, Any], release: str = RELEASE) -> list[Manifest]:
     """What is given to Kubernetes. Raises `HelmError` for values that the chart refuses."""
     with helm_python.Chart.load(CHART) as chart:
-        rendered = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+        rendered = chart.render(dict(values), name=release, namespace=NAMESPACE)
     files = (rendered[path] for path in sorted(rendered) if path.endswith(".yaml"))
     return [manifest for text in files for manifest in yaml.load_all(text, Loader=yaml.CSafeLoader) if manifest]
+
+
+def rendered_or_refused(values: Mapping[str, Any]) -> tuple[list[Manifest], str]:
+    """What is rendered, or why nothing is."""
+    try:
+        return render(values), ""
+    except (helm_python.HelmValuesError, helm_python.HelmRenderError) as refusal:
+        return [], str(refusal)
 
 
 def notes(values: Mapping[str, Any]) -> str:

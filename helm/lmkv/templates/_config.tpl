@@ -1,4 +1,4 @@
-{{/* The configuration file of each process. What the chart decides wins: values.schema.json refuses it in `config`.
+{{/* The configuration file of each process. What the chart decides wins: `lmkv.refuseKeys` refuses it in `config`.
 Each file is the process's settings, a change of which restarts it, and `lmkv.loggingConfig`. */}}
 
 {{/* Logging keys. Running processes apply a change of them, so no checksum covers them. */}}
@@ -69,6 +69,9 @@ persist_pool: true
 {{- if .Values.node.maxLocalDiskSize }}
 local_disk: /disk
 max_local_disk_size: {{ .Values.node.maxLocalDiskSize }}
+{{- end }}
+{{- with .Values.node.remote.url }}
+remote_url: {{ . | quote }}
 {{- end }}
 {{- if .Values.node.encryptionKeysSecret }}
 encryption_key_file: /etc/lmkv-encryption/keys

@@ -2,7 +2,8 @@
 that a field needs no value of its own. */}}
 
 {{/* A workload with its `workloadSpec` and `podSpec`. A volume that a claim of the same name replaces is left out.
-Takes a dict of text (the manifest) and values: a list of the component's values, of which later ones win. */}}
+Takes a dict of text (the manifest), values: a list of the component's values, of which later ones win, root, and
+volumes: the value that adds volumes. */}}
 {{- define "lmkv.workload" -}}
 {{- $manifest := fromYaml .text -}}
 {{- range .values -}}
@@ -20,6 +21,7 @@ Takes a dict of text (the manifest) and values: a list of the component's values
 {{- if not (has .name $claimed) -}}{{- $volumes = append $volumes . -}}{{- end -}}
 {{- end -}}
 {{- $_ := set $pod.spec "volumes" $volumes -}}
+{{- include "lmkv.refuseVolumes" (list $.root $.volumes $pod.spec $claimed) -}}
 {{- end -}}
 {{- toYaml $manifest -}}
 {{- end -}}

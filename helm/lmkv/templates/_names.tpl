@@ -1,12 +1,12 @@
 {{/* Names and addresses. */}}
 
+{{/* The first part of all names. Names of Services have no dots, which those of releases may have, and begin with a letter. */}}
 {{- define "lmkv.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
-{{- end -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- $full = default $full .Values.fullnameOverride | replace "." "-" -}}
+{{- if regexMatch "^[0-9]" $full -}}{{- $full = printf "lmkv-%s" $full -}}{{- end -}}
+{{- regexReplaceAll "-+$" (trunc 40 $full) "" -}}
 {{- end -}}
 
 {{/* Labels that a selector may name: they never change. Takes a list of root and component. */}}

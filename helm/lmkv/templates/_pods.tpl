@@ -71,9 +71,9 @@ and otlpFrom: the ConfigMap that holds the endpoint; a change of it restarts no 
 {{- $common := list -}}
 {{- range $extra -}}
 {{- if has .name $common -}}
-{{- fail (printf "%s.extraEnv has the variable %s twice: keep one" $.values .name) -}}
+{{- include "lmkv.fail" (printf "%s.extraEnv has the variable %s twice: keep one" $.values .name) -}}
 {{- else if has .name $names -}}
-{{- fail (printf "%s.extraEnv has the variable %s, which the chart sets itself: remove it" $.values .name) -}}
+{{- include "lmkv.fail" (printf "%s.extraEnv has the variable %s, which the chart sets itself: remove it" $.values .name) -}}
 {{- end -}}
 {{- $common = append $common .name -}}
 {{- end -}}

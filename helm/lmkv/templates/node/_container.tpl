@@ -108,6 +108,9 @@ Takes a list of root and the stop time of the other containers. */}}
 - name: LMKV_POOL_PATH
   value: /pool/$(LMKV_INSTANCE_ID).pool
 {{- end }}
+{{- with include "lmkv.secretVariable" (list "LMKV_REMOTE_URL" $values.remote) }}
+{{ . }}
+{{- end }}
 {{- with .role }}
 - name: LMKV_PD_ROLE
   value: {{ . }}

@@ -14,9 +14,9 @@ where the medium names none. */}}
 
 {{/* KiB of a size such as 64Ki, 2Mi or 1Gi; empty: not a size, which `lmkv.refuse` rejects. */}}
 {{- define "lmkv.kibibytes" -}}
-{{- if regexMatch "^[1-9][0-9]*(Ki|Mi|Gi)$" . -}}
-{{- $unit := regexFind "[KMG]i$" . -}}
-{{- mul (trimSuffix $unit . | int) (get (dict "Ki" 1 "Mi" 1024 "Gi" 1048576) $unit) -}}
+{{- if regexMatch "^[1-9][0-9]*(Ki|Mi|Gi|Ti)$" . -}}
+{{- $unit := regexFind "[KMGT]i$" . -}}
+{{- mul (trimSuffix $unit . | int) (get (dict "Ki" 1 "Mi" 1024 "Gi" 1048576 "Ti" 1073741824) $unit) -}}
 {{- end -}}
 {{- end -}}
 
