@@ -432,7 +432,7 @@ def made() -> dict[Path, str]:
     return {
         CHART / "README.md": readme(found),
         CHART / "values.schema.json": json.dumps(schema(found), indent=2, default=dict) + "\n",
-        CHART / "files" / "keys.yaml": yaml.safe_dump(refused_keys(), width=1000),
+        CHART / "files" / "keys.json": json.dumps(refused_keys(), indent=1, sort_keys=True) + "\n",
         CHART / "files" / "rules.yaml": RULES.read_text(encoding="utf-8"),
     }
 

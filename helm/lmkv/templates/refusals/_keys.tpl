@@ -2,7 +2,12 @@
 values, and keys that contradict each other or other values. */}}
 
 {{- define "lmkv.refuseKeys" -}}
-{{- $keys := .Files.Get "files/keys.yaml" | fromYaml -}}
+{{- $set := list -}}
+{{- range list .Values.coordinator .Values.node .Values.engines .Values.proxy .Values.webhook -}}
+{{- $set = concat $set (keys (default dict .config)) (default list .extraEnv) -}}
+{{- end -}}
+{{- if $set -}}
+{{- $keys := .Files.Get "files/keys.json" | fromJson -}}
 {{- range $component, $known := $keys.components -}}
 {{- range $key, $_ := default dict (get $.Values $component).config -}}
 {{- if hasKey $known.refused $key -}}
@@ -23,6 +28,7 @@ values, and keys that contradict each other or other values. */}}
 {{- include "lmkv.fail" (printf "%s.extraEnv has %s, whose value nothing would check: set %s.config.%s instead" $component .name $component $key) -}}
 {{- else if and (hasPrefix "follows" (get $known.refused $key)) (not (and (eq $key "remote_url") .valueFrom (not $.Values.node.remote.url))) -}}
 {{- include "lmkv.fail" (printf "%s.extraEnv has %s, which %s" $component .name (get $known.refused $key)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
