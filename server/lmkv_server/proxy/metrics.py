@@ -43,7 +43,7 @@ class ProxyMetrics(Collector):
         )
         self.lookups = Counter(
             "lmkv_proxy_lookups",
-            "Lookups at the coordinator. outcome: hit, miss, failed.",
+            "Lookups at the coordinator. outcome: hit, miss, failed; skipped if the prompt's tokens are unknown.",
             ["outcome"],
             registry=self.registry,
         )

@@ -9,6 +9,7 @@ import msgspec
 Json = dict[str, Any]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 """Anthropic's API."""
 DEFAULT_COMPLETION_TOKENS = 16

@@ -10,16 +10,18 @@ import msgspec
 from lmkv_server.proxy.admission import AdmittedRequest, InvalidRequest
 from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
-from lmkv_server.proxy.openai import MESSAGES, error_body
+from lmkv_server.proxy.openai import MESSAGES, RESPONSES, Json, error_body
 from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
+from lmkv_server.proxy.routing.lookup import PrefixLookup
+from lmkv_server.proxy.routing.policies import Cost
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
 
-GENERATING = frozenset({"/v1/responses", MESSAGES})
-"""Paths that generate tokens: their latencies are measured."""
+GENERATING = frozenset({RESPONSES, MESSAGES})
+"""Paths that generate tokens: their prompts are looked up, and their latencies are measured."""
 UNCACHED = ("/tokenize", "/detokenize")
 """Paths whose requests use no prefix cache, and take no cache salt."""
 PATHS = {
@@ -27,7 +29,7 @@ PATHS = {
     **dict.fromkeys((*UNCACHED, "/v1/embeddings", *sorted(GENERATING)), "POST"),
 }
 """The paths that are passed on, with their method."""
-_PREFILL_COST = 1_000_000
+_PREFILL_COST = 1 << 60
 """More than any number of requests in flight: an engine that only prefills is selected if no other serves the path."""
 
 
@@ -43,10 +45,22 @@ class PassThrough:
     """
 
     def __init__(
-        self, pools: EnginePools, clients: Mapping[Engine, UpstreamClient], session_ttl: float, metrics: ProxyMetrics
+        self,
+        pools: EnginePools,
+        clients: Mapping[Engine, UpstreamClient],
+        lookup: PrefixLookup | None,
+        cost: Cost,
+        session_ttl: float,
+        metrics: ProxyMetrics,
     ) -> None:
-        self._pool = EnginePool(pools.engines, _cost, SessionAffinity(session_ttl))
+        """`cost` is that of engines which serve all of a request."""
+
+        def cost_of(engine: Engine, cached: Mapping[str, int]) -> int:
+            return cost(engine, cached) + (_PREFILL_COST if engine.role == PREFILL else 0)
+
+        self._pool = EnginePool(pools.engines, cost_of, SessionAffinity(session_ttl))
         self._clients = clients
+        self._lookup = lookup
         self._metrics = metrics
 
     async def serve(self, request: AdmittedRequest) -> None:
@@ -75,11 +89,16 @@ class PassThrough:
                     raise PathNotServed from None
                 raise
 
-        content = _content(request, body)
+        sent = _sent(request, body)
+        content = None
+        if request.method == "POST":
+            content = request.body if sent is body else msgspec.json.encode(sent)
+        cached = await self._cached_tokens(request, sent)
         while True:
             try:
                 excluded = self._unfit(request.path, body.get("model"))
-                with EngineFailover(self._pool, request.session, {}, self._metrics, excluded=excluded) as engines:
+                with EngineFailover(self._pool, request.session, cached, self._metrics, excluded=excluded) as engines:
+                    self._metrics.hit_tokens.inc(cached.get(engines.first.instance_id, 0))
                     return await engines.run(attempt)
             except PathNotServed:
                 continue
@@ -88,6 +107,13 @@ class PassThrough:
                     raise
                 message = f"no engine serves {request.path}"
                 raise EngineRejected(HttpResponse(status=404, body=error_body(404, message))) from None
+
+    async def _cached_tokens(self, request: AdmittedRequest, body: Json) -> Mapping[str, int]:
+        """The number of prompt tokens that each instance holds; empty if the policy does not use it."""
+        engine = self._pool.least_loaded()
+        if self._lookup is None or engine is None or request.path not in GENERATING:
+            return {}
+        return await self._lookup.cached_tokens(self._clients[engine], request.path, body, request.headers)
 
     def _unfit(self, path: str, model: object) -> list[Engine]:
         """The engines that lack the path; and those without the model, if another one has it."""
@@ -111,10 +137,6 @@ class PassThrough:
         await writer.end_stream()
 
 
-def _cost(engine: Engine, _: Mapping[str, int]) -> int:
-    return engine.in_flight_count + (_PREFILL_COST if engine.role == PREFILL else 0)
-
-
 def _object(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
@@ -122,14 +144,12 @@ def _object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(400, f"the body must be a JSON object: {error}") from None
 
 
-def _content(request: AdmittedRequest, body: dict[str, Any]) -> bytes | None:
+def _sent(request: AdmittedRequest, body: Json) -> Json:
     """The body to send: as it came, but for handoff parameters and salts, which only the proxy sets."""
     if request.method != "POST":
-        return None
+        return body
     salted = body if request.path in UNCACHED else request.client.salted(request.path, body)
-    if salted is body and "kv_transfer_params" not in body:
-        return request.body
-    return msgspec.json.encode(without_handoff(salted))
+    return body if salted is body and "kv_transfer_params" not in body else without_handoff(salted)
 
 
 def _lacks_path(response: HttpResponse | None) -> bool:

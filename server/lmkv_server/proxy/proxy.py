@@ -82,7 +82,8 @@ class Proxy:
                 statistics=self.statistics,
                 metrics=self._metrics,
             )
-            pass_through = PassThrough(self.pools, clients, config.session_ttl, self._metrics)
+            cost = cost_by("least_loaded" if lookup is None else config.policy, config.load_tokens)
+            pass_through = PassThrough(self.pools, clients, lookup, cost, config.session_ttl, self._metrics)
             authenticator = Authenticator(config.auth_tokens)
             salts = ClientSalts(
                 config.cache_salt_policy,

@@ -61,8 +61,9 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
     """Starts a scripted engine; with an id it has a node."""
     engines: list[ScriptedEngine] = []
 
-    async def make(instance_id: str = "") -> ScriptedEngine:
+    async def make(instance_id: str = "", other_paths: tuple[str, ...] = ()) -> ScriptedEngine:
         engines.append(ScriptedEngine(instance_id))
+        engines[-1].other_paths = other_paths
         await engines[-1].start()
         return engines[-1]
 

@@ -306,16 +306,23 @@ def tokens_of(body: Json) -> list[int]:
     if forwarded is not None:
         return list(forwarded)
     if "messages" in body:
+        effort = body.get("reasoning_effort") or (body.get("chat_template_kwargs") or {}).get("reasoning_effort") or ""
         text = "".join(f"{message['role']}: {message['content']}\n" for message in body["messages"])
-        return list(f"{text}assistant: ".encode())
+        return _cut(list(f"{effort}{text}assistant: ".encode()), body)
     prompt = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     tokens = list(prompt.encode()) if isinstance(prompt, str) else list(itertools.chain(prompt))
     if tokens and not isinstance(tokens[0], int):  # several prompts: the first will do
         tokens = list(tokens[0].encode())
-    cut = body.get("truncate_prompt_tokens")
-    return tokens[-cut:] if cut else tokens
+    return _cut(tokens, body)
+
+
+def _cut(tokens: list[int], body: Json) -> list[int]:
+    count = body.get("truncate_prompt_tokens")
+    if not count:
+        return tokens
+    return tokens[:count] if body.get("truncation_side") == "right" else tokens[-count:]
 
 
 def answer_to(prompt: Sequence[int], body: Json) -> list[int]:

@@ -10,16 +10,17 @@ import msgspec
 
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from lmkv_server.proxy.picker.arriving_body import ArrivingBody
 from lmkv_server.proxy.routing.early_lookup import EarlyLookup
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
-from lmkv_server.proxy.routing.lookup import tokenize
+from lmkv_server.proxy.routing.lookup import cut_tokens, tokenize
 from lmkv_server.proxy.routing.pools import EnginePool
 from lmkv_server.proxy.routing.prefix_match import NO_MATCH, PrefixMatch
 from lmkv_server.proxy.routing.prompt import NotJson, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, forwarded_headers
+from lmkv_server.proxy.upstream.tokenization import NotTokenizable
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class EnginePicker:
         excluded = [engine for engine in self._pool.engines if engine not in allowed]
         match, is_early = NO_MATCH, False
         if len(allowed) > 1:
-            early = body.early if isinstance(body, ArrivingBody) else None
+            early = body.early if isinstance(body, ArrivingBody) and _is_looked_up_whole(prompt) else None
             found = early.match(prompt) if early is not None else None
             is_early = found is not None and (
                 not found.is_open
@@ -100,18 +101,21 @@ class EnginePicker:
         tokens = prompt.tokens
         if self._lookup is None or (tokens is None and not (prompt.has_text and self._lookup.is_ready)):
             return NO_MATCH
-        if tokens is None:
+        if tokens is None or not _is_looked_up_whole(prompt):
             engine = self._pool.least_loaded()
             if engine is None:
                 return NO_MATCH
+            client = self._clients[engine]
             try:
-                tokens = await tokenize(
-                    self._clients[engine],
-                    prompt.path,
-                    prompt.body,
-                    forwarded_headers(_end_to_end(headers)),
-                    prompt.text_prompt,
-                )
+                if tokens is None:
+                    sent = forwarded_headers(_end_to_end(headers))
+                    tokens = await tokenize(client, prompt.path, prompt.body, sent, prompt.text_prompt)
+                else:
+                    tokens = cut_tokens(client, prompt.path, prompt.body, tokens)
+            except NotTokenizable as error:
+                logger.debug("routed without a lookup: %s", error)
+                self._metrics.lookups.labels("skipped").inc()
+                return NO_MATCH
             except (EngineFailed, EngineRejected, TimeoutError, msgspec.DecodeError, ValueError) as error:
                 self._lookup.failures.add(error)
                 return NO_MATCH
@@ -124,8 +128,13 @@ def address_of(engine: Engine) -> str:
     return engine.url.partition("://")[2]
 
 
+def _is_looked_up_whole(prompt: PromptRequest) -> bool:
+    """Whether the engine takes all tokens of a prompt that is sent as token ids."""
+    return prompt.path == COMPLETIONS and prompt.body.get("truncate_prompt_tokens") is None
+
+
 def _prompt(path: str, body: ArrivingBody | bytes | None) -> PromptRequest:
-    if not body or path not in (COMPLETIONS, CHAT):
+    if not body or path not in (COMPLETIONS, CHAT, RESPONSES, MESSAGES):
         return read_prompt(path, _NOTHING)
     try:
         return body.read(path) if isinstance(body, ArrivingBody) else read_prompt(path, body)

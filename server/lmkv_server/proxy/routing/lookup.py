@@ -21,8 +21,15 @@ from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_kernels import token_ids
 from lmkv_server.proxy.metrics import ProxyMetrics
-from lmkv_server.proxy.openai import CHAT
+from lmkv_server.proxy.openai import COMPLETIONS, Json
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
+from lmkv_server.proxy.upstream.tokenization import (
+    NotTokenizable,
+    Tokens,
+    forwarded_tokens,
+    tokenize_body,
+    truncation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +40,11 @@ WARN_FAILURES = 3
 LOG_SECONDS = 10.0
 """Minimum time between two such warnings."""
 _LOOKUP = "lmkv.v1.CacheService/Lookup"
-_FOR_COMPLETION = ("model", "add_special_tokens")
-_FOR_CHAT = (
-    *("model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
-    *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"),
-)
-"""Parameters of a request that an engine's `/tokenize` accepts."""
 
 
 class _Tokens(msgspec.Struct):
     tokens: msgspec.Raw
+    max_model_len: int = 0
 
 
 _decode_tokens = msgspec.json.Decoder(_Tokens).decode
@@ -123,9 +125,13 @@ class PrefixLookup:
         engine = client.engine
         model_name = body.get("model") or engine.model(None).name
         try:
-            tokens = await self._tokens(client, path, body, headers)
+            tokens = await tokens_of(client, path, body, headers)
             request = LookupRequest(tokens=tokens, model_name=model_name, cache_salt=body.get("cache_salt") or "")
             response = await self._look_up(request)
+        except NotTokenizable as e:
+            logger.debug("routed without a lookup: %s", e)
+            self._metrics.lookups.labels("skipped").inc()
+            return {}
         except ModelNotFound as e:
             is_adapter = bool(engine.model(model_name).parent)  # the coordinator learns of an adapter at its first use
             if not is_adapter:
@@ -162,28 +168,49 @@ class PrefixLookup:
             self._coordinators.report_failure(address)
             raise
 
-    async def _tokens(
-        self, client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> list[int]:
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if isinstance(prompt, list):
-            return prompt
-        tokens: list[int] = (await tokenize(client, path, body, headers, prompt)).tolist()
-        return tokens
+
+async def tokens_of(
+    client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> list[int]:
+    """The tokens that the engine of `client` computes for a request. Raises as `tokenize`."""
+    prompt = body.get("prompt") if path == COMPLETIONS else None
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, list):
+        return cut_tokens(client, path, body, prompt)
+    tokens: list[int] = (await tokenize(client, path, body, headers, prompt)).tolist()
+    return tokens
 
 
 async def tokenize(
     client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str], prompt: object = None
 ) -> NDArray[np.uint32]:
-    """The tokens of a chat, or of `prompt`, as the engine of `client` computes them.
+    """The tokens that an engine computes for a chat, or for `prompt`, as the engine of `client` tokenizes them.
 
-    Raises `EngineFailed`, `EngineRejected`, `TimeoutError`, or `ValueError` if the response has no tokens.
+    Raises `NotTokenizable`, `EngineFailed`, `EngineRejected`, `TimeoutError`, or `ValueError` if the response has no
+    tokens.
     """
-    parameters = {name: body[name] for name in (_FOR_CHAT if path == CHAT else _FOR_COMPLETION) if name in body}
-    if path != CHAT:
-        parameters["prompt"] = prompt
+    if (forwarded := forwarded_tokens(path, body)) is not None:
+        return np.array(forwarded, np.uint32)
+    asked = tokenize_body(path, body, prompt)
+    cut = truncation(path, body)
+
+    async def ask(asked: Json) -> tuple[NDArray[np.uint32], int]:
+        response = _decode_tokens((await client.request("POST", "/tokenize", headers, msgspec.json.encode(asked))).body)
+        return token_ids(memoryview(response.tokens)), response.max_model_len
+
     async with asyncio.timeout(TOKENIZE_TIMEOUT_SECONDS):
-        response = await client.request("POST", "/tokenize", headers, msgspec.json.encode(parameters))
-    return token_ids(memoryview(_decode_tokens(response.body).tokens))
+        tokens, max_model_len = await ask(asked)
+        if cut is None or cut.token_count(max_model_len) >= tokens.size:
+            return tokens
+        adds_special_tokens = asked.get("add_special_tokens", path == COMPLETIONS)
+        if cut.side or not adds_special_tokens:
+            return cut.cut(tokens, max_model_len)
+        plain, _ = await ask(asked | {"add_special_tokens": False})
+        return cut.cut_between(tokens, plain, max_model_len)
+
+
+def cut_tokens(client: UpstreamClient, path: str, body: Mapping[str, Any], tokens: Tokens) -> Tokens:
+    """The tokens that the engine of `client` computes, of those that a request has. Raises `NotTokenizable`."""
+    cut = truncation(path, body)
+    return tokens if cut is None else cut.cut(tokens, client.engine.model(body.get("model")).max_token_count)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv_kernels import token_ids
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS, Json
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Json
 
 PROMPT_NAME = b'"prompt"'
 TOKENS_BEGIN = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[\s*\d)')
@@ -40,6 +40,8 @@ class PromptRequest:
     @property
     def tokens(self) -> NDArray[np.uint32] | None:
         """The prompt, if it was sent as token ids. Joins the parts."""
+        if self.path != COMPLETIONS:  # others have no such prompt
+            return None
         if len(self.id_parts) == 1:
             return self.id_parts[0]
         return np.concatenate(self.id_parts) if self.id_parts else None
@@ -67,8 +69,10 @@ class PromptRequest:
     @property
     def has_text(self) -> bool:
         """Whether an engine can tokenize it: a chat, or one prompt."""
-        if self.path == CHAT:
+        if self.path in (CHAT, MESSAGES):
             return isinstance(self.body.get("messages"), list)
+        if self.path == RESPONSES:
+            return bool(self.body.get("input"))
         return self.path == COMPLETIONS and bool(self.text_prompt)
 
     @property

@@ -1,1 +1,3 @@
-"""HTTP client of engines, and server-sent events. Imports `engine` and `openai`. Start with `client.UpstreamClient`."""
+"""HTTP client of engines, server-sent events, and what `/tokenize` must be asked. Imports `engine` and `openai`. Start
+with `client.UpstreamClient`.
+"""

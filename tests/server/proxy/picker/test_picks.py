@@ -12,6 +12,7 @@ import pytest
 from lmkv.v1.registry_service_pb2 import ListInstancesRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.proxy.openai import RESPONSES
 from lmkv_server.proxy.routing.namespaces import Namespaces
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
@@ -20,7 +21,7 @@ from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.pd.test_prefill_decode import CHAT, chat
 from tests.server.proxy.picker.conftest import Front, MakePicker, host_port
 from tests.server.proxy.picker.published import endpoint_of
-from tests.server.proxy.routing.test_route import PROMPT, SPEC
+from tests.server.proxy.routing.test_route import PROMPT, SPEC, TOKENIZED
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
 
 __all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
@@ -86,6 +87,54 @@ async def test_chats_adapters_and_salts(
         assert await front.gateway.pick(body(cache_salt="salt")) == host_port(engines[1])
         assert await front.gateway.pick(body()) == host_port(engines[2])
         assert await front.gateway.pick(json.dumps(request).encode(), path=CHAT) == host_port(engines[3])
+
+
+@pytest.mark.parametrize("parts", [1, 9])
+@pytest.mark.parametrize(("path", "request_body", "tokens"), TOKENIZED)
+async def test_the_tokens_that_are_looked_up_are_those_that_the_engine_computes(
+    coordinator: Coordinator,
+    make: Make,
+    make_engine: MakeEngine,
+    make_picker: MakePicker,
+    path: str,
+    request_body: dict[str, Any],
+    tokens: list[int],
+    parts: int,
+) -> None:
+    engines = await some(make_engine)
+    whole = len(tokens) // SPEC.chunk_size
+    async with make("i-1", keys_of(tokens, SPEC)[:whole], SPEC):
+        front = await looking_up(make_picker, engines, coordinator.address)
+        picked = await front.gateway.pick(json.dumps(request_body).encode(), path=path, parts=parts)
+    assert picked == host_port(engines[1])
+    assert front.metric("lmkv_picker_lookup_asked_tokens_total") == len(tokens)
+    assert front.metric("lmkv_picker_lookup_hit_tokens_total") == whole * SPEC.chunk_size
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+async def test_long_token_ids_of_which_the_engine_takes_a_part_are_looked_up_as_that_part(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker, parts: int
+) -> None:
+    engines = await some(make_engine)
+    tokens = list(range(10_000, 30_000))
+    async with make("i-1", keys_of(tokens[-1000:], SPEC), SPEC), make("i-2", keys_of(tokens, SPEC), SPEC):
+        front = await looking_up(make_picker, engines, coordinator.address)
+        sent = json.dumps({"model": MODEL, "prompt": tokens, "truncate_prompt_tokens": 1000}).encode()
+        async with front.gateway.exchange() as exchange:
+            assert endpoint_of(await exchange.pick(sent, parts)) == host_port(engines[1])
+
+
+async def test_a_prompt_whose_tokens_are_unknown_is_picked_by_load(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_picker: MakePicker
+) -> None:
+    engines = await some(make_engine, 2)
+    async with make("i-1", keys_of(TOKENS, SPEC), SPEC):
+        front = await looking_up(make_picker, engines, coordinator.address)
+        sent = json.dumps({"model": MODEL, "input": PROMPT, "previous_response_id": "resp_1"}).encode()
+        picked = {await front.gateway.pick(sent, path=RESPONSES) for _ in range(2)}
+    assert picked == {host_port(engine) for engine in engines}
+    assert front.metric("lmkv_picker_lookups_total", outcome="skipped") == 2
+    assert sum(engine.tokenize_count for engine in engines) == 0
 
 
 @pytest.mark.parametrize("parts", [1, 7])

@@ -12,6 +12,7 @@ import pytest
 
 from lmkv.spec import KvSpec
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.proxy.openai import MESSAGES, RESPONSES
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
@@ -38,8 +39,8 @@ def counts(engines: list[ScriptedEngine]) -> list[int]:
     return [len(engine.asked) for engine in engines]
 
 
-async def three(make_engine: MakeEngine) -> list[ScriptedEngine]:
-    return [await make_engine(f"i-{number}") for number in range(3)]
+async def three(make_engine: MakeEngine, **settings: Any) -> list[ScriptedEngine]:
+    return [await make_engine(f"i-{number}", **settings) for number in range(3)]
 
 
 @pytest.mark.parametrize("body", [completion(PROMPT, max_tokens=9), completion(PROMPT, max_tokens=9, stream=True)])
@@ -146,6 +147,92 @@ async def test_chats_are_looked_up_as_the_engine_renders_them(
         )
         await front.ask(CHAT, body)
         assert counts(engines) == [0, 1, 0]
+
+
+ASKED = [{"role": "user", "content": PROMPT}]
+CUT = {"truncate_prompt_tokens": 50}
+TOKENIZED: list[tuple[str, dict[str, Any], list[int]]] = [
+    (path, body, tokens_of(body))
+    for path, body in (
+        (CHAT, chat(PROMPT, reasoning_effort="low")),
+        (CHAT, chat(PROMPT, **CUT)),
+        (CHAT, chat(PROMPT, prompt=[1, 2, 3])),
+        (COMPLETIONS, completion(PROMPT, **CUT)),
+        (COMPLETIONS, completion(PROMPT, **CUT, truncation_side="right")),
+        (COMPLETIONS, completion(list(PROMPT.encode()), **CUT)),
+        (COMPLETIONS, completion([list(PROMPT.encode())], **CUT)),
+    )
+]
+TOKENIZED += [
+    (RESPONSES, {"model": MODEL, "input": PROMPT, "stream": True}, tokens_of({"messages": ASKED})),
+    (RESPONSES, {"model": MODEL, "input": ASKED, "reasoning": {"effort": "low"}},
+     tokens_of({"messages": ASKED, "reasoning_effort": "low"})),
+    (MESSAGES, {"model": MODEL, "messages": ASKED, "max_tokens": 9, "output_config": {"effort": "low"}},
+     tokens_of({"messages": ASKED, "reasoning_effort": "low"})),
+]  # fmt: skip
+"""Requests whose tokens depend on more than a prompt or messages, with their tokens."""
+
+
+@pytest.mark.parametrize(("path", "body", "tokens"), TOKENIZED)
+async def test_the_tokens_that_are_looked_up_are_those_that_the_engine_computes(
+    coordinator: Coordinator,
+    make: Make,
+    make_engine: MakeEngine,
+    make_proxy: MakeProxy,
+    path: str,
+    body: dict[str, Any],
+    tokens: list[int],
+) -> None:
+    engines = await three(make_engine, other_paths=(RESPONSES, MESSAGES))
+    whole = len(tokens) // SPEC.chunk_size
+    async with make("i-1", keys_of(tokens, SPEC)[:whole], SPEC):
+        front = await make_proxy(
+            engines=engines, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=20
+        )
+        assert (await front.ask(path, body)).status_code == 200
+        assert counts(engines) == [0, 1, 0]
+        await front.counts("lmkv_proxy_lookup_asked_tokens_total", len(tokens))
+        await front.counts("lmkv_proxy_lookup_hit_tokens_total", whole * SPEC.chunk_size)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"model": MODEL, "input": PROMPT, "previous_response_id": "resp_1"}),
+        (RESPONSES, {"model": MODEL, "input": 7}),
+        (MESSAGES, {"model": MODEL, "messages": [*ASKED, {"role": "system", "content": "x"}], "max_tokens": 9}),
+    ],
+)
+async def test_a_prompt_whose_tokens_are_unknown_is_routed_by_load_without_a_warning(
+    holders: str,
+    make_engine: MakeEngine,
+    make_proxy: MakeProxy,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    engines = await three(make_engine, other_paths=(RESPONSES, MESSAGES))
+    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=20)
+    for _ in range(6):
+        assert (await front.ask(path, body)).status_code == 200
+    assert counts(engines) == [2, 2, 2]
+    await front.counts("lmkv_proxy_lookups_total", 6, outcome="skipped")
+    assert sum(engine.tokenize_count for engine in engines) == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_the_prefix_decides_between_decode_engines_for_paths_that_are_passed_on(
+    coordinator: Coordinator, make: Make, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    prefiller, *decoders = await three(make_engine, other_paths=(RESPONSES, MESSAGES))
+    tokens = tokens_of({"messages": ASKED})
+    async with make("i-0", keys_of(tokens, SPEC), SPEC), make("i-2", keys_of(tokens[:32], SPEC), SPEC):
+        front = await make_proxy(
+            [prefiller], decoders, policy="kv_aware", coordinator_address=coordinator.address, lookup_timeout=20
+        )
+        for _ in range(2):
+            assert (await front.ask(RESPONSES, {"model": MODEL, "input": PROMPT})).status_code == 200
+        assert counts([prefiller, *decoders]) == [0, 0, 2]
 
 
 async def test_adapters_and_salts_are_looked_up_apart(
