@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmkv import tokenizer
+from lmkv.auth.caller import current_caller
 from lmkv.errors import ConfigError, ModelAmbiguous, ModelNotFound
 from lmkv.tokenizer import Tokenizer
 from lmkv_server.coordinator.core.models import Models
@@ -33,6 +35,8 @@ class Tokenizers:
         self._folders = dict(folders)
         self._loaded: dict[str, Tokenizer] = {}
         self._turn = asyncio.Lock()  # one text at a time: the other processors stay free for lookups
+        self._turns_of_tenants: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of each tenant one text at a time waits for that turn, so that tenants have equal shares of it."""
 
     @property
     def model_names(self) -> list[str]:
@@ -62,7 +66,7 @@ class Tokenizers:
                 model_name=model_name[:100],
                 known=known,
             )
-        async with self._turn:
+        async with self._turns_of_tenants[current_caller().tenant], self._turn:
             if model_name not in self._loaded:
                 self._loaded[model_name] = await asyncio.to_thread(tokenizer.load, self._folders[model_name])
             encode = self._loaded[model_name].encode

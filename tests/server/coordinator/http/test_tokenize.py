@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lmkv.auth.caller import Caller, caller_context
+from lmkv.auth.roles import Role
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from tests.server.coordinator.scripted_instance import Make
+from tests.tokenizers import save_tokenizer
 
 LLAMA = pytest.mark.parametrize("tokenizers", [["llama"]], indirect=True)
 SEVERAL = pytest.mark.parametrize("tokenizers", [["qwen", "llama"]], indirect=True)
@@ -96,3 +101,19 @@ async def test_a_folder_without_a_tokenizer_is_refused_at_the_start(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"tokenizers\['llama'\]: .*/tokenizer\.json does not exist; name the folder"):
         async with coordinator:
             pass
+
+
+async def test_texts_of_one_tenant_leave_the_tokenizer_to_another(tmp_path: Path) -> None:
+    """A tenant whose texts wait is served after at most one text of each other tenant, and the one that is encoded."""
+    tokenizers = Tokenizers({"m": str(save_tokenizer(tmp_path, {"[UNK]": 0, "a": 1}))})
+    done: list[str] = []
+
+    async def encode(tenant: str) -> None:
+        with caller_context(Caller(name=tenant, role=Role.READER, tenant=tenant), lambda: None, lambda: None):
+            await tokenizers.encode("a " * 1000, "m")
+            done.append(tenant)
+
+    async with asyncio.TaskGroup() as group:
+        for tenant in ["hog"] * 20 + ["honest"]:
+            group.create_task(encode(tenant))
+    assert done.index("honest") <= 2
