@@ -66,7 +66,7 @@ async def make_server(
     """
     options = dict(SERVER_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     options["grpc.max_send_message_length"] = max_message_bytes
-    interceptor = Interceptor(calls or ServerCalls(), authenticator)
+    interceptor = Interceptor(calls or ServerCalls(), authenticator, MAX_MESSAGE_BYTES)
     server = grpc.aio.server(interceptors=[interceptor], options=tuple(options.items()))
     if checks is None:
         checks = HealthService(["", *service_names])

@@ -46,6 +46,11 @@ class FrameBuffer:
         """Adds bytes; all complete frames must be taken before the next call."""
         self._buffer += data
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Size of the payload that is arriving; 0 until its length is known."""
+        return HEADER.unpack_from(self._buffer)[1] if len(self._buffer) >= HEADER.size else 0
+
     def take(self) -> tuple[FrameKind, bytes] | None:
         """The next complete frame, or None.
 

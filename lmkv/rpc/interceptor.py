@@ -12,7 +12,7 @@ import grpc
 from grpc_status import rpc_status
 
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.caller import ANONYMOUS_CALLER, Caller, check_caller
+from lmkv.auth.caller import Caller, check_caller, share_of
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.rpc.error_status import to_status
 from lmkv.rpc.refusal_delay import delay_refusal
@@ -25,17 +25,16 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_SECONDS = 10.0
 """Timeout for the message of a unary request."""
-MAX_UNREAD_BYTES = 64 << 10
-"""What a unary call holds of the memory budget until its message has arrived: what gRPC reads of it in advance."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Authenticates calls, converts errors of handlers to statuses, and counts unary calls."""
 
-    def __init__(self, calls: ServerCalls, authenticator: Authenticator) -> None:
+    def __init__(self, calls: ServerCalls, authenticator: Authenticator, max_message_bytes: int) -> None:
         self._calls = calls
         self._authenticator = authenticator
         self._budget = of_process()
+        self._max_message_bytes = max_message_bytes
         self._log = LimitedLogger(logger)
 
     async def intercept_service(
@@ -55,39 +54,49 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         decode = handler.request_deserializer
 
         async def stream(parts: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            requests: Requests | None = None
             try:
                 with (
                     self._authenticator.authorized_call(name, metadata) as caller,
                     self._lease(caller, context) as lease,
                 ):
                     requests = Requests(parts, decode, lease)
-                    responses = inner(requests if handler.request_streaming else await _whole(requests), context)
+                    del parts
+                    responses = inner(
+                        requests if handler.request_streaming else await self._whole(requests, lease), context
+                    )
                     if inspect.isawaitable(responses):  # it writes the responses itself, as gRPC's health service does
                         await responses
                         return
                     async for response in responses:
                         check_caller()
                         yield response
+                return
             except Exception as error:
-                await _abort(self._to_lmkv_error(error, method), context)
+                refusal = self._to_lmkv_error(error, method)
+            requests = None  # whose last message gRPC keeps
+            await _abort(refusal, context)
 
         async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
+            requests: Requests | None = None
             with self._calls.observe(method, metadata) as call:
                 try:
                     with (
                         self._authenticator.authorized_call(name, metadata) as caller,
                         self._lease(caller, context) as lease,
                     ):
-                        if not handler.request_streaming:
-                            lease.grow(MAX_UNREAD_BYTES)
                         requests = Requests(parts, decode, lease)
-                        return await inner(requests if handler.request_streaming else await _whole(requests), context)
+                        del parts
+                        return await inner(
+                            requests if handler.request_streaming else await self._whole(requests, lease), context
+                        )
                 except grpc.aio.AbortError:  # the handler aborted the call itself
                     call.fail(_code_name(context.code()))
                     raise
                 except Exception as error:
                     refusal = self._to_lmkv_error(error, method)
                     call.fail(refusal.code)
+            requests = None  # whose last message gRPC keeps
             return await _abort(refusal, context)  # a delay is no part of the duration that `call` measures
 
         codecs = (None, handler.response_serializer)
@@ -96,29 +105,35 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         return grpc.stream_unary_rpc_method_handler(unary, *codecs)
 
     def _lease(self, caller: Caller, context: Any) -> Lease:
-        """Memory for the messages of a call, of its caller's share; callers without a token go by their address."""
-        name = f"{caller.tenant}/{caller.name}" if caller is not ANONYMOUS_CALLER else context.peer().rpartition(":")[0]
-        return Lease(self._budget, name)
+        """Memory for the messages of a call, of its caller's share."""
+        return Lease(self._budget, share_of(context.peer().rpartition(":")[0], caller))
+
+    async def _whole(self, parts: AsyncIterator[Any], lease: Lease) -> Any:
+        """The message of a unary request. Memory for the largest one is taken before it is read.
+
+        Raises `BadMessage` if it does not arrive in time, `TooManyRequests` if there is no memory in time.
+        """
+        await lease.acquire(self._max_message_bytes)
+        try:
+            async with asyncio.timeout(MESSAGE_SECONDS):
+                return await anext(parts)
+        except TimeoutError:
+            raise BadMessage(f"no message within {MESSAGE_SECONDS:g} s; send it at once") from None
+        except StopAsyncIteration:
+            raise BadMessage("the call ended without a message; send one") from None
 
     def _to_lmkv_error(self, error: Exception, method: str) -> LmkvError:
-        """The error to answer with. Re-raises `grpc.aio.AbortError`: the handler has aborted the call itself."""
+        """The error to answer with. Re-raises `grpc.aio.AbortError`: the handler has aborted the call itself.
+
+        It names no frames: they would keep the request in memory for a delay, and in a cycle with it after that.
+        """
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, LmkvError):
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             return error
         self._log.error("%s failed unexpectedly", method, exc_info=error)
         return LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")
-
-
-async def _whole(parts: AsyncIterator[Any]) -> Any:
-    """The message of a unary request. Raises `BadMessage` if it does not arrive in time."""
-    try:
-        async with asyncio.timeout(MESSAGE_SECONDS):
-            return await anext(parts)
-    except TimeoutError:
-        raise BadMessage(f"no message within {MESSAGE_SECONDS:g} s; send it at once") from None
-    except StopAsyncIteration:
-        raise BadMessage("the call ended without a message; send one") from None
 
 
 def _code_name(code: Any) -> str:

@@ -39,6 +39,7 @@ class Requests(AsyncIterator[Any]):
         self._has_begun = True
         data = await anext(self._parts)
         check_caller()
+        self._lease.add(max(len(data) - self._lease.size_bytes, 0))  # it counts while it waits to be decoded
         await self._lease.acquire(len(data) * DECODED_PROTOBUF_FACTOR)
         return checked(data, self._decode)
 

@@ -1,8 +1,11 @@
 """The memory that decoded requests of one process may take, with a share per caller.
 
 Decoded requests are many times larger than what arrives: a list of numbers in Python takes up to 36 bytes a number, and
-one or two bytes in the message. Code that decodes a message of another process takes the bytes that it may become
-from the budget first, and returns them with the answer.
+one or two bytes in the message. Code that reads a message of another process takes the bytes that it may become from
+the budget first, and returns them with the answer.
+
+A caller may hold as much as all callers leave free: alone half of the budget, one of two a third, so that there is
+always room for one more. Who waits is served in the order of arrival, and callers in turn.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ import ctypes
 import functools
 import os
 import resource
+import time
+from collections import OrderedDict, deque
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
+
+import numpy as np
 
 from lmkv.errors import TooManyRequests
+from lmkv.runtime.cgroups import CGROUP_ROOT, PROC, memory_cgroups
 
 DECODED_PROTOBUF_FACTOR = 16
 """Bytes in memory of a protobuf message per byte that arrives. Measured: 8 for token ids and keys, 12 for names."""
@@ -29,14 +37,21 @@ LIMIT_FRACTION = 4
 """The budget is this part of the memory that the process may have, and at least `MIN_BYTES`."""
 MIN_BYTES = 32 << 20
 CALLER_FRACTION = 2
-"""What one caller may hold: this part of the budget, or one request that is larger."""
+"""What one caller may hold, alone: this part of the budget, or one request that is larger."""
 LONE_FRACTION = 2
 """A request that is alone may take this multiple of the budget: half of the memory that the process may have."""
+SMALL_FRACTION = 64
+"""What a caller may hold beside requests that take all of the budget: this part of it."""
+SPARE_FRACTION = 4
+"""What such callers may hold together: this part of the budget."""
 WAIT_SECONDS = 5.0
 """How long a message waits for its bytes."""
 TRIM_FROM_BYTES = 32 << 20
-"""What requests must have held at once for memory to be returned to the system when the last of them ends."""
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""What requests must have taken for memory to be returned to the system."""
+TRIM_SECONDS = 1.0
+"""That happens once requests have taken less than that in such a time: returning memory takes some itself."""
+COUNTED_AT_ONCE = 256 << 10
+"""Bytes that fit into a processor's cache."""
 
 
 class MemoryBudget:
@@ -45,9 +60,15 @@ class MemoryBudget:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.held_bytes = 0
-        self._by_caller: dict[str, int] = {}
-        self._peak_bytes = 0
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._held: dict[str, int] = {}
+        self._idle: dict[str, int] = {}
+        """What requests hold that wait for more, by caller: it does not stand in the way of their own turn."""
+        self._idle_bytes = 0
+        self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        """By caller, in the order of their turns."""
+        self._taken_bytes = 0
+        """Since the last look at whether memory can be returned."""
+        self._looks_at = 0.0
 
     def take(self, caller: str, size_bytes: int) -> Lease:
         """Takes bytes for a caller. Raises `TooManyRequests` if the budget or the caller's share lacks them."""
@@ -58,44 +79,114 @@ class MemoryBudget:
     async def acquire(self, caller: str, size_bytes: int, wait_seconds: float = WAIT_SECONDS) -> Lease:
         """As `take`, after a wait of at most `wait_seconds`."""
         lease = Lease(self, caller)
-        await lease.acquire(size_bytes, wait_seconds)
+        try:
+            await lease.acquire(size_bytes, wait_seconds)
+        except BaseException:
+            lease.close()
+            raise
         return lease
 
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait."""
+        return sum(len(queue) for queue in self._waiting.values())
+
     def has_room(self, caller: str, size_bytes: int) -> bool:
-        """Whether a caller may take so much now."""
-        if size_bytes > LONE_FRACTION * self.capacity_bytes:
+        """Whether a caller may take so much more now."""
+        held_bytes, held = self.held_bytes, self._held.get(caller, 0)
+        if held + size_bytes <= self.capacity_bytes // SMALL_FRACTION:
+            return (
+                held_bytes + size_bytes <= LONE_FRACTION * self.capacity_bytes + self.capacity_bytes // SPARE_FRACTION
+            )
+        if held_bytes + size_bytes > self.capacity_bytes and (
+            held_bytes > self._idle_bytes or held_bytes + size_bytes > LONE_FRACTION * self.capacity_bytes
+        ):
             return False
-        if self.held_bytes and self.held_bytes + size_bytes > self.capacity_bytes:
-            return False
-        held = self._by_caller.get(caller, 0)
-        return not held or held + size_bytes <= self.capacity_bytes // CALLER_FRACTION
+        is_first = held <= self._idle.get(caller, 0)
+        return is_first or held + size_bytes <= (CALLER_FRACTION - 1) * (self.capacity_bytes - held_bytes)
+
+    def has_waiting(self, caller: str) -> bool:
+        """Whether requests of a caller wait, behind which others must queue."""
+        return caller in self._waiting
 
     def add(self, caller: str, size_bytes: int) -> None:
-        """Counts bytes of a caller, or fewer if negative."""
+        """Counts bytes of a caller, or fewer if negative: those that wait may have them."""
         self.held_bytes += size_bytes
-        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
-        held = self._by_caller.get(caller, 0) + size_bytes
-        if held:
-            self._by_caller[caller] = held
-        else:
-            self._by_caller.pop(caller, None)
+        _count(self._held, caller, size_bytes)
         if size_bytes < 0:
-            for future in self._waiting:
-                if not future.done():
-                    future.set_result(None)
-        if not self.held_bytes and self._peak_bytes >= TRIM_FROM_BYTES:
-            self._peak_bytes = 0
-            _trim()
+            self._serve()
+            return
+        self._taken_bytes += size_bytes
+        if self._taken_bytes >= TRIM_FROM_BYTES and time.monotonic() > self._looks_at + TRIM_SECONDS:
+            self._look_later()
 
-    async def changed(self, wait_seconds: float) -> None:
-        """Waits until bytes are returned. Raises `TimeoutError`."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
+    async def wait(self, lease: Lease, size_bytes: int, wait_seconds: float) -> None:
+        """Waits until a lease has got so much more. What it holds meanwhile is counted. Raises `TimeoutError`."""
+        caller = lease.caller
+        waiter = _Waiter(lease, size_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(caller, deque()).append(waiter)
+        idle_bytes = lease.size_bytes
+        self._count_idle(caller, idle_bytes)
         try:
+            self._serve()  # what this one holds may be all that stands in the way of another
             async with asyncio.timeout(wait_seconds):
-                await future
+                await waiter.served
         finally:
-            self._waiting.discard(future)
+            self._count_idle(caller, -idle_bytes)
+            self._forget(caller, waiter)
+
+    def _count_idle(self, caller: str, size_bytes: int) -> None:
+        self._idle_bytes += size_bytes
+        _count(self._idle, caller, size_bytes)
+
+    def _forget(self, caller: str, waiter: _Waiter) -> None:
+        queue = self._waiting.get(caller)
+        if queue is not None and waiter in queue:
+            queue.remove(waiter)
+            if not queue:
+                del self._waiting[caller]
+            self._serve()  # it may have been in front of smaller ones
+
+    def _serve(self) -> None:
+        """Gives what is free to those that wait: to the first of each caller, one caller after the other."""
+        has_served = True
+        while has_served:
+            has_served = False
+            for caller in list(self._waiting):
+                queue = self._waiting[caller]
+                first = queue[0]
+                if not first.served.done() and not self.has_room(caller, first.size_bytes):
+                    continue
+                queue.popleft()
+                if not queue:
+                    del self._waiting[caller]
+                else:
+                    self._waiting.move_to_end(caller)
+                if not first.served.done():  # else it waits no longer
+                    first.lease.add(first.size_bytes)
+                    first.served.set_result(None)
+                has_served = True
+
+    def _look_later(self) -> None:
+        self._taken_bytes = 0
+        with suppress(RuntimeError):  # the event loop has ended
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._look)
+            self._looks_at = time.monotonic() + TRIM_SECONDS
+
+    def _look(self) -> None:
+        """Returns memory to the system, unless requests still take much."""
+        if max(self._taken_bytes, self.held_bytes) >= TRIM_FROM_BYTES:
+            self._look_later()
+        else:
+            asyncio.get_running_loop().run_in_executor(None, _trim)
+
+
+class _Waiter(NamedTuple):
+    """A request that waits for more."""
+
+    lease: Lease
+    size_bytes: int
+    served: asyncio.Future[None]
 
 
 class Lease:
@@ -103,34 +194,45 @@ class Lease:
 
     def __init__(self, budget: MemoryBudget, caller: str) -> None:
         self._budget = budget
-        self._caller = caller
+        self.caller = caller
         self.size_bytes = 0
 
     def grow(self, size_bytes: int) -> None:
         """Takes more bytes. Raises `TooManyRequests`."""
-        if not self._budget.has_room(self._caller, size_bytes):
+        if not self._budget.has_room(self.caller, size_bytes):
             raise self._full(size_bytes)
-        self._add(size_bytes)
+        self.add(size_bytes)
 
     async def acquire(self, size_bytes: int, wait_seconds: float = WAIT_SECONDS) -> None:
-        """Has this number of bytes instead of those so far; waits for more at most `wait_seconds`, with none held."""
-        self.close()
-        deadline = asyncio.get_running_loop().time() + wait_seconds
-        while not self._budget.has_room(self._caller, size_bytes):
-            try:
-                await self._budget.changed(deadline - asyncio.get_running_loop().time())
-            except TimeoutError:
-                raise self._full(size_bytes) from None
-        self._add(size_bytes)
+        """Has this number of bytes instead of those so far. Waits for more, behind the caller's other requests.
+
+        Raises `TooManyRequests`, with the bytes so far, if the wait takes longer than `wait_seconds`, or would never
+        end.
+        """
+        more = size_bytes - self.size_bytes
+        if more <= 0:
+            self.add(more)
+            return
+        budget = self._budget
+        if not budget.has_waiting(self.caller) and budget.has_room(self.caller, more):
+            self.add(more)
+            return
+        if size_bytes > LONE_FRACTION * budget.capacity_bytes:
+            raise self._full(size_bytes)
+        try:
+            await budget.wait(self, more, wait_seconds)
+        except TimeoutError:
+            raise self._full(size_bytes) from None
 
     def close(self) -> None:
         """Returns the bytes. Idempotent."""
-        self._add(-self.size_bytes)
+        self.add(-self.size_bytes)
 
-    def _add(self, size_bytes: int) -> None:
+    def add(self, size_bytes: int) -> None:
+        """Counts bytes that there is room for, or returns some if negative."""
         if size_bytes:
             self.size_bytes += size_bytes
-            self._budget.add(self._caller, size_bytes)
+            self._budget.add(self.caller, size_bytes)
 
     def _full(self, size_bytes: int) -> TooManyRequests:
         return TooManyRequests(
@@ -159,21 +261,30 @@ def budget_bytes(reserved_bytes: int = 0) -> int:
     return max((memory_limit() - reserved_bytes) // LIMIT_FRACTION, MIN_BYTES)
 
 
-def memory_limit() -> int:
-    """Bytes that this process may use: the least of the host's, its cgroup's and its own limit (`ulimit -d`)."""
+def memory_limit(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int:
+    """Bytes that this process may use: the least of the host's, its cgroups' and its own limit (`ulimit -d`)."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # `max` is no number
-            limits.append(int(Path(path).read_text()))
+    limits += (cgroup.limit_bytes for cgroup in memory_cgroups(proc, cgroup_root) if cgroup.limit_bytes is not None)
     own, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
 
 
 def json_bytes(body: bytes) -> int:
     """An upper bound of the memory that a JSON text takes once it is decoded, the text itself included."""
-    values = sum(body.count(mark) for mark in (b",", b"[", b"{", b":"))
+    octets, values = np.frombuffer(body, np.uint8), 0
+    for start in range(0, octets.size, COUNTED_AT_ONCE):
+        part = octets[start : start + COUNTED_AT_ONCE]
+        values += sum(int(np.count_nonzero(part == mark)) for mark in b",[{:")
     text = len(body) * (1 if body.isascii() else WIDE_CHARACTER_BYTES)
     return len(body) + text + values * JSON_VALUE_BYTES
+
+
+def _count(counts: dict[str, int], caller: str, change: int) -> None:
+    """Adds to a caller's count, of which zeros are not kept."""
+    if count := counts.get(caller, 0) + change:
+        counts[caller] = count
+    else:
+        counts.pop(caller, None)
 
 
 def _trim() -> None:

@@ -37,6 +37,7 @@ BENCHMARKS = (
     "doc_qa",
     "engines_gpu",
     "eviction",
+    "floods",
     "hosts",
     "hybrid",
     "kernels_cpu",

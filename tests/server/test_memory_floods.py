@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 import ssl
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -21,8 +23,12 @@ import yaml
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
+from lmkv.ext_proc.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.v1.peer_service_pb2 import AcquireRequest
+from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from tests.promises.conftest import ROOT
 from tests.server.webhook.pods import HOST
 from tests.support.certificates import issue
@@ -32,18 +38,21 @@ from tests.waiting import until
 DEADLINE_SECONDS = 120.0
 FLOOD = 400
 HONEST = 20
+PART_BYTES = 60_000
 VALUES = yaml.safe_load((ROOT / "helm/lmkv/values.yaml").read_text())
 UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
 
 
 def limit_of(component: str) -> int:
-    """The memory limit of a component in the chart's values, in bytes."""
+    """The memory limit of a component in the chart's values, in bytes; 1 GiB where it has none."""
+    if component not in VALUES or "limits" not in VALUES[component].get("resources", {}):
+        return 1 << 30
     text = VALUES[component]["resources"]["limits"]["memory"]
     return int(text[:-2]) * UNITS[text[-2:]]
 
 
 @contextmanager
-def server(component: str, *arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def server(component: str, *arguments: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server that may use the memory of its pod. An allocation beyond that fails, and ends it."""
     limit = limit_of(component)
     with log.open("wb") as output:
@@ -51,6 +60,7 @@ def server(component: str, *arguments: str, log: Path) -> Iterator[subprocess.Po
             [str(Path(sys.executable).with_name("lmkv")), *arguments],
             stdout=output,
             stderr=output,
+            env=dict(os.environ, **environment),
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
         )
     try:
@@ -76,18 +86,104 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
         ):
             lookup = CacheServiceStub(honest).Lookup
             await lookup(small, timeout=DEADLINE_SECONDS, wait_for_ready=True)
+            before = memory(process, "VmRSS")
             calls = [CacheServiceStub(hog).Lookup(large, timeout=DEADLINE_SECONDS) for _ in range(FLOOD)]
             for _ in range(HONEST):
                 await lookup(small, timeout=DEADLINE_SECONDS)
             codes = [await call.code() for call in calls]
             await lookup(small, timeout=DEADLINE_SECONDS)
+            await gives_back(process, before)
         assert set(codes) <= {
             grpc.StatusCode.OK,
             grpc.StatusCode.NOT_FOUND,
             grpc.StatusCode.INVALID_ARGUMENT,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
         }
-        assert peak_bytes(process) < limit_of("coordinator")
+        assert memory(process, "VmHWM") < limit_of("coordinator")
+
+
+async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
+    free_port: Callable[[], int], tmp_path: Path, runtime_dir: Path
+) -> None:
+    """What is refused is not kept: not by the refusal either."""
+    tokens = write(tmp_path / "tokens.yaml", entry("engine"), entry("admin"))
+    port, log = free_port(), tmp_path / "log"
+    arguments = (
+        "node",
+        "--instance-id",
+        "n",
+        "--max-local-cpu-size",
+        "64MB",
+        "--enable-p2p",
+        "--p2p-host",
+        "127.0.0.1",
+    )
+    environment = {"LMKV_AUTH_TOKEN": "engine-token", "LMKV_RUNTIME_DIR": str(runtime_dir)}
+    large, small = AcquireRequest(chunk_keys=bytes(16) * 60_000), AcquireRequest(chunk_keys=bytes(160))
+    with server(
+        "node", *arguments, "--p2p-port", str(port), "--auth-tokens", tokens, log=log, **environment
+    ) as process:
+        async with (
+            rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="admin-token"))) as hog,
+            rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="engine-token"))) as honest,
+        ):
+            ask = PeerServiceStub(honest).Acquire
+            refused = await code_of(ask(small, timeout=DEADLINE_SECONDS, wait_for_ready=True))
+            before = memory(process, "VmRSS")
+            calls = [PeerServiceStub(hog).Acquire(large, timeout=DEADLINE_SECONDS) for _ in range(2 * FLOOD)]
+            for _ in range(HONEST):
+                assert await code_of(ask(small, timeout=DEADLINE_SECONDS)) == refused
+            assert {await code_of(call) for call in calls} <= {refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            await gives_back(process, before)
+        assert memory(process, "VmHWM") < limit_of("node")
+
+
+async def test_bodies_of_one_gateway_leave_memory_and_answers_of_a_picker_to_another(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    tokens = write(tmp_path / "tokens.yaml", entry("engine", "a"), entry("engine", "b"))
+    port, log = free_port(), tmp_path / "log"
+    arguments = ("picker", "--host", "127.0.0.1", "--port", str(port), "--coordinator-address", "127.0.0.1:1")
+    large = b'{"model": "m", "prompt": [' + b"{}," * 10_000_000 + b"1]}"
+    with server("picker", *arguments, "--engines", "http://127.0.0.1:1", "--auth-tokens", tokens, log=log) as process:
+        async with (
+            rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="engine-of-a-token"))) as hog,
+            rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="engine-of-b-token"))) as honest,
+        ):
+            assert await picked(honest, b'{"model": "m", "prompt": "once"}')
+            flood = [asyncio.create_task(picked(hog, large)) for _ in range(10)]
+            for _ in range(HONEST):
+                assert await picked(honest, b'{"model": "m", "prompt": "once"}')
+            await asyncio.gather(*flood)
+        assert memory(process, "VmHWM") < limit_of("picker")
+
+
+async def picked(channel: grpc.aio.Channel, body: bytes) -> bool:
+    """Whether a picker answers a request with this body."""
+    stub: Any = ExternalProcessorStub(channel)
+    call = stub.Process(timeout=DEADLINE_SECONDS, wait_for_ready=True)
+    try:
+        await call.write(ProcessingRequest(request_headers=HttpHeaders()))
+        for start in range(0, len(body), PART_BYTES):
+            await call.write(ProcessingRequest(request_body=HttpBody(body=body[start : start + PART_BYTES])))
+        await call.write(ProcessingRequest(request_body=HttpBody(end_of_stream=True)))
+        return await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has refused, before it had read all
+        return False
+    finally:
+        call.cancel()
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    """The code that a call ends with."""
+    code: grpc.StatusCode = await call.code()
+    return code
+
+
+async def gives_back(process: subprocess.Popen[bytes], before: int) -> None:
+    """Waits until a server has returned most of the memory that a flood took."""
+    taken = memory(process, "VmHWM") - before
+    await until(lambda: memory(process, "VmRSS") - before < taken / 2, timeout_seconds=DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +212,7 @@ async def test_bodies_of_one_address_leave_memory_and_answers_to_another(
                     assert (await honest.get("/healthz")).status_code == 200
             done = await asyncio.gather(*flood)
         assert {response.status_code for response in done} <= {400, 502, 503}
-        assert peak_bytes(process) < limit_of(component)
+        assert memory(process, "VmHWM") < limit_of(component)
 
 
 def server_of(component: str, port: int, folder: Path) -> tuple[Sequence[str], str, ssl.SSLContext | bool]:
@@ -139,7 +235,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def peak_bytes(process: subprocess.Popen[bytes]) -> int:
-    """The most memory that a process has had."""
+def memory(process: subprocess.Popen[bytes], field: str) -> int:
+    """The memory of a process: `VmRSS`, or `VmHWM`, the most that it has had."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))

@@ -1,4 +1,4 @@
-"""Discards the rest of a body once its request is rejected."""
+"""Reads the bodies of requests within bounds of size and memory, and discards the rest of those that are refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,55 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
+from starlette.requests import Request
+
+from lmkv.errors import TooManyRequests
+from lmkv.runtime.memory_budget import Lease
+
 DRAIN_SECONDS = 5.0
 DRAIN_BYTES = 256 << 20
 """Limits of what is read and discarded of a body that is too large."""
+PART_BYTES = 64 << 10
+"""What a server reads at a time, at most."""
+COPIES = 2
+"""Copies of a body while it is read: its parts, and the whole that they are joined to."""
+
+
+class BodyTooLarge(Exception):
+    """A body has more bytes than its server accepts."""
+
+
+async def read_body(request: Request, lease: Lease, max_bytes: int) -> bytes:
+    """The body of a request. Its memory is taken before it is read: all of it if the request says its length.
+
+    Waits for memory as `Lease.acquire` does; meanwhile the client's bytes stay in its connection. Discards the rest of
+    a body that is refused. Raises `BodyTooLarge`, `TooManyRequests`, `ClientDisconnect`.
+    """
+    stream = request.stream()
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > max_bytes:
+            raise BodyTooLarge
+        if length.isdecimal():
+            await lease.acquire(COPIES * int(length))
+        elif "transfer-encoding" in request.headers:
+            await lease.acquire(COPIES * PART_BYTES)
+        async for chunk in stream:
+            size += len(chunk)
+            if size > max_bytes:
+                raise BodyTooLarge
+            chunks.append(chunk)
+            if not length and COPIES * (size + PART_BYTES) > lease.size_bytes:
+                lease.grow(lease.size_bytes)
+    except (BodyTooLarge, TooManyRequests):
+        chunks.clear()
+        lease.close()
+        if "expect" not in request.headers or size:  # else the client waits before it sends the body
+            await drain(stream)
+        raise
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 async def drain(body: AsyncIterator[bytes]) -> None:

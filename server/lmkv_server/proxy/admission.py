@@ -15,7 +15,7 @@ from lmkv.errors import Full, TooManyRequests
 from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
 from lmkv.runtime.places import Places, client_of, most_of
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.http.bodies import drain
+from lmkv_server.http.bodies import BodyTooLarge, read_body
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.response import ResponseWriter
@@ -170,26 +170,18 @@ class Admission:
 
     async def _read(self, request: Request, lease: Lease) -> bytes:
         """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
-        chunks: list[bytes] = []
-        stream = request.stream()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                async for chunk in stream:
-                    lease.grow(len(chunk))
-                    chunks.append(chunk)
-                    if lease.size_bytes > self._max_body_bytes:
-                        chunks.clear()
-                        await drain(stream)
-                        message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"
-                        raise InvalidRequest(413, message)
-            body = b"".join(chunks)
+                body = await read_body(request, lease, self._max_body_bytes)
             await lease.acquire(json_bytes(body))
+        except BodyTooLarge:
+            message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"
+            raise InvalidRequest(413, message) from None
         except TimeoutError:
             raise InvalidRequest(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:
             raise ClientDisconnected from None
         except TooManyRequests:
-            await drain(stream)
             raise InvalidRequest(503, "the bodies of the requests in flight take too much memory") from None
         return body
 

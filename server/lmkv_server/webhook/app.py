@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from lmkv.errors import TooManyRequests
 from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
+from lmkv_server.http.bodies import BodyTooLarge, read_body
 from lmkv_server.webhook.additions import Additions
 from lmkv_server.webhook.review import InvalidReview, review
 
@@ -30,17 +31,13 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
             return await _mutate(request, lease)
 
     async def _mutate(request: Request, lease: Lease) -> Response:
-        body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                async for part in request.stream():
-                    lease.grow(len(part))
-                    body += part
-                    if len(body) > MAX_BODY_BYTES:
-                        return _error(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-            whole = bytes(body)
-            await lease.acquire(json_bytes(whole))
-            answer = review(msgspec.json.decode(whole), additions)
+                body = await read_body(request, lease, MAX_BODY_BYTES)
+            await lease.acquire(json_bytes(body))
+            answer = review(msgspec.json.decode(body), additions)
+        except BodyTooLarge:
+            return _error(413, f"the body has more than {MAX_BODY_BYTES} bytes")
         except TimeoutError:
             return _error(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s")
         except ClientDisconnect:

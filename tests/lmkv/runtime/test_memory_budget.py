@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +22,10 @@ from lmkv.errors import TooManyRequests
 from lmkv.runtime.memory_budget import (
     CALLER_FRACTION,
     DECODED_PROTOBUF_FACTOR,
+    LONE_FRACTION,
     MIN_BYTES,
+    SMALL_FRACTION,
+    SPARE_FRACTION,
     Lease,
     MemoryBudget,
     budget_bytes,
@@ -27,6 +36,8 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 
 CAPACITY = 1000
 SHARE = CAPACITY // CALLER_FRACTION
+SMALL = CAPACITY // SMALL_FRACTION
+LARGEST = LONE_FRACTION * CAPACITY
 
 
 def test_a_caller_has_a_share_and_leaves_the_rest_to_others() -> None:
@@ -37,7 +48,8 @@ def test_a_caller_has_a_share_and_leaves_the_rest_to_others() -> None:
     assert refused.value.retry_seconds == 1.0
     others = [budget.take(f"honest {number}", SHARE // 5) for number in range(5)]
     with pytest.raises(TooManyRequests):
-        budget.take("late", 1)
+        budget.take("late", SMALL + 1)
+    budget.take("late", SMALL).close()
     for lease in (*held, *others):
         lease.close()
         lease.close()
@@ -47,12 +59,106 @@ def test_a_caller_has_a_share_and_leaves_the_rest_to_others() -> None:
 
 def test_a_request_that_is_larger_than_a_share_is_admitted_alone() -> None:
     budget = MemoryBudget(CAPACITY)
-    with budget.take("one", 2 * CAPACITY), pytest.raises(TooManyRequests):
-        budget.take("another", 1)
+    with budget.take("one", LARGEST), pytest.raises(TooManyRequests):
+        budget.take("another", SMALL + 1)
     with budget.take("another", 1), pytest.raises(TooManyRequests):
-        budget.take("one", 2 * CAPACITY)
+        budget.take("one", LARGEST)
     with pytest.raises(TooManyRequests):
-        budget.take("one", 2 * CAPACITY + 1)
+        budget.take("one", LARGEST + 1)
+
+
+def test_small_requests_of_others_pass_beside_the_largest_within_bounds() -> None:
+    budget = MemoryBudget(CAPACITY)
+    budget.take("hog", LARGEST)
+    count = CAPACITY // SPARE_FRACTION // SMALL
+    for number in range(count):
+        budget.take(f"honest {number}", SMALL)
+    with pytest.raises(TooManyRequests):
+        budget.take("late", SMALL)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_callers_leave_as_much_as_each_of_them_has(count: int) -> None:
+    budget = MemoryBudget(CAPACITY)
+    callers = {f"hog {number}": 0 for number in range(count)}
+    while any(budget.has_room(caller, SMALL + 1) for caller in callers):
+        for caller in callers:
+            with suppress(TooManyRequests):
+                callers[caller] += budget.take(caller, SMALL + 1).size_bytes
+    assert all(abs(held - CAPACITY // (count + 1)) <= 2 * SMALL for held in callers.values())
+    budget.take("honest", CAPACITY // (count + 1) - 2 * count * SMALL).close()
+
+
+async def test_requests_of_a_caller_are_served_in_the_order_of_arrival_and_callers_in_turn() -> None:
+    budget = MemoryBudget(CAPACITY)
+    served: list[str] = []
+    held = budget.take("other", CAPACITY)
+
+    async def wait(caller: str, number: int) -> None:
+        with await budget.acquire(caller, CAPACITY // 2 + 1):
+            served.append(f"{caller}{number}")
+            await asyncio.sleep(0)
+
+    names = [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1), ("c", 1), ("b", 2)]
+    waiting = [asyncio.create_task(wait(*name)) for name in names]
+    await asyncio.sleep(0)
+    assert budget.waiting_count == len(names)
+    held.close()
+    await asyncio.gather(*waiting)
+    assert served == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+    assert (budget.held_bytes, budget.waiting_count) == (0, 0)
+
+
+async def test_a_late_small_request_does_not_overtake_those_of_its_caller() -> None:
+    budget = MemoryBudget(CAPACITY)
+    held = budget.take("one", SHARE)
+    first = asyncio.create_task(budget.acquire("one", SHARE))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(budget.acquire("one", 1))
+    await asyncio.sleep(0)
+    assert not second.done()
+    held.close()
+    (await first).close()
+    await second
+
+
+async def test_requests_that_all_hold_something_and_wait_for_more_are_served_one_after_the_other() -> None:
+    """Bodies that have arrived wait for the memory that they are decoded to, and hold theirs meanwhile."""
+    budget = MemoryBudget(CAPACITY)
+    ended = 0
+
+    async def decode(lease: Lease) -> None:
+        nonlocal ended
+        with lease:
+            await lease.acquire(CAPACITY)
+            assert budget.held_bytes <= LARGEST
+            await asyncio.sleep(0)
+        ended += 1
+
+    leases = [budget.take("one", SHARE // 5) for _ in range(5)]
+    assert budget.held_bytes == SHARE
+    async with asyncio.TaskGroup() as group:
+        for lease in leases:
+            group.create_task(decode(lease))
+    assert (ended, budget.held_bytes, budget._idle_bytes) == (5, 0, 0)
+
+
+async def test_a_request_that_is_cancelled_as_it_is_served_returns_its_bytes() -> None:
+    budget = MemoryBudget(CAPACITY)
+    held = budget.take("one", CAPACITY)
+    waiting = asyncio.create_task(budget.acquire("one", CAPACITY))
+    await asyncio.sleep(0)
+    held.close()
+    assert budget.held_bytes == CAPACITY, "it is served, and has not run since"
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert (budget.held_bytes, budget._held, budget._idle) == (0, {}, {})
+
+
+async def test_a_request_that_could_never_be_served_does_not_wait() -> None:
+    budget = MemoryBudget(CAPACITY)
+    with budget.take("one", 1), pytest.raises(TooManyRequests):
+        await budget.acquire("one", LARGEST + 1, wait_seconds=1e9)
 
 
 async def test_a_message_waits_for_memory_within_bounds() -> None:
@@ -77,7 +183,7 @@ async def test_a_message_that_no_longer_waits_holds_nothing() -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
     assert budget.held_bytes == 0
-    assert not budget._waiting
+    assert not budget.waiting_count
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, CAPACITY)), max_size=40), st.randoms())
@@ -92,11 +198,11 @@ def test_the_budget_is_never_exceeded_and_always_returned(requests: list[tuple[i
             leases.append(budget.take(str(caller), size))
         except TooManyRequests:
             assert budget.held_bytes == before
-        assert budget.held_bytes <= CAPACITY
+        assert budget.held_bytes <= CAPACITY + 4 * SMALL
         assert budget.held_bytes == sum(lease.size_bytes for lease in leases)
     for lease in leases:
         lease.close()
-    assert (budget.held_bytes, budget._by_caller) == (0, {})
+    assert (budget.held_bytes, budget._held) == (0, {})
 
 
 def test_a_lease_of_nothing_is_no_hold() -> None:
@@ -151,3 +257,60 @@ def test_no_lookup_takes_more_memory_than_its_bound() -> None:
 def test_the_budget_of_a_process_follows_its_limit() -> None:
     assert 0 < budget_bytes() < memory_limit()
     assert budget_bytes(memory_limit()) == MIN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "above"),
+    [
+        ("0::/pod/engine", "pod/engine/memory.max", "pod/memory.max"),
+        ("4:cpu,memory:/pod/engine", "memory/pod/engine/memory.limit_in_bytes", "memory/pod/memory.limit_in_bytes"),
+        ("0::/not/mounted/here", "memory.max", ""),
+    ],
+    ids=("version 2", "version 1", "the top of the mount"),
+)
+def test_the_limit_is_the_least_of_the_cgroups_of_this_process(tmp_path: Path, line: str, own: str, above: str) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(f"9:devices:/\n{line}\n")
+
+    def set_limit(file: str, text: str) -> int:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(f"{text}\n")
+        return memory_limit(proc, root)
+
+    whole = memory_limit(proc, root)
+    assert set_limit(own, "max") == whole
+    assert set_limit(own, str(2**63 - 4096)) == whole, "how version 1 says that there is none"
+    assert set_limit(own, str(64 << 20)) == 64 << 20
+    if above:
+        assert set_limit(above, str(48 << 20)) == 48 << 20
+        assert set_limit(own, "max") == 48 << 20
+
+
+@pytest.fixture
+def nested_cgroup() -> Iterator[Path]:
+    """A cgroup below that of this process, where it may make one."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    top = Path("/sys/fs/cgroup/memory") if "memory" in paths else Path("/sys/fs/cgroup")
+    folder = top / paths.get("memory", paths.get("", "/")).lstrip("/") / f"lmkv-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"this process may not make a cgroup: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_a_process_in_a_nested_cgroup_has_the_limit_of_that(nested_cgroup: Path) -> None:
+    limit = 512 << 20
+    for name in ("memory.limit_in_bytes", "memory.max"):
+        if (nested_cgroup / name).exists():
+            (nested_cgroup / name).write_text(str(limit))
+            break
+    else:
+        pytest.skip("memory is not controlled below the cgroup of this process")
+    code = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('0'); "
+    code += "from lmkv.runtime.memory_budget import memory_limit; print(memory_limit())"
+    command = [sys.executable, "-c", code, str(nested_cgroup / "cgroup.procs")]
+    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) == limit

@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request, with limits of size and time."""
+"""Reads the JSON body of a request, with limits of size, memory and time."""
 
 from __future__ import annotations
 
@@ -11,87 +11,73 @@ from weakref import WeakKeyDictionary
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from lmkv.runtime.memory_budget import json_bytes, of_process
+from lmkv.auth.caller import share_of
+from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
 from lmkv_server.coordinator.http.replies import HttpError
-from lmkv_server.http.bodies import drain
+from lmkv_server.http.bodies import BodyTooLarge, read_body
 
 MAX_BODY_BYTES = 4 << 20
 """Room for half a million tokens."""
 BODY_TIMEOUT_SECONDS = 10.0
-
-_decoder = msgspec.json.Decoder()
-
-
-async def read_body(request: Request) -> bytes:
-    """The body of a request, which must be JSON or empty. Raises `HttpError` 400, 408, 413 or 415."""
-    length = request.headers.get("content-length", "0")
-    is_too_large = length.isdecimal() and int(length) > MAX_BODY_BYTES
-    if is_too_large and "expect" in request.headers:  # the client waits before it sends the body
-        raise _too_large()
-    chunks: list[bytes] = []
-    size = 0
-    stream = request.stream()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-            async for chunk in stream:
-                size += len(chunk)
-                if is_too_large or size > MAX_BODY_BYTES:
-                    await drain(stream)
-                    raise _too_large()
-                chunks.append(chunk)
-    except TimeoutError:
-        raise HttpError(408, "DEADLINE_EXCEEDED", f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise HttpError(400, "CANCELLED", "the connection closed during the body") from None
-    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if body and media_type != "application/json":
-        given = f"not {media_type}" if media_type else "without a media type"
-        raise HttpError(
-            415, "INVALID_ARGUMENT", f"the body must be JSON ({given}); send the header Content-Type: application/json"
-        )
-    return body
-
-
 LARGE_BODY_BYTES = 64 << 10
-"""Size of a body from which on it takes memory of the process' budget, and waits for its turn to be decoded."""
+"""Size of a body from which on it waits for its turn to be decoded."""
+
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def memory_of(request: Request, body: bytes) -> AsyncIterator[None]:
-    """Holds memory for a decoded body until its request is answered. Raises `TooManyRequests`.
+async def body_of(request: Request) -> AsyncIterator[bytes]:
+    """The body of a request, which must be JSON or empty. Inside, memory is held for what it is decoded to.
 
-    The bodies of one address share half of the budget. Large bodies are decoded in turn: between two of them the event
-    loop serves other requests.
+    Memory is of the share of the request's caller. Raises `HttpError` 400, 408, 413 or 415, and `TooManyRequests`.
+    """
+    with Lease(of_process(), share_of(request.client.host if request.client else "")) as lease:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+                body = await read_body(request, lease, MAX_BODY_BYTES)
+        except BodyTooLarge:
+            raise HttpError(413, "INVALID_ARGUMENT", f"the body has more than {MAX_BODY_BYTES} bytes") from None
+        except TimeoutError:
+            raise HttpError(408, "DEADLINE_EXCEEDED", f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
+        except ClientDisconnect:
+            raise HttpError(400, "CANCELLED", "the connection closed during the body") from None
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if body and media_type != "application/json":
+            given = f"not {media_type}" if media_type else "without a media type"
+            raise HttpError(
+                415,
+                "INVALID_ARGUMENT",
+                f"the body must be JSON ({given}); send the header Content-Type: application/json",
+            )
+        await lease.acquire(json_bytes(body))
+        yield body
+
+
+@asynccontextmanager
+async def turn(body: bytes) -> AsyncIterator[bool]:
+    """Large bodies are decoded in turn, inside this: between two of them the event loop serves other requests.
+
+    Yields whether it is a large one.
     """
     if len(body) < LARGE_BODY_BYTES:
-        yield
+        yield False
         return
-    with await of_process().acquire(request.client.host if request.client else "", json_bytes(body)):
-        async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            await asyncio.sleep(0)
-        yield
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body; an empty one if there is no body. Raises `HttpError`."""
-    body = await read_body(request)
-    async with memory_of(request, body):
-        content: dict[str, Any] = decode(body, _decoder)
-    return content
+    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        await asyncio.sleep(0)
+        yield True
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Decodes a body. Raises `HttpError` 400, which contains the position of the error."""
+    """Decodes a JSON object. Raises `HttpError` 400, which contains the position of the error."""
     try:
-        content = decoder.decode(body if body.strip() else b"{}")
+        return decoder.decode(body if body.strip() else b"{}")
+    except msgspec.ValidationError as error:
+        if body.lstrip().startswith(b"{"):
+            raise _invalid(error) from None
+        raise HttpError(400, "INVALID_ARGUMENT", "the body must be a JSON object, such as {}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(400, "INVALID_ARGUMENT", f"the body is invalid: {error}") from None
-    if isinstance(content, list | str | int | float | None):
-        raise HttpError(400, "INVALID_ARGUMENT", "the body must be a JSON object, such as {}")
-    return content
+        raise _invalid(error) from None
 
 
-def _too_large() -> HttpError:
-    return HttpError(413, "INVALID_ARGUMENT", f"the body has more than {MAX_BODY_BYTES} bytes")
+def _invalid(error: Exception) -> HttpError:
+    return HttpError(400, "INVALID_ARGUMENT", f"the body is invalid: {error}")

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
+import msgspec
 from google.protobuf import json_format
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pool import Default
@@ -26,16 +27,22 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lmkv.auth.caller import check_caller
-from lmkv.errors import BadRequest
+from lmkv.errors import BadRequest, BadTokens
 from lmkv.rpc.requests import check_times
-from lmkv_server.coordinator.http.bodies import read_json
+from lmkv_server.coordinator.http.bodies import body_of, decode, turn
 from lmkv_server.coordinator.http.replies import CallAborted, json_response, status_of, to_json
+from lmkv_server.coordinator.http.tokens import token_array
 from lmkv_server.http.server import ENDLESS
 
 logger = logging.getLogger(__name__)
 
 RPC_TIMEOUT_SECONDS = 60.0
 """Timeout of an RPC. Only `WaitOperation` may take that long, and it returns before the deadline."""
+TOKENS_AT_ONCE = 32_768
+"""Token ids that are added to a request before other tasks run: a millisecond or two."""
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_value = msgspec.json.Decoder()
 
 
 class HttpContext:
@@ -102,14 +109,18 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
     message_class = GetMessageClass(method.input_type)
 
     async def unary(request: Request) -> Response:
-        message = parse(message_class(), await read_json(request))
-        return json_response(to_json(await call(handler, message)))
+        async with body_of(request) as body:
+            message = await read_message(message_class(), body)
+            return json_response(to_json(await call(handler, message)))
 
     async def stream(request: Request) -> Response:
         if task := asyncio.current_task():
             ENDLESS.add(task)
-        fields = dict(request.query_params) if request.method == "GET" else await read_json(request)
-        message = parse(message_class(), fields)
+        if request.method == "GET":
+            message = parse(message_class(), dict(request.query_params))
+        else:
+            async with body_of(request) as body:
+                message = await read_message(message_class(), body)
         is_events = "text/event-stream" in request.headers.get("accept", "")
         frame = _as_event if is_events else _as_line
         responses = _responses(handler, message, _peer_of(request))
@@ -140,25 +151,57 @@ async def call(handler: Callable[[Any, Any], Any], message: Message) -> Any:
         context.finish()
 
 
+async def read_message(message: Message, body: bytes) -> Message:
+    """Fills a request from a body. Raises `HttpError`, `BadRequest`.
+
+    Other tasks run while long lists of token ids are read, and between slices of them.
+    """
+    async with turn(body) as is_large:
+        texts: dict[str, msgspec.Raw] = decode(body, _fields)
+        for field in message.DESCRIPTOR.fields if is_large else ():
+            if field.name in texts and _is_token_ids(field) and await _extend(message, field.name, texts[field.name]):
+                del texts[field.name]
+        return parse(message, {name: decode(bytes(text), _value) for name, text in texts.items()})
+
+
 def parse(message: Message, fields: dict[str, Any]) -> Message:
     """Fills a request from its JSON. Raises `BadRequest`."""
     rest = dict(fields)
-    for descriptor in message.DESCRIPTOR.fields:
-        values = rest.get(descriptor.name)
-        if not (descriptor.is_repeated and descriptor.type == descriptor.TYPE_INT32 and isinstance(values, list)):
+    for field in message.DESCRIPTOR.fields:
+        values = rest.get(field.name)
+        if not (_is_token_ids(field) and isinstance(values, list)):
             continue
         try:
-            getattr(message, descriptor.name).extend(values)  # a hundred times faster than json_format
+            getattr(message, field.name).extend(values)  # a hundred times faster than json_format
         except (TypeError, ValueError):
-            message.ClearField(descriptor.name)
+            message.ClearField(field.name)
         else:
-            del rest[descriptor.name]
+            del rest[field.name]
     try:
         json_format.ParseDict(rest, message)
     except (json_format.ParseError, TypeError, ValueError) as error:
         raise BadRequest(f"the body is not a {message.DESCRIPTOR.full_name}: {' '.join(str(error).split())}") from None
     check_times(message)
     return message
+
+
+def _is_token_ids(field: Any) -> bool:
+    """Whether a field, by its descriptor, is a list of token ids."""
+    return bool(field.is_repeated and field.type == field.TYPE_INT32)
+
+
+async def _extend(message: Message, name: str, text: msgspec.Raw) -> bool:
+    """Adds the token ids of a JSON list to a field; whether they could be read."""
+    values = getattr(message, name)
+    try:
+        tokens = await asyncio.to_thread(token_array, text)
+        for start in range(0, tokens.size, TOKENS_AT_ONCE):
+            values.extend(tokens[start : start + TOKENS_AT_ONCE].tolist())
+            await asyncio.sleep(0)
+    except (BadTokens, ValueError):
+        message.ClearField(name)
+        return False
+    return True
 
 
 def _peer_of(request: Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -10,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv_server.coordinator.http.bodies import decode, memory_of, read_body
+from lmkv_server.coordinator.http.bodies import body_of, decode, turn
 from lmkv_server.coordinator.http.replies import json_response
-from lmkv_server.coordinator.http.tokens import lift_tokens
+from lmkv_server.coordinator.http.tokens import lift_tokens, token_array
 
 B = TypeVar("B", bound="Body")
 
@@ -42,12 +43,14 @@ class Path(Generic[B]):
 
     async def serve(self, request: Request) -> Response:
         """Answers a request. Raises the errors of `decode` and of the handler."""
-        whole = await read_body(request)
-        async with memory_of(request, whole):
-            rest, tokens = lift_tokens(whole)
-            body: Any = decode(rest, self._decoder)
-            if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice
-                body.tokens = tokens
+        async with body_of(request) as whole:
+            async with turn(whole) as is_large:
+                rest, tokens = lift_tokens(whole)
+                body: Any = decode(rest, self._decoder)
+                if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice
+                    body.tokens = tokens
+                if is_large and hasattr(body, "tokens"):
+                    body.tokens = await asyncio.to_thread(token_array, body.tokens)
             return json_response(await self.answer(body))
 
 

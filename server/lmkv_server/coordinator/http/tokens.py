@@ -14,8 +14,10 @@ from lmkv_kernels import token_ids
 _OPENING = re.compile(rb'\s*\{\s*"tokens"\s*:\s*(?=\[)')
 
 
-def token_array(text: msgspec.Raw | memoryview) -> NDArray[np.uint32]:
-    """The token ids of a JSON list. Raises `BadTokens` if it is invalid."""
+def token_array(text: msgspec.Raw | memoryview | NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The token ids of a JSON list, if they are not read yet. Other threads run meanwhile. Raises `BadTokens`."""
+    if isinstance(text, np.ndarray):
+        return text
     try:
         return token_ids(memoryview(text))
     except ValueError as error:

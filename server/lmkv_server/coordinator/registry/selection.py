@@ -7,7 +7,7 @@ and a cancelled call stops.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,6 +30,8 @@ MAX_NAMESPACES = 16
 """Specs and adapters of one name that a lookup covers, the last registered ones."""
 SHORT_KEYS = 4096
 """Requests with at most this many keys are computed without a pause: about a millisecond."""
+READ_AT_ONCE = 32_768
+"""Token ids of a message that are read before other tasks run: a millisecond or two."""
 MAX_WAITING = 64
 """Long requests of one tenant that wait; each is at most a message in size."""
 
@@ -38,7 +40,7 @@ class NamesChunks(Protocol):
     """The fields by which requests name chunks."""
 
     @property
-    def tokens(self) -> Iterable[int]: ...
+    def tokens(self) -> Sequence[int]: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -110,6 +112,7 @@ class Selector:
         self._may_hold = may_hold
         self._fingerprint_of = fingerprint_of
         self._lock = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._waiting_count = 0
         self._keys_since_pause = 0
         """Keys that short requests computed since other tasks last ran."""
@@ -125,9 +128,12 @@ class Selector:
         Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`, `Full`.
         """
         if not request.chunk_keys:
-            tokens = np.array(request.tokens, dtype=np.int32)
             return await self.of_tokens(
-                tokens, request.model_name, request.cache_salt, request.lora_name, held_only=held_only
+                await self._array(request.tokens),
+                request.model_name,
+                request.cache_salt,
+                request.lora_name,
+                held_only=held_only,
             )
         if request.tokens:
             raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
@@ -137,6 +143,17 @@ class Selector:
         if fingerprint and self._models.find_spec(fingerprint) is None:
             return []
         return [self._of_keys(keys, fingerprint)]
+
+    async def _array(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Token ids of a request. Long lists are read in slices, one list at a time."""
+        if len(tokens) <= READ_AT_ONCE:
+            return np.array(tokens, dtype=np.int32)
+        array = np.empty(len(tokens), dtype=np.int32)
+        async with self._reading:
+            for start in range(0, len(tokens), READ_AT_ONCE):
+                array[start : start + READ_AT_ONCE] = tokens[start : start + READ_AT_ONCE]
+                await asyncio.sleep(0)
+        return array
 
     async def required(self, request: NamesChunks) -> list[SelectedChunks]:
         """As `select`, but never empty, and with the parts of chunks.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -17,12 +19,15 @@ from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.rpc.frames import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, FrameBuffer, FrameKind, to_frame
 from lmkv.rpc.requests import checked
+from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease, of_process
 from lmkv.runtime.unix_socket import UnixListener
 from lmkv.v1 import engine_service_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
+_PEER = struct.Struct("3i")
+"""Of the process at the other end: its id, user and group."""
 CLOSE_SECONDS = 5.0
 """Time in which an engine must read the last frames; then the connection is closed without them."""
 
@@ -94,17 +99,30 @@ class _Connection:
                 await self._writer.drain()
 
     async def _requests(self) -> AsyncIterator[pb.AttachRequest]:
-        """The messages of the engine until it ends the stream. Raises `BadMessage` or `MessageTooLarge` for others."""
+        """The messages of the engine until it ends the stream. Raises `BadMessage` or `MessageTooLarge` for others.
+
+        Memory is taken for each before the rest of it is read, and held until the next. Raises `TooManyRequests` if
+        there is none in time.
+        """
         frames = FrameBuffer(rpc.MAX_MESSAGE_BYTES)
-        while data := await self._reader.read(READ_BYTES):
-            self._was_heard = True
-            frames.add(data)
-            while frame := frames.take():
-                kind, payload = frame
-                if kind is FrameKind.MESSAGE:
-                    yield checked(payload, pb.AttachRequest.FromString)
-                elif kind is FrameKind.PING:
-                    self._write(FrameKind.PONG)
+        with Lease(of_process(), self._share) as lease:
+            while data := await self._reader.read(READ_BYTES):
+                self._was_heard = True
+                frames.add(data)
+                while frame := frames.take():
+                    kind, payload = frame
+                    if kind is FrameKind.MESSAGE:
+                        await lease.acquire(len(payload) * DECODED_PROTOBUF_FACTOR)
+                        yield checked(payload, pb.AttachRequest.FromString)
+                    elif kind is FrameKind.PING:
+                        self._write(FrameKind.PONG)
+                await lease.acquire(frames.wanted_bytes * DECODED_PROTOBUF_FACTOR)
+
+    @property
+    def _share(self) -> str:
+        """Whose share of memory a connection uses: its process'."""
+        peer = self._writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        return f"process {_PEER.unpack(peer)[0]}"
 
     def _write(self, kind: FrameKind, payload: bytes = b"") -> None:
         self._writer.write(to_frame(kind, payload, rpc.MAX_MESSAGE_BYTES))

@@ -15,6 +15,7 @@ from lmkv import rpc
 from lmkv.errors import LmkvError, MessageTooLarge
 from lmkv.keys import join_keys
 from lmkv.rpc.frames import HEADER, FrameBuffer, FrameKind, to_frame
+from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, MemoryBudget
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engines import attach_socket, outbox
 from lmkv_server.node.engines import service as engine_service
@@ -262,3 +263,20 @@ async def test_an_engine_that_sends_and_never_reads_is_detached(node: Node, monk
     async with FrameEngine(node) as engine:
         engine.send(hello("next"))
         await engine.message()
+
+
+async def test_a_frame_takes_memory_before_its_payload_is_read(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = MemoryBudget(40 << 20)
+    monkeypatch.setattr(attach_socket, "of_process", lambda: budget)
+    size = rpc.MAX_MESSAGE_BYTES
+    async with FrameEngine(node) as engine, FrameEngine(node) as other:
+        engine.send(hello())
+        await engine.message()
+        assert budget.held_bytes == 0
+        engine.writer.write(HEADER.pack(FrameKind.MESSAGE, size))
+        await until(lambda: budget.held_bytes == size * DECODED_PROTOBUF_FACTOR)
+        with budget.take("another process", 8 << 20):  # it has a share of its own
+            other.writer.write(HEADER.pack(FrameKind.MESSAGE, size) + bytes(size // 2))
+            await until(lambda: budget.waiting_count == 1)  # both have one share, as they are of one process
+    await until(lambda: budget.held_bytes == 0)
+    assert budget.waiting_count == 0
