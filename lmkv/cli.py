@@ -33,6 +33,7 @@ SUMMARIES: Mapping[str, str] = {
     "demo": "start a coordinator and two engines on this host and measure a shared prompt",
     "doctor": "check whether this host is fit for what its configuration says",
     "drain": "copy what only one instance holds to others, and report when it is safe to stop",
+    "engines": "list, add, drain and remove the engines of a proxy while it serves",
     "events": "publish the layout map as vLLM's KV events",
     "explain": "explain why parts of a prompt or of a request are not in the cache",
     "hint": "share, prefetch, pin, retain, demote or evict the chunks of a prompt",

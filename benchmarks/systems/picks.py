@@ -57,16 +57,16 @@ from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, Engine
 from lmkv_server.proxy.metrics import PickerMetrics
-from lmkv_server.proxy.picker.endpoints import Endpoints, resolve
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
+from lmkv_server.proxy.routing.endpoints import Endpoints, resolve
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by
-from lmkv_server.proxy.routing.pools import EnginePool
-from lmkv_server.proxy.upstream.client import UpstreamClient, open_session
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
+from lmkv_server.proxy.upstream.client import open_session
 
 TOKEN_COUNT = 100_000
 ENGINE_COUNT = 8
@@ -210,10 +210,9 @@ async def _service(
     session = open_session()
     try:
         contexts = Credentials().client_contexts()
-        monitor = HealthMonitor((), interval_seconds=1.0, timeout_seconds=1.0)
-        endpoints = Endpoints((), session, contexts, monitor, engines, resolve)
-        endpoints.clients |= {engine: UpstreamClient(engine, session, contexts) for engine in engines}
+        monitor = HealthMonitor(interval_seconds=1.0, timeout_seconds=1.0)
         pool = EnginePool(engines, cost_by("kv_aware", 0), SessionAffinity(0))
+        endpoints = Endpoints((), session, contexts, monitor, EnginePools(pool, None), resolve)
         yield ExternalProcessorService(
             EnginePicker(pool, endpoints.clients, lookup, metrics, "x-session-id"),
             endpoints,

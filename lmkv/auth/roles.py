@@ -30,6 +30,9 @@ _ALL = frozenset(Role) - {Role.CLIENT}
 CLIENT_RPC = "lmkv.proxy.OpenAI/Request"
 """Stands for all requests to engines, which are HTTP."""
 
+ENGINES_RPC = "lmkv.proxy.Engines/Change"
+"""Stands for adding, draining and removing engines at a proxy, which is HTTP."""
+
 UNAUTHENTICATED_METHODS = frozenset(
     {"grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch", "grpc.health.v1.Health/List"}
 )
@@ -66,6 +69,7 @@ ROLES: Mapping[str, frozenset[Role]] = {
     # Of the endpoint picker; a gateway calls it for each request.
     "envoy.service.ext_proc.v3.ExternalProcessor/Process": _ALL,
     CLIENT_RPC: _CLIENTS,
+    ENGINES_RPC: _OPERATORS,
     "google.longrunning.Operations/GetOperation": _READERS,
     "google.longrunning.Operations/ListOperations": _READERS,
     "google.longrunning.Operations/WaitOperation": _READERS,

@@ -82,6 +82,12 @@ class ProxyConfig(RouterConfig):
         ENGINE_COUNT, 0, "Number of decode engines.", shown_default="as many as hosts or ports are named"
     )
     engines: tuple[str, ...] = key(URLS, (), "Engines in mode route; the flag may be repeated.", "engine")
+    engines_file: str = key(
+        PATH,
+        "",
+        "YAML file that lists the engines, and is read again after a change; in place of engines, prefiller_* and "
+        "decoder_*.",
+    )
     policy: str = key(
         POLICY,
         "least_loaded",
@@ -115,8 +121,11 @@ class ProxyConfig(RouterConfig):
     )
 
     def contradictions(self) -> Iterator[ConfigError]:
-        if self.mode == "route" and not self.engines:
-            yield ConfigError("mode is route, but there is no engine; set engines to http://HOST:PORT", key="engines")
+        if self.engines_file and self.engines:
+            yield ConfigError("engines and engines_file are both set; set one of them", key="engines_file")
+        if self.mode == "route" and not (self.engines or self.engines_file):
+            reason = "mode is route, but there is no engine; set engines to http://HOST:PORT, or engines_file"
+            yield ConfigError(reason, key="engines")
         if self.mode == "pd" and self.engines:
             yield ConfigError(
                 "engine is for mode route, but mode is pd; set mode to route, or set prefill and decode engines by "
@@ -129,7 +138,7 @@ class ProxyConfig(RouterConfig):
                 key="coordinator_address",
             )
         yield from common.missing_for_salts(self.cache_salt_policy, self.auth_tokens, self.cluster_secret)
-        for role in ("prefillers", "decoders") if self.mode == "pd" else ():
+        for role in ("prefillers", "decoders") if self.mode == "pd" and not self.engines_file else ():
             try:
                 getattr(self, role)
             except ConfigError as error:

@@ -50,13 +50,14 @@ def items(raw: object) -> list[Any]:
 
 
 def _urls(raw: object) -> tuple[str, ...]:
-    return tuple(_url(item) for item in items(raw) if item != "")
+    return tuple(engine_url(item) for item in items(raw) if item != "")
 
 
-def _url(raw: object) -> str:
+def engine_url(raw: object) -> str:
+    """The URL of an engine, or of a name whose addresses are engines (`dns://`). Raises `TypeError` or `ValueError`."""
     if not isinstance(raw, str):
         raise TypeError
-    address = re.fullmatch(r"(https?://|)([^/]+)/*", raw)
+    address = re.fullmatch(r"(https?://|dns(?:\+https)?://|)([^/]+)/*", raw)
     if address is None or not ADDRESS.parse(address[2]):
         raise ValueError
     return f"{address[1] or 'http://'}{address[2]}"

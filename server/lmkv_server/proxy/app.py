@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,12 +14,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.roles import ENGINES_RPC
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.metrics import metrics_response
 from lmkv_server.proxy import page
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
+from lmkv_server.proxy.engine_routes import list_route
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
 from lmkv_server.proxy.passthrough import PATHS, PassThrough
@@ -42,11 +44,13 @@ def make_app(
     metrics: ProxyMetrics,
     authenticator: Authenticator,
     guard: HostGuard,
+    changes: Sequence[Route],
 ) -> ProxyApp:
     """The application of a proxy.
 
     `guard` applies to all paths. `authenticator` applies only to the page and the metrics: engines check the
-    credentials of the other requests, or `admission` does by `cache_salt_policy`.
+    credentials of the other requests, or `admission` does by `cache_salt_policy`. `changes` are the routes by which
+    operators change the engines.
     """
 
     async def complete(request: AdmittedRequest) -> None:
@@ -65,12 +69,13 @@ def make_app(
     async def show_metrics(_: Request) -> Response:
         return metrics_response(metrics.registry)
 
-    protected = [*page.routes(pools, statistics), Route("/metrics", show_metrics)]
+    protected = [*page.routes(pools, statistics), list_route(pools), Route("/metrics", show_metrics)]
     app = Starlette(
         routes=[
             *(Route(path, AdmissionApp(admission, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
             *(Route(path, AdmissionApp(admission, passed), methods=[method]) for path, method in PATHS.items()),
             *(authenticated(route, authenticator) for route in protected),
+            *(authenticated(route, authenticator, ENGINES_RPC) for route in changes),
             Route("/health", ready),
             Route("/healthz", alive),
             Route("/readyz", ready),
@@ -110,15 +115,15 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
     return Response(error_body(status, message), status, headers, media_type="application/json")
 
 
-def authenticated(route: BaseRoute, authenticator: Authenticator) -> BaseRoute:
-    """The route for clients that may view the proxy's state; others get 401 or 403."""
+def authenticated(route: BaseRoute, authenticator: Authenticator, rpc: str = VIEW_RPC) -> BaseRoute:
+    """The route for clients that may call `rpc`, by default view the proxy's state; others get 401 or 403."""
     if isinstance(route, Route):
         inner = route.app
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope)
             try:
-                authenticator.authenticate(VIEW_RPC, credentials_of(request))
+                authenticator.authenticate(rpc, credentials_of(request))
             except (Unauthenticated, PermissionDenied) as error:
                 is_unknown = isinstance(error, Unauthenticated)
                 status, headers = (401, CHALLENGE) if is_unknown else (403, {})

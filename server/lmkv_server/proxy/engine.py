@@ -62,9 +62,28 @@ class Engine:
         self.first_token_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         """Times from a request to the first token of a stream, or to the response of a prefill."""
         self.in_flight_count = 0
+        self.handoff_count = 0
+        """Handoffs that it has sent and the decode engine may still read from its node."""
+        self.is_draining = False
+        """Whether it gets no new requests, and leaves after its last one."""
         self.last_choice = 0
         """Number of the pool's last choice that selected it."""
         self._health_timeout_count = 0
+
+    @property
+    def is_available(self) -> bool:
+        """Whether new requests may use it."""
+        return self.is_healthy and not self.is_draining
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request needs it."""
+        return self.in_flight_count > 0 or self.handoff_count > 0
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no new request may use it; empty if one may."""
+        return self.failure or ("it is draining" if self.is_draining else "")
 
     def model(self, name: object) -> EngineModel:
         """The model of this name; the engine's first model if `name` is not one of them."""

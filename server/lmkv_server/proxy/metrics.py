@@ -55,6 +55,11 @@ class ProxyMetrics(Collector):
             "Tokens of them that the chosen engine held: the hit rate of routing.",
             registry=self.registry,
         )
+        self.engines_file_failures = Counter(
+            "lmkv_proxy_engines_file_failures",
+            "Changes of `engines_file` that were not applied, since the file is invalid.",
+            registry=self.registry,
+        )
         self.first_token_seconds = Histogram(
             "lmkv_proxy_time_to_first_token_seconds",
             "Time from a request to its first token.",
@@ -90,7 +95,7 @@ class ProxyMetrics(Collector):
         """The current health and load of each engine."""
         labels = ["engine", "role"]
         healthy = GaugeMetricFamily(
-            "lmkv_proxy_engine_healthy", "1 while the engine is healthy and receives requests.", labels=labels
+            "lmkv_proxy_engine_healthy", "1 while the engine is healthy, also while it drains.", labels=labels
         )
         load = GaugeMetricFamily(
             "lmkv_proxy_engine_requests_in_flight", "Requests in flight at the engine.", labels=labels

@@ -67,6 +67,8 @@ def _latencies(statistics: LatencyStatistics) -> Iterator[str]:
 
 def _engine(engine: Engine) -> str:
     state, text = ("live", "healthy") if engine.is_healthy else ("lost", "unhealthy")
+    if engine.is_draining and engine.is_healthy:
+        state, text = "rebuilding", "draining"
     failure = "" if engine.is_healthy else f'<p class="failure">{escape(engine.failure)}</p>'
     served = " · ".join(filter(None, (", ".join(model.name for model in engine.models), engine.instance_id)))
     latency = summarize(engine.first_token_seconds) if engine.first_token_seconds else None

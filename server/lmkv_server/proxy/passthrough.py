@@ -103,7 +103,7 @@ class PassThrough:
             except PathNotServed:
                 continue
             except NoHealthyEngine:
-                if not any(engine.is_healthy for engine in self._pool.engines):
+                if not any(engine.is_available for engine in self._pool.engines):
                     raise
                 message = f"no engine serves {request.path}"
                 raise EngineRejected(HttpResponse(status=404, body=error_body(404, message))) from None
@@ -117,7 +117,7 @@ class PassThrough:
 
     def _unfit(self, path: str, model: object) -> list[Engine]:
         """The engines that lack the path; and those without the model, if another one has it."""
-        fit = [engine for engine in self._pool.engines if engine.is_healthy and path not in engine.missing_paths]
+        fit = [engine for engine in self._pool.engines if engine.is_available and path not in engine.missing_paths]
         with_model = [engine for engine in fit if any(one.name == model for one in engine.models)]
         return [engine for engine in self._pool.engines if engine not in (with_model or fit)]
 

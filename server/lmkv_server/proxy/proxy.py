@@ -10,6 +10,7 @@ from typing import Self
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.certificates import CertificateEnd
+from lmkv.auth.exposure import is_loopback
 from lmkv.config import ProxyConfig
 from lmkv.telemetry.build_info import BuildInfo
 from lmkv_server.http.guard import HostGuard
@@ -19,20 +20,25 @@ from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.app import PROBES, make_app
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
+from lmkv_server.proxy.engine_routes import engine_routes
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.passthrough import PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.handoff import HandoffIssuer
 from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.routing.endpoints import Endpoints, Resolve, resolve
+from lmkv_server.proxy.routing.engines_file import Endpoint, EnginesFile
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.policies import cost_by
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.upstream.client import UpstreamClient, open_session
+from lmkv_server.proxy.upstream.client import open_session
 
 logger = logging.getLogger(__name__)
 
+ROLES = {"route": (BOTH,), "pd": (PREFILL, DECODE)}
+"""Roles of engines by mode."""
 IDLE_CONNECTIONS = 1_000
 """Connections beyond those of admitted requests: for probes, pages, and clients between requests."""
 
@@ -40,10 +46,12 @@ IDLE_CONNECTIONS = 1_000
 class Proxy:
     """Serves the OpenAI API while it is entered. Entering raises `ConfigError` if the port cannot be bound."""
 
-    def __init__(self, config: ProxyConfig) -> None:
+    def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
+        """`resolve` reaches DNS. Raises `ConfigError` if the file of engines is invalid."""
         self.port = config.port
         """The bound port once it is entered."""
         self.pools = _engine_pools(config)
+        """The engines once it is entered."""
         self.statistics = LatencyStatistics()
         self._metrics = ProxyMetrics(self.pools.engines)
         self.metrics = self._metrics.registry
@@ -51,6 +59,12 @@ class Proxy:
         self.metrics.register(CertificateEnd(config.tls_cert))
         self.metrics.register(BuildInfo())
         self._config = config
+        self._resolve = resolve
+        self._file = (
+            EnginesFile(config.engines_file, ROLES[config.mode], self._metrics.engines_file_failures.inc)
+            if config.engines_file
+            else None
+        )
         self._stack = AsyncExitStack()
         self._background: asyncio.Task[None] | None = None
 
@@ -65,7 +79,21 @@ class Proxy:
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
             tls_contexts = config.engine_tls.client_contexts()
-            clients = {engine: UpstreamClient(engine, session, tls_contexts) for engine in self.pools.engines}
+            monitor = HealthMonitor(
+                interval_seconds=config.health_interval,
+                timeout_seconds=config.health_timeout,
+                api_key=config.engine_api_key,
+            )
+            endpoints = Endpoints(
+                () if self._file else _endpoints(config),
+                session,
+                tls_contexts,
+                monitor,
+                self.pools,
+                self._resolve,
+                file=self._file,
+            )
+            clients = endpoints.clients
             lookup = None
             if config.policy == "kv_aware":
                 lookup = PrefixLookup(
@@ -103,7 +131,15 @@ class Proxy:
             )
             guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
             app = make_app(
-                admission, handler, pass_through, self.pools, self.statistics, self._metrics, authenticator, guard
+                admission,
+                handler,
+                pass_through,
+                self.pools,
+                self.statistics,
+                self._metrics,
+                authenticator,
+                guard,
+                engine_routes(endpoints, ROLES[config.mode], _refusal(config, authenticator)),
             )
             http = HttpServer(
                 config.host,
@@ -124,13 +160,7 @@ class Proxy:
             stack.callback(setattr, admission, "is_closed", True)
             self.port = http.port
             await http.start()
-            monitor = HealthMonitor(
-                list(clients.values()),
-                interval_seconds=config.health_interval,
-                timeout_seconds=config.health_timeout,
-                api_key=config.engine_api_key,
-            )
-            self._background = asyncio.create_task(self._run_background(monitor), name="lmkv-proxy-background")
+            self._background = asyncio.create_task(self._run_background(endpoints), name="lmkv-proxy-background")
             self._stack = stack.pop_all()
         return self
 
@@ -152,9 +182,9 @@ class Proxy:
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
 
-    async def _run_background(self, monitor: HealthMonitor) -> None:
+    async def _run_background(self, endpoints: Endpoints) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(monitor.run())
+            group.create_task(endpoints.run())
             group.create_task(self._log_latencies_periodically())
 
     async def _log_latencies_periodically(self) -> None:
@@ -177,14 +207,28 @@ class Proxy:
             logger.info("%s", line)
 
 
+def _refusal(config: ProxyConfig, authenticator: Authenticator) -> str:
+    """Why no client may change the engines; empty if those of the right role may."""
+    if is_loopback(config.host) or config.tls_client_ca or not authenticator.is_open:
+        return ""
+    return "engines cannot be changed at a port that others reach without a token; set auth_tokens at the proxy"
+
+
 def _engine_pools(config: ProxyConfig) -> EnginePools:
     def pool(engines: list[Engine], reserve: Sequence[Engine] = ()) -> EnginePool:
         cost, affinity = cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)
         return EnginePool(engines, cost, affinity, reserve=reserve)
 
     if config.mode == "route":
-        return EnginePools(pool([Engine(url, BOTH) for url in config.engines]), None)
+        return EnginePools(pool([]), None)
+    prefillers: list[Engine] = []
+    return EnginePools(pool([], reserve=prefillers), pool(prefillers))
+
+
+def _endpoints(config: ProxyConfig) -> list[Endpoint]:
+    """The engines that the configuration names."""
+    if config.mode == "route":
+        return [Endpoint(url=url, role=BOTH) for url in config.engines]
     scheme = "https" if config.engine_tls_ca else "http"
-    prefillers = [Engine(f"{scheme}://{host_port}", PREFILL) for host_port in config.prefillers]
-    decoders = [Engine(f"{scheme}://{host_port}", DECODE) for host_port in config.decoders]
-    return EnginePools(pool(decoders, reserve=prefillers), pool(prefillers))
+    by_role = {PREFILL: config.prefillers, DECODE: config.decoders}
+    return [Endpoint(url=f"{scheme}://{one}", role=role) for role, addresses in by_role.items() for one in addresses]

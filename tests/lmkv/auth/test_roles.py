@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from lmkv.auth.roles import CLIENT_RPC, ROLES, UNAUTHENTICATED_METHODS, Role
+from lmkv.auth.roles import CLIENT_RPC, ENGINES_RPC, ROLES, UNAUTHENTICATED_METHODS, Role
 from lmkv.ext_proc import external_processor_pb2
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.http.access import rpc_of
@@ -31,7 +31,7 @@ def test_every_rpc_is_in_the_table_and_nothing_else() -> None:
     served = set().union(
         *(methods(module.DESCRIPTOR) for module in (*SERVED, PICKER)), methods(reflection_pb2.DESCRIPTOR)
     )
-    assert served | {CLIENT_RPC} == ROLES.keys()
+    assert served | {CLIENT_RPC, ENGINES_RPC} == ROLES.keys()
 
 
 def test_only_probes_need_no_token() -> None:

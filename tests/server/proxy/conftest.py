@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -78,11 +78,12 @@ def make_proxy(make_engine: MakeEngine, stack: AsyncExitStack) -> MakeProxy:
     async def make(
         prefillers: list[ScriptedEngine] | None = None,
         decoders: list[ScriptedEngine] | None = None,
-        engines: list[ScriptedEngine] | None = None,
+        engines: Sequence[ScriptedEngine | str] | None = None,
         **settings: Any,
     ) -> Front:
         if engines is not None:
-            settings |= {"mode": "route", "engines": [engine.url for engine in engines]}
+            urls = [engine if isinstance(engine, str) else engine.url for engine in engines]
+            settings |= {"mode": "route", "engines": urls}
         else:
             settings["prefiller_port"] = [engine.port for engine in prefillers or ()]
             settings["decoder_port"] = [engine.port for engine in decoders or ()]

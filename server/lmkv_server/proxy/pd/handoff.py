@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -34,6 +35,19 @@ class HandoffTicket:
     """Number of prompt tokens, which the decode engine loads; 0 before the prefill engine has responded."""
     is_claimed: bool = False
     """Whether the decode engine has responded to the request that loads it. Before that the request may be lost."""
+    prefiller: Engine | None = None
+    """The prefill engine whose node may still be read from. It does not leave before `let_go`."""
+
+    def hold(self, prefiller: Engine) -> None:
+        """Keeps the prefill engine until the handoff is claimed or released."""
+        self.prefiller = prefiller
+        prefiller.handoff_count += 1
+
+    def let_go(self) -> None:
+        """The prefill engine may leave. Idempotent."""
+        prefiller, self.prefiller = self.prefiller, None
+        if prefiller is not None:
+            prefiller.handoff_count -= 1
 
     @property
     def decode_parameters(self) -> Json:
@@ -48,7 +62,7 @@ class HandoffIssuer:
         self._keys = keys
         self._clients = clients
         self._releases: set[asyncio.Task[None]] = set()
-        self._rejections: dict[Engine, str] = {}
+        self._rejections: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 
     def issue(self, decoder: Engine) -> HandoffTicket:
         """A new handoff. Each attempt needs its own, so that an interrupted one is not mistaken for the next."""
@@ -68,6 +82,7 @@ class HandoffIssuer:
 
     def release(self, ticket: HandoffTicket, model: object, headers: Mapping[str, str]) -> None:
         """Has the decode engine release a handoff that was not claimed. Returns immediately."""
+        ticket.let_go()
         engine = ticket.decoder
         if ticket.is_claimed or not engine.is_healthy or len(self._releases) >= MAX_RELEASES:
             return

@@ -39,6 +39,7 @@ class PrefillResult:
         """Records that a decode engine has started its response: it has loaded the KV cache that was sent to it."""
         if self.handoff and engine is self.decoder:
             self.handoff.is_claimed = True
+            self.handoff.let_go()
 
 
 class PrefillStage:
@@ -83,6 +84,7 @@ class PrefillStage:
                 handoff = None
             if handoff:
                 handoff.prompt_token_count = token_count
+                handoff.hold(engine)
             return PrefillResult(response=response, decoder=decoder, handoff=handoff)
 
         try:

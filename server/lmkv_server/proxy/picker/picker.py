@@ -32,17 +32,18 @@ from lmkv_server.http.ports import address, listen
 from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.app import ProxyApp, authenticated
 from lmkv_server.proxy.client_salts import ClientSalts
-from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engine import BOTH
 from lmkv_server.proxy.metrics import PickerMetrics
-from lmkv_server.proxy.picker.endpoints import Endpoints, Resolve, resolve
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
+from lmkv_server.proxy.routing.endpoints import Endpoints, Resolve, resolve
+from lmkv_server.proxy.routing.engines_file import name_of
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by
-from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
 from lmkv_server.proxy.upstream.client import open_session
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,10 @@ class Picker:
         """The bound gRPC port once it is entered."""
         self.metrics_port: int | None = None
         """The bound HTTP port once it is entered, if there is one."""
-        self.engines: list[Engine] = []
+        self._pools = EnginePools(
+            EnginePool([], cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)), None
+        )
+        self.engines = self._pools.engines
         """Those that are known now."""
         self._metrics = PickerMetrics(self.engines)
         self.metrics = self._metrics.registry
@@ -98,31 +102,33 @@ class Picker:
         """Why no request can be served; empty if one can."""
         if self._is_closed:
             return "the picker is stopping"
-        if any(engine.is_healthy for engine in self.engines):
+        if any(engine.is_available for engine in self.engines):
             return ""
-        return "; ".join(f"{engine.url}: {engine.failure}" for engine in self.engines) or "no engine is known"
+        return (
+            "; ".join(f"{engine.url}: {engine.unavailable_reason}" for engine in self.engines) or "no engine is known"
+        )
 
     async def __aenter__(self) -> Self:
         config = self._config
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
             monitor = HealthMonitor(
-                (),
                 interval_seconds=config.health_interval,
                 timeout_seconds=config.health_timeout,
                 api_key=config.engine_api_key,
             )
             contexts = config.engine_tls.client_contexts()
-            endpoints = Endpoints(config.engines, session, contexts, monitor, self.engines, self._resolve)
+            endpoints = Endpoints(
+                [name_of(url, BOTH) for url in config.engines], session, contexts, monitor, self._pools, self._resolve
+            )
             if config.policy == "kv_aware":
                 client = self._open_client(config.coordinator_address, config.credentials, config.lookup_timeout)
                 stack.push_async_callback(client.aclose)
                 self._lookup = KeyLookup(client, self._metrics, config.cluster_secret.encode())
                 stack.push_async_callback(self._lookup.aclose)
-            pool = EnginePool(
-                self.engines, cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)
+            picker = EnginePicker(
+                self._pools.decode, endpoints.clients, self._lookup, self._metrics, config.session_header
             )
-            picker = EnginePicker(pool, endpoints.clients, self._lookup, self._metrics, config.session_header)
             authenticator = Authenticator(config.auth_tokens)
             service = ExternalProcessorService(
                 picker,

@@ -59,7 +59,7 @@ class EnginePicker:
         candidates = [
             engine
             for engine in self._pool.engines
-            if engine.is_healthy and (subset is None or address_of(engine) in subset)
+            if engine.is_available and (subset is None or address_of(engine) in subset)
         ]
         serving = [engine for engine in candidates if any(one.name == prompt.model_name for one in engine.models)]
         allowed = frozenset(serving or candidates)

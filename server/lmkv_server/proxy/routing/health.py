@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -35,21 +35,12 @@ _HANDED_METRIC = re.compile(
 
 
 class HealthMonitor:
-    """Checks and probes engines while `run` runs."""
+    """Checks and probes engines while `watch` runs."""
 
-    def __init__(
-        self, clients: Sequence[UpstreamClient], *, interval_seconds: float, timeout_seconds: float, api_key: str = ""
-    ) -> None:
-        self._clients = clients
+    def __init__(self, *, interval_seconds: float, timeout_seconds: float, api_key: str = "") -> None:
         self._interval_seconds = interval_seconds
         self._timeout_seconds = timeout_seconds
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-    async def run(self) -> None:
-        """Monitors all engines until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for client in self._clients:
-                group.create_task(self.watch(client))
 
     async def watch(self, client: UpstreamClient) -> None:
         """Monitors one engine until it is cancelled."""

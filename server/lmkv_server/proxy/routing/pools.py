@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.policies import Cost
 
@@ -16,7 +16,7 @@ class EnginePool:
     """The engines of one role, and a `reserve` of others that is used only while no engine of the role can be."""
 
     def __init__(
-        self, engines: Sequence[Engine], cost: Cost, affinity: SessionAffinity, *, reserve: Sequence[Engine] = ()
+        self, engines: list[Engine], cost: Cost, affinity: SessionAffinity, *, reserve: Sequence[Engine] = ()
     ) -> None:
         self.engines = engines
         self._reserve = reserve
@@ -27,7 +27,7 @@ class EnginePool:
     def choose(
         self, now: float, *, session: str = "", cached: Mapping[str, int], excluded: Collection[Engine] = ()
     ) -> Engine | None:
-        """Selects a healthy engine that is not excluded, and assigns the session to it; None if there is none.
+        """Selects an available engine that is not excluded, and assigns the session to it; None if there is none.
 
         `cached` is the number of prompt tokens that each instance holds. Among engines of equal cost, selects the one
         that was selected least recently.
@@ -62,12 +62,12 @@ class EnginePool:
         return all(least < self._rank(engine, at_most) for engine in candidates if engine is not chosen)
 
     def least_loaded(self) -> Engine | None:
-        """The healthy engine with the fewest requests in flight; None if none is healthy."""
+        """The available engine with the fewest requests in flight; None if none is available."""
         return min(self._candidates(()), key=lambda engine: engine.in_flight_count, default=None)
 
     def _candidates(self, excluded: Collection[Engine]) -> list[Engine]:
         def fit(engines: Sequence[Engine]) -> list[Engine]:
-            return [engine for engine in engines if engine.is_healthy and engine not in excluded]
+            return [engine for engine in engines if engine.is_available and engine not in excluded]
 
         return fit(self.engines) or fit(self._reserve)
 
@@ -91,14 +91,29 @@ class EnginePools:
     def __init__(self, decode: EnginePool, prefill: EnginePool | None) -> None:
         self.decode = decode
         self.prefill = prefill
+        self.engines: list[Engine] = []
+        """All engines, prefill engines first. The same list after changes."""
+        self._list()
 
-    @property
-    def engines(self) -> list[Engine]:
-        """All engines, prefill engines first."""
-        return [*(self.prefill.engines if self.prefill else ()), *self.decode.engines]
+    def add(self, engine: Engine) -> None:
+        """Adds an engine to the pool of its role."""
+        self._pool_of(engine).engines.append(engine)
+        self._list()
+
+    def remove(self, engine: Engine) -> None:
+        """Removes an engine from the pool of its role."""
+        self._pool_of(engine).engines.remove(engine)
+        self._list()
+
+    def _pool_of(self, engine: Engine) -> EnginePool:
+        return self.prefill if self.prefill is not None and engine.role == PREFILL else self.decode
+
+    def _list(self) -> None:
+        self.engines[:] = [*(self.prefill.engines if self.prefill else ()), *self.decode.engines]
 
     def unavailable_reason(self) -> str:
         """Why no request can be served; empty if one can. An engine of either role can serve a request alone."""
         if self.decode.least_loaded() is not None:
             return ""
-        return "; ".join(f"{engine.role} engine {engine.url}: {engine.failure}" for engine in self.engines)
+        reasons = (f"{engine.role} engine {engine.url}: {engine.unavailable_reason}" for engine in self.engines)
+        return "; ".join(reasons) or "there is no engine"

@@ -20,8 +20,8 @@ async def test_only_consecutive_health_checks_without_a_response_make_an_engine_
     engine.mark_healthy()
     async with open_session() as session:
         client = UpstreamClient(engine, session, Reloadable((), ssl.create_default_context))
-        patient = HealthMonitor([client], interval_seconds=0.0, timeout_seconds=WAIT_SECONDS)
-        hasty = HealthMonitor([client], interval_seconds=0.0, timeout_seconds=0.0)  # no engine responds in time
+        patient = HealthMonitor(interval_seconds=0.0, timeout_seconds=WAIT_SECONDS)
+        hasty = HealthMonitor(interval_seconds=0.0, timeout_seconds=0.0)  # no engine responds in time
         for _ in range(2):
             assert [await hasty._check(client) for _ in range(MAX_HEALTH_TIMEOUTS - 1)] == [False, False]
             assert await patient._check(client)

@@ -1,0 +1,283 @@
+"""The engines that requests may use: those that are configured, those of a file, those of DNS, and those of operators.
+
+Each may name an engine by its URL, or a host name whose addresses are engines. What they name together is the set of
+engines. An engine that is not in the set any more is drained: its requests end before it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+
+import aiohttp
+
+from lmkv.errors import BadRequest, Conflict, EngineNotFound
+from lmkv.runtime.reload import Reloadable
+from lmkv_server.http.ports import address
+from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.routing.engines_file import Endpoint, EnginesFile
+from lmkv_server.proxy.routing.health import HealthMonitor
+from lmkv_server.proxy.routing.pools import EnginePools
+from lmkv_server.proxy.upstream.client import EngineFailed, UpstreamClient
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_SECONDS = 2.0
+"""Time between two resolutions of the names."""
+RESOLVE_TIMEOUT_SECONDS = 5.0
+FILE_SECONDS = 1.0
+"""Time between two checks of the file. A change is applied once the file has not changed for this time."""
+DRAIN_POLL_SECONDS = 0.1
+MAX_ENGINES = 4096
+REMOVED = "it was removed"
+
+Resolve = Callable[[str], Awaitable[frozenset[str]]]
+"""The URLs of all addresses of a URL's host; empty if it cannot be resolved."""
+
+
+class Clients(dict[Engine, UpstreamClient]):
+    """The clients of the engines. That of an engine that was removed raises `EngineFailed`: another engine may serve.
+
+    A request may have selected the engine before, and use it only now.
+    """
+
+    def __missing__(self, engine: Engine) -> UpstreamClient:
+        raise EngineFailed(engine, REMOVED)
+
+
+class Endpoints:
+    """The engines of `pools`, and their clients.
+
+    Engines that are configured by their URL are available at once. `run` must run: it resolves names, follows the file,
+    removes drained engines, and checks the health of all.
+    """
+
+    def __init__(
+        self,
+        configured: Sequence[Endpoint],
+        session: aiohttp.ClientSession,
+        contexts: Reloadable[ssl.SSLContext],
+        monitor: HealthMonitor,
+        pools: EnginePools,
+        resolve: Resolve,
+        *,
+        file: EnginesFile | None = None,
+    ) -> None:
+        """The engines of `pools` are changed in place. Raises `ConfigError` if the file is invalid."""
+        self.clients = Clients()
+        self._session = session
+        self._contexts = contexts
+        self._monitor = monitor
+        self._pools = pools
+        self._resolve = resolve
+        self._file = file
+        self._configured = tuple(configured)
+        self._listed = file.get() if file else ()
+        """The endpoints of the file, as last applied."""
+        self._added: list[Endpoint] = []
+        """Those that operators have added."""
+        self._removed: set[str] = set()
+        """URLs that operators have removed, though the configuration, the file or DNS still name them."""
+        self._addresses: dict[Endpoint, frozenset[str]] = {}
+        """URLs of the engines behind each name, as last resolved."""
+        self._watching: dict[Engine, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._draining = asyncio.Event()
+        self._apply()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All engines, those that are drained included."""
+        return self._pools.engines
+
+    async def run(self) -> None:
+        """Follows the names and the file until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for engine in self.engines:
+                self._watch(engine)
+            group.create_task(self._follow_names())
+            group.create_task(self._finish_drains())
+            if self._file is not None:
+                group.create_task(self._follow_file(self._file))
+
+    async def add(self, endpoint: Endpoint) -> None:
+        """Adds an engine or a name. Idempotent; also ends a drain.
+
+        Raises `BadRequest` if its host cannot be resolved, and `Conflict` if it has another role.
+        """
+        found = await self._resolve(endpoint.target)
+        if not found:
+            raise BadRequest(f"the host of {endpoint.url} cannot be resolved")
+        for known in self._endpoints():
+            if known.url == endpoint.url and known.role != endpoint.role:
+                raise Conflict(f"{known.url} is a {known.role} engine; remove it before you add it as {endpoint.role}")
+        if endpoint not in self._endpoints():
+            if len(self._added) >= MAX_ENGINES:
+                raise Conflict(f"{MAX_ENGINES} engines were added; remove some")
+            self._added.append(endpoint)
+        self._removed.discard(endpoint.url)
+        if endpoint.is_name:
+            self._removed -= found
+            self._addresses[endpoint] = found
+        self._apply()
+
+    def drain(self, url: str) -> None:
+        """Sends no new request to an engine, or to those of a name, and removes it after its last one.
+
+        Raises `EngineNotFound`.
+        """
+        self._exclude(url)
+        self._apply()
+
+    def remove(self, url: str) -> None:
+        """Removes an engine, or those of a name, at once: its requests fail, and are repeated elsewhere.
+
+        Raises `EngineNotFound`.
+        """
+        leaving = self._exclude(url)
+        self._apply()
+        for engine in leaving:
+            if engine in self.clients:
+                self._leave(engine)
+
+    def _exclude(self, url: str) -> list[Engine]:
+        """Takes a URL out of the set. Returns the engines that it stands for."""
+        urls = {url}
+        for endpoint in self._endpoints():
+            if endpoint.url == url:
+                urls |= self._addresses.get(endpoint, frozenset())
+        leaving = [engine for engine in self.engines if engine.url in urls]
+        is_named = url not in self._removed and any(endpoint.url == url for endpoint in self._endpoints())
+        if not leaving and not is_named:
+            raise EngineNotFound(f"no engine has the URL {url}; `lmkv engines` lists them", url=url)
+        self._added = [endpoint for endpoint in self._added if endpoint.url != url]
+        self._removed.add(url)
+        return leaving
+
+    def _endpoints(self) -> list[Endpoint]:
+        return [*self._configured, *self._listed, *self._added]
+
+    def _wanted(self) -> dict[str, str]:
+        """Roles of the engines that requests may use, by URL. What is named itself precedes the addresses of names."""
+        wanted: dict[str, str] = {}
+        endpoints = sorted(self._endpoints(), key=lambda endpoint: endpoint.is_name)
+        for endpoint in endpoints:
+            if endpoint.url in self._removed:
+                continue
+            urls = sorted(self._addresses.get(endpoint, ())) if endpoint.is_name else [endpoint.url]
+            for url in urls:
+                if url not in self._removed and len(wanted) < MAX_ENGINES:
+                    wanted.setdefault(url, endpoint.role)
+        return wanted
+
+    def _apply(self) -> None:
+        """Makes the engines those that are wanted."""
+        endpoints = set(self._endpoints())
+        self._addresses = {endpoint: urls for endpoint, urls in self._addresses.items() if endpoint in endpoints}
+        named = {endpoint.url for endpoint in endpoints}.union(*self._addresses.values())
+        self._removed &= named  # what is not named any more returns if it is named again
+        wanted = self._wanted()
+        for engine in list(self.engines):
+            is_wanted = wanted.get(engine.url) == engine.role
+            if is_wanted and engine.is_draining:
+                engine.is_draining = False
+                logger.info("%s engine %s serves again", engine.role, engine.url)
+            elif not is_wanted and not engine.is_draining:
+                engine.is_draining = True
+                if engine.is_busy:
+                    logger.info("%s engine %s drains: its requests end first", engine.role, engine.url)
+            if engine.is_draining:
+                self._draining.set()
+        self._remove_drained()
+        known = {(engine.url, engine.role) for engine in self.engines}
+        for url, role in wanted.items():
+            if (url, role) not in known:
+                self._join(Engine(url, role))
+
+    def _join(self, engine: Engine) -> None:
+        self.clients[engine] = UpstreamClient(engine, self._session, self._contexts)
+        self._pools.add(engine)
+        self._watch(engine)
+
+    def _watch(self, engine: Engine) -> None:
+        if self._group is not None:
+            self._watching[engine] = self._group.create_task(self._monitor.watch(self.clients[engine]))
+
+    def _leave(self, engine: Engine) -> None:
+        """Removes an engine. Requests that are in flight fail."""
+        watching = self._watching.pop(engine, None)
+        if watching is not None:
+            watching.cancel()
+        self._pools.remove(engine)
+        client = self.clients.pop(engine)
+        is_busy = engine.is_busy
+        engine.mark_unhealthy(REMOVED)
+        if is_busy:
+            client.cancel_requests()
+        logger.info("%s engine %s has left", engine.role, engine.url)
+
+    def _remove_drained(self) -> None:
+        for engine in [one for one in self.engines if one.is_draining and not one.is_busy]:
+            self._leave(engine)
+
+    async def _finish_drains(self) -> None:
+        while True:
+            await self._draining.wait()
+            self._remove_drained()
+            if not any(engine.is_draining for engine in self.engines):
+                self._draining.clear()
+                continue
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    async def _follow_names(self) -> None:
+        while True:
+            await self._resolve_names(self._endpoints())
+            self._apply()
+            await asyncio.sleep(RESOLVE_SECONDS)
+
+    async def _resolve_names(self, endpoints: Sequence[Endpoint]) -> None:
+        names = [endpoint for endpoint in endpoints if endpoint.is_name]
+        for name, found in zip(names, await asyncio.gather(*(self._resolve(one.target) for one in names)), strict=True):
+            if found:  # else DNS fails, or no pod is ready: the health checks decide
+                self._addresses[name] = found
+
+    async def _follow_file(self, file: EnginesFile) -> None:
+        """Applies the file after each change. A file that cannot be applied leaves the engines as they are."""
+        seen: tuple[Endpoint, ...] = self._listed
+        reported: tuple[Endpoint, ...] | None = None
+        while True:
+            await asyncio.sleep(FILE_SECONDS)
+            now = file.get()
+            is_stable, seen = now is seen, now  # a file that changes may be half written
+            if now is self._listed or not is_stable:
+                continue
+            new = [endpoint for endpoint in now if endpoint not in self._listed]
+            found = await asyncio.gather(*(self._resolve(endpoint.target) for endpoint in new))
+            unknown = [endpoint.url for endpoint, urls in zip(new, found, strict=True) if not urls]
+            if unknown:
+                if reported is not now:
+                    reported = now
+                    file.count_failure()
+                    logger.warning("keeping the engines: %s in %s cannot be resolved", ", ".join(unknown), file.path)
+                continue
+            self._listed = now
+            self._addresses |= {endpoint: urls for endpoint, urls in zip(new, found, strict=True) if endpoint.is_name}
+            self._apply()
+
+
+async def resolve(url: str) -> frozenset[str]:
+    """Resolves by the system's resolver."""
+    scheme, _, host_port = url.partition("://")
+    host, _, port = host_port.rpartition(":")
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_SECONDS):
+            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError) as error:
+        logger.debug("%s cannot be resolved: %s", host, error)
+        return frozenset()
+    return frozenset(f"{scheme}://{address(str(one[4][0]), int(port))}" for one in found)
