@@ -12,9 +12,9 @@ from starlette.routing import Route
 
 from lmkv.errors import BadRequest, Conflict, EngineNotFound, LmkvError
 from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engines.endpoints import Endpoints
+from lmkv_server.proxy.engines.engines_file import read_endpoint, read_url
 from lmkv_server.proxy.openai import error_body
-from lmkv_server.proxy.routing.endpoints import Endpoints
-from lmkv_server.proxy.routing.engines_file import read_endpoint, read_url
 from lmkv_server.proxy.routing.pools import EnginePools
 
 PATH = "/engines"

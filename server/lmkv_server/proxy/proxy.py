@@ -21,13 +21,13 @@ from lmkv_server.proxy.app import PROBES, make_app
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
 from lmkv_server.proxy.engine_routes import engine_routes
+from lmkv_server.proxy.engines.endpoints import Endpoints, Resolve, resolve
+from lmkv_server.proxy.engines.engines_file import EngineEndpoint, EnginesFile
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.passthrough import PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.handoff import HandoffIssuer
 from lmkv_server.proxy.routing.affinity import SessionAffinity
-from lmkv_server.proxy.routing.endpoints import Endpoints, Resolve, resolve
-from lmkv_server.proxy.routing.engines_file import Endpoint, EnginesFile
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.policies import cost_by
@@ -225,10 +225,12 @@ def _engine_pools(config: ProxyConfig) -> EnginePools:
     return EnginePools(pool([], reserve=prefillers), pool(prefillers))
 
 
-def _endpoints(config: ProxyConfig) -> list[Endpoint]:
+def _endpoints(config: ProxyConfig) -> list[EngineEndpoint]:
     """The engines that the configuration names."""
     if config.mode == "route":
-        return [Endpoint(url=url, role=BOTH) for url in config.engines]
+        return [EngineEndpoint(url=url, role=BOTH) for url in config.engines]
     scheme = "https" if config.engine_tls_ca else "http"
     by_role = {PREFILL: config.prefillers, DECODE: config.decoders}
-    return [Endpoint(url=f"{scheme}://{one}", role=role) for role, addresses in by_role.items() for one in addresses]
+    return [
+        EngineEndpoint(url=f"{scheme}://{one}", role=role) for role, addresses in by_role.items() for one in addresses
+    ]

@@ -33,13 +33,13 @@ from lmkv_server.http.server import HttpServer
 from lmkv_server.proxy.app import ProxyApp, authenticated
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH
+from lmkv_server.proxy.engines.endpoints import Endpoints, Resolve, resolve
+from lmkv_server.proxy.engines.engines_file import name_of
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
-from lmkv_server.proxy.routing.endpoints import Endpoints, Resolve, resolve
-from lmkv_server.proxy.routing.engines_file import name_of
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by

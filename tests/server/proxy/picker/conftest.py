@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from lmkv.config import PickerConfig
+from lmkv_server.proxy.engines.endpoints import Resolve, resolve
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.picker.selection import address_of
-from lmkv_server.proxy.routing.endpoints import Resolve, resolve
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine, make_engine, stack
 from tests.server.proxy.picker.published import Gateway

@@ -16,9 +16,9 @@ import pytest
 
 from lmkv.config import PickerConfig
 from lmkv.errors import ConfigError
+from lmkv_server.proxy.engines import endpoints
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.picker.selection import address_of
-from lmkv_server.proxy.routing import endpoints
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.picker.conftest import MakePicker, host_port

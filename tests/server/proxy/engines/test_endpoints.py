@@ -16,8 +16,8 @@ import pytest
 from lmkv.config import ProxyConfig
 from lmkv.errors import ConfigError
 from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.engines import endpoints
 from lmkv_server.proxy.proxy import Proxy
-from lmkv_server.proxy.routing import endpoints
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine

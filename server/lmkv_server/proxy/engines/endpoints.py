@@ -18,7 +18,7 @@ from lmkv.errors import BadRequest, Conflict, EngineNotFound
 from lmkv.runtime.reload import Reloadable
 from lmkv_server.http.ports import address
 from lmkv_server.proxy.engine import Engine
-from lmkv_server.proxy.routing.engines_file import Endpoint, EnginesFile
+from lmkv_server.proxy.engines.engines_file import EngineEndpoint, EnginesFile
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.pools import EnginePools
 from lmkv_server.proxy.upstream.client import EngineFailed, UpstreamClient
@@ -57,7 +57,7 @@ class Endpoints:
 
     def __init__(
         self,
-        configured: Sequence[Endpoint],
+        configured: Sequence[EngineEndpoint],
         session: aiohttp.ClientSession,
         contexts: Reloadable[ssl.SSLContext],
         monitor: HealthMonitor,
@@ -77,11 +77,11 @@ class Endpoints:
         self._configured = tuple(configured)
         self._listed = file.get() if file else ()
         """The endpoints of the file, as last applied."""
-        self._added: list[Endpoint] = []
+        self._added: list[EngineEndpoint] = []
         """Those that operators have added."""
         self._removed: set[str] = set()
         """URLs that operators have removed, though the configuration, the file or DNS still name them."""
-        self._addresses: dict[Endpoint, frozenset[str]] = {}
+        self._addresses: dict[EngineEndpoint, frozenset[str]] = {}
         """URLs of the engines behind each name, as last resolved."""
         self._watching: dict[Engine, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -104,7 +104,7 @@ class Endpoints:
             if self._file is not None:
                 group.create_task(self._follow_file(self._file))
 
-    async def add(self, endpoint: Endpoint) -> None:
+    async def add(self, endpoint: EngineEndpoint) -> None:
         """Adds an engine or a name. Idempotent; also ends a drain.
 
         Raises `BadRequest` if its host cannot be resolved, and `Conflict` if it has another role.
@@ -158,7 +158,7 @@ class Endpoints:
         self._removed.add(url)
         return leaving
 
-    def _endpoints(self) -> list[Endpoint]:
+    def _endpoints(self) -> list[EngineEndpoint]:
         return [*self._configured, *self._listed, *self._added]
 
     def _wanted(self) -> dict[str, str]:
@@ -239,7 +239,7 @@ class Endpoints:
             self._apply()
             await asyncio.sleep(RESOLVE_SECONDS)
 
-    async def _resolve_names(self, endpoints: Sequence[Endpoint]) -> None:
+    async def _resolve_names(self, endpoints: Sequence[EngineEndpoint]) -> None:
         names = [endpoint for endpoint in endpoints if endpoint.is_name]
         for name, found in zip(names, await asyncio.gather(*(self._resolve(one.target) for one in names)), strict=True):
             if found:  # else DNS fails, or no pod is ready: the health checks decide
@@ -247,8 +247,8 @@ class Endpoints:
 
     async def _follow_file(self, file: EnginesFile) -> None:
         """Applies the file after each change. A file that cannot be applied leaves the engines as they are."""
-        seen: tuple[Endpoint, ...] = self._listed
-        reported: tuple[Endpoint, ...] | None = None
+        seen: tuple[EngineEndpoint, ...] = self._listed
+        reported: tuple[EngineEndpoint, ...] | None = None
         while True:
             await asyncio.sleep(FILE_SECONDS)
             now = file.get()

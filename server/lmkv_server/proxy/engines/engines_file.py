@@ -16,7 +16,7 @@ NAME_SCHEME = "dns"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
+class EngineEndpoint:
     """Where engines are: one at a URL, or one at each address of the host of a `dns://` URL."""
 
     url: str
@@ -35,14 +35,14 @@ class Endpoint:
         return f"{own or 'http'}{separator}{rest}"
 
 
-def name_of(url: str, role: str) -> Endpoint:
+def name_of(url: str, role: str) -> EngineEndpoint:
     """The engines at all addresses of a URL's host."""
     scheme, separator, rest = url.partition("://")
     named = {"http": NAME_SCHEME, "https": f"{NAME_SCHEME}+https"}.get(scheme, scheme)
-    return Endpoint(url=f"{named}{separator}{rest}", role=role)
+    return EngineEndpoint(url=f"{named}{separator}{rest}", role=role)
 
 
-def read_endpoint(raw: object, roles: Collection[str]) -> Endpoint:
+def read_endpoint(raw: object, roles: Collection[str]) -> EngineEndpoint:
     """An endpoint of an operator: a URL, or an object with `url` and `role`. `roles` are those that the proxy knows.
 
     The role may be missing if there is only one. Raises `BadRequest`.
@@ -56,7 +56,7 @@ def read_endpoint(raw: object, roles: Collection[str]) -> Endpoint:
         known = " or ".join(sorted(roles))
         raise BadRequest(f"the role of {parsed} must be {known}, not {role!r}; mode of the proxy decides which exist")
     assert isinstance(role, str)
-    return Endpoint(url=parsed, role=role)
+    return EngineEndpoint(url=parsed, role=role)
 
 
 def read_url(raw: object) -> str:
@@ -79,11 +79,11 @@ class EnginesFile:
         self._value = Reloadable([path], self._read)
         self._is_read = True
 
-    def get(self) -> tuple[Endpoint, ...]:
+    def get(self) -> tuple[EngineEndpoint, ...]:
         """The endpoints of the current file, or of the last valid one."""
         return self._value.get()
 
-    def _read(self) -> tuple[Endpoint, ...]:
+    def _read(self) -> tuple[EngineEndpoint, ...]:
         try:
             return read_engines(Path(self.path), self._roles)
         except ConfigError:
@@ -92,7 +92,7 @@ class EnginesFile:
             raise
 
 
-def read_engines(path: Path, roles: Collection[str]) -> tuple[Endpoint, ...]:
+def read_engines(path: Path, roles: Collection[str]) -> tuple[EngineEndpoint, ...]:
     """Reads the file. Raises `ConfigError` that names the entry."""
     entries = read_file(path, "engines_file")
     unknown = [entry.spelling for entry in entries if entry.spelling != "engines"]
@@ -100,7 +100,7 @@ def read_engines(path: Path, roles: Collection[str]) -> tuple[Endpoint, ...]:
     if unknown or not isinstance(raw, list):
         problem = f"has the key {unknown[0]}" if unknown else "has no list engines"
         raise ConfigError(f"{path} {problem}; it must hold `engines:` and a list of URLs", key="engines_file")
-    found: dict[str, Endpoint] = {}
+    found: dict[str, EngineEndpoint] = {}
     for number, item in enumerate(raw, 1):
         try:
             endpoint = read_endpoint(item, roles)

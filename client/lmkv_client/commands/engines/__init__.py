@@ -1,0 +1,1 @@
+"""`lmkv engines`: the engines of a proxy."""
