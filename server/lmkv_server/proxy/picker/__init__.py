@@ -1,5 +1,5 @@
 """The endpoint picker: Envoy's `ext_proc` service for the Gateway API inference extension, by the proxy's routing.
 
-`exchange` is the protocol of one HTTP request; `selection` picks its engine; `endpoints` keeps the engines. Start with
+`exchange` is the protocol of one HTTP request; `selection` picks its engine. Start with
 `picker`.
 """
