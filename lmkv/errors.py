@@ -12,7 +12,7 @@ A cache miss is never an error. `lmkv.rpc.error_status` converts errors to gRPC 
     ├── MessageTooLarge      RESOURCE_EXHAUSTED   a message exceeds the limit of its transport
     ├── InstanceIdInUse      ALREADY_EXISTS
     ├── OperationCancelled   CANCELLED
-    ├── OperationTakenOver   ABORTED
+    ├── ChunkArrived         ABORTED
     ├── RevisionCompacted    OUT_OF_RANGE
     ├── Unreachable          UNAVAILABLE          a peer did not answer
     └── ConfigError          never sent           the configuration is invalid
@@ -237,8 +237,8 @@ class OperationCancelled(LmkvError):
     code = "CANCELLED"
 
 
-class OperationTakenOver(LmkvError):
-    """Another coordinator has taken over the operation; orders of earlier attempts are refused."""
+class ChunkArrived(LmkvError):
+    """Another operation has brought the chunk here since the move began: this copy stays."""
 
     code = "ABORTED"
 

@@ -11,7 +11,7 @@ import grpc
 from google.longrunning import operations_pb2_grpc
 
 from lmkv.auth.credentials import Credentials
-from lmkv.errors import LmkvError, Unreachable
+from lmkv.errors import LmkvError, OperationNotFound, Unreachable
 from lmkv.rpc.endpoints import PLAINTEXT, open_channel
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.failover import Failover
@@ -87,7 +87,9 @@ class CoordinatorConnection:
 
 
 class CoordinatorConnections:
-    """One `CoordinatorConnection` per address, with failover: all coordinators have the same state.
+    """One `CoordinatorConnection` per address, with failover: all coordinators know the same chunks and instances.
+
+    Each operation is known to the coordinator that started it; see `find`.
 
     A stream keeps the `CoordinatorConnection` on which it was opened.
     """
@@ -119,6 +121,41 @@ class CoordinatorConnections:
         """All pages of a list, with failover. Raises as `CoordinatorConnection.pages`."""
         return await self.run(lambda connection: connection.pages(method(connection), kind, field))
 
+    async def all_pages(
+        self, method: Callable[[CoordinatorConnection], Method[Any]], kind: Callable[..., Any], field: str
+    ) -> list[Any]:
+        """The entries of a list at all coordinators that respond.
+
+        Raises `Unreachable` if none does, and other errors as `CoordinatorConnection.pages`.
+        """
+        calls = (connection.pages(method(connection), kind, field) for connection in self._all)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        entries = [answer for answer in answers if not isinstance(answer, BaseException)]
+        for answer in answers:
+            if isinstance(answer, BaseException) and (not entries or not isinstance(answer, Unreachable)):
+                raise answer
+        return [entry for found in entries for entry in found]
+
+    async def find(self, operation: Callable[[CoordinatorConnection], Awaitable[Response]]) -> Response:
+        """Runs `operation` on the coordinators until one knows what it names.
+
+        Raises `OperationNotFound` if none that responds does, and as `run`.
+        """
+        failure: LmkvError | None = None
+        first = self._all.index(self.current)
+        for connection in (*self._all[first:], *self._all[:first]):
+            try:
+                return await operation(connection)
+            except OperationNotFound as error:
+                failure = error
+            except Unreachable as error:
+                if error.metadata.get("address") != connection.address:  # another process is unreachable
+                    raise
+                self.report_failure(connection)
+                failure = failure or error
+        assert failure is not None, "there is at least one coordinator"
+        raise failure
+
     async def run(self, operation: Callable[[CoordinatorConnection], Awaitable[Response]]) -> Response:
         """Runs `operation` on the current coordinator; if that is unreachable, once on each of the others."""
         for _ in self._all[1:]:
@@ -143,7 +180,7 @@ class RetryDeadline:
         """Restarts the time, after a response."""
         self._end = time.monotonic() + self._seconds
 
-    async def wait_to_retry(self, error: Unreachable) -> None:
+    async def wait_to_retry(self, error: LmkvError) -> None:
         """Waits before the next attempt. Raises `error` if the time is over."""
         if time.monotonic() > self._end:
             raise error

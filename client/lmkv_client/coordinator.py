@@ -286,13 +286,15 @@ class Coordinator:
         """Running operations and, unless `running`, recently completed ones; newest first."""
         request = partial(ListOperationsRequest, filter="done=false" if running else "")
 
-        messages = await self._connections.pages(lambda to: to.operations.ListOperations, request, "operations")
-        return [Operation(self._connections, message) for message in messages]
+        messages = await self._connections.all_pages(lambda to: to.operations.ListOperations, request, "operations")
+        by_name = {message.name: message for message in messages}
+        newest_first = sorted(by_name, key=lambda name: name.rpartition("-")[2], reverse=True)
+        return [Operation(self._connections, by_name[name]) for name in newest_first]
 
     async def operation(self, name: str) -> Operation[Any, Any]:
         """The operation of this name, of any client. Raises `OperationNotFound`."""
         request = GetOperationRequest(name=name)
-        message = await self._connections.call(lambda to: to.operations.GetOperation, request)
+        message = await self._connections.find(lambda to: to.call(to.operations.GetOperation, request))
         return Operation(self._connections, message)
 
     async def instances(self) -> list[Instance]:
@@ -315,7 +317,11 @@ class Coordinator:
         self, method: Callable[[CoordinatorConnection], Any], request: object
     ) -> Operation[Any, Any]:
         """The operation that a call starts."""
-        return Operation(self._connections, await self._connections.call(method, request))
+
+        async def start() -> Any:
+            return await self._connections.call(method, request)
+
+        return Operation(self._connections, await start(), start)
 
 
 def _position(position: str | Position) -> Position:

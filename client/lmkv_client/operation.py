@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.longrunning.operations_pb2 import CancelOperationRequest, GetOperationRequest, WaitOperationRequest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 
-from lmkv.errors import LmkvError, Unreachable
+from lmkv.errors import LmkvError, Missing, OperationNotFound, Unreachable
 from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import (
     ClearProgress,
@@ -91,22 +91,34 @@ class Operation(OperationState[Progress, Result]):
     It runs whether or not a client waits. The coordinator keeps it for some time after its end; after that every method
     raises `OperationNotFound`. Every method may raise `Unreachable`.
 
-    All coordinators know the operation. If the one that executes it fails, another one continues.
+    If the coordinator that runs it fails, who started it and waits for it, or follows its updates, repeats the request
+    there or at another one: it continues under another name. Everyone else gets `OperationNotFound`.
     """
 
-    def __init__(self, connections: CoordinatorConnections, message: Any) -> None:
+    def __init__(
+        self,
+        connections: CoordinatorConnections,
+        message: Any,
+        repeat: Callable[[], Awaitable[Any]] | None = None,
+    ) -> None:
+        """`repeat` starts it again with the same `request_id`, if it was started here."""
         self._connections = connections
+        self._repeat = repeat
+        self._repeat_until = time.monotonic() + WAIT_SECONDS
         self.message = message
+        self.is_repeated = False
+        """Whether the request was repeated, as its coordinator was lost: then it counts what the repeat did, and what a
+        move found at the destination."""
 
     async def refresh(self) -> None:
         """Updates the state."""
         request = GetOperationRequest(name=self.name)
-        self.message = await self._connections.call(lambda to: to.operations.GetOperation, request)
+        self.message = await self._connections.find(lambda to: to.call(to.operations.GetOperation, request))
 
     async def cancel(self) -> None:
         """Requests cancellation, without waiting for it. What the operation has done is not undone."""
         request = CancelOperationRequest(name=self.name)
-        await self._connections.call(lambda to: to.operations.CancelOperation, request)
+        await self._connections.find(lambda to: to.call(to.operations.CancelOperation, request))
 
     async def wait(self, timeout_seconds: float = WAIT_SECONDS) -> Result:
         """Waits until it completes, also across the failure of its coordinator, and returns the result.
@@ -148,12 +160,32 @@ class Operation(OperationState[Progress, Result]):
             name=self.name, timeout=Duration(nanos=round(seconds % 1 * 1e9), seconds=int(seconds))
         )
         try:
-            self.message = await self._connections.run(
+            self.message = await self._connections.find(
                 lambda to: to.call(to.operations.WaitOperation, request, seconds)
             )
             deadline.extend()
+        except OperationNotFound as error:
+            if self._repeat is None or time.monotonic() > self._repeat_until:
+                raise
+            await self._continue(self._repeat, error, deadline)
         except Unreachable as error:
             await deadline.wait_to_retry(error)
+
+    async def _continue(
+        self, repeat: Callable[[], Awaitable[Any]], unknown: OperationNotFound, deadline: RetryDeadline
+    ) -> None:
+        """Repeats the request, for the coordinator that ran the operation is gone.
+
+        One that has just started may not know all instances and their chunks: it is asked again for a while.
+        """
+        try:
+            self.message = await repeat()
+            self.is_repeated = True
+        except (Unreachable, Missing) as error:
+            error.add_note(str(unknown))
+            await deadline.wait_to_retry(error)
+        else:
+            deadline.extend()
 
 
 MoveOperation: TypeAlias = Operation[MoveProgress, MoveResult]

@@ -192,6 +192,11 @@ class Operation(OperationState[Progress, Result], _SyncWrapper[aio.Operation[Pro
         """`google.longrunning.Operation`."""
         return self._inner.message
 
+    @property
+    def is_repeated(self) -> bool:
+        """As `lmkv_client.Operation.is_repeated`."""
+        return self._inner.is_repeated
+
 
 class LookupStream(_SyncWrapper[aio.LookupStream]):
     """As `lmkv_client.LookupStream`; its calls may come from several threads."""

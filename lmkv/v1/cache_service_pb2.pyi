@@ -447,7 +447,9 @@ class MoveRequest(_message.Message):
     copy: _builtins.bool
     """Whether the source keeps its copy."""
     request_id: _builtins.str
-    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation, or continues its work if
+    the coordinator does not know it any more.
+    """
     @_builtins.property
     def old_position(self) -> _chunk_pb2.Position:
         """Source of the chunks."""
@@ -492,6 +494,7 @@ class MoveResult(_message.Message):
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     DROPPED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    ARRIVED_BEFORE_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Chunks that the destination holds now."""
     token_count: _builtins.int
@@ -500,6 +503,8 @@ class MoveResult(_message.Message):
     """Transferred bytes, without chunks that the destination held before."""
     dropped_chunk_count: _builtins.int
     """Chunks that the source dropped; 0 for a copy."""
+    arrived_before_chunk_count: _builtins.int
+    """Of `chunk_count`: those that only the destination held when the operation began, as after an earlier call."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkFailure]:
         """Chunks that were not moved, or that the source did not drop, and why."""
@@ -512,10 +517,11 @@ class MoveResult(_message.Message):
         transferred_bytes: _builtins.int = ...,
         failures: _abc.Iterable[_chunk_pb2.ChunkFailure] | None = ...,
         dropped_chunk_count: _builtins.int = ...,
+        arrived_before_chunk_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "dropped_chunk_count", b"dropped_chunk_count", "failures", b"failures", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_before_chunk_count", b"arrived_before_chunk_count", "chunk_count", b"chunk_count", "dropped_chunk_count", b"dropped_chunk_count", "failures", b"failures", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,7 +895,9 @@ class ClearRequest(_message.Message):
     dry_run: _builtins.bool
     """Only counts the chunks that would be dropped."""
     request_id: _builtins.str
-    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation, or continues its work if
+    the coordinator does not know it any more.
+    """
     weight_version: _builtins.str
     """With `model_name` and without tokens and keys: only chunks of this version of the weights (`KvSpec`)."""
     kept_weight_version: _builtins.str
@@ -1054,7 +1062,9 @@ class DrainRequest(_message.Message):
     evict: _builtins.bool
     """Whether destinations may evict other chunks to make room. By default they use free memory only."""
     request_id: _builtins.str
-    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation."""
+    """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation, or continues its work if
+    the coordinator does not know it any more.
+    """
     @_builtins.property
     def destination_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Instances that receive the chunks, in order of preference; empty means all others, the one with most free memory
@@ -1095,7 +1105,7 @@ class DrainResult(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     PIN_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """Chunks that destinations have committed, without those of an attempt at another coordinator."""
+    """Chunks that destinations have committed. A repeat at another coordinator does not count those of the first call."""
     token_count: _builtins.int
     """Tokens in them."""
     transferred_bytes: _builtins.int

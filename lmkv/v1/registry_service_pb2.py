@@ -23,15 +23,13 @@ _sym_db = _symbol_database.Default()
 
 
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
-from google.longrunning import operations_pb2 as google_dot_longrunning_dot_operations__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
-from lmkv.v1 import cache_service_pb2 as lmkv_dot_v1_dot_cache__service__pb2
 from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x1blmkv/v1/cache_service.proto\x1a\x13lmkv/v1/chunk.proto\"\x93\x04\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\x12+\n\rserved_models\x18\r \x03(\x0b\x32\x14.lmkv.v1.ServedModel\x12\x19\n\x11\x63oordinator_count\x18\x0e \x01(\x05\x12,\n\x08\x65nd_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x90\x02\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\x12\x12\n\nload_count\x18\x06 \x01(\x03\x12\x30\n\rload_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18\x61voided_prefill_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"w\n\tTierUsage\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\x12\x0c\n\x04name\x18\x05 \x01(\t\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"R\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"|\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlayout_map_id\x18\x03 \x01(\t\"\xc8\x04\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12+\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x14.lmkv.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12-\n\x08outcomes\x18\x07 \x03(\x0b\x32\x15.lmkv.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12*\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x13.lmkv.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12$\n\x04pins\x18\x0b \x01(\x0b\x32\x10.lmkv.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12/\n\x07records\x18\r \x03(\x0b\x32\x18.lmkv.v1.OperationRecordB\x04\xe2\x41\x01\x01\x12 \n\x12reported_elsewhere\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06secret\x18\x0f \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x32\n\x08\x65nd_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x01\"\x97\x03\n\x0fOperationRecord\x12\x30\n\toperation\x18\x01 \x01(\x0b\x32\x1d.google.longrunning.Operation\x12$\n\x04move\x18\x02 \x01(\x0b\x32\x14.lmkv.v1.MoveRequestH\x00\x12&\n\x05\x63lear\x18\x03 \x01(\x0b\x32\x15.lmkv.v1.ClearRequestH\x00\x12&\n\x05\x64rain\x18\x08 \x01(\x0b\x32\x15.lmkv.v1.DrainRequestH\x00\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x11\n\tcancelled\x18\x05 \x01(\x08\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08orphaned\x18\x07 \x01(\x08\x12\x16\n\x0e\x63oordinator_id\x18\t \x01(\t\x12&\n\x07holders\x18\n \x03(\x0b\x32\x15.lmkv.v1.RecordHolder\x12*\n\x0cproposed_end\x18\x0b \x01(\x0b\x32\x14.lmkv.v1.ProposedEndB\t\n\x07request\"2\n\x0cRecordHolder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"h\n\x0bProposedEnd\x12\x30\n\toperation\x18\x01 \x01(\x0b\x32\x1d.google.longrunning.Operation\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0e\x63oordinator_id\x18\x03 \x01(\t\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xee\x03\n\x0b\x43hunkChange\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12J\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32,.lmkv.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x12H\n\x13partial_parent_keys\x18\x06 \x03(\x0b\x32+.lmkv.v1.ChunkChange.PartialParentKeysEntry\x12?\n\x0eprefix_digests\x18\x07 \x03(\x0b\x32\'.lmkv.v1.ChunkChange.PrefixDigestsEntry\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a\x38\n\x16PartialParentKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x1a\x34\n\x12PrefixDigestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"O\n\nTierDigest\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xcc\x02\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\x12\x1a\n\x12pinned_chunk_count\x18\x07 \x01(\x05\x12/\n\x0b\x65xplanation\x18\x08 \x01(\x0b\x32\x1a.lmkv.v1.PromptExplanation\x12!\n\x04hint\x18\t \x01(\x0b\x32\x13.lmkv.v1.HintResult\x12(\n\x06record\x18\n \x01(\x0b\x32\x18.lmkv.v1.OperationRecord\"Z\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x1e\n\x06orders\x18\x03 \x03(\x0b\x32\x0e.lmkv.v1.Order\"\xc2\x03\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x13.lmkv.v1.FetchOrderH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.lmkv.v1.DropOrderH\x00\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x11.lmkv.v1.PinOrderH\x00\x12$\n\x05unpin\x18\x06 \x01(\x0b\x32\x13.lmkv.v1.UnpinOrderH\x00\x12&\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x14.lmkv.v1.CancelOrderH\x00\x12&\n\x06record\x18\t \x01(\x0b\x32\x14.lmkv.v1.RecordOrderH\x00\x12(\n\x07\x65xplain\x18\x0c \x01(\x0b\x32\x15.lmkv.v1.ExplainOrderH\x00\x12\"\n\x04hint\x18\r \x01(\x0b\x32\x12.lmkv.v1.HintOrderH\x00\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x16\n\x0eoperation_name\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\x05\x42\x08\n\x06\x61\x63tion\"\xc0\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x13\n\x0bkeep_others\x18\x07 \x01(\x08\x12\x1d\n\x04spec\x18\x08 \x01(\x0b\x32\x0f.lmkv.v1.KvSpec\"o\n\tDropOrder\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"s\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x1b\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\xb3\x01\n\tHintOrder\x12\x0f\n\x07hint_id\x18\x01 \x01(\t\x12#\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x13.lmkv.v1.HintAction\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12&\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05owner\x18\x07 \x01(\x0c\"7\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\x16\n\x0eoperation_name\x18\x02 \x01(\t\"K\n\x0c\x45xplainOrder\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"J\n\x0bRecordOrder\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.lmkv.v1.OperationRecord\x12\x11\n\tforwarded\x18\x02 \x01(\x08\"Y\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"\x14\n\x12\x44\x65registerResponse\"2\n\x15LocateInstanceRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"=\n\x16LocateInstanceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xfb\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12=\n\x06Report\x12\x16.lmkv.v1.ReportRequest\x1a\x17.lmkv.v1.ReportResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponse\x12Q\n\x0eLocateInstance\x12\x1e.lmkv.v1.LocateInstanceRequest\x1a\x1f.lmkv.v1.LocateInstanceResponseB\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elmkv/v1/registry_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x13lmkv/v1/chunk.proto\"\x93\x04\n\x08Instance\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1a\n\x0cpeer_address\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x1e\n\x05specs\x18\x04 \x03(\x0b\x32\x0f.lmkv.v1.KvSpec\x12\x0f\n\x07version\x18\x05 \x01(\t\x12!\n\x05tiers\x18\x06 \x03(\x0b\x32\x12.lmkv.v1.TierUsage\x12\x14\n\x0c\x65ngine_count\x18\x07 \x01(\x05\x12.\n\tconflicts\x18\x08 \x03(\x0b\x32\x15.lmkv.v1.SpecConflictB\x04\xe2\x41\x01\x03\x12\x14\n\x06synced\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x03\x12\x37\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12\x35\n\x0b\x65xpire_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12%\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStats\x12+\n\rserved_models\x18\r \x03(\x0b\x32\x14.lmkv.v1.ServedModel\x12\x19\n\x11\x63oordinator_count\x18\x0e \x01(\x05\x12,\n\x08\x65nd_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x90\x02\n\rInstanceStats\x12\x14\n\x0c\x61sked_chunks\x18\x01 \x01(\x03\x12\x12\n\nown_chunks\x18\x02 \x01(\x03\x12\x13\n\x0bpeer_chunks\x18\x03 \x01(\x03\x12\x16\n\x0e\x65victed_chunks\x18\x04 \x01(\x03\x12%\n\x07traffic\x18\x05 \x03(\x0b\x32\x14.lmkv.v1.PeerTraffic\x12\x12\n\nload_count\x18\x06 \x01(\x03\x12\x30\n\rload_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x18\x61voided_prefill_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x0bPeerTraffic\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x03 \x01(\x03\"w\n\tTierUsage\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x04 \x01(\x03\x12\x0c\n\x04name\x18\x05 \x01(\t\"n\n\x0cSpecConflict\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\town_value\x18\x04 \x01(\t\x12\x13\n\x0bother_value\x18\x05 \x01(\t\"R\n\x0fRegisterRequest\x12)\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.InstanceB\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"|\n\x10RegisterResponse\x12#\n\x08instance\x18\x01 \x01(\x0b\x32\x11.lmkv.v1.Instance\x12,\n\tlease_ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlayout_map_id\x18\x03 \x01(\t\"\xe5\x04\n\rReportRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08sequence\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x16\n\x08snapshot\x18\x04 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0csnapshot_end\x18\x05 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12+\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x14.lmkv.v1.ChunkChangeB\x04\xe2\x41\x01\x01\x12-\n\x08outcomes\x18\x07 \x03(\x0b\x32\x15.lmkv.v1.OrderOutcomeB\x04\xe2\x41\x01\x01\x12*\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x13.lmkv.v1.TierDigestB\x04\xe2\x41\x01\x01\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x12.lmkv.v1.TierUsageB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x65ngine_count\x18\n \x01(\x05\x42\x04\xe2\x41\x01\x01\x12$\n\x04pins\x18\x0b \x01(\x0b\x32\x10.lmkv.v1.PinListB\x04\xe2\x41\x01\x01\x12+\n\x05stats\x18\x0c \x01(\x0b\x32\x16.lmkv.v1.InstanceStatsB\x04\xe2\x41\x01\x01\x12\x1a\n\x0c\x66\x65tch_serial\x18\r \x01(\x03\x42\x04\xe2\x41\x01\x01\x12 \n\x12reported_elsewhere\x18\x0e \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x14\n\x06secret\x18\x0f \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x32\n\x08\x65nd_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x01\x12\x30\n\x07leaving\x18\x11 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\".\n\x07PinList\x12#\n\x04pins\x18\x01 \x03(\x0b\x32\x15.lmkv.v1.PinnedChunks\"\xee\x03\n\x0b\x43hunkChange\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x15\n\radmitted_keys\x18\x03 \x01(\x0c\x12J\n\x14partial_token_counts\x18\x04 \x03(\x0b\x32,.lmkv.v1.ChunkChange.PartialTokenCountsEntry\x12\x14\n\x0c\x65victed_keys\x18\x05 \x01(\x0c\x12H\n\x13partial_parent_keys\x18\x06 \x03(\x0b\x32+.lmkv.v1.ChunkChange.PartialParentKeysEntry\x12?\n\x0eprefix_digests\x18\x07 \x03(\x0b\x32\'.lmkv.v1.ChunkChange.PrefixDigestsEntry\x1a\x39\n\x17PartialTokenCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a\x38\n\x16PartialParentKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x1a\x34\n\x12PrefixDigestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"O\n\nTierDigest\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x0f\n\x07key_sum\x18\x03 \x01(\x06\"\xa2\x02\n\x0cOrderOutcome\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x03\x12\x19\n\x11transferred_bytes\x18\x05 \x01(\x03\x12\'\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x15.lmkv.v1.ChunkFailure\x12\x1a\n\x12pinned_chunk_count\x18\x07 \x01(\x05\x12/\n\x0b\x65xplanation\x18\x08 \x01(\x0b\x32\x1a.lmkv.v1.PromptExplanation\x12!\n\x04hint\x18\t \x01(\x0b\x32\x13.lmkv.v1.HintResult\"Z\n\x0eReportResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\x12\x1e\n\x06orders\x18\x03 \x03(\x0b\x32\x0e.lmkv.v1.Order\"\xaf\x03\n\x05Order\x12\x10\n\x08order_id\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05\x66\x65tch\x18\x03 \x01(\x0b\x32\x13.lmkv.v1.FetchOrderH\x00\x12\"\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x12.lmkv.v1.DropOrderH\x00\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x11.lmkv.v1.PinOrderH\x00\x12$\n\x05unpin\x18\x06 \x01(\x0b\x32\x13.lmkv.v1.UnpinOrderH\x00\x12&\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x14.lmkv.v1.CancelOrderH\x00\x12$\n\x05leave\x18\t \x01(\x0b\x32\x13.lmkv.v1.LeaveOrderH\x00\x12(\n\x07\x65xplain\x18\x0c \x01(\x0b\x32\x15.lmkv.v1.ExplainOrderH\x00\x12\"\n\x04hint\x18\r \x01(\x0b\x32\x12.lmkv.v1.HintOrderH\x00\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x16\n\x0eoperation_name\x18\n \x01(\tB\x08\n\x06\x61\x63tion\"\xc0\x01\n\nFetchOrder\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12\x13\n\x0bkeep_others\x18\x07 \x01(\x08\x12\x1d\n\x04spec\x18\x08 \x01(\x0b\x32\x0f.lmkv.v1.KvSpec\"\x85\x01\n\tDropOrder\x12\x1b\n\x04tier\x18\x01 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x05 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12\x14\n\x0c\x66\x65tch_serial\x18\x06 \x01(\x03\"s\n\x08PinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x1b\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.Tier\x12\x12\n\nchunk_keys\x18\x03 \x01(\x0c\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nUnpinOrder\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\xb3\x01\n\tHintOrder\x12\x0f\n\x07hint_id\x18\x01 \x01(\t\x12#\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32\x13.lmkv.v1.HintAction\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x04 \x01(\x0c\x12&\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05owner\x18\x07 \x01(\x0c\"\x1f\n\x0b\x43\x61ncelOrder\x12\x10\n\x08order_id\x18\x01 \x01(\t\"4\n\nLeaveOrder\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0c\x45xplainOrder\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x12\n\nchunk_keys\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"Y\n\x11\x44\x65registerRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x14\n\x06secret\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x01\"\x14\n\x12\x44\x65registerResponse\"2\n\x15LocateInstanceRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"=\n\x16LocateInstanceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x14\n\x0cpeer_address\x18\x02 \x01(\t\"I\n\x14ListInstancesRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"V\n\x15ListInstancesResponse\x12$\n\tinstances\x18\x01 \x03(\x0b\x32\x11.lmkv.v1.Instance\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xfb\x02\n\x0fRegistryService\x12?\n\x08Register\x12\x18.lmkv.v1.RegisterRequest\x1a\x19.lmkv.v1.RegisterResponse\x12=\n\x06Report\x12\x16.lmkv.v1.ReportRequest\x1a\x17.lmkv.v1.ReportResponse(\x01\x30\x01\x12\x45\n\nDeregister\x12\x1a.lmkv.v1.DeregisterRequest\x1a\x1b.lmkv.v1.DeregisterResponse\x12N\n\rListInstances\x12\x1d.lmkv.v1.ListInstancesRequest\x1a\x1e.lmkv.v1.ListInstancesResponse\x12Q\n\x0eLocateInstance\x12\x1e.lmkv.v1.LocateInstanceRequest\x1a\x1f.lmkv.v1.LocateInstanceResponseB\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -81,14 +79,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREQUEST'].fields_by_name['pins']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['stats']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['stats']._serialized_options = b'\342A\001\001'
-  _globals['_REPORTREQUEST'].fields_by_name['records']._loaded_options = None
-  _globals['_REPORTREQUEST'].fields_by_name['records']._serialized_options = b'\342A\001\001'
+  _globals['_REPORTREQUEST'].fields_by_name['fetch_serial']._loaded_options = None
+  _globals['_REPORTREQUEST'].fields_by_name['fetch_serial']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['reported_elsewhere']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['reported_elsewhere']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['secret']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['secret']._serialized_options = b'\342A\001\001'
   _globals['_REPORTREQUEST'].fields_by_name['end_time']._loaded_options = None
   _globals['_REPORTREQUEST'].fields_by_name['end_time']._serialized_options = b'\342A\001\001'
+  _globals['_REPORTREQUEST'].fields_by_name['leaving']._loaded_options = None
+  _globals['_REPORTREQUEST'].fields_by_name['leaving']._serialized_options = b'\342A\001\001'
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._loaded_options = None
   _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_options = b'8\001'
   _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._loaded_options = None
@@ -107,74 +107,68 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_size']._serialized_options = b'\342A\001\001'
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_token']._loaded_options = None
   _globals['_LISTINSTANCESREQUEST'].fields_by_name['page_token']._serialized_options = b'\342A\001\001'
-  _globals['_INSTANCE']._serialized_start=254
-  _globals['_INSTANCE']._serialized_end=785
-  _globals['_INSTANCESTATS']._serialized_start=788
-  _globals['_INSTANCESTATS']._serialized_end=1060
-  _globals['_PEERTRAFFIC']._serialized_start=1062
-  _globals['_PEERTRAFFIC']._serialized_end=1144
-  _globals['_TIERUSAGE']._serialized_start=1146
-  _globals['_TIERUSAGE']._serialized_end=1265
-  _globals['_SPECCONFLICT']._serialized_start=1267
-  _globals['_SPECCONFLICT']._serialized_end=1377
-  _globals['_REGISTERREQUEST']._serialized_start=1379
-  _globals['_REGISTERREQUEST']._serialized_end=1461
-  _globals['_REGISTERRESPONSE']._serialized_start=1463
-  _globals['_REGISTERRESPONSE']._serialized_end=1587
-  _globals['_REPORTREQUEST']._serialized_start=1590
-  _globals['_REPORTREQUEST']._serialized_end=2174
-  _globals['_OPERATIONRECORD']._serialized_start=2177
-  _globals['_OPERATIONRECORD']._serialized_end=2584
-  _globals['_RECORDHOLDER']._serialized_start=2586
-  _globals['_RECORDHOLDER']._serialized_end=2636
-  _globals['_PROPOSEDEND']._serialized_start=2638
-  _globals['_PROPOSEDEND']._serialized_end=2742
-  _globals['_PINLIST']._serialized_start=2744
-  _globals['_PINLIST']._serialized_end=2790
-  _globals['_CHUNKCHANGE']._serialized_start=2793
-  _globals['_CHUNKCHANGE']._serialized_end=3287
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=3118
-  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=3175
-  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_start=3177
-  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_end=3233
-  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_start=3235
-  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_end=3287
-  _globals['_TIERDIGEST']._serialized_start=3289
-  _globals['_TIERDIGEST']._serialized_end=3368
-  _globals['_ORDEROUTCOME']._serialized_start=3371
-  _globals['_ORDEROUTCOME']._serialized_end=3703
-  _globals['_REPORTRESPONSE']._serialized_start=3705
-  _globals['_REPORTRESPONSE']._serialized_end=3795
-  _globals['_ORDER']._serialized_start=3798
-  _globals['_ORDER']._serialized_end=4248
-  _globals['_FETCHORDER']._serialized_start=4251
-  _globals['_FETCHORDER']._serialized_end=4443
-  _globals['_DROPORDER']._serialized_start=4445
-  _globals['_DROPORDER']._serialized_end=4556
-  _globals['_PINORDER']._serialized_start=4558
-  _globals['_PINORDER']._serialized_end=4673
-  _globals['_UNPINORDER']._serialized_start=4675
-  _globals['_UNPINORDER']._serialized_end=4703
-  _globals['_HINTORDER']._serialized_start=4706
-  _globals['_HINTORDER']._serialized_end=4885
-  _globals['_CANCELORDER']._serialized_start=4887
-  _globals['_CANCELORDER']._serialized_end=4942
-  _globals['_EXPLAINORDER']._serialized_start=4944
-  _globals['_EXPLAINORDER']._serialized_end=5019
-  _globals['_RECORDORDER']._serialized_start=5021
-  _globals['_RECORDORDER']._serialized_end=5095
-  _globals['_DEREGISTERREQUEST']._serialized_start=5097
-  _globals['_DEREGISTERREQUEST']._serialized_end=5186
-  _globals['_DEREGISTERRESPONSE']._serialized_start=5188
-  _globals['_DEREGISTERRESPONSE']._serialized_end=5208
-  _globals['_LOCATEINSTANCEREQUEST']._serialized_start=5210
-  _globals['_LOCATEINSTANCEREQUEST']._serialized_end=5260
-  _globals['_LOCATEINSTANCERESPONSE']._serialized_start=5262
-  _globals['_LOCATEINSTANCERESPONSE']._serialized_end=5323
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=5325
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=5398
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=5400
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=5486
-  _globals['_REGISTRYSERVICE']._serialized_start=5489
-  _globals['_REGISTRYSERVICE']._serialized_end=5868
+  _globals['_INSTANCE']._serialized_start=188
+  _globals['_INSTANCE']._serialized_end=719
+  _globals['_INSTANCESTATS']._serialized_start=722
+  _globals['_INSTANCESTATS']._serialized_end=994
+  _globals['_PEERTRAFFIC']._serialized_start=996
+  _globals['_PEERTRAFFIC']._serialized_end=1078
+  _globals['_TIERUSAGE']._serialized_start=1080
+  _globals['_TIERUSAGE']._serialized_end=1199
+  _globals['_SPECCONFLICT']._serialized_start=1201
+  _globals['_SPECCONFLICT']._serialized_end=1311
+  _globals['_REGISTERREQUEST']._serialized_start=1313
+  _globals['_REGISTERREQUEST']._serialized_end=1395
+  _globals['_REGISTERRESPONSE']._serialized_start=1397
+  _globals['_REGISTERRESPONSE']._serialized_end=1521
+  _globals['_REPORTREQUEST']._serialized_start=1524
+  _globals['_REPORTREQUEST']._serialized_end=2137
+  _globals['_PINLIST']._serialized_start=2139
+  _globals['_PINLIST']._serialized_end=2185
+  _globals['_CHUNKCHANGE']._serialized_start=2188
+  _globals['_CHUNKCHANGE']._serialized_end=2682
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_start=2513
+  _globals['_CHUNKCHANGE_PARTIALTOKENCOUNTSENTRY']._serialized_end=2570
+  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_start=2572
+  _globals['_CHUNKCHANGE_PARTIALPARENTKEYSENTRY']._serialized_end=2628
+  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_start=2630
+  _globals['_CHUNKCHANGE_PREFIXDIGESTSENTRY']._serialized_end=2682
+  _globals['_TIERDIGEST']._serialized_start=2684
+  _globals['_TIERDIGEST']._serialized_end=2763
+  _globals['_ORDEROUTCOME']._serialized_start=2766
+  _globals['_ORDEROUTCOME']._serialized_end=3056
+  _globals['_REPORTRESPONSE']._serialized_start=3058
+  _globals['_REPORTRESPONSE']._serialized_end=3148
+  _globals['_ORDER']._serialized_start=3151
+  _globals['_ORDER']._serialized_end=3582
+  _globals['_FETCHORDER']._serialized_start=3585
+  _globals['_FETCHORDER']._serialized_end=3777
+  _globals['_DROPORDER']._serialized_start=3780
+  _globals['_DROPORDER']._serialized_end=3913
+  _globals['_PINORDER']._serialized_start=3915
+  _globals['_PINORDER']._serialized_end=4030
+  _globals['_UNPINORDER']._serialized_start=4032
+  _globals['_UNPINORDER']._serialized_end=4060
+  _globals['_HINTORDER']._serialized_start=4063
+  _globals['_HINTORDER']._serialized_end=4242
+  _globals['_CANCELORDER']._serialized_start=4244
+  _globals['_CANCELORDER']._serialized_end=4275
+  _globals['_LEAVEORDER']._serialized_start=4277
+  _globals['_LEAVEORDER']._serialized_end=4329
+  _globals['_EXPLAINORDER']._serialized_start=4331
+  _globals['_EXPLAINORDER']._serialized_end=4406
+  _globals['_DEREGISTERREQUEST']._serialized_start=4408
+  _globals['_DEREGISTERREQUEST']._serialized_end=4497
+  _globals['_DEREGISTERRESPONSE']._serialized_start=4499
+  _globals['_DEREGISTERRESPONSE']._serialized_end=4519
+  _globals['_LOCATEINSTANCEREQUEST']._serialized_start=4521
+  _globals['_LOCATEINSTANCEREQUEST']._serialized_end=4571
+  _globals['_LOCATEINSTANCERESPONSE']._serialized_start=4573
+  _globals['_LOCATEINSTANCERESPONSE']._serialized_end=4634
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=4636
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=4709
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=4711
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=4797
+  _globals['_REGISTRYSERVICE']._serialized_start=4800
+  _globals['_REGISTRYSERVICE']._serialized_end=5179
 # @@protoc_insertion_point(module_scope)

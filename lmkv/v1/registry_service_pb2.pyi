@@ -4,14 +4,12 @@ isort:skip_file
 """
 
 from collections import abc as _abc
-from google.longrunning import operations_pb2 as _operations_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
-from lmkv.v1 import cache_service_pb2 as _cache_service_pb2
 from lmkv.v1 import chunk_pb2 as _chunk_pb2
 import builtins as _builtins
 import sys
@@ -368,10 +366,11 @@ class ReportRequest(_message.Message):
     ENGINE_COUNT_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
-    RECORDS_FIELD_NUMBER: _builtins.int
+    FETCH_SERIAL_FIELD_NUMBER: _builtins.int
     REPORTED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
     epoch: _builtins.int
@@ -384,6 +383,8 @@ class ReportRequest(_message.Message):
     """Whether this report ends the snapshot."""
     engine_count: _builtins.int
     """Number of attached engines."""
+    fetch_serial: _builtins.int
+    """How far the instance has counted its fetch orders; see `DropOrder.fetch_serial`."""
     reported_elsewhere: _builtins.bool
     """In a stream's first report, without a snapshot: the instance reports its chunks to another coordinator with the same
     layout map, and everything else over this stream.
@@ -415,12 +416,12 @@ class ReportRequest(_message.Message):
         """Counters of the instance; unset: unchanged."""
 
     @_builtins.property
-    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationRecord]:
-        """Records of operations that it stores: all of them after the snapshot, then those that changed."""
-
-    @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """With `tiers`: as `Instance.end_time`."""
+
+    @_builtins.property
+    def leaving(self) -> _duration_pb2.Duration:
+        """For how long the instance is about to stop; see `LeaveOrder`."""
 
     def __init__(
         self,
@@ -437,179 +438,19 @@ class ReportRequest(_message.Message):
         engine_count: _builtins.int = ...,
         pins: Global___PinList | None = ...,
         stats: Global___InstanceStats | None = ...,
-        records: _abc.Iterable[Global___OperationRecord] | None = ...,
+        fetch_serial: _builtins.int = ...,
         reported_elsewhere: _builtins.bool = ...,
         secret: _builtins.bytes = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        leaving: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "pins", b"pins", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "leaving", b"leaving", "pins", b"pins", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "end_time", b"end_time", "engine_count", b"engine_count", "epoch", b"epoch", "instance_id", b"instance_id", "outcomes", b"outcomes", "pins", b"pins", "records", b"records", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "digests", b"digests", "end_time", b"end_time", "engine_count", b"engine_count", "epoch", b"epoch", "fetch_serial", b"fetch_serial", "instance_id", b"instance_id", "leaving", b"leaving", "outcomes", b"outcomes", "pins", b"pins", "reported_elsewhere", b"reported_elsewhere", "secret", b"secret", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end", "stats", b"stats", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
-
-@_typing.final
-class OperationRecord(_message.Message):
-    """An operation as nodes store it, so that it outlives the coordinator that runs it and every coordinator knows it.
-
-    An operation ends once. Up to three instances, its `holders`, decide which end that is, by these rules:
-    * Each coordinator that runs the operation makes an attempt of its own, with a higher number than the one before. A
-      holder keeps the record of the latest attempt and refuses those of earlier ones; it answers a refused coordinator
-      with the record that it keeps. Of two attempts with one number, the one with the greater `coordinator_id` is later.
-    * An attempt after the first begins its work once more than half of the holders keep its record. If one of these keeps
-      a `proposed_end`, the attempt does no work, and proposes that end again; of several, the one of the latest attempt.
-    * A coordinator that has done the work stores the end as `proposed_end`. It is the end of the operation once at least
-      half of the holders keep it: one of one or two holders, two of three. Only then any coordinator answers that the
-      operation is done, and `operation` has the end in the record.
-    * A holder that has restarted has lost its record and is none any more, because its epoch differs.
-
-    A coordinator that cannot reach that many holders answers that the operation runs. It tries until a minute after the
-    deadline; then it answers `UNREACHABLE`, which says that it does not know the end, and stores that nowhere. If too many
-    holders have restarted for an attempt to learn the end, it answers so after a minute, and stores it as the end, so
-    that other coordinators do not wait. If all holders report to one coordinator only, that one ends the operation also
-    without them.
-
-    Of two records of one operation, the one that has ended wins, then the one of the later attempt.
-
-    A coordinator stores at most 16 MiB of records per instance, and 64 MiB of operations per tenant. It evicts ended
-    operations, the oldest first, and refuses others.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OPERATION_FIELD_NUMBER: _builtins.int
-    MOVE_FIELD_NUMBER: _builtins.int
-    CLEAR_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    CANCELLED_FIELD_NUMBER: _builtins.int
-    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
-    ORPHANED_FIELD_NUMBER: _builtins.int
-    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
-    HOLDERS_FIELD_NUMBER: _builtins.int
-    PROPOSED_END_FIELD_NUMBER: _builtins.int
-    attempt: _builtins.int
-    """1 at the coordinator that started it; increased by 1 by each one that takes it over."""
-    cancelled: _builtins.bool
-    """Whether it was cancelled. Never reset."""
-    orphaned: _builtins.bool
-    """Set by the node towards one coordinator: no coordinator runs the operation, so this one takes it over."""
-    coordinator_id: _builtins.str
-    """The process of the coordinator that makes the attempt: a random text."""
-    @_builtins.property
-    def operation(self) -> _operations_pb2.Operation:
-        """The operation, with its result if it has ended."""
-
-    @_builtins.property
-    def move(self) -> _cache_service_pb2.MoveRequest:
-        """A move or a copy."""
-
-    @_builtins.property
-    def clear(self) -> _cache_service_pb2.ClearRequest:
-        """A clear."""
-
-    @_builtins.property
-    def drain(self) -> _cache_service_pb2.DrainRequest:
-        """A drain."""
-
-    @_builtins.property
-    def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """Deadline of the operation; once it has ended, expiry of the record."""
-
-    @_builtins.property
-    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordHolder]:
-        """The instances that decide the end, the same ones in every record of the operation. Empty: none does, and the first
-        coordinator alone ends it, because no instance was registered.
-        """
-
-    @_builtins.property
-    def proposed_end(self) -> Global___ProposedEnd:
-        """The end that an attempt proposes, until the operation has ended."""
-
-    def __init__(
-        self,
-        *,
-        operation: _operations_pb2.Operation | None = ...,
-        move: _cache_service_pb2.MoveRequest | None = ...,
-        clear: _cache_service_pb2.ClearRequest | None = ...,
-        drain: _cache_service_pb2.DrainRequest | None = ...,
-        attempt: _builtins.int = ...,
-        cancelled: _builtins.bool = ...,
-        expire_time: _timestamp_pb2.Timestamp | None = ...,
-        orphaned: _builtins.bool = ...,
-        coordinator_id: _builtins.str = ...,
-        holders: _abc.Iterable[Global___RecordHolder] | None = ...,
-        proposed_end: Global___ProposedEnd | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["clear", b"clear", "drain", b"drain", "expire_time", b"expire_time", "move", b"move", "operation", b"operation", "proposed_end", b"proposed_end", "request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cancelled", b"cancelled", "clear", b"clear", "coordinator_id", b"coordinator_id", "drain", b"drain", "expire_time", b"expire_time", "holders", b"holders", "move", b"move", "operation", b"operation", "orphaned", b"orphaned", "proposed_end", b"proposed_end", "request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["move", "clear", "drain"]  # noqa: Y015
-    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
-
-Global___OperationRecord: _TypeAlias = OperationRecord  # noqa: Y015
-
-@_typing.final
-class RecordHolder(_message.Message):
-    """An instance that decides, with others, how an operation ends."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    instance_id: _builtins.str
-    """The instance."""
-    epoch: _builtins.int
-    """Its epoch when the operation started."""
-    def __init__(
-        self,
-        *,
-        instance_id: _builtins.str = ...,
-        epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RecordHolder: _TypeAlias = RecordHolder  # noqa: Y015
-
-@_typing.final
-class ProposedEnd(_message.Message):
-    """An end of an operation that its holders have to accept."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OPERATION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
-    attempt: _builtins.int
-    """The attempt that proposed it, which may be earlier than the one of the record."""
-    coordinator_id: _builtins.str
-    """The coordinator of that attempt."""
-    @_builtins.property
-    def operation(self) -> _operations_pb2.Operation:
-        """The operation with its result."""
-
-    def __init__(
-        self,
-        *,
-        operation: _operations_pb2.Operation | None = ...,
-        attempt: _builtins.int = ...,
-        coordinator_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinator_id", b"coordinator_id", "operation", b"operation"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ProposedEnd: _TypeAlias = ProposedEnd  # noqa: Y015
 
 @_typing.final
 class PinList(_message.Message):
@@ -796,7 +637,6 @@ class OrderOutcome(_message.Message):
     PINNED_CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
-    RECORD_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Id of the order."""
     chunk_count: _builtins.int
@@ -823,12 +663,6 @@ class OrderOutcome(_message.Message):
     def hint(self) -> _chunk_pb2.HintResult:
         """How a `HintOrder` ended."""
 
-    @_builtins.property
-    def record(self) -> Global___OperationRecord:
-        """Answer to a `RecordOrder`: the record that the instance keeps, if it refused the one of the order, or if it keeps a
-        `proposed_end` that the order did not have. Without the request.
-        """
-
     def __init__(
         self,
         *,
@@ -841,11 +675,10 @@ class OrderOutcome(_message.Message):
         pinned_chunk_count: _builtins.int = ...,
         explanation: _chunk_pb2.PromptExplanation | None = ...,
         hint: _chunk_pb2.HintResult | None = ...,
-        record: Global___OperationRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "hint", b"hint", "record", b"record", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "hint", b"hint", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "explanation", b"explanation", "failures", b"failures", "hint", b"hint", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "record", b"record", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "explanation", b"explanation", "failures", b"failures", "hint", b"hint", "order_id", b"order_id", "pinned_chunk_count", b"pinned_chunk_count", "status", b"status", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -896,20 +729,17 @@ class Order(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     UNPIN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
-    RECORD_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     OPERATION_NAME_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """Repeated in `OrderOutcome.order_id`."""
     traceparent: _builtins.str
     """W3C `traceparent` of the coordinator's span for this order; empty without tracing."""
     operation_name: _builtins.str
     """The operation that the order belongs to; empty for none."""
-    attempt: _builtins.int
-    """Attempt of the operation: an instance that stores the record of a later attempt refuses the order."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the coordinator stops waiting for the outcome."""
@@ -932,11 +762,11 @@ class Order(_message.Message):
 
     @_builtins.property
     def cancel(self) -> Global___CancelOrder:
-        """Cancel an earlier order, or an operation."""
+        """Cancel an earlier order."""
 
     @_builtins.property
-    def record(self) -> Global___RecordOrder:
-        """Store the record of an operation."""
+    def leave(self) -> Global___LeaveOrder:
+        """Expect to be stopped."""
 
     @_builtins.property
     def explain(self) -> Global___ExplainOrder:
@@ -956,18 +786,17 @@ class Order(_message.Message):
         pin: Global___PinOrder | None = ...,
         unpin: Global___UnpinOrder | None = ...,
         cancel: Global___CancelOrder | None = ...,
-        record: Global___RecordOrder | None = ...,
+        leave: Global___LeaveOrder | None = ...,
         explain: Global___ExplainOrder | None = ...,
         hint: Global___HintOrder | None = ...,
         traceparent: _builtins.str = ...,
         operation_name: _builtins.str = ...,
-        attempt: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "explain", b"explain", "fetch", b"fetch", "hint", b"hint", "pin", b"pin", "record", b"record", "unpin", b"unpin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "explain", b"explain", "fetch", b"fetch", "hint", b"hint", "leave", b"leave", "pin", b"pin", "unpin", b"unpin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attempt", b"attempt", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "explain", b"explain", "fetch", b"fetch", "hint", b"hint", "operation_name", b"operation_name", "order_id", b"order_id", "pin", b"pin", "record", b"record", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "drop", b"drop", "expire_time", b"expire_time", "explain", b"explain", "fetch", b"fetch", "hint", b"hint", "leave", b"leave", "operation_name", b"operation_name", "order_id", b"order_id", "pin", b"pin", "traceparent", b"traceparent", "unpin", b"unpin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel", "record", "explain", "hint"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["fetch", "drop", "pin", "unpin", "cancel", "leave", "explain", "hint"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -1036,6 +865,7 @@ class DropOrder(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    FETCH_SERIAL_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
     """The tier; unset means all."""
     chunk_keys: _builtins.bytes
@@ -1046,6 +876,11 @@ class DropOrder(_message.Message):
     """Drops all chunks of the tier; required if neither `chunk_keys` nor `fingerprint` is set."""
     dry_run: _builtins.bool
     """Only counts the chunks that would be dropped."""
+    fetch_serial: _builtins.int
+    """With `chunk_keys`: chunks stay that a fetch order has brought, or found, after the instance reported this
+    `ReportRequest.fetch_serial`; they fail with `CHUNK_ARRIVED`. 0 means that all are dropped. A move names what the source
+    reported before the destination fetched: of two moves that swap a chunk, one at least keeps its copy.
+    """
     def __init__(
         self,
         *,
@@ -1054,10 +889,11 @@ class DropOrder(_message.Message):
         fingerprint: _builtins.bytes = ...,
         all: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
+        fetch_serial: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "fetch_serial", b"fetch_serial", "fingerprint", b"fingerprint", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1173,31 +1009,51 @@ Global___HintOrder: _TypeAlias = HintOrder  # noqa: Y015
 
 @_typing.final
 class CancelOrder(_message.Message):
-    """Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
-    the coordinator that runs it.
-    """
+    """Order to cancel an earlier order, whose outcome then contains what was done."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ORDER_ID_FIELD_NUMBER: _builtins.int
-    OPERATION_NAME_FIELD_NUMBER: _builtins.int
     order_id: _builtins.str
     """The order to cancel."""
-    operation_name: _builtins.str
-    """The operation whose record is to be marked as cancelled."""
     def __init__(
         self,
         *,
         order_id: _builtins.str = ...,
-        operation_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_name", b"operation_name", "order_id", b"order_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order_id", b"order_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelOrder: _TypeAlias = CancelOrder  # noqa: Y015
+
+@_typing.final
+class LeaveOrder(_message.Message):
+    """Order of a drain: the instance reports to every coordinator that it is about to stop. Meanwhile no drain copies chunks to
+    it, and what only it and another instance about to stop hold counts as held by one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """For how long; 0 ends it."""
+
+    def __init__(
+        self,
+        *,
+        ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveOrder: _TypeAlias = LeaveOrder  # noqa: Y015
 
 @_typing.final
 class ExplainOrder(_message.Message):
@@ -1228,40 +1084,6 @@ class ExplainOrder(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainOrder: _TypeAlias = ExplainOrder  # noqa: Y015
-
-@_typing.final
-class RecordOrder(_message.Message):
-    """Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator. It does
-    not expire: a late one is refused if it is outdated.
-
-    The coordinator that sends it runs the operation as long as the instance reports to it, unless it says otherwise.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RECORD_FIELD_NUMBER: _builtins.int
-    FORWARDED_FIELD_NUMBER: _builtins.int
-    forwarded: _builtins.bool
-    """Whether another coordinator runs the operation, and this one only forwards its record. If that one does not send the
-    record within a minute, the instance has the next coordinator take the operation over.
-    """
-    @_builtins.property
-    def record(self) -> Global___OperationRecord:
-        """The record."""
-
-    def __init__(
-        self,
-        *,
-        record: Global___OperationRecord | None = ...,
-        forwarded: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwarded", b"forwarded", "record", b"record"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RecordOrder: _TypeAlias = RecordOrder  # noqa: Y015
 
 @_typing.final
 class DeregisterRequest(_message.Message):

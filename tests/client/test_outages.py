@@ -21,7 +21,7 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv_client import Coordinator, LayoutUpdate
 from lmkv_server.coordinator import coordinator as server
-from tests.server.coordinator.cases import CHUNKS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance, until
 
 LOST = Unreachable("lost")
@@ -164,6 +164,7 @@ async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_po
         ):
             b.going.clear()
             move = await coordinator.move(PROMPT, source="a", destination="b")
+            name = move.name
             await until(lambda: bool(b.orders))
             updates = coordinator.watch()
             assert (await anext(updates)).changes[0].instance_id == "a"
@@ -171,10 +172,37 @@ async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_po
             waiting = asyncio.ensure_future(move.wait(60))
             watching = asyncio.ensure_future(anext(updates))
             await asyncio.sleep(0)
-        async with server.Coordinator(port=port, cluster_secret="hush", lease_ttl=0.5):
+        async with (
+            server.Coordinator(port=port, cluster_secret="hush") as serving,
+            rpc.open_channel(serving.address) as channel,
+        ):
             while not (update := await watching).reset:  # the instances left before the coordinator did
                 watching = asyncio.ensure_future(anext(updates))
             assert update.changes == ()
-            with pytest.raises(OperationNotFound):  # who kept its record left too
-                await asyncio.wait_for(waiting, 60)
             await updates.aclose()
+            fleet.clear()
+            async with (
+                ScriptedInstance(channel, fleet, "a", LLAMA, KEYS[1:]),
+                ScriptedInstance(channel, fleet, "b", LLAMA, KEYS[:1]),
+            ):
+                result = await asyncio.wait_for(waiting, 60)  # the request was repeated once both were known
+            assert (result.chunk_count, result.dropped_chunk_count) == (len(KEYS), len(KEYS) - 1)
+            assert (move.name == name, move.is_repeated, move.state) == (False, True, "done")
+
+
+async def test_an_operation_of_another_client_is_not_repeated(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    fleet: dict[str, ScriptedInstance] = {}
+    async with Coordinator(f"127.0.0.1:{port}") as coordinator:
+        async with (
+            server.Coordinator(port=port, cluster_secret="hush") as serving,
+            rpc.open_channel(serving.address) as channel,
+            ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS),
+            ScriptedInstance(channel, fleet, "b", LLAMA) as b,
+        ):
+            b.going.clear()
+            await coordinator.move(PROMPT, source="a", destination="b")
+            (found,) = await coordinator.operations()
+        async with server.Coordinator(port=port, cluster_secret="hush"):
+            with pytest.raises(OperationNotFound, match="repeat the call with the same request_id"):
+                await asyncio.wait_for(found.wait(60), 60)

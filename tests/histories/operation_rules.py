@@ -125,13 +125,10 @@ def operations_end_once(history: History) -> Iterator[Violation]:
 
 
 def coordinators_state_one_end(history: History) -> Iterator[Violation]:
-    """`OperationRecord`: "An operation ends once": no coordinator states another end than the others.
-
-    `UNREACHABLE` may be the end, or say that a coordinator does not know it.
-    """
+    """An operation belongs to one coordinator: no other one states another end."""
     stated: dict[str, Record] = {}
     for record in history.of("GetOperation"):
-        if record.answer["done"] and record.answer["result"].get("error") != "UNREACHABLE":
+        if record.answer["done"]:
             first = stated.setdefault(record.request["operation"], record)
             if first.answer["result"] != record.answer["result"]:
                 what = f"{record.request['operation']} ended with {first.answer['result']} too"
@@ -139,12 +136,12 @@ def coordinators_state_one_end(history: History) -> Iterator[Violation]:
 
 
 def operations_end(history: History) -> Iterator[Violation]:
-    """Every operation that was accepted ends: it does not run at the end of the history."""
+    """Every operation ends: it does not run at the end of the history, unless its coordinator was killed meanwhile."""
     last: dict[str, Record] = {}
     for record in sorted(history.of("GetOperation"), key=lambda record: record.end):
         last[record.request["operation"]] = record
     for name, record in last.items():
-        if not record.answer["done"]:
+        if not record.answer["done"] and history.is_one_life(record.server, record.start, NEVER):
             yield Violation(rule="operations_end", what=f"{name} does not end", records=(record,))
 
 

@@ -226,9 +226,11 @@ LEGAL: dict[str, list[list[Record]]] = {
     "coordinators_state_one_end": [
         [state(0, done=True, chunks=1), replace(state(2, done=True, chunks=1), server="other")],
         [state(0, done=True, chunks=1), replace(state(2, done=False), server="other")],
-        [state(0, done=True, error="UNREACHABLE"), replace(state(2, done=True, chunks=1), server="other")],
     ],
-    "operations_end": [[state(0, done=False), state(2, done=True)]],
+    "operations_end": [
+        [state(0, done=False), state(2, done=True)],
+        [state(0, done=False), fault(2, 3, target="coordinator")],
+    ],
     "repeats_return_the_first": [[clear(0, request_id="i"), clear(2, request_id="i")], [clear(0), clear(2, "clear-2")]],
     "names_are_unique": [
         [clear(0), clear(2, "clear-2"), acquire(0), acquire(2, "g2"), fetch(0, 2), drop(3)],

@@ -133,9 +133,14 @@ class ResultActor(Actor):
         self.counts["pins repeated"] += 1
 
     async def _repeated(self, line: Line, method: Any, request: Any) -> Any:
+        """The answer to a call that may be repeated, here or elsewhere: then two coordinators do the same at a time."""
         answer = await line.ask(method, request)
         if self.chance.random() < 0.3:
             await line.ask(method, request)
+        if self.chance.random() < 0.3:
+            async with Line(self.chance.choice(self._coordinators)) as other:
+                with suppress(grpc.RpcError):
+                    await other.ask(getattr(other.cache, request.DESCRIPTOR.name.removesuffix("Request")), request)
         return answer
 
     async def _follow(self, line: Line, operation: operations_pb2.Operation) -> bool:

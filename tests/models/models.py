@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tests.models.explorer import Model
 from tests.models.handoffs import BufferHandoffModel, HandoffModel
-from tests.models.operation_ends import THREE_HOLDERS, TWO_HOLDERS
+from tests.models.moves import MoveModel
 from tests.models.pool import PoolModel
 from tests.models.registry import RegistryModel
 from tests.models.shared_map import shared_map
@@ -34,8 +34,7 @@ MODELS: Mapping[str, Explored] = {
     "handoff to a device buffer": Explored(pure(BufferHandoffModel), 5),
     "registration": Explored(pure(RegistryModel), 5),
     "shared map": Explored(shared_map, 5),
-    "end of an operation, two holders": Explored(pure(TWO_HOLDERS), 5),
-    "end of an operation, three holders": Explored(pure(THREE_HOLDERS), 4),
+    "moves of two coordinators": Explored(pure(MoveModel), 9),
     "tails of a node": Explored(pure(NodeTailModel), 4),
     "tails of a map": Explored(pure(MapTailModel), 5),
 }

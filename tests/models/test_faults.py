@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_server.coordinator.core.instances import Instances
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.partial_chunks import PartialChunkMap
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.operations import operation
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.partial_chunks import PartialChunks
-from lmkv_server.node.commands.operation_log import OperationLog
+from lmkv_server.node.commands.arrivals import Arrivals
 from lmkv_server.node.fetch.pending_writes import PendingWrites
 from lmkv_server.node.handoff.state import Handoff
 from lmkv_server.node.handoff.table import HandoffTable
@@ -138,29 +136,16 @@ def test_a_follower_that_ignores_the_log(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (names(found), found.settling) == (["store"], True)
 
 
-def test_an_end_that_a_holder_accepted_is_forgotten_by_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = OperationLog.put
-
-    def put_over(self: OperationLog, record: OperationRecord, coordinator: str) -> OperationRecord | None:
-        put(self, record, coordinator)
-        return None
-
-    monkeypatch.setattr(OperationLog, "put", put_over)
-    found = violation("end of an operation, two holders")
-    assert (names(found), found.settling) == (["propose", "ask"], True)
-    assert "the operation ended in 2 ways" in str(found.error)
+def test_a_move_that_drops_what_another_one_has_brought_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrivals, "since", lambda *_: set())
+    found = violation("moves of two coordinators", depth=8)
+    assert "the chunk is lost" in str(found.error)
 
 
-def test_an_attempt_that_begins_before_it_has_asked_enough_holders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation, "begin_quorum", lambda _: 1)
-    found = violation("end of an operation, two holders")
-    assert "the operation ended in 2 ways" in str(found.error)
-
-
-def test_an_end_that_too_few_holders_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation, "end_quorum", lambda _: 1)
-    found = violation("end of an operation, three holders")
-    assert "the operation ended in 2 ways" in str(found.error)
+def test_an_arrival_that_is_not_counted_since_the_chunk_was_here_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrivals, "add", lambda self, keys: self._serials.setdefault(next(iter(keys)), self.serial))
+    found = violation("moves of two coordinators", depth=8)
+    assert "the chunk is lost" in str(found.error)
 
 
 def test_a_tail_that_stays_in_the_index_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from lmkv import rpc
 from lmkv.keys import as_tokens, chunk_keys, root_key
-from lmkv.v1.registry_service_pb2 import OperationRecord
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
@@ -60,21 +59,9 @@ class Fleet:
         await self._stack.aclose()
 
     async def restart(self) -> None:
-        """Another coordinator at the same address, which learns the operations of the first one."""
-        records = self.records
+        """Another coordinator at the same address, which knows no operation of the first one."""
         await self.stop()
         await self.start()
-        await self.continue_operations(records)
-
-    @property
-    def records(self) -> list[OperationRecord]:
-        """What the instances keep of operations."""
-        return list(self._instances[-1].records.values())
-
-    async def continue_operations(self, records: list[OperationRecord]) -> None:
-        """Makes an instance report operations that no coordinator runs."""
-        for record in records:
-            await self._instances[-1].report_record(record, orphaned=not record.operation.done)
 
     def pause(self) -> None:
         """Has the instances hold back orders."""

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv import __version__, rpc
 from lmkv_server.coordinator import coordinator as server
-from lmkv_server.coordinator.operations import replicator as keeping
+from lmkv_server.coordinator.operations import clears, drains
 from tests.sdk.buf import buf
 from tests.sdk.fleets import Fleet, processes
 from tests.sdk.node import PACKAGE, compile_package, run_node, tool
@@ -77,7 +77,8 @@ async def test_a_coordinator_and_nodes_are_asked_ordered_and_watched(
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "SETTLE_SECONDS", 0.05)  # instances report all they hold when they join
+    for module in (clears, drains):
+        monkeypatch.setattr(module, "SETTLE_SECONDS", 0.05)  # instances report all they hold when they join
 
 
 @pytest.fixture
@@ -106,12 +107,7 @@ async def test_of_two_coordinators_the_second_takes_over(compiled: Path, fleet: 
     fleet.pause()
     setting = {**fleet.setting, "otherAddress": other_fleet.coordinator.address}
 
-    async def stop() -> None:
-        records = fleet.records
-        await fleet.stop()
-        await other_fleet.continue_operations(records)
-
-    await run_node(compiled / "failover.test.js", setting, {"stop the first": stop})
+    await run_node(compiled / "failover.test.js", setting, {"stop the first": fleet.stop})
 
 
 async def test_a_token_says_who_calls(compiled: Path, tmp_path: Path) -> None:

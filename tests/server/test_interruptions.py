@@ -220,7 +220,7 @@ async def test_calls_of_a_coordinator_leave_nothing_counted_locked_or_pending(
                 services.core.deregister(instance.info.instance_id, instance.info.epoch)
             await until(lambda: services.watch.watcher_count == 0, "no watch is open")
             await until(lambda: not services.registry._outboxes, "no stream of reports is open")
-            await until(lambda: not services.fleet_operations.table.running_here(), "no operation runs")
+            await until(lambda: not services.fleet_operations.table.running(), "no operation runs")
             await until(lambda: coordinator._calls.in_flight_count == 0, "no call is in flight")
             assert len(services.registry._orders) == 0
             assert not services.fleet_operations.moves._locks._locked

@@ -14,11 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lmkv.cli import main
-from lmkv_server.coordinator.core import instances
 from lmkv_server.coordinator.services import layout_watch
 
 KEPT_HISTORY_BYTES = 1 << 20
-KEPT_STARTS = 100
 
 
 def write_task_counts(file: Path) -> None:
@@ -34,9 +32,8 @@ def write_task_counts(file: Path) -> None:
 
 
 def keep_less() -> None:
-    """From now on, a coordinator that starts remembers fewer changes for watches, and fewer starts of instances."""
+    """From now on, a coordinator that starts remembers fewer changes for watches."""
     layout_watch.HISTORY_BYTES = KEPT_HISTORY_BYTES
-    instances.MAX_STARTS = KEPT_STARTS
 
 
 if __name__ == "__main__":

@@ -66,17 +66,20 @@ async def start(request: Awaitable[AnyOperation]) -> AnyOperation:
 
 async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:
     """Waits until the operation completes, with a progress bar on a terminal. Raises `LmkvError` on timeout."""
-    hints = f"`lmkv ops wait {operation.name}` waits for it, `lmkv ops cancel {operation.name}` cancels it"
     try:
         with _progress_bar(operation) as show:
             async with asyncio.timeout(timeout_seconds):
                 async for progress in operation:
                     show(progress)
     except TimeoutError:
-        raise LmkvError(f"{operation.name} is still running after {timeout_seconds:g} s; {hints}") from None
+        raise LmkvError(f"{operation.name} is still running after {timeout_seconds:g} s; {_hints(operation)}") from None
     except asyncio.CancelledError:  # Ctrl-C
-        print(f"{operation.name} continues; {hints}", file=sys.stderr)
+        print(f"{operation.name} continues; {_hints(operation)}", file=sys.stderr)
         raise
+
+
+def _hints(operation: AnyOperation) -> str:
+    return f"`lmkv ops wait {operation.name}` waits for it, `lmkv ops cancel {operation.name}` cancels it"
 
 
 def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
@@ -107,7 +110,9 @@ def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
 
 def _moved_nothing(operation: AnyOperation) -> bool:
     result = operation.result
-    return isinstance(result, MoveResult) and not result.chunk_count and not result.failures
+    if not isinstance(result, MoveResult) or result.failures or operation.is_repeated:
+        return False
+    return result.chunk_count == result.arrived_before_chunk_count
 
 
 def describe_progress(progress: Progress) -> str:

@@ -216,18 +216,23 @@ export class Coordinator implements Disposable {
   /** Running operations and, by default, recently ended ones; newest first. */
   async operations({ running = false } = {}): Promise<Operation[]> {
     const filter = running ? "done=false" : "";
-    return await this.connections.ask(async (connection) => {
+    const lists = await this.connections.askAll(async (connection) => {
       const pages = connection.pages((page, options) =>
         connection.operations.listOperations({ ...page, filter }, options),
       );
-      const messages = await gather(pages, (page) => page.operations);
-      return messages.map((message) => new Operation(this.connections, message));
+      return await gather(pages, (page) => page.operations);
     });
+    const byName = new Map(lists.flat().map((message) => [message.name, message]));
+    const startOf = ({ name }: OperationMessage): string => name.slice(name.lastIndexOf("-") + 1);
+    const newestFirst = [...byName.values()].sort((one, other) => (startOf(one) < startOf(other) ? 1 : -1));
+    return newestFirst.map((message) => new Operation(this.connections, message));
   }
 
   /** The operation with this name. Throws `OPERATION_NOT_FOUND`. */
   async operation(name: string): Promise<Operation> {
-    const message = await this.connections.call((to, options) => to.operations.getOperation({ name }, options));
+    const message = await this.connections.find((to) =>
+      to.call((options) => to.operations.getOperation({ name }, options)),
+    );
     return new Operation(this.connections, message);
   }
 
@@ -255,7 +260,8 @@ export class Coordinator implements Disposable {
   private async book<Progress extends Message, Result extends Message>(
     begin: (to: Connection) => Promise<OperationMessage>,
   ): Promise<Operation<Progress, Result>> {
-    return new Operation(this.connections, await this.connections.ask(begin));
+    const repeat = async (): Promise<OperationMessage> => await this.connections.ask(begin);
+    return new Operation(this.connections, await repeat(), repeat);
   }
 }
 

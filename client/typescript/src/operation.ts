@@ -46,7 +46,8 @@ export type OperationState = "running" | "done" | "failed" | "cancelled";
  * It runs independently of its clients, and keeps its name for some time after its end. All methods throw
  * `OPERATION_NOT_FOUND` after that, and `UNREACHABLE`.
  *
- * All coordinators know it. If the one that runs it is lost, another one continues it.
+ * If the coordinator that runs it is lost, who started it and waits for it, or iterates over it, repeats the request
+ * there or at another one: it continues under another name. Everyone else gets `OPERATION_NOT_FOUND`.
  */
 export class Operation<
   Progress extends Message = Message,
@@ -55,9 +56,13 @@ export class Operation<
   /** `google.longrunning.Operation`. */
   message: OperationMessage;
 
+  private readonly repeatUntil = performance.now() + WAIT_SECONDS * 1000;
+
+  /** `repeat` starts it again with the same request id, if it was started here. */
   constructor(
     private readonly connections: Connections,
     message: OperationMessage,
+    private readonly repeat?: () => Promise<OperationMessage>,
   ) {
     this.message = message;
   }
@@ -103,13 +108,15 @@ export class Operation<
   /** Updates its state. */
   async refresh(): Promise<void> {
     const request = { name: this.name };
-    this.message = await this.connections.call((to, options) => to.operations.getOperation(request, options));
+    this.message = await this.connections.find((to) =>
+      to.call((options) => to.operations.getOperation(request, options)),
+    );
   }
 
   /** Requests its cancellation; `wait` returns when it has ended. Finished work is not undone. */
   async cancel(): Promise<void> {
     const request = { name: this.name };
-    await this.connections.call((to, options) => to.operations.cancelOperation(request, options));
+    await this.connections.find((to) => to.call((options) => to.operations.cancelOperation(request, options)));
   }
 
   /**
@@ -150,12 +157,32 @@ export class Operation<
   private async poll(seconds: number, deadline: RetryDeadline): Promise<void> {
     const request = { name: this.name, timeout: durationFromMs(Math.ceil(seconds * 1000)) };
     try {
-      this.message = await this.connections.ask((to) =>
+      this.message = await this.connections.find((to) =>
         to.call((options) => to.operations.waitOperation(request, options), seconds),
       );
       deadline.extend();
     } catch (error) {
-      if (!(error instanceof LmkvError && error.reason === "UNREACHABLE")) throw error;
+      if (!(error instanceof LmkvError)) throw error;
+      if (error.reason === "OPERATION_NOT_FOUND" && this.repeat && performance.now() < this.repeatUntil) {
+        await this.continue(this.repeat, deadline);
+      } else if (error.reason === "UNREACHABLE") {
+        await deadline.waitToRetry(error);
+      } else {
+        throw error;
+      }
+    }
+  }
+
+  /**
+   * Repeats the request, for the coordinator that ran the operation is gone. One that has just started may not know all
+   * instances and their chunks: it is asked again for a while.
+   */
+  private async continue(repeat: () => Promise<OperationMessage>, deadline: RetryDeadline): Promise<void> {
+    try {
+      this.message = await repeat();
+      deadline.extend();
+    } catch (error) {
+      if (!(error instanceof LmkvError && (error.reason === "UNREACHABLE" || error.code === "NOT_FOUND"))) throw error;
       await deadline.waitToRetry(error);
     }
   }

@@ -46,7 +46,7 @@ test("iteration yields progress until the end", async () => {
   assert.equal(copy.state, "done");
 });
 
-test("waiting outlasts a restart of the coordinator, which continues its operations", async () => {
+test("waiting outlasts a restart of the coordinator: the request is repeated", async () => {
   ask("pause");
   const move = await startPaused();
   const waiting = move.wait(30);

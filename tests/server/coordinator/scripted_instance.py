@@ -11,16 +11,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from lmkv import rpc
-from lmkv.errors import ChunkNotFound, ChunkPinned, LmkvError, NoFreeExtents, OperationCancelled, Unreachable
+from lmkv.errors import ChunkArrived, ChunkNotFound, ChunkPinned, LmkvError, NoFreeExtents, OperationCancelled
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv_server.node.commands.arrivals import Arrivals
 from tests.waiting import until as until
 
 HOST = chunk_pb2.TIER_HOST
@@ -51,12 +53,12 @@ class ScriptedInstance:
         self.chunks: dict[ChunkKey, int] = dict(chunks) if is_counted else dict.fromkeys(chunks, spec.chunk_size)  # type: ignore[arg-type]
         self.pins: dict[str, chunk_pb2.PinnedChunks] = {}
         self.pinned: dict[str, list[ChunkKey]] = {}
-        self.records: dict[str, pb.OperationRecord] = {}
-        """Of operations, by name, as the coordinator last gave them."""
-        self.refused_records = 0
-        """The number of records that it refuses from now on."""
+        self.arrivals = Arrivals(time.time_ns())
+        """Of chunks that orders brought; shared by those that stand for one node at several coordinators."""
+        self.leaving: list[float] = []
+        """For how many seconds each order said that it is going to stop."""
         self.orders: list[pb.Order] = []
-        """All that came but records, repeats too."""
+        """All that came but those to leave, repeats too."""
         self.before: Hook | None = None
         self.going = asyncio.Event()
         self.going.set()
@@ -128,10 +130,9 @@ class ScriptedInstance:
         await asyncio.wait_for(self._settled.wait(), 5)
 
     async def restart(self) -> None:
-        """Joins again with a newer epoch and without any records, as a process does that was killed and started."""
+        """Joins again with a newer epoch, as a process does that was killed and started."""
         await self.leave()
         self.epoch = next(_EPOCHS)
-        self.records.clear()
         await self.join()
 
     async def leave(self) -> None:
@@ -173,12 +174,20 @@ class ScriptedInstance:
         """Reports chunks that it holds."""
         await self._report(changes=[self._change({key: self.chunks[key] for key in keys})])
 
-    async def report_record(self, record: pb.OperationRecord, *, orphaned: bool = False) -> None:
-        """Reports the record of an operation."""
-        copied = pb.OperationRecord()
-        copied.CopyFrom(record)
-        copied.orphaned = orphaned
-        await self._report(records=[copied])
+    async def report_outcomes(self, outcomes: Iterable[pb.OrderOutcome]) -> None:
+        """Reports outcomes of orders, also of others."""
+        await self._report(outcomes=outcomes)
+
+    async def report_bytes(self, more: bytes) -> None:
+        """Sends a report with further bytes behind its fields."""
+        async with self._writing:
+            self._sequence += 1
+            report = pb.ReportRequest(instance_id=self.instance_id, epoch=self.epoch, sequence=self._sequence)
+            await self._stream.write(pb.ReportRequest.FromString(report.SerializeToString() + more))
+
+    async def report_leaving(self, seconds: int) -> None:
+        """Reports that it is going to stop, as another coordinator has ordered."""
+        await self._report(leaving=Duration(seconds=seconds))
 
     async def _report(self, **fields: Any) -> None:
         async with self._writing:  # a stream takes one message at a time
@@ -186,7 +195,13 @@ class ScriptedInstance:
 
     async def _write(self, **fields: Any) -> None:
         self._sequence += 1
-        request = pb.ReportRequest(instance_id=self.instance_id, epoch=self.epoch, sequence=self._sequence, **fields)
+        request = pb.ReportRequest(
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            sequence=self._sequence,
+            fetch_serial=self.arrivals.serial,
+            **fields,
+        )
         await self._stream.write(request)
 
     def _change(self, admitted: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> pb.ChunkChange:
@@ -208,14 +223,9 @@ class ScriptedInstance:
                     if response.acked_sequence >= opening:
                         self._settled.set()
                     for order in response.orders:
-                        if order.HasField("record"):
-                            outcome = pb.OrderOutcome(order_id=order.order_id)
-                            record = order.record.record
-                            if self.refuses(record):
-                                outcome.status.CopyFrom(rpc.to_status(Unreachable("the order has expired")))
-                            elif kept := self.keep(order.record):
-                                outcome.record.CopyFrom(kept)
-                            await self._report(outcomes=[outcome])
+                        if order.HasField("leave"):
+                            self.leaving.append(order.leave.ttl.ToNanoseconds() / 1e9)
+                            await self._report(outcomes=[pb.OrderOutcome(order_id=order.order_id)])
                             continue
                         self.orders.append(order)
                         if order.WhichOneof("action") == "cancel":
@@ -227,16 +237,6 @@ class ScriptedInstance:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-
-    def refuses(self, record: pb.OperationRecord) -> bool:
-        """Whether it does not store a record now."""
-        self.refused_records -= (is_refused := self.refused_records > 0)
-        return is_refused
-
-    def keep(self, order: pb.RecordOrder) -> pb.OperationRecord | None:
-        """Keeps the record of an operation; answers with the one that it keeps instead."""
-        self.records[order.record.operation.name] = order.record
-        return None
 
     async def _carry_out(self, order: pb.Order, done: dict[str, pb.OrderOutcome]) -> None:
         if self.before:
@@ -274,6 +274,7 @@ class ScriptedInstance:
             outcome.token_count += tokens
         _fail(outcome, missing, ChunkNotFound("the peer does not hold it"))
         _fail(outcome, refused, NoFreeExtents("full"))
+        self.arrivals.add(key for key in split_keys(order.chunk_keys) if key in self.chunks)
         if gained:
             self._count(order.instance_id, len(gained), outcome.transferred_bytes)
         await self._report(changes=[self._change(gained)], stats=self.stats)
@@ -289,6 +290,10 @@ class ScriptedInstance:
         named = split_keys(order.chunk_keys) if order.chunk_keys else list(self.chunks)
         if order.fingerprint not in (b"", self.spec.fingerprint) or order.tier not in (0, HOST):
             named = []
+        if order.fetch_serial:
+            arrived = self.arrivals.since(order.fetch_serial, named)
+            _fail(outcome, sorted(arrived), ChunkArrived("it has arrived since"))
+            named = [key for key in named if key not in arrived]
         kept = {key for keys in self.pinned.values() for key in keys}
         gone = [key for key in named if key in self.chunks and key not in kept]
         outcome.pinned_chunk_count = sum(key in self.chunks and key in kept for key in named)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
@@ -18,8 +17,6 @@ MAX_OWNER_BYTES = 2 << 20
 """Size limit of one instance's registration, tiers, statistics and pins."""
 MAX_TOTAL_BYTES = 256 << 20
 """Size limit of the same over all instances of a tenant."""
-MAX_STARTS = 10_000
-"""Ids whose last start is remembered, also after their lease; the oldest are forgotten first."""
 
 
 class Instance:
@@ -46,11 +43,21 @@ class Instance:
         """When it ends unless an engine attaches, in nanoseconds since 1970, as last reported; 0: it stays."""
         self.stats = ReportedStats()
         """What it has done, as last reported."""
+        self.fetch_serial = 0
+        """How far it has counted its fetch orders, as last reported; see `DropOrder.fetch_serial`."""
+        self.leaving_until = 0.0
+        """Until when a drain, of any coordinator, has it expect to be stopped, as last reported."""
+        self.drained_until = 0.0
+        """The same of a drain of this coordinator, which it may not have reported yet."""
 
     @property
     def is_standby(self) -> bool:
         """Whether it stays without engines: then it takes chunks of any spec, for engines that will come."""
         return self.engine_count == 0 and self.end_time_ns == 0
+
+    def is_leaving(self, now: float) -> bool:
+        """Whether it is about to be stopped: then it receives no chunks."""
+        return now < max(self.leaving_until, self.drained_until)
 
     def accepts(self, fingerprint: bytes) -> bool:
         """Whether it can hold chunks of a registered spec."""
@@ -79,8 +86,6 @@ class Instances:
         """The memory that they use besides chunks and operations."""
         self.models = Models()
         """The models that they serve, by name."""
-        self._starts: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """The last epoch of each id, and when it was first registered; oldest first."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -114,28 +119,11 @@ class Instances:
                 self.budget.drop(info.instance_id, item)
             known = self._by_id[info.instance_id] = Instance(info, now, now + self.lease_ttl, secret)
         self.models.add(info)
-        self._note_start(info, now)
         return known
 
     def find(self, instance_id: str) -> Instance | None:
         """The instance of this id, in any epoch."""
         return self._by_id.get(instance_id)
-
-    def restarted_seconds(self, instance_id: str, epoch: int, now: float, known_since: float) -> float:
-        """How long ago the instance first registered with a newer epoch; 0 if it did not.
-
-        Also if its lease has expired since, and it has registered again: a busy host loses leases all the time.
-
-        It has restarted, too, if it is registered with an older epoch one lease after the given one became known here,
-        at `known_since`: its clock was set back before it started. Until then that may be the lease of the process
-        before.
-        """
-        known_epoch, since = self._starts.get(instance_id, (epoch, now))
-        if known_epoch > epoch:
-            return now - since
-        if known_epoch == epoch or instance_id not in self._by_id:
-            return 0.0
-        return max(now - max(since, known_since) - self.lease_ttl, 0.0)
 
     def get(self, instance_id: str, epoch: int) -> Instance:
         """The instance of this id and epoch. Raises `InstanceNotFound`, or `StaleEpoch` if a newer one is known."""
@@ -198,14 +186,6 @@ class Instances:
         self.models.check(instance.info for instance in self)
 
     # --- Inside --------------------------------------------------------------------------------------------------
-
-    def _note_start(self, info: InstanceInfo, now: float) -> None:
-        known_epoch, _ = self._starts.get(info.instance_id, (0, now))
-        if known_epoch != info.epoch:
-            self._starts[info.instance_id] = info.epoch, now
-            self._starts.move_to_end(info.instance_id)
-            if len(self._starts) > MAX_STARTS:
-                self._starts.popitem(last=False)
 
     def _refuse_impostor(self, known: Instance, info: InstanceInfo, now: float, secret: bytes) -> None:
         if info.epoch < known.info.epoch and known.expire_time > now:

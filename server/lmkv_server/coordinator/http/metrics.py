@@ -117,7 +117,7 @@ class CoordinatorMetrics(Collector):
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers
         running = _gauge("operations_running", "Operations that this coordinator runs.", "kind")
-        kinds = Counter(operation.kind for operation in self._services.fleet_operations.table.running_here())
+        kinds = Counter(operation.kind for operation in self._services.fleet_operations.table.running())
         for kind in ("clear", "copy", "drain", "move"):
             running.add_metric([kind], kinds[kind])
         yield running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from typing import NamedTuple
 
@@ -23,6 +22,10 @@ MAX_SHOWN = 256
 """Characters of names in an error."""
 BATCH_CHUNKS = 16_384
 """Chunks per order."""
+SETTLE_SECONDS = 10.0
+"""How long a clear of all instances waits at most for those that have not registered yet."""
+POLL_SECONDS = 0.05
+"""Time between two looks for such instances."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of a clear; instances that have not answered by then count as failed."""
 
@@ -54,26 +57,15 @@ class Clears:
         instance_ids = self._instance_ids(request)
         progress = pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
         progress.create_time.GetCurrentTime()
-        clear = _Clear(self._orders, instance_ids, drops, progress, TIMEOUT_SECONDS)
+        clear = _Clear(self._registry, self._orders, instance_ids, drops, progress)
         return self._operations.start(
             "clear",
             request,
             progress,
             clear.run,
             seconds=TIMEOUT_SECONDS,
-            record_holders=instance_ids,
             work_bytes=sum(len(drop.order.chunk_keys) for drop in drops),
         )
-
-    async def resume(self, operation: Operation) -> pb.ClearResult:
-        """Continues another coordinator's clear: instances repeat the outcome of orders that they executed."""
-        request, progress = operation.request, operation.progress
-        assert isinstance(request, pb.ClearRequest)
-        assert isinstance(progress, pb.ClearProgress)
-        seconds = operation.expire_time - time.time()
-        drops = await self._drops(request)
-        clear = _Clear(self._orders, self._instance_ids(request), drops, progress, seconds)
-        return await clear.run(operation)
 
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
         if not request.instance_id:
@@ -119,8 +111,7 @@ class Clears:
     async def _drops_of_prompt(self, request: pb.ClearRequest) -> list[_Drop]:
         """The orders for chunks that are named, with all their parts.
 
-        Keys may be of any registered spec. They do not depend on what is held, so that `resume` repeats the orders; but
-        the chunks that begin with a prompt's last tokens are those that are held now.
+        Keys may be of any registered spec. Chunks that begin with a prompt's last tokens are those that are held now.
         """
         if request.chunk_keys:
             (named,) = await self._selector.select(request)
@@ -145,26 +136,28 @@ class _Clear:
 
     def __init__(
         self,
+        registry: Registry,
         orders: PendingOrders,
         instance_ids: list[str],
         drops: list[_Drop],
         progress: pb.ClearProgress,
-        seconds: float,
     ) -> None:
+        self._registry = registry
         self._orders = orders
         self._instance_ids = instance_ids
         self._drops = drops
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.ClearResult()
         self._progress = progress
         self._progress.instance_count = len(instance_ids)
-        self._progress.done_instance_count = 0
 
     async def run(self, operation: Operation) -> pb.ClearResult:
         """Runs it to its end. Raises the error if no instance did anything, or `OperationCancelled`."""
         async with asyncio.TaskGroup() as group:
             for instance_id in self._instance_ids:
                 group.create_task(self._clear(instance_id, operation))
+            if not self._progress.instance_id:
+                await self._clear_new(group, operation)
         if operation.cancelled.is_set():
             raise OperationCancelled(f"cancelled after {self._result.chunk_count} chunks; these are dropped")
         failed = [failure for failure in self._result.failures if not failure.failures[0].chunk_keys]
@@ -172,11 +165,28 @@ class _Clear:
             raise rpc.from_status(failed[0].failures[0].status)
         return self._result
 
+    async def _clear_new(self, group: asyncio.TaskGroup, operation: Operation) -> None:
+        """Clears instances that register meanwhile, for at most `SETTLE_SECONDS`.
+
+        A coordinator that has just restarted does not know all yet.
+        """
+        until = time.monotonic() + SETTLE_SECONDS
+        while self._registry.is_partial(time.monotonic()) and time.monotonic() < until:
+            if operation.cancelled.is_set():
+                return
+            known = set(self._instance_ids)
+            for instance in self._registry.instances:
+                if instance.info.instance_id not in known:
+                    self._instance_ids.append(instance.info.instance_id)
+                    self._progress.instance_count += 1
+                    group.create_task(self._clear(instance.info.instance_id, operation))
+            await asyncio.sleep(POLL_SECONDS)
+
     async def _clear(self, instance_id: str, operation: Operation) -> None:
         failure = pb.ClearFailure(instance_id=instance_id)
         for drop in self._drops:
             try:
-                order = registry_pb.Order(order_id=_order_id(operation, drop.order), drop=drop.order)
+                order = registry_pb.Order(drop=drop.order, operation_name=operation.name)
                 outcome = await self._orders.execute(
                     instance_id, order, self._deadline - time.monotonic(), operation.cancelled
                 )
@@ -197,9 +207,3 @@ class _Clear:
             add_failure(failure.failures, part.chunk_keys, part.status)
         if outcome.status.code and not outcome.failures:
             failure.failures.add(status=outcome.status)
-
-
-def _order_id(operation: Operation, drop: registry_pb.DropOrder) -> str:
-    """Equal on every coordinator, so that an instance that executed the order repeats its outcome."""
-    digest = hashlib.blake2b(drop.SerializeToString(deterministic=True), digest_size=8).hexdigest()
-    return f"{operation.name}-{digest}"

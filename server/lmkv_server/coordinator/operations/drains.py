@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
@@ -22,7 +23,6 @@ from lmkv.errors import (
     LmkvError,
     NoFreeExtents,
     OperationCancelled,
-    OperationTakenOver,
     Unreachable,
 )
 from lmkv.keys import KEY_BYTES
@@ -51,6 +51,10 @@ SYNC_SECONDS = 10.0
 """How long a drain waits until the instance has reported what it holds."""
 CONFIRM_SECONDS = 10.0
 """How long a drain waits at most until all other instances have reported once more."""
+SETTLE_SECONDS = 10.0
+"""How long a drain that copies nothing waits at most for instances that have not registered yet."""
+ANNOUNCE_SECONDS = 5.0
+"""Timeout for the instance to report that it is going to stop, which only needs its memory."""
 LEAVING_SECONDS = 600.0
 """An instance is expected to stop within this time after its drain has ended."""
 
@@ -70,28 +74,17 @@ class Drains:
         if known := self._operations.repeated(request):
             return known
         seconds = _timeout_seconds(request)
-        drain = _Drain(self._registry, self._orders, self._operations, request, seconds)
+        drain = _Drain(self._registry, self._orders, request, seconds)
         drain.check()
+        drain.expect_stop()
         return self._operations.start(
             "drain",
             request,
             drain.progress,
             drain.run,
             seconds=seconds,
-            # Destinations first: the instance itself is going to stop.
-            record_holders=(*(one.info.instance_id for one in drain.destinations()[:2]), request.instance_id),
             work_bytes=BATCH_CHUNKS * KEY_BYTES,
         )
-
-    async def resume(self, operation: Operation) -> pb.DrainResult:
-        """Continues a drain that another coordinator started: what was copied is held elsewhere now."""
-        request, progress = operation.request, operation.progress
-        assert isinstance(request, pb.DrainRequest)
-        assert isinstance(progress, pb.DrainProgress)
-        seconds = operation.expire_time - time.time()
-        drain = _Drain(self._registry, self._orders, self._operations, request, seconds)
-        drain.continue_from(progress)
-        return await drain.run(operation)
 
 
 class _Drain:
@@ -101,18 +94,18 @@ class _Drain:
         self,
         registry: Registry,
         orders: PendingOrders,
-        operations: Operations,
         request: pb.DrainRequest,
         seconds: float,
     ) -> None:
+        self._registry = registry
         self._layout = registry.layout
         self._instances = registry.instances
         self._orders = orders
-        self._operations = operations
         self._request = request
         self._source = self._instances.named(request.instance_id, "instance_id")
         self._deadline = time.monotonic() + seconds
         self._seconds = seconds
+        self._settle_until = time.monotonic() + SETTLE_SECONDS
         self._result = pb.DrainResult()
         self._failures: dict[str, pb.DrainFailure] = {}
         """Chunks that this pass did not copy, by reason."""
@@ -144,12 +137,6 @@ class _Drain:
                     f"destination_instance_ids: {instance_id!r} is being drained itself, or was just now"
                 )
 
-    def continue_from(self, progress: pb.DrainProgress) -> None:
-        """Takes the progress of another coordinator. Raises `InstanceNotFound` if the instance has restarted since."""
-        if progress.epoch != self._source.info.epoch:
-            raise self._gone()
-        self.progress = progress
-
     def destinations(self, fingerprint: bytes | None = None) -> list[Instance]:
         """Instances that may receive chunks, of one spec or of any, the preferred ones first."""
         leaving = self._leaving()
@@ -167,8 +154,19 @@ class _Drain:
 
     async def run(self, operation: Operation) -> pb.DrainResult:
         """Runs it to its end. Raises the error if it copied nothing though chunks remain, `InstanceNotFound` if the
-        instance leaves, `OperationCancelled`, or `OperationTakenOver`."""
-        await self._wait_synced()
+        instance leaves, or `OperationCancelled`."""
+        try:
+            await self._wait_synced()
+            await self._announce(operation.name, self._seconds + LEAVING_SECONDS)
+            remaining = await self._copy_all(operation)
+        except LmkvError:
+            await self._announce_end(operation)
+            raise
+        await self._announce_end(operation)
+        return self._conclude(remaining, operation)
+
+    async def _copy_all(self, operation: Operation) -> int:
+        """Copies what only the instance holds in passes; returns how many chunks remain."""
         remaining = await self._count_confirmed(operation)
         while remaining and self.progress.pass_count < MAX_PASSES and not self._is_over(operation):
             self.progress.pass_count += 1
@@ -177,9 +175,32 @@ class _Drain:
             await self._copy_sole(operation)
             await asyncio.sleep(REPORT_SECONDS)
             remaining = await self._count_confirmed(operation)
-            if self._result.chunk_count == before:
+            if self._result.chunk_count == before and not await self._has_settled_since(operation):
                 break
-        return self._conclude(remaining, operation)
+        return remaining
+
+    # --- Around the instance that stops --------------------------------------------------------------------------
+
+    def expect_stop(self) -> None:
+        """Has this coordinator expect that the instance is stopped."""
+        self._source.drained_until = time.monotonic() + self._seconds + LEAVING_SECONDS
+
+    async def _announce(self, name: str, seconds: float) -> None:
+        """Has the instance report to all coordinators that it is going to stop: none copies chunks to it meanwhile.
+
+        Raises `Unreachable`, or `InstanceNotFound` if it leaves.
+        """
+        self._check_source()
+        self._source.drained_until = time.monotonic() + seconds if seconds else 0.0
+        leave = registry_pb.LeaveOrder()
+        leave.ttl.FromNanoseconds(round(seconds * 1e9))
+        order = registry_pb.Order(leave=leave, operation_name=name)
+        await self._orders.execute(self._instance_id, order, ANNOUNCE_SECONDS)
+
+    async def _announce_end(self, operation: Operation) -> None:
+        """The drain has ended: the instance is stopped soon, or stays if the drain was cancelled."""
+        with suppress(LmkvError):  # it may have stopped already
+            await self._announce(operation.name, 0.0 if operation.cancelled.is_set() else LEAVING_SECONDS)
 
     # --- One pass ------------------------------------------------------------------------------------------------
 
@@ -234,7 +255,7 @@ class _Drain:
             keep_others=not self._request.evict,
             spec=spec_message(self._instances, fingerprint),
         )
-        order = registry_pb.Order(fetch=fetch, operation_name=operation.name, attempt=operation.attempt)
+        order = registry_pb.Order(fetch=fetch, operation_name=operation.name)
         seconds = min(self._deadline - time.monotonic(), ORDER_SECONDS)
         place = (destination.info.instance_id, fingerprint)
         try:
@@ -243,8 +264,6 @@ class _Drain:
             self._refusals[place] = error
             return keys
         refusal = rpc.from_status(outcome.status) if outcome.status.code else None
-        if isinstance(refusal, OperationTakenOver):
-            raise refusal
         self._result.chunk_count += outcome.chunk_count
         self._result.token_count += outcome.token_count
         self._result.transferred_bytes += outcome.transferred_bytes
@@ -345,6 +364,20 @@ class _Drain:
             await asyncio.sleep(0.05)
         return await self._count_sole()
 
+    async def _has_settled_since(self, operation: Operation) -> bool:
+        """Waits, after a pass without effect, until all instances have registered.
+
+        A coordinator that has just restarted does not know all yet. Returns whether there was anything to wait for.
+        """
+        until = min(self._deadline, self._settle_until)
+        waited = False
+        while self._registry.is_partial(time.monotonic()) and time.monotonic() < until:
+            if operation.cancelled.is_set():
+                return False
+            waited = True
+            await asyncio.sleep(0.05)
+        return waited
+
     async def _wait_synced(self) -> None:
         """Waits until the instance has reported what it holds. Raises `Unreachable` after `SYNC_SECONDS`."""
         deadline = min(self._deadline, time.monotonic() + SYNC_SECONDS)
@@ -368,18 +401,9 @@ class _Drain:
         )
 
     def _leaving(self) -> set[str]:
-        """Other instances that are going to stop: being drained, or drained a short time ago."""
-        earliest = time.time() - LEAVING_SECONDS
-        leaving = set()
-        for operation in self._operations.of_kind("drain"):
-            progress = operation.progress
-            assert isinstance(progress, pb.DrainProgress)
-            instance = self._instances.find(progress.instance_id)
-            if instance and instance is not self._source and instance.info.epoch == progress.epoch:
-                ended = operation.end_time
-                if ended is None or (ended > earliest and operation.state != "cancelled"):
-                    leaving.add(progress.instance_id)
-        return leaving
+        """Other instances that are going to stop: being drained by any coordinator, or drained a short time ago."""
+        now = time.monotonic()
+        return {one.info.instance_id for one in self._instances if one is not self._source and one.is_leaving(now)}
 
     def _is_over(self, operation: Operation) -> bool:
         return operation.cancelled.is_set() or time.monotonic() >= self._deadline

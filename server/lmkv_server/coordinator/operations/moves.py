@@ -20,7 +20,6 @@ from lmkv.errors import (
     KvSpecMismatch,
     LmkvError,
     OperationCancelled,
-    OperationTakenOver,
     P2pDisabled,
     Unreachable,
 )
@@ -58,7 +57,7 @@ class Moves:
         """Starts a move. Raises the errors of `CacheService.Move`."""
         if known := self._operations.repeated(request):
             return known
-        self._positions(request)
+        self._check_synced(*self._positions(request))
         selections = await self._selector.required(request)
         if known := self._operations.repeated(request):  # started meanwhile
             return known
@@ -70,35 +69,15 @@ class Moves:
             move.run,
             seconds=TIMEOUT_SECONDS,
             work_bytes=move.size_bytes,
-            record_holders=(request.new_position.instance_id, request.old_position.instance_id),
         )
 
-    async def resume(self, operation: Operation) -> pb.MoveResult:
-        """Continues a move that another coordinator started: chunks that have arrived stay."""
-        assert isinstance(operation.request, pb.MoveRequest)
-        assert isinstance(operation.progress, pb.MoveProgress)
-        token_count = operation.progress.token_count
-        move = self._plan(operation.request, await self._selector.required(operation.request), token_count)
-        move.continue_from(operation.progress)
-        return await move.run(operation)
-
-    def _plan(
-        self, request: pb.MoveRequest, selections: Sequence[SelectedChunks], begun_token_count: int | None = None
-    ) -> _Move:
-        """`begun_token_count` is that of a move that was begun: the source may have dropped a part of its hit since."""
+    def _plan(self, request: pb.MoveRequest, selections: Sequence[SelectedChunks]) -> _Move:
         source, destination = self._positions(request)
         selection = self._choose(selections, source, destination)
         receiver = self._registry.instances.named(destination.instance_id, "new_position")
         if not receiver.is_standby:
             check_spec(receiver, selection)
-        hit = 0
-        if (parts := selection.parts) and begun_token_count is not None:
-            hit = begun_token_count // parts.spec.chunk_size
-        elif parts:
-            layout = self._registry.layout
-            # If an earlier move did not end well, both together hold what is needed.
-            hit = parts.hit_at(layout, *source) or parts.hit_at_either(layout, source, destination)
-        return _Move(self._registry, self._orders, self._locks, source, destination, selection, hit, request)
+        return _Move(self._registry, self._orders, self._locks, source, destination, selection, request)
 
     def _positions(self, request: pb.MoveRequest) -> tuple[Position, Position]:
         instances = self._registry.instances
@@ -110,6 +89,16 @@ class Moves:
             check_p2p(instances.named(source.instance_id, "old_position"), "old_position")
             check_p2p(instances.named(destination.instance_id, "new_position"), "new_position")
         return source, destination
+
+    def _check_synced(self, *positions: Position) -> None:
+        """Raises `Unreachable` while an instance has yet to report what it holds, as after a coordinator's restart."""
+        for position in positions:
+            instance = self._registry.instances.find(position.instance_id)
+            if instance is not None and not instance.synced:
+                raise Unreachable(
+                    f"instance {position.instance_id!r} has not reported what it holds yet; retry shortly",
+                    instance_id=position.instance_id,
+                )
 
     def _choose(self, selections: Sequence[SelectedChunks], source: Position, destination: Position) -> SelectedChunks:
         """The chunks as the source, or else the destination, holds them.
@@ -133,10 +122,8 @@ class _Move:
         source: Position,
         destination: Position,
         selection: SelectedChunks,
-        hit: int,
         request: pb.MoveRequest,
     ) -> None:
-        """`hit` is the number of chunks to move if they have several parts; otherwise all that are held are moved."""
         self._layout = registry.layout
         self._instances = registry.instances
         self._orders = orders
@@ -150,7 +137,13 @@ class _Move:
         self._parts = selection.parts
         self._most_tokens = selection.tail.tokens.size if selection.tail else MAX_MOVED_TOKENS
         """Tokens of the prompt: its last chunk may have others behind them."""
-        keys = selection.keys if self._parts is None else self._parts.item_keys(hit)
+        keys, hit = selection.keys, 0
+        if self._parts:
+            # An earlier call may have moved some of it: what both hold together is one hit. What the source holds of a
+            # shorter one goes with it.
+            own = self._parts.hit_at(self._layout, *source)
+            hit = self._parts.hit_at_either(self._layout, source, destination)
+            keys = self._parts.item_keys(hit) + self._parts.item_keys(own)
         named = np.array(list(dict.fromkeys(_keys_of(keys))), dtype=f"V{KEY_BYTES}")  # without duplicates
         held = self._layout.held_mask(*source, named.tobytes())
         self._keys = named[held]
@@ -169,13 +162,18 @@ class _Move:
                 instance_id=source.instance_id,
             )
             self._fail(beyond, rpc.to_status(missing))
+        # An earlier call may have moved them: they count as done.
+        _, done_tokens = self._layout.match_at(*destination, self._moved.tobytes())
+        self._result.chunk_count = self._result.arrived_before_chunk_count = len(self._moved)
+        self._result.token_count = min(done_tokens, self._most_tokens)
         if self._parts:
             token_count = hit * self._parts.spec.chunk_size
         else:
             _, token_count = self._layout.match_at(*source, self._keys.tobytes())
-            token_count = min(token_count, self._most_tokens)
+            token_count = min(done_tokens + token_count, self._most_tokens)
         self.progress = pb.MoveProgress(
-            chunk_count=len(self._keys),
+            chunk_count=len(self._moved) + len(self._keys),
+            done_chunk_count=len(self._moved),
             token_count=token_count,
             old_position=source.to_proto(),
             new_position=destination.to_proto(),
@@ -188,20 +186,8 @@ class _Move:
         """Size of its keys."""
         return int(self._keys.nbytes + self._moved.nbytes)
 
-    def continue_from(self, progress: pb.MoveProgress) -> None:
-        """Starts with the progress of another coordinator: chunks of the source that only the destination holds have
-        arrived."""
-        arrived = self._moved[: max(progress.chunk_count - len(self._keys), 0)]
-        self._result.chunk_count, self._result.token_count = self._layout.match_at(
-            *self._destination, arrived.tobytes()
-        )
-        self._result.dropped_chunk_count = 0 if self._copy else len(arrived)
-        self._deadline = time.monotonic() + progress.expire_time.ToNanoseconds() / 1e9 - time.time()
-        self.progress = progress
-        self.progress.done_chunk_count = self._result.chunk_count
-
     async def run(self, operation: Operation) -> pb.MoveResult:
-        """Runs it to its end. Raises the error if nothing was moved, `OperationCancelled`, or `OperationTakenOver`."""
+        """Runs it to its end. Raises the error if nothing was moved, or `OperationCancelled`."""
         arrived = [self._moved]
         for start in range(0, len(self._keys), BATCH_CHUNKS):
             if operation.cancelled.is_set():
@@ -211,10 +197,11 @@ class _Move:
                 arrived.append(await self._fetch(batch, operation))
                 continue
             async with self._locks.hold(batch, self._deadline):
+                serial = self._fetch_serial()
                 fetched = await self._fetch(batch, operation)
                 arrived.append(fetched)
                 if len(fetched):
-                    await self._drop(fetched, operation)
+                    await self._drop(fetched, serial, operation)
         if operation.cancelled.is_set():
             raise OperationCancelled(
                 f"cancelled after {self._result.chunk_count} of {self.progress.chunk_count} chunks; "
@@ -242,8 +229,6 @@ class _Move:
             )
             order = registry_pb.Order(fetch=fetch)
             outcome = await self._order(self._destination.instance_id, order, operation, operation.cancelled)
-        except OperationTakenOver:
-            raise
         except LmkvError as error:
             return self._fail(batch, rpc.to_status(error))
         failed = self._add_failures(outcome)
@@ -259,15 +244,24 @@ class _Move:
         self.progress.transferred_bytes = self._result.transferred_bytes
         return arrived
 
-    async def _drop(self, arrived: NDArray[np.void], operation: Operation) -> None:
-        """Has the source drop the chunks that the destination committed."""
+    def _fetch_serial(self) -> int:
+        """What the source has reported so far, to be read before the destination fetches."""
+        source = self._instances.find(self._source.instance_id)
+        return source.fetch_serial if source else 0
+
+    async def _drop(self, arrived: NDArray[np.void], serial: int, operation: Operation) -> None:
+        """Has the source drop the chunks that the destination committed.
+
+        Those stay that another operation has brought to the source since: it may drop them at the destination.
+        """
         drop = registry_pb.DropOrder(
-            tier=self._source.tier, chunk_keys=arrived.tobytes(), fingerprint=self._fingerprint
+            tier=self._source.tier,
+            chunk_keys=arrived.tobytes(),
+            fingerprint=self._fingerprint,
+            fetch_serial=serial,
         )
         try:
             outcome = await self._order(self._source.instance_id, registry_pb.Order(drop=drop), operation)
-        except OperationTakenOver:
-            raise
         except LmkvError as error:
             self._fail(arrived, rpc.to_status(error))
             return
@@ -280,12 +274,8 @@ class _Move:
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise Unreachable(f"the move took longer than {TIMEOUT_SECONDS:g} s")
-        order.operation_name, order.attempt = operation.name, operation.attempt
-        outcome = await self._orders.execute(instance_id, order, seconds, cancelled)
-        refusal = rpc.from_status(outcome.status)
-        if isinstance(refusal, OperationTakenOver):
-            raise refusal
-        return outcome
+        order.operation_name = operation.name
+        return await self._orders.execute(instance_id, order, seconds, cancelled)
 
     def _add_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
         for failure in outcome.failures:

@@ -70,8 +70,6 @@ class PendingOrders:
         if the instance leaves, `Unreachable` if there is no outcome in time.
         """
         action = order.WhichOneof("action") or ""
-        if action == "record":  # bookkeeping, not part of the work: left out of traces
-            return await self._execute(instance_id, order, timeout_seconds, cancelled)
         with telemetry.begin("lmkv.order", kind=SpanKind.CLIENT, instance_id=instance_id, action=action) as span:
             order.traceparent = span.traceparent
             return await self._execute(instance_id, order, timeout_seconds, cancelled)
@@ -135,9 +133,8 @@ class PendingOrders:
         if queue.size_bytes + order.ByteSize() > MAX_PENDING_BYTES and queue.pending:
             raise Full(f"instance {instance_id!r} has pending orders of {queue.size_bytes} bytes", retry_seconds=1)
         order.order_id = order.order_id or secrets.token_hex(8)
-        if order.WhichOneof("action") != "record":  # whose execution does not depend on the clock of the instance
-            # Earlier than the timeout, so that the outcome arrives before it.
-            order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_TIME_FRACTION * timeout_seconds * 1e9))
+        # Earlier than the timeout, so that the outcome arrives before it.
+        order.expire_time.FromNanoseconds(time.time_ns() + round(NODE_TIME_FRACTION * timeout_seconds * 1e9))
         pending = _Pending(order=order, size_bytes=order.ByteSize(), outcome=asyncio.get_running_loop().create_future())
         if replaced := queue.pending.get(order.order_id):
             queue.size_bytes -= replaced.size_bytes

@@ -34,7 +34,6 @@ from lmkv_server.coordinator.operations.hints import FleetHints
 from lmkv_server.coordinator.operations.moves import Moves
 from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.pins import FleetPins
-from lmkv_server.coordinator.operations.replicator import OperationReplicator
 from lmkv_server.coordinator.registry.part_lookup import PartLookup
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, SelectedChunks, Selector
@@ -59,7 +58,6 @@ class CacheService(pb_grpc.CacheServiceServicer):
         moves: Moves,
         clears: Clears,
         drains: Drains,
-        replicator: OperationReplicator,
         pins: FleetPins,
         hints: FleetHints,
         explanations: Explanations,
@@ -70,7 +68,6 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._moves = moves
         self._clears = clears
         self._drains = drains
-        self._replicator = replicator
         self._pins = pins
         self._hints = hints
         self._explanations = explanations
@@ -108,19 +105,19 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         with audited("copy" if request.copy else "move", request) as entry:
-            operation = await self._replicator.wait_replicated(await self._moves.start(request))
+            operation = await self._moves.start(request)
             entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
         with audited("clear", request) as entry:
-            operation = await self._replicator.wait_replicated(await self._clears.start(request))
+            operation = await self._clears.start(request)
             entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> operations_pb2.Operation:
         with audited("drain", request) as entry:
-            operation = await self._replicator.wait_replicated(self._drains.start(request))
+            operation = self._drains.start(request)
             entry.names["operation"] = operation.name
         return to_proto(operation)
 

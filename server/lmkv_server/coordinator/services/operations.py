@@ -13,7 +13,6 @@ from lmkv.errors import BadMessage
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.operation_proto import to_proto
 from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.replicator import OperationReplicator
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 
 DEFAULT_WAIT_SECONDS = 60.0
@@ -25,9 +24,8 @@ FILTERS = {"": (True, False), "done=true": (True,), "done=false": (False,)}
 class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
     """Handlers of one tenant."""
 
-    def __init__(self, operations: Operations, replicator: OperationReplicator) -> None:
+    def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        self._replicator = replicator
 
     async def GetOperation(self, request: pb.GetOperationRequest, context: Any) -> pb.Operation:
         return to_proto(self._operations.get(request.name))
@@ -68,7 +66,7 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
 
     async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
         with audited("cancel", request):
-            await self._replicator.cancel(request.name)
+            self._operations.get(request.name).cancelled.set()
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:

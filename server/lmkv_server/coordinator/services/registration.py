@@ -9,7 +9,6 @@ from typing import Any
 from google.protobuf.message import Message
 
 from lmkv.errors import BadInstance, BadKvSpec, BadMessage
-from lmkv.operation_records import MAX_RECORDS
 from lmkv.parts import MAX_PARTS
 from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
@@ -81,7 +80,6 @@ def check_report(report: pb.ReportRequest) -> None:
     for name, count, limit in (
         ("changes", len(report.changes), MAX_CHANGES),
         ("outcomes", len(report.outcomes), MAX_OUTCOMES),
-        ("records", len(report.records), MAX_RECORDS),
         ("tiers", len(report.tiers), MAX_TIERS),
         ("digests", len(report.digests), MAX_TIERS),
         ("pins", len(report.pins.pins), MAX_PINS),

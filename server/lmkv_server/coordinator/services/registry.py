@@ -21,7 +21,6 @@ from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.instances import NO_ADDRESS, Instance
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.replicator import OperationReplicator
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from lmkv_server.coordinator.services.outbox import ReportOutbox
@@ -40,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_CONFLICTS = 16
 """Conflicts listed per instance: an instance may conflict with half of the fleet."""
 MAX_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+MAX_LEAVING_SECONDS = 3600.0
+"""Longest time for which an instance may report that it is about to stop."""
 QUOTA_RETRY_SECONDS = 5.0
 """Retry delay after a tenant reached its quota."""
 
@@ -51,13 +52,11 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         self,
         registry: Registry,
         orders: PendingOrders,
-        replicator: OperationReplicator,
         quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
         layout_store: LayoutStore | None = None,
     ) -> None:
         self._registry = registry
         self._orders = orders
-        self._replicator = replicator
         self._quota = quota
         self._layout_store = layout_store or NoSharedStore()
         self._outboxes: dict[str, ReportOutbox] = {}
@@ -187,10 +186,12 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         if instance:
             self._charge(report)
             set_state(instance, report)
+            if report.fetch_serial:
+                instance.fetch_serial = report.fetch_serial
+                seconds = min(max(report.leaving.ToNanoseconds() / 1e9, 0.0), MAX_LEAVING_SECONDS)
+                instance.leaving_until = time.monotonic() + seconds if seconds else 0.0
             if report.HasField("pins"):
                 instance.pins = reported_pins(report.pins)
-        for record in report.records:
-            self._replicator.handle_record(report.instance_id, report.epoch, record)
         for outcome in report.outcomes:
             self._orders.complete(report.instance_id, outcome)
 

@@ -10,7 +10,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from lmkv.errors import BadMessage, ChunkNotFound, ChunkPinned, KvSpecMismatch, TierUnsupported, Unreachable
+from lmkv.errors import (
+    BadMessage,
+    ChunkArrived,
+    ChunkNotFound,
+    ChunkPinned,
+    KvSpecMismatch,
+    TierUnsupported,
+    Unreachable,
+)
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
@@ -20,6 +28,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins
+from lmkv_server.node.commands.arrivals import Arrivals
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
@@ -51,6 +60,7 @@ class OrderExecutor:
         engines: EngineSessions,
         fetcher: PeerFetcher | None,
         pins: Pins,
+        arrivals: Arrivals,
         tiers: Sequence[SecondaryTier] = (),
         explain: Explain | None = None,
     ) -> None:
@@ -60,6 +70,7 @@ class OrderExecutor:
         self._engines = engines
         self._fetcher = fetcher
         self._pins = pins
+        self._arrivals = arrivals
 
     async def fetch(self, order: pb.FetchOrder, progress: OrderProgress) -> None:
         """Fetches the `wanted` chunks that the node does not hold from the order's peer; each may fail alone.
@@ -129,7 +140,9 @@ class OrderExecutor:
         in_memory = everywhere or not tiers
         if in_memory:
             check_tier(order.tier)
-        named = list(dict.fromkeys(order_keys(order.chunk_keys)))
+        named = self._without_arrived(order, list(dict.fromkeys(order_keys(order.chunk_keys))), progress)
+        if order.chunk_keys and not named:
+            return
         for tier in tiers:
             if tier.is_local:
                 dropped = await tier.drop(self._selection(order, named, everywhere=everywhere))
@@ -141,6 +154,15 @@ class OrderExecutor:
                 dropped = await tier.drop(self._selection(order, named))
                 if not everywhere:
                     progress.count_dropped(dropped)
+
+    def _without_arrived(self, order: pb.DropOrder, named: list[ChunkKey], progress: OrderProgress) -> list[ChunkKey]:
+        """The named chunks without those that have arrived since the order's `fetch_serial`, which fail."""
+        if not order.fetch_serial:
+            return named
+        arrived = self._arrivals.since(order.fetch_serial, named)
+        stays = ChunkArrived("another operation has brought it here since the move began; it stays")
+        progress.failures.update((key, stays) for key in named if key in arrived)
+        return [key for key in named if key not in arrived]
 
     def _selection(self, order: pb.DropOrder, named: Sequence[ChunkKey], *, everywhere: bool = False) -> Selection:
         """What a tier drops; `everywhere`: chunks in memory are counted there, and pinned ones stay."""
@@ -158,11 +180,11 @@ class OrderExecutor:
         for start in range(0, len(chunks), DROP_BATCH_CHUNKS):
             if start:
                 await asyncio.sleep(0)
-            selected = [
-                chunk
-                for chunk in chunks[start : start + DROP_BATCH_CHUNKS]
-                if chunk and not chunk.dropped and order.fingerprint in (b"", chunk.fingerprint)
-            ]
+            batch = [chunk for chunk in chunks[start : start + DROP_BATCH_CHUNKS] if chunk and not chunk.dropped]
+            if named:  # chunks may have arrived since the order began
+                staying = set(self._without_arrived(order, [chunk.key for chunk in batch], progress))
+                batch = [chunk for chunk in batch if chunk.key in staying]
+            selected = [chunk for chunk in batch if order.fingerprint in (b"", chunk.fingerprint)]
             free = [chunk for chunk in selected if not chunk.pins]
             if named:
                 pinned = ChunkPinned("it is pinned; unpin it first")

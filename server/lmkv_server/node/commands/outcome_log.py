@@ -19,7 +19,7 @@ def kind_of(order: pb.Order) -> str:
 
 
 def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> None:
-    """Logs the outcome: as a warning if the order or some of its chunks failed, records at debug level."""
+    """Logs the outcome: as a warning if the order or some of its chunks failed, explanations at debug level."""
     text = f"order {order.order_id}: {_described(order, outcome)}: {outcome.chunk_count} chunks"
     if outcome.transferred_bytes:
         text += f", {format_bytes(outcome.transferred_bytes)} transferred"
@@ -29,7 +29,7 @@ def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> No
     for failure in outcome.failures:
         count, reason = len(failure.chunk_keys) // KEY_BYTES, rpc.from_status(failure.status).reason
         text += f"; {count} chunks {reason}: {failure.status.message}"
-    usual = logging.DEBUG if kind_of(order) in ("record", "explain") else logging.INFO
+    usual = logging.DEBUG if kind_of(order) == "explain" else logging.INFO
     logger.log(logging.WARNING if outcome.status.code or outcome.failures else usual, "%s", text)
 
 
@@ -44,12 +44,12 @@ def _described(order: pb.Order, outcome: pb.OrderOutcome) -> str:
         case "unpin":
             return f"unpin {order.unpin.pin_id}"
         case "cancel":
-            return f"cancel {order.cancel.operation_name or f'order {order.cancel.order_id}'}"
+            return f"cancel order {order.cancel.order_id}"
         case "hint":
             action = ACTIONS_BY_NUMBER.get(order.hint.action, "unknown action")
             ended = OUTCOMES_BY_NUMBER.get(outcome.hint.outcome, "no outcome")
             return f"hint {order.hint.hint_id} to {action}: {ended} {outcome.hint.reason}".rstrip()
-        case "record":
-            return f"record of {order.record.record.operation.name}"
+        case "leave":
+            return f"expect to be stopped for {format_duration(order.leave.ttl.ToNanoseconds() / 1e9)}"
         case kind:
             return kind

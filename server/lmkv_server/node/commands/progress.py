@@ -28,8 +28,6 @@ class OrderProgress:
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
     hint: chunk_pb2.HintResult | None = None
     """How a hint ended."""
-    record: pb.OperationRecord | None = None
-    """The record that is kept, if a `RecordOrder` did not replace it."""
     _chunk_count: int = field(default=0, init=False)
     _token_count: int = field(default=0, init=False)
     _pinned_count: int = field(default=0, init=False)
@@ -59,7 +57,6 @@ class OrderProgress:
             explanation=self.explanation,
             failures=grouped(failures if self.wanted else self.failures),
             hint=self.hint,
-            record=self.record,
         )
 
 

@@ -26,9 +26,9 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
+from lmkv_server.node.commands.arrivals import Arrivals
 from lmkv_server.node.commands.executor import Explain, OrderExecutor, new_progress
 from lmkv_server.node.commands.journal import OrderJournal
-from lmkv_server.node.commands.operation_log import OperationLog, without_request
 from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
 from lmkv_server.node.commands.progress import OrderProgress
 from lmkv_server.node.fetch.fetcher import PeerFetcher
@@ -45,11 +45,8 @@ MAX_FETCHES = 16
 """Most fetches that run at a time; the others wait."""
 MAX_ORDER_SECONDS = 3600.0
 """Upper bound for the time of an order, and its time if it names none."""
-OFFER_SECONDS = 3.0
-"""Time that a coordinator has to take over an operation before it is offered to the next one."""
-FORWARDED_SECONDS = 60.0
-"""Time that the coordinator of an operation has to send its record, which another one has forwarded, before it counts
-as gone. Long, because two coordinators that reach different nodes must not interrupt each other all the time."""
+MAX_LEAVING_SECONDS = 3600.0
+"""Longest time for which the node reports that it is about to stop."""
 
 CarryOutHint = Callable[[pb.HintOrder], Awaitable[HintResult]]
 
@@ -89,7 +86,7 @@ class OrderRunner:
         carry_out_hint: CarryOutHint | None = None,
     ) -> None:
         self.pins = Pins(tier)
-        self.records = OperationLog()
+        self.arrivals = Arrivals(time.time_ns())
         self._carry_out_hint = carry_out_hint
         self._listeners: dict[str, Callable[[], None]] = {}
         self._done_counts: Counter[str] = Counter()
@@ -101,18 +98,23 @@ class OrderRunner:
         self._instance_id = instance_id
         self._tier = tier
         self._executor = OrderExecutor(
-            tier=tier, engines=engines, fetcher=fetcher, pins=self.pins, tiers=tiers, explain=explain
+            tier=tier,
+            engines=engines,
+            fetcher=fetcher,
+            pins=self.pins,
+            arrivals=self.arrivals,
+            tiers=tiers,
+            explain=explain,
         )
+        self._leaves_until = 0.0
         self._journal: OrderJournal[pb.OrderOutcome] = OrderJournal()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._fetch_slots = asyncio.Semaphore(MAX_FETCHES)
         self._pin_timer = DeadlineTimer(self._expire_pins)
-        self._record_timer = DeadlineTimer(self._reassign_records)
         self._is_closing = False
 
     async def __aenter__(self) -> OrderRunner:
         await self._pin_timer.__aenter__()
-        await self._record_timer.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -122,7 +124,6 @@ class OrderRunner:
         """Stops every order and ends every pin. Idempotent."""
         self._is_closing = True
         await self._pin_timer.aclose()
-        await self._record_timer.aclose()
         while tasks := list(self._running.values()):
             for task in tasks:
                 task.cancel()
@@ -148,14 +149,17 @@ class OrderRunner:
     # --- For report streams --------------------------------------------------------------------------------------
 
     def add_listener(self, coordinator: str, notify: Callable[[], None]) -> None:
-        """Calls `notify` whenever there are outcomes, pins or records to report, until `disconnected`."""
+        """Calls `notify` whenever there are outcomes or pins to report, until `remove_listener`."""
         self._listeners[coordinator] = notify
 
-    def disconnected(self, coordinator: str, lease_ttl: float) -> None:
-        """The reports to a coordinator ended: unless it is back in time, another one takes over its operations."""
+    def remove_listener(self, coordinator: str) -> None:
+        """The reports to a coordinator ended."""
         self._listeners.pop(coordinator, None)
-        self.records.disconnected(coordinator, time.monotonic() + lease_ttl)
-        self._record_timer.changed()
+
+    @property
+    def leaving_seconds(self) -> float:
+        """For how long the node is about to stop; 0 if no drain has announced it."""
+        return max(self._leaves_until - time.monotonic(), 0.0)
 
     def unacknowledged(self, coordinator: str) -> list[pb.OrderOutcome]:
         """Outcomes of a coordinator's orders that it has not acknowledged, oldest first."""
@@ -185,7 +189,7 @@ class OrderRunner:
         """Starts an order unless it is a repeat. Never raises: an error is the order's outcome."""
         with telemetry.bound(order_id=order.order_id):  # adds the id to log records
             if self._journal.begin(order.order_id, coordinator):
-                self._start_new(order, coordinator)
+                self._start_new(order)
             else:
                 self._notify()
 
@@ -195,11 +199,10 @@ class OrderRunner:
 
     # --- Execution -----------------------------------------------------------------------------------------------
 
-    def _start_new(self, order: pb.Order, coordinator: str) -> None:
+    def _start_new(self, order: pb.Order) -> None:
         began = time.monotonic()
         progress = OrderProgress()
         try:
-            self.records.check_current(order.operation_name, order.attempt)
             progress = new_progress(order)
             if kind_of(order) in LASTING and len(self._running) >= MAX_RUNNING:
                 raise Full(f"{MAX_RUNNING} orders are running here already", limit=MAX_RUNNING)
@@ -207,20 +210,20 @@ class OrderRunner:
         except LmkvError as error:
             self._end(order, progress, error, began)
             return
-        execution = self._execute(order, coordinator, progress, seconds)
+        execution = self._execute(order, progress, seconds)
         task = asyncio.create_task(execution, name=f"lmkv-order-{order.order_id}")
         self._running[order.order_id] = task
         task.add_done_callback(lambda done: self._ended(done, order, progress, began))
 
-    async def _execute(self, order: pb.Order, coordinator: str, progress: OrderProgress, seconds: float) -> None:
+    async def _execute(self, order: pb.Order, progress: OrderProgress, seconds: float) -> None:
         with telemetry.follow("lmkv.order", order.traceparent, order_id=order.order_id, action=kind_of(order)):
             try:
                 async with asyncio.timeout(seconds):
-                    await self._dispatch(order, coordinator, progress)
+                    await self._dispatch(order, progress)
             except TimeoutError:
                 raise Unreachable("the order expired before it was done") from None
 
-    async def _dispatch(self, order: pb.Order, coordinator: str, progress: OrderProgress) -> None:
+    async def _dispatch(self, order: pb.Order, progress: OrderProgress) -> None:
         match kind_of(order):
             case "fetch":
                 await self._fetch(order.fetch, progress)
@@ -238,12 +241,9 @@ class OrderRunner:
                 self._cancel(order.cancel)
             case "hint" if self._carry_out_hint:
                 progress.hint = to_proto(await self._carry_out_hint(order.hint))
-            case "record":
-                now = time.monotonic()
-                self.records.expire(time.time_ns(), now)
-                until = now + FORWARDED_SECONDS if order.record.forwarded else None
-                progress.record = without_request(self.records.put(order.record.record, coordinator, until))
-                self._record_timer.changed()
+            case "leave":
+                seconds = min(order.leave.ttl.ToNanoseconds() / 1e9, MAX_LEAVING_SECONDS)
+                self._leaves_until = time.monotonic() + seconds
             case _:
                 raise BadMessage("this version knows no such order", field="action")
 
@@ -256,8 +256,7 @@ class OrderRunner:
                 self._fetching_count -= 1
 
     def _cancel(self, order: pb.CancelOrder) -> None:
-        """Stops another order that runs here, or marks an operation as cancelled for the coordinator that runs it."""
-        self.records.cancel(order.operation_name)
+        """Stops another order that runs here."""
         if task := self._running.get(order.order_id):
             task.cancel()
 
@@ -277,6 +276,7 @@ class OrderRunner:
 
     def _end(self, order: pb.Order, progress: OrderProgress, error: LmkvError | None, began: float) -> None:
         outcome = progress.outcome(order.order_id, error)
+        self.arrivals.add(chunk.key for chunk in progress.fetched if not chunk.dropped)
         self._tier.unhold(progress.fetched)
         kind = kind_of(order)
         (self._failed_counts if error else self._done_counts)[kind] += 1
@@ -297,19 +297,10 @@ class OrderRunner:
         self._notify()
         return self.pins.next_expiry()
 
-    def _reassign_records(self) -> float | None:
-        """Offers operations whose coordinator is disconnected to other ones; when to call it again."""
-        now = time.monotonic()
-        revision = self.records.revision
-        self.records.reassign(now, now + OFFER_SECONDS, list(self._listeners))
-        if self.records.revision != revision:
-            self._notify()
-        return self.records.next_due()
-
     def check(self) -> None:
-        """Asserts the invariants of journal, records and pins."""
+        """Asserts the invariants of journal, arrivals and pins."""
         self._journal.check()
-        self.records.check()
+        self.arrivals.check()
         self.pins.check()
 
 

@@ -17,7 +17,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.registration import InstanceLease
-from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports, record_reports
+from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports
 
 FLUSH_SECONDS = 0.005
 """Delay after the first change, to report several together."""
@@ -57,7 +57,6 @@ class ReportStream:
         self._registration_is_outdated = False
         self._sent_outcomes: dict[str, int] = {}  # order id: sequence of the report that carries its outcome
         self._sent_pins_revision = -1
-        self._sent_records_revision = 0
         self._wake = asyncio.Event()
         self._is_over = asyncio.Event()
         self._sequence = 0
@@ -108,7 +107,7 @@ class ReportStream:
         finally:
             self._changes = None
             self.is_synced = False
-            self._orders.disconnected(self._coordinator_address, self._lease.lease_ttl)
+            self._orders.remove_listener(self._coordinator_address)
             call.cancel()
 
     async def _send(self, call: Any, reports_chunks: bool) -> None:
@@ -142,10 +141,6 @@ class ReportStream:
             if self._sent_pins_revision != self._orders.pins.revision:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._sent_pins_revision = self._orders.pins.revision
-            reports += record_reports(
-                self._orders.records.since(self._sent_records_revision, self._coordinator_address)
-            )
-            self._sent_records_revision = self._orders.records.revision
             # Outcomes follow the changes that their orders made, so that the coordinator has those first.
             unacknowledged = self._orders.unacknowledged(self._coordinator_address)
             reports += outcome_reports(one for one in unacknowledged if one.order_id not in self._sent_outcomes)
@@ -195,6 +190,9 @@ class ReportStream:
         report.instance_id = self._lease.instance.instance_id
         report.epoch = self._lease.instance.epoch
         report.sequence = self._sequence
+        report.fetch_serial = self._orders.arrivals.serial
+        if seconds := self._orders.leaving_seconds:
+            report.leaving.FromNanoseconds(round(seconds * 1e9))
         if self._sequence == 1:
             report.secret = self._context.secret
         self._sent_outcomes.update((outcome.order_id, self._sequence) for outcome in report.outcomes)

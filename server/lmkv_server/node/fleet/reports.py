@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from lmkv.keys import KEY_BYTES, ChunkKey, digest, join_keys
 from lmkv.v1 import chunk_pb2
@@ -15,9 +15,7 @@ MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""
 
 MAX_SHARED_BYTES = 256 * 1024
-"""Most bytes of outcomes, or of records, in one report; a larger one has a report of its own."""
-
-Part = TypeVar("Part", pb.OrderOutcome, pb.OperationRecord)
+"""Most bytes of outcomes in one report; a larger one has a report of its own."""
 
 _EVICTED = 0
 
@@ -144,14 +142,9 @@ def outcome_reports(outcomes: Iterable[pb.OrderOutcome]) -> Iterator[pb.ReportRe
     return (pb.ReportRequest(outcomes=part) for part in _shared(outcomes))
 
 
-def record_reports(records: Iterable[pb.OperationRecord]) -> Iterator[pb.ReportRequest]:
-    """The records as reports, in order; none if there are none."""
-    return (pb.ReportRequest(records=part) for part in _shared(records))
-
-
-def _shared(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def _shared(parts: Iterable[pb.OrderOutcome]) -> Iterator[list[pb.OrderOutcome]]:
     """Groups the parts by report."""
-    shared: list[Part] = []
+    shared: list[pb.OrderOutcome] = []
     size_bytes = 0
     for part in parts:
         if shared and size_bytes + part.ByteSize() > MAX_SHARED_BYTES:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
 from typing import Any
 
 import grpc
 import pytest
-from google.longrunning import operations_pb2
 
 from lmkv import rpc
 from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
-from lmkv.operation_records import MAX_RECORD_BYTES, MAX_RECORDS
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -28,75 +24,6 @@ from lmkv_server.coordinator.services.registration import MAX_CHANGES, MAX_STATS
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
 from tests.waiting import WAIT_SECONDS, until
-
-_NUMBERS = itertools.count(time.time_ns())
-LARGE = b"k" * 16 * 60_000  # of a message of 1 MiB
-
-
-def record(*, done: bool, name: str = "", attempt: int = 1, request: bytes = LARGE) -> pb.OperationRecord:
-    """A record as a node might invent it."""
-    made = pb.OperationRecord(
-        operation=operations_pb2.Operation(name=name or f"move-{next(_NUMBERS):016x}", done=done),
-        move=cache_pb.MoveRequest(chunk_keys=request),
-        attempt=attempt,
-    )
-    progress = cache_pb.MoveProgress()
-    for moment in (progress.create_time, progress.end_time, made.expire_time):
-        moment.FromSeconds(4_000_000_000)  # far in the future: it would never be forgotten by its time
-    made.operation.metadata.Pack(progress)
-    if done:
-        made.operation.response.Pack(cache_pb.MoveResult())
-    return made
-
-
-def names(coordinator: Coordinator) -> set[str]:
-    return {one.name for one in coordinator.tenants.unnamed.fleet_operations.table.newest_first()}
-
-
-@pytest.mark.parametrize("done", [False, True])
-async def test_planted_records_take_no_more_than_one_instance_may(
-    coordinator: Coordinator, make: Make, done: bool
-) -> None:
-    core = coordinator.tenants.unnamed.fleet_operations.table
-    async with make("honest") as honest, make("evil") as evil:
-        theirs = [record(done=number < 3, request=b"") for number in range(6)]
-        for one in theirs:
-            await honest.report_record(one)
-        await until(lambda: len(names(coordinator)) == len(theirs))
-        for _ in range(60):
-            await evil.report_record(record(done=done))
-        small = record(done=True, request=b"")
-        await honest.report_record(small)  # comes after all of those, on a stream of its own
-        await evil.report_stats()
-        reports = coordinator.tenants.unnamed.registry
-        await until(lambda: small.operation.name in names(coordinator) and reports.report_count >= 60)
-        await until(lambda: core.used_bytes > MAX_RECORD_BYTES // 2)
-        assert core.used_bytes <= MAX_RECORD_BYTES + (1 << 20)
-        assert {one.operation.name for one in theirs} <= names(coordinator), "those of others stay"
-        # Those that are known cannot be made larger, either.
-        for one in theirs:
-            await evil.report_record(record(done=True, name=one.operation.name, attempt=2, request=b""))
-        await until(lambda: core.get(theirs[-1].operation.name).attempt == 2)
-        assert [core.get(one.operation.name).attempt for one in theirs] == [1, 1, 1, 2, 2, 2], "ends stay"
-        assert core.used_bytes <= MAX_RECORD_BYTES + (1 << 20)
-
-
-async def test_planted_records_of_many_instances_take_no_more_than_a_tenant_may(
-    coordinator: Coordinator, make: Make
-) -> None:
-    core = coordinator.tenants.unnamed.fleet_operations.table
-    for number in range(operation_table.MAX_BYTES // MAX_RECORD_BYTES + 2):
-        async with make(f"evil-{number}") as evil:
-            before = coordinator.tenants.unnamed.registry.report_count
-            for _ in range(20):
-                await evil.report_record(record(done=True))
-            await until(lambda: coordinator.tenants.unnamed.registry.report_count >= before + 20)  # noqa: B023
-    assert operation_table.MAX_BYTES // 2 < core.used_bytes <= operation_table.MAX_BYTES
-    last = record(done=True)
-    async with make("last") as one:
-        await one.report_record(last)
-        await until(lambda: last.operation.name in names(coordinator))  # the oldest gave way
-    assert core.used_bytes <= operation_table.MAX_BYTES
 
 
 async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_run(
@@ -199,7 +126,6 @@ async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance:
             {"stats": pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="p" * MAX_STATS_BYTES)])},
         ),
         ("changes", {"changes": [pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * (MAX_CHANGES + 1)}),
-        ("records", {"records": [pb.OperationRecord()] * (MAX_RECORDS + 1)}),
         ("outcomes", {"outcomes": [pb.OrderOutcome()] * 20_000}),
     ],
 )

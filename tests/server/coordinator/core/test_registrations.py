@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
-from lmkv_server.coordinator.core import instances as instances_module
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo, ReportedStats
 from lmkv_server.coordinator.core.instances import NO_ADDRESS, Instances
 
@@ -55,45 +54,6 @@ def test_an_older_epoch_is_admitted_once_the_lease_of_the_newer_one_has_expired(
     with pytest.raises(StaleEpoch):
         instances.register(said(epoch=1), now=2.9)
     assert instances.register(said(epoch=1), now=3).info.epoch == 1
-
-
-def test_the_time_since_a_restart_is_known_to_the_older_epoch() -> None:
-    instances = Instances(lease_ttl=30)
-    instances.register(said(epoch=2), now=10)
-    assert instances.restarted_seconds("a", 1, now=13, known_since=0) == 3
-    assert instances.restarted_seconds("a", 2, now=13, known_since=0) == 0
-    assert instances.restarted_seconds("b", 1, now=13, known_since=0) == 0
-
-
-def test_the_time_since_a_restart_does_not_begin_again_with_the_next_lease() -> None:
-    instances = Instances(lease_ttl=3)
-    instances.register(said(epoch=1), now=0)
-    instances.register(said(epoch=2), now=10)
-    instances.expire(now=20)
-    assert instances.find("a") is None
-    assert instances.restarted_seconds("a", 1, now=21, known_since=0) == 11
-    instances.register(said(epoch=2), now=60)
-    assert instances.restarted_seconds("a", 1, now=71, known_since=0) == 61
-    assert instances.restarted_seconds("a", 2, now=71, known_since=0) == 0
-
-
-def test_an_older_epoch_that_outlives_the_lease_of_the_newer_one_is_a_restart_after_the_clock_was_set_back() -> None:
-    instances = Instances(lease_ttl=3)
-    instances.register(said(epoch=7), now=0)
-    assert instances.restarted_seconds("a", 9, now=5, known_since=4) == 0, "epoch 9 may have yet to register here"
-    instances.expire(now=6)
-    assert instances.restarted_seconds("a", 9, now=20, known_since=4) == 0, "it is not registered"
-    instances.register(said(epoch=7), now=30)
-    assert instances.restarted_seconds("a", 9, now=31, known_since=30) == 0
-    assert instances.restarted_seconds("a", 9, now=93, known_since=30) == 60
-
-
-def test_restarts_of_a_bounded_number_of_instances_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instances_module, "MAX_STARTS", 2)
-    instances = Instances(lease_ttl=3)
-    for number, name in enumerate("abac"):
-        instances.register(said(name, epoch=2 + number), now=number)
-    assert [instances.restarted_seconds(name, 1, now=10, known_since=0) for name in "abc"] == [8, 0, 7]
 
 
 def test_a_restart_drops_what_the_older_epoch_reported() -> None:

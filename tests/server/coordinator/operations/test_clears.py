@@ -13,11 +13,14 @@ from lmkv.errors import LmkvError
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make, unpacked, until
+from tests.waiting import WAIT_SECONDS
 
 
 @pytest.fixture
@@ -184,3 +187,41 @@ async def test_what_cannot_begin_says_why(make: Make, cache: Any) -> None:
 
 async def test_an_empty_fleet_has_nothing_to_clear(cache: Any, operations: Any) -> None:
     assert (await cleared(cache, operations, all=True)).chunk_count == 0
+
+
+async def test_a_clear_of_all_waits_for_those_that_have_yet_to_register(
+    make: Make, cache: Any, operations: Any, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clears, "SETTLE_SECONDS", WAIT_SECONDS)
+    async with make("a", KEYS) as a:
+        operation = await cache.Clear(ClearRequest(all=True), timeout=60)
+        await until(lambda: not a.chunks)
+        async with make("b", KEYS) as b:
+            await until(lambda: not b.chunks)
+            coordinator.tenants.unnamed.core._complete_time = 0.0  # a lease after the start, all have registered
+            ended = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=60)
+        assert unpacked(ended.response, ClearResult).chunk_count == 2 * len(KEYS)
+        assert unpacked(ended.metadata, ClearProgress).done_instance_count == 2
+
+
+async def test_a_node_ends_no_order_of_another_node_and_starts_nothing(
+    make: Make, cache: Any, operations: Any, coordinator: Coordinator
+) -> None:
+    async with make("a", KEYS) as a, make("evil", KEYS) as evil:
+        a.going.clear()
+        operation = await cache.Clear(ClearRequest(instance_id="a", all=True), timeout=60)
+        await until(lambda: bool(a.orders))
+        before = coordinator.tenants.unnamed.registry.report_count
+        forged = [pb.OrderOutcome(order_id=name, chunk_count=99) for name in (a.orders[0].order_id, operation.name)]
+        await evil.report_outcomes(forged)
+        # As earlier versions reported that another coordinator's clear has no owner: the field has another type now.
+        await evil.report_bytes(b"\x6a\x20" + b"an orphaned record of an operation"[:32])
+        await until(lambda: coordinator.tenants.unnamed.registry.report_count >= before + 2)
+        found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=60)
+        assert not found.done
+        a.going.set()
+        ended = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name), timeout=60)
+        assert unpacked(ended.response, ClearResult).chunk_count == len(KEYS)
+        assert list(evil.chunks) == KEYS
+        listed = await operations.ListOperations(operations_pb2.ListOperationsRequest(), timeout=60)
+        assert [one.name for one in listed.operations] == [operation.name]

@@ -17,10 +17,12 @@ from lmkv.v1.cache_service_pb2 import DrainProgress, DrainRequest, DrainResult, 
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import Order
+from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import drains
 from lmkv_server.coordinator.operations.operation_table import MAX_REQUEST_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
+from tests.waiting import WAIT_SECONDS
 
 MANY = {ChunkKey(number.to_bytes(16, "little")): 16 for number in range(1, 21)}
 
@@ -341,6 +343,54 @@ async def test_instances_that_leave_together_do_not_rely_on_each_other(make: Mak
         assert unpacked((await drainer.finish(second)).response, DrainResult).chunk_count == 3
         assert c.chunks == CHUNKS
         assert (await drainer.refusal("c", "a")).reason == "BAD_SELECTION"
+
+
+async def test_an_instance_that_another_coordinator_drains_receives_nothing_and_counts_for_nothing(
+    make: Make, drainer: Drainer
+) -> None:
+    async with make("a", CHUNKS), make("b", CHUNKS) as b, make("c") as c:
+        await b.report_leaving(600)
+        assert (await drainer.drain()).chunk_count == 3, "what `b` holds, too, is lost with it"
+        assert c.chunks == CHUNKS
+        assert (await drainer.refusal("c", "b")).reason == "BAD_SELECTION"
+        await b.report_leaving(0)
+        assert (await drainer.drain("c", "b")).remaining_chunk_count == 0
+
+
+async def test_the_instance_learns_that_it_is_drained_before_anything_is_copied_and_for_how_long(
+    make: Make, drainer: Drainer
+) -> None:
+    async with make("a", CHUNKS) as a, make("b") as b:
+        b.before = lambda *_: seen.append(list(a.leaving))
+        seen: list[list[float]] = []
+        await drainer.drain(timeout=Duration(seconds=60))
+        assert seen == [[60 + drains.LEAVING_SECONDS]]
+        assert a.leaving == [60 + drains.LEAVING_SECONDS, drains.LEAVING_SECONDS]
+        b.going.clear()
+        await a.store({next(iter(MANY)): 16})
+        cancelled = await drainer.start()
+        await until(lambda: len(b.orders) == 2)
+        await drainer.cancel(cancelled)
+        await drainer.finish(cancelled)
+        assert a.leaving[-1] == 0
+        b.going.set()
+
+
+async def test_a_drain_without_destinations_waits_for_those_that_have_yet_to_register(
+    make: Make, drainer: Drainer, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drains, "SETTLE_SECONDS", WAIT_SECONDS)
+    async with make("a", CHUNKS):
+        operation = await drainer.start()
+        table = coordinator.tenants.unnamed.fleet_operations.table
+        progress = table.get(operation.name).progress
+        assert isinstance(progress, DrainProgress)
+        await until(lambda: progress.pass_count == 1)
+        async with make("b") as b:
+            coordinator.tenants.unnamed.core._complete_time = 0.0  # a lease after the start, all have registered
+            result = unpacked((await drainer.finish(operation)).response, DrainResult)
+            assert (result.chunk_count, result.remaining_chunk_count) == (3, 0)
+            assert b.chunks == CHUNKS
 
 
 async def test_an_instance_that_restarted_after_its_drain_is_a_destination_again(make: Make, drainer: Drainer) -> None:

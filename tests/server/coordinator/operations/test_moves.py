@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.tiers import format_position
 from lmkv.v1 import chunk_pb2
+from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveProgress, MoveRequest, MoveResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
@@ -312,6 +314,60 @@ async def test_two_moves_that_swap_a_chunk_do_not_both_drop_it(make: Make, asker
         b.going.set()
         await asyncio.gather(asker.finish(there), asker.finish(back))
         assert a.chunks | b.chunks == CHUNKS
+
+
+async def test_two_coordinators_that_swap_a_chunk_do_not_both_drop_it(make: Make, asker: Asker) -> None:
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush"))
+        channel = await stack.enter_async_context(rpc.open_channel(other.address))
+        here = [await stack.enter_async_context(make(name, CHUNKS)) for name in "ab"]
+        there: list[ScriptedInstance] = []
+        fleet: dict[str, ScriptedInstance] = {}
+        for one in here:
+            same = ScriptedInstance(channel, fleet, one.instance_id, LLAMA)
+            same.epoch, same.chunks, same.arrivals = one.epoch, one.chunks, one.arrivals
+            there.append(await stack.enter_async_context(same))
+
+        def hold_drops(instance: ScriptedInstance, order: Order) -> None:
+            if order.HasField("drop"):
+                instance.going.clear()
+
+        (a, _), (_, b) = here, there
+        a.before = b.before = hold_drops
+        elsewhere = Asker(channel)
+        to, fro = await asker.start("a", "b"), await elsewhere.start("b", "a")
+        await until(
+            lambda: any(one.HasField("drop") for one in a.orders) and any(one.HasField("drop") for one in b.orders)
+        )
+        a.going.set()
+        b.going.set()
+        ended = [await asker.finish(to), await elsewhere.finish(fro)]
+        assert a.chunks == b.chunks == CHUNKS, "each has seen the copy of the other one"
+        for one in ended:
+            result = unpacked(one.response, MoveResult)
+            assert (result.chunk_count, result.dropped_chunk_count) == (3, 0)
+            assert {from_status(failure.status).reason for failure in result.failures} == {"CHUNK_ARRIVED"}
+
+
+async def test_what_only_the_destination_holds_counts_as_done(make: Make, asker: Asker) -> None:
+    async with make("a", KEYS[1:]) as a, make("b", dict(list(CHUNKS.items())[:1])) as b:
+        result = await asker.move()
+        assert (result.chunk_count, result.token_count, result.dropped_chunk_count) == (3, 40, 2)
+        assert result.arrived_before_chunk_count == 1
+        assert (a.chunks, set(b.chunks)) == ({}, set(KEYS))
+        again = await asker.move()
+        assert (again.chunk_count, again.arrived_before_chunk_count, again.dropped_chunk_count) == (3, 3, 0)
+
+
+async def test_an_instance_that_has_yet_to_report_what_it_holds_is_not_moved_from(
+    make: Make, asker: Asker, registry: Any
+) -> None:
+    async with make("b"):
+        instance = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
+        await registry.Register(pb.RegisterRequest(instance=instance), timeout=60)
+        error = await asker.refusal()
+        assert error.reason == "UNREACHABLE"
+        assert "instance 'a' has not reported what it holds yet" in str(error)
 
 
 @given(

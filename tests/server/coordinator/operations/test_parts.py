@@ -137,7 +137,7 @@ async def test_a_move_that_found_no_room_counts_no_tokens_and_can_be_repeated(ma
         b.limit = len(ITEMS)
         assert await operator.found() == {}
         result = await operator.move()
-        assert (result.chunk_count, result.token_count) == (len(ITEMS) - 5, 64)
+        assert (result.chunk_count, result.token_count) == (len(ITEMS), 64), "what has arrived counts as done"
         assert await operator.found() == {"b": 64}
 
 

@@ -5,14 +5,10 @@
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_google_api_field_behavior } from "../../google/api/field_behavior_pb.js";
-import type { Operation } from "../../google/longrunning/operations_pb.js";
-import { file_google_longrunning_operations } from "../../google/longrunning/operations_pb.js";
 import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
-import type { ClearRequest, DrainRequest, MoveRequest } from "./cache_service_pb.js";
-import { file_lmkv_v1_cache_service } from "./cache_service_pb.js";
 import type { ChunkFailure, HintAction, HintResult, KvSpec, PinnedChunks, PromptExplanation, ServedModel, Tier } from "./chunk_pb.js";
 import { file_lmkv_v1_chunk } from "./chunk_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -21,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/registry_service.proto.
  */
 export const file_lmkv_v1_registry_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEikwQKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbBIZChFjb29yZGluYXRvcl9jb3VudBgOIAEoBRIsCghlbmRfdGltZRgPIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAikAIKDUluc3RhbmNlU3RhdHMSFAoMYXNrZWRfY2h1bmtzGAEgASgDEhIKCm93bl9jaHVua3MYAiABKAMSEwoLcGVlcl9jaHVua3MYAyABKAMSFgoOZXZpY3RlZF9jaHVua3MYBCABKAMSJQoHdHJhZmZpYxgFIAMoCzIULmxta3YudjEuUGVlclRyYWZmaWMSEgoKbG9hZF9jb3VudBgGIAEoAxIwCg1sb2FkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjsKGGF2b2lkZWRfcHJlZmlsbF9kdXJhdGlvbhgIIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJSCgtQZWVyVHJhZmZpYxITCgtpbnN0YW5jZV9pZBgBIAEoCRITCgtjaHVua19jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAyJ3CglUaWVyVXNhZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchIWCg5jYXBhY2l0eV9ieXRlcxgCIAEoAxISCgp1c2VkX2J5dGVzGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDEgwKBG5hbWUYBSABKAkibgoMU3BlY0NvbmZsaWN0EhMKC2luc3RhbmNlX2lkGAEgASgJEhIKCm1vZGVsX25hbWUYAiABKAkSDQoFZmllbGQYAyABKAkSEQoJb3duX3ZhbHVlGAQgASgJEhMKC290aGVyX3ZhbHVlGAUgASgJIlIKD1JlZ2lzdGVyUmVxdWVzdBIpCghpbnN0YW5jZRgBIAEoCzIRLmxta3YudjEuSW5zdGFuY2VCBOJBAQISFAoGc2VjcmV0GAIgASgMQgTiQQEBInwKEFJlZ2lzdGVyUmVzcG9uc2USIwoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlEiwKCWxlYXNlX3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1sYXlvdXRfbWFwX2lkGAMgASgJIsgECg1SZXBvcnRSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhYKCHNlcXVlbmNlGAMgASgDQgTiQQECEhYKCHNuYXBzaG90GAQgASgIQgTiQQEBEhoKDHNuYXBzaG90X2VuZBgFIAEoCEIE4kEBARIrCgdjaGFuZ2VzGAYgAygLMhQubG1rdi52MS5DaHVua0NoYW5nZUIE4kEBARItCghvdXRjb21lcxgHIAMoCzIVLmxta3YudjEuT3JkZXJPdXRjb21lQgTiQQEBEioKB2RpZ2VzdHMYCCADKAsyEy5sbWt2LnYxLlRpZXJEaWdlc3RCBOJBAQESJwoFdGllcnMYCSADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZUIE4kEBARIaCgxlbmdpbmVfY291bnQYCiABKAVCBOJBAQESJAoEcGlucxgLIAEoCzIQLmxta3YudjEuUGluTGlzdEIE4kEBARIrCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0c0IE4kEBARIvCgdyZWNvcmRzGA0gAygLMhgubG1rdi52MS5PcGVyYXRpb25SZWNvcmRCBOJBAQESIAoScmVwb3J0ZWRfZWxzZXdoZXJlGA4gASgIQgTiQQEBEhQKBnNlY3JldBgPIAEoDEIE4kEBARIyCghlbmRfdGltZRgQIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCBOJBAQEilwMKD09wZXJhdGlvblJlY29yZBIwCglvcGVyYXRpb24YASABKAsyHS5nb29nbGUubG9uZ3J1bm5pbmcuT3BlcmF0aW9uEiQKBG1vdmUYAiABKAsyFC5sbWt2LnYxLk1vdmVSZXF1ZXN0SAASJgoFY2xlYXIYAyABKAsyFS5sbWt2LnYxLkNsZWFyUmVxdWVzdEgAEiYKBWRyYWluGAggASgLMhUubG1rdi52MS5EcmFpblJlcXVlc3RIABIPCgdhdHRlbXB0GAQgASgFEhEKCWNhbmNlbGxlZBgFIAEoCBIvCgtleHBpcmVfdGltZRgGIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEAoIb3JwaGFuZWQYByABKAgSFgoOY29vcmRpbmF0b3JfaWQYCSABKAkSJgoHaG9sZGVycxgKIAMoCzIVLmxta3YudjEuUmVjb3JkSG9sZGVyEioKDHByb3Bvc2VkX2VuZBgLIAEoCzIULmxta3YudjEuUHJvcG9zZWRFbmRCCQoHcmVxdWVzdCIyCgxSZWNvcmRIb2xkZXISEwoLaW5zdGFuY2VfaWQYASABKAkSDQoFZXBvY2gYAiABKAMiaAoLUHJvcG9zZWRFbmQSMAoJb3BlcmF0aW9uGAEgASgLMh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbhIPCgdhdHRlbXB0GAIgASgFEhYKDmNvb3JkaW5hdG9yX2lkGAMgASgJIi4KB1Bpbkxpc3QSIwoEcGlucxgBIAMoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzIu4DCgtDaHVua0NoYW5nZRIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2ZpbmdlcnByaW50GAIgASgMEhUKDWFkbWl0dGVkX2tleXMYAyABKAwSSgoUcGFydGlhbF90b2tlbl9jb3VudHMYBCADKAsyLC5sbWt2LnYxLkNodW5rQ2hhbmdlLlBhcnRpYWxUb2tlbkNvdW50c0VudHJ5EhQKDGV2aWN0ZWRfa2V5cxgFIAEoDBJIChNwYXJ0aWFsX3BhcmVudF9rZXlzGAYgAygLMisubG1rdi52MS5DaHVua0NoYW5nZS5QYXJ0aWFsUGFyZW50S2V5c0VudHJ5Ej8KDnByZWZpeF9kaWdlc3RzGAcgAygLMicubG1rdi52MS5DaHVua0NoYW5nZS5QcmVmaXhEaWdlc3RzRW50cnkaOQoXUGFydGlhbFRva2VuQ291bnRzRW50cnkSCwoDa2V5GAEgASgFEg0KBXZhbHVlGAIgASgFOgI4ARo4ChZQYXJ0aWFsUGFyZW50S2V5c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoDDoCOAEaNAoSUHJlZml4RGlnZXN0c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoDDoCOAEiTwoKVGllckRpZ2VzdBIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhMKC2NodW5rX2NvdW50GAIgASgDEg8KB2tleV9zdW0YAyABKAYizAIKDE9yZGVyT3V0Y29tZRIQCghvcmRlcl9pZBgBIAEoCRIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxITCgtjaHVua19jb3VudBgDIAEoBRITCgt0b2tlbl9jb3VudBgEIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgFIAEoAxInCghmYWlsdXJlcxgGIAMoCzIVLmxta3YudjEuQ2h1bmtGYWlsdXJlEhoKEnBpbm5lZF9jaHVua19jb3VudBgHIAEoBRIvCgtleHBsYW5hdGlvbhgIIAEoCzIaLmxta3YudjEuUHJvbXB0RXhwbGFuYXRpb24SIQoEaGludBgJIAEoCzITLmxta3YudjEuSGludFJlc3VsdBIoCgZyZWNvcmQYCiABKAsyGC5sbWt2LnYxLk9wZXJhdGlvblJlY29yZCJaCg5SZXBvcnRSZXNwb25zZRIWCg5hY2tlZF9zZXF1ZW5jZRgBIAEoAxIQCghyZXZpc2lvbhgCIAEoAxIeCgZvcmRlcnMYAyADKAsyDi5sbWt2LnYxLk9yZGVyIsIDCgVPcmRlchIQCghvcmRlcl9pZBgBIAEoCRIvCgtleHBpcmVfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASJAoFZmV0Y2gYAyABKAsyEy5sbWt2LnYxLkZldGNoT3JkZXJIABIiCgRkcm9wGAQgASgLMhIubG1rdi52MS5Ecm9wT3JkZXJIABIgCgNwaW4YBSABKAsyES5sbWt2LnYxLlBpbk9yZGVySAASJAoFdW5waW4YBiABKAsyEy5sbWt2LnYxLlVucGluT3JkZXJIABImCgZjYW5jZWwYByABKAsyFC5sbWt2LnYxLkNhbmNlbE9yZGVySAASJgoGcmVjb3JkGAkgASgLMhQubG1rdi52MS5SZWNvcmRPcmRlckgAEigKB2V4cGxhaW4YDCABKAsyFS5sbWt2LnYxLkV4cGxhaW5PcmRlckgAEiIKBGhpbnQYDSABKAsyEi5sbWt2LnYxLkhpbnRPcmRlckgAEhMKC3RyYWNlcGFyZW50GAggASgJEhYKDm9wZXJhdGlvbl9uYW1lGAogASgJEg8KB2F0dGVtcHQYCyABKAVCCAoGYWN0aW9uIsABCgpGZXRjaE9yZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEhQKDHBlZXJfYWRkcmVzcxgCIAEoCRITCgtmaW5nZXJwcmludBgDIAEoDBISCgpjaHVua19rZXlzGAQgASgMEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDQoFZXBvY2gYBiABKAMSEwoLa2VlcF9vdGhlcnMYByABKAgSHQoEc3BlYxgIIAEoCzIPLmxta3YudjEuS3ZTcGVjIm8KCURyb3BPcmRlchIbCgR0aWVyGAEgASgOMg0ubG1rdi52MS5UaWVyEhIKCmNodW5rX2tleXMYAiABKAwSEwoLZmluZ2VycHJpbnQYAyABKAwSCwoDYWxsGAUgASgIEg8KB2RyeV9ydW4YBCABKAgicwoIUGluT3JkZXISDgoGcGluX2lkGAEgASgJEhsKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXISEgoKY2h1bmtfa2V5cxgDIAEoDBImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iHAoKVW5waW5PcmRlchIOCgZwaW5faWQYASABKAkiswEKCUhpbnRPcmRlchIPCgdoaW50X2lkGAEgASgJEiMKBmFjdGlvbhgCIAEoDjITLmxta3YudjEuSGludEFjdGlvbhITCgtmaW5nZXJwcmludBgDIAEoDBISCgpjaHVua19rZXlzGAQgASgMEiYKA3R0bBgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIQCghwcmlvcml0eRgGIAEoBRINCgVvd25lchgHIAEoDCI3CgtDYW5jZWxPcmRlchIQCghvcmRlcl9pZBgBIAEoCRIWCg5vcGVyYXRpb25fbmFtZRgCIAEoCSJLCgxFeHBsYWluT3JkZXISEwoLZmluZ2VycHJpbnQYASABKAwSEgoKY2h1bmtfa2V5cxgCIAEoDBISCgpyZXF1ZXN0X2lkGAMgASgJIkoKC1JlY29yZE9yZGVyEigKBnJlY29yZBgBIAEoCzIYLmxta3YudjEuT3BlcmF0aW9uUmVjb3JkEhEKCWZvcndhcmRlZBgCIAEoCCJZChFEZXJlZ2lzdGVyUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhITCgVlcG9jaBgCIAEoA0IE4kEBAhIUCgZzZWNyZXQYAyABKAxCBOJBAQEiFAoSRGVyZWdpc3RlclJlc3BvbnNlIjIKFUxvY2F0ZUluc3RhbmNlUmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAiI9ChZMb2NhdGVJbnN0YW5jZVJlc3BvbnNlEg0KBWVwb2NoGAEgASgDEhQKDHBlZXJfYWRkcmVzcxgCIAEoCSJJChRMaXN0SW5zdGFuY2VzUmVxdWVzdBIXCglwYWdlX3NpemUYASABKAVCBOJBAQESGAoKcGFnZV90b2tlbhgCIAEoCUIE4kEBASJWChVMaXN0SW5zdGFuY2VzUmVzcG9uc2USJAoJaW5zdGFuY2VzGAEgAygLMhEubG1rdi52MS5JbnN0YW5jZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAky+wIKD1JlZ2lzdHJ5U2VydmljZRI/CghSZWdpc3RlchIYLmxta3YudjEuUmVnaXN0ZXJSZXF1ZXN0GhkubG1rdi52MS5SZWdpc3RlclJlc3BvbnNlEj0KBlJlcG9ydBIWLmxta3YudjEuUmVwb3J0UmVxdWVzdBoXLmxta3YudjEuUmVwb3J0UmVzcG9uc2UoATABEkUKCkRlcmVnaXN0ZXISGi5sbWt2LnYxLkRlcmVnaXN0ZXJSZXF1ZXN0GhsubG1rdi52MS5EZXJlZ2lzdGVyUmVzcG9uc2USTgoNTGlzdEluc3RhbmNlcxIdLmxta3YudjEuTGlzdEluc3RhbmNlc1JlcXVlc3QaHi5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXNwb25zZRJRCg5Mb2NhdGVJbnN0YW5jZRIeLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXF1ZXN0Gh8ubG1rdi52MS5Mb2NhdGVJbnN0YW5jZVJlc3BvbnNlQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_cache_service, file_lmkv_v1_chunk]);
+  fileDesc("Ch5sbWt2L3YxL3JlZ2lzdHJ5X3NlcnZpY2UucHJvdG8SB2xta3YudjEikwQKCEluc3RhbmNlEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhoKDHBlZXJfYWRkcmVzcxgDIAEoCUIE4kEBARIeCgVzcGVjcxgEIAMoCzIPLmxta3YudjEuS3ZTcGVjEg8KB3ZlcnNpb24YBSABKAkSIQoFdGllcnMYBiADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZRIUCgxlbmdpbmVfY291bnQYByABKAUSLgoJY29uZmxpY3RzGAggAygLMhUubG1rdi52MS5TcGVjQ29uZmxpY3RCBOJBAQMSFAoGc3luY2VkGAkgASgIQgTiQQEDEjcKDXJlZ2lzdGVyX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wQgTiQQEDEjUKC2V4cGlyZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIE4kEBAxIlCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0cxIrCg1zZXJ2ZWRfbW9kZWxzGA0gAygLMhQubG1rdi52MS5TZXJ2ZWRNb2RlbBIZChFjb29yZGluYXRvcl9jb3VudBgOIAEoBRIsCghlbmRfdGltZRgPIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAikAIKDUluc3RhbmNlU3RhdHMSFAoMYXNrZWRfY2h1bmtzGAEgASgDEhIKCm93bl9jaHVua3MYAiABKAMSEwoLcGVlcl9jaHVua3MYAyABKAMSFgoOZXZpY3RlZF9jaHVua3MYBCABKAMSJQoHdHJhZmZpYxgFIAMoCzIULmxta3YudjEuUGVlclRyYWZmaWMSEgoKbG9hZF9jb3VudBgGIAEoAxIwCg1sb2FkX2R1cmF0aW9uGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjsKGGF2b2lkZWRfcHJlZmlsbF9kdXJhdGlvbhgIIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJSCgtQZWVyVHJhZmZpYxITCgtpbnN0YW5jZV9pZBgBIAEoCRITCgtjaHVua19jb3VudBgCIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgDIAEoAyJ3CglUaWVyVXNhZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchIWCg5jYXBhY2l0eV9ieXRlcxgCIAEoAxISCgp1c2VkX2J5dGVzGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDEgwKBG5hbWUYBSABKAkibgoMU3BlY0NvbmZsaWN0EhMKC2luc3RhbmNlX2lkGAEgASgJEhIKCm1vZGVsX25hbWUYAiABKAkSDQoFZmllbGQYAyABKAkSEQoJb3duX3ZhbHVlGAQgASgJEhMKC290aGVyX3ZhbHVlGAUgASgJIlIKD1JlZ2lzdGVyUmVxdWVzdBIpCghpbnN0YW5jZRgBIAEoCzIRLmxta3YudjEuSW5zdGFuY2VCBOJBAQISFAoGc2VjcmV0GAIgASgMQgTiQQEBInwKEFJlZ2lzdGVyUmVzcG9uc2USIwoIaW5zdGFuY2UYASABKAsyES5sbWt2LnYxLkluc3RhbmNlEiwKCWxlYXNlX3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1sYXlvdXRfbWFwX2lkGAMgASgJIuUECg1SZXBvcnRSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEhMKBWVwb2NoGAIgASgDQgTiQQECEhYKCHNlcXVlbmNlGAMgASgDQgTiQQECEhYKCHNuYXBzaG90GAQgASgIQgTiQQEBEhoKDHNuYXBzaG90X2VuZBgFIAEoCEIE4kEBARIrCgdjaGFuZ2VzGAYgAygLMhQubG1rdi52MS5DaHVua0NoYW5nZUIE4kEBARItCghvdXRjb21lcxgHIAMoCzIVLmxta3YudjEuT3JkZXJPdXRjb21lQgTiQQEBEioKB2RpZ2VzdHMYCCADKAsyEy5sbWt2LnYxLlRpZXJEaWdlc3RCBOJBAQESJwoFdGllcnMYCSADKAsyEi5sbWt2LnYxLlRpZXJVc2FnZUIE4kEBARIaCgxlbmdpbmVfY291bnQYCiABKAVCBOJBAQESJAoEcGlucxgLIAEoCzIQLmxta3YudjEuUGluTGlzdEIE4kEBARIrCgVzdGF0cxgMIAEoCzIWLmxta3YudjEuSW5zdGFuY2VTdGF0c0IE4kEBARIaCgxmZXRjaF9zZXJpYWwYDSABKANCBOJBAQESIAoScmVwb3J0ZWRfZWxzZXdoZXJlGA4gASgIQgTiQQEBEhQKBnNlY3JldBgPIAEoDEIE4kEBARIyCghlbmRfdGltZRgQIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCBOJBAQESMAoHbGVhdmluZxgRIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIE4kEBASIuCgdQaW5MaXN0EiMKBHBpbnMYASADKAsyFS5sbWt2LnYxLlBpbm5lZENodW5rcyLuAwoLQ2h1bmtDaGFuZ2USGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtmaW5nZXJwcmludBgCIAEoDBIVCg1hZG1pdHRlZF9rZXlzGAMgASgMEkoKFHBhcnRpYWxfdG9rZW5fY291bnRzGAQgAygLMiwubG1rdi52MS5DaHVua0NoYW5nZS5QYXJ0aWFsVG9rZW5Db3VudHNFbnRyeRIUCgxldmljdGVkX2tleXMYBSABKAwSSAoTcGFydGlhbF9wYXJlbnRfa2V5cxgGIAMoCzIrLmxta3YudjEuQ2h1bmtDaGFuZ2UuUGFydGlhbFBhcmVudEtleXNFbnRyeRI/Cg5wcmVmaXhfZGlnZXN0cxgHIAMoCzInLmxta3YudjEuQ2h1bmtDaGFuZ2UuUHJlZml4RGlnZXN0c0VudHJ5GjkKF1BhcnRpYWxUb2tlbkNvdW50c0VudHJ5EgsKA2tleRgBIAEoBRINCgV2YWx1ZRgCIAEoBToCOAEaOAoWUGFydGlhbFBhcmVudEtleXNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAw6AjgBGjQKElByZWZpeERpZ2VzdHNFbnRyeRILCgNrZXkYASABKAUSDQoFdmFsdWUYAiABKAw6AjgBIk8KClRpZXJEaWdlc3QSGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtjaHVua19jb3VudBgCIAEoAxIPCgdrZXlfc3VtGAMgASgGIqICCgxPcmRlck91dGNvbWUSEAoIb3JkZXJfaWQYASABKAkSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMSEwoLY2h1bmtfY291bnQYAyABKAUSEwoLdG9rZW5fY291bnQYBCABKAMSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYBSABKAMSJwoIZmFpbHVyZXMYBiADKAsyFS5sbWt2LnYxLkNodW5rRmFpbHVyZRIaChJwaW5uZWRfY2h1bmtfY291bnQYByABKAUSLwoLZXhwbGFuYXRpb24YCCABKAsyGi5sbWt2LnYxLlByb21wdEV4cGxhbmF0aW9uEiEKBGhpbnQYCSABKAsyEy5sbWt2LnYxLkhpbnRSZXN1bHQiWgoOUmVwb3J0UmVzcG9uc2USFgoOYWNrZWRfc2VxdWVuY2UYASABKAMSEAoIcmV2aXNpb24YAiABKAMSHgoGb3JkZXJzGAMgAygLMg4ubG1rdi52MS5PcmRlciKvAwoFT3JkZXISEAoIb3JkZXJfaWQYASABKAkSLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiQKBWZldGNoGAMgASgLMhMubG1rdi52MS5GZXRjaE9yZGVySAASIgoEZHJvcBgEIAEoCzISLmxta3YudjEuRHJvcE9yZGVySAASIAoDcGluGAUgASgLMhEubG1rdi52MS5QaW5PcmRlckgAEiQKBXVucGluGAYgASgLMhMubG1rdi52MS5VbnBpbk9yZGVySAASJgoGY2FuY2VsGAcgASgLMhQubG1rdi52MS5DYW5jZWxPcmRlckgAEiQKBWxlYXZlGAkgASgLMhMubG1rdi52MS5MZWF2ZU9yZGVySAASKAoHZXhwbGFpbhgMIAEoCzIVLmxta3YudjEuRXhwbGFpbk9yZGVySAASIgoEaGludBgNIAEoCzISLmxta3YudjEuSGludE9yZGVySAASEwoLdHJhY2VwYXJlbnQYCCABKAkSFgoOb3BlcmF0aW9uX25hbWUYCiABKAlCCAoGYWN0aW9uIsABCgpGZXRjaE9yZGVyEhMKC2luc3RhbmNlX2lkGAEgASgJEhQKDHBlZXJfYWRkcmVzcxgCIAEoCRITCgtmaW5nZXJwcmludBgDIAEoDBISCgpjaHVua19rZXlzGAQgASgMEhsKBHRpZXIYBSABKA4yDS5sbWt2LnYxLlRpZXISDQoFZXBvY2gYBiABKAMSEwoLa2VlcF9vdGhlcnMYByABKAgSHQoEc3BlYxgIIAEoCzIPLmxta3YudjEuS3ZTcGVjIoUBCglEcm9wT3JkZXISGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAIgASgMEhMKC2ZpbmdlcnByaW50GAMgASgMEgsKA2FsbBgFIAEoCBIPCgdkcnlfcnVuGAQgASgIEhQKDGZldGNoX3NlcmlhbBgGIAEoAyJzCghQaW5PcmRlchIOCgZwaW5faWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchISCgpjaHVua19rZXlzGAMgASgMEiYKA3R0bBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIcCgpVbnBpbk9yZGVyEg4KBnBpbl9pZBgBIAEoCSKzAQoJSGludE9yZGVyEg8KB2hpbnRfaWQYASABKAkSIwoGYWN0aW9uGAIgASgOMhMubG1rdi52MS5IaW50QWN0aW9uEhMKC2ZpbmdlcnByaW50GAMgASgMEhIKCmNodW5rX2tleXMYBCABKAwSJgoDdHRsGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhAKCHByaW9yaXR5GAYgASgFEg0KBW93bmVyGAcgASgMIh8KC0NhbmNlbE9yZGVyEhAKCG9yZGVyX2lkGAEgASgJIjQKCkxlYXZlT3JkZXISJgoDdHRsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIksKDEV4cGxhaW5PcmRlchITCgtmaW5nZXJwcmludBgBIAEoDBISCgpjaHVua19rZXlzGAIgASgMEhIKCnJlcXVlc3RfaWQYAyABKAkiWQoRRGVyZWdpc3RlclJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISEwoFZXBvY2gYAiABKANCBOJBAQISFAoGc2VjcmV0GAMgASgMQgTiQQEBIhQKEkRlcmVnaXN0ZXJSZXNwb25zZSIyChVMb2NhdGVJbnN0YW5jZVJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQIiPQoWTG9jYXRlSW5zdGFuY2VSZXNwb25zZRINCgVlcG9jaBgBIAEoAxIUCgxwZWVyX2FkZHJlc3MYAiABKAkiSQoUTGlzdEluc3RhbmNlc1JlcXVlc3QSFwoJcGFnZV9zaXplGAEgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAiABKAlCBOJBAQEiVgoVTGlzdEluc3RhbmNlc1Jlc3BvbnNlEiQKCWluc3RhbmNlcxgBIAMoCzIRLmxta3YudjEuSW5zdGFuY2USFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJMvsCCg9SZWdpc3RyeVNlcnZpY2USPwoIUmVnaXN0ZXISGC5sbWt2LnYxLlJlZ2lzdGVyUmVxdWVzdBoZLmxta3YudjEuUmVnaXN0ZXJSZXNwb25zZRI9CgZSZXBvcnQSFi5sbWt2LnYxLlJlcG9ydFJlcXVlc3QaFy5sbWt2LnYxLlJlcG9ydFJlc3BvbnNlKAEwARJFCgpEZXJlZ2lzdGVyEhoubG1rdi52MS5EZXJlZ2lzdGVyUmVxdWVzdBobLmxta3YudjEuRGVyZWdpc3RlclJlc3BvbnNlEk4KDUxpc3RJbnN0YW5jZXMSHS5sbWt2LnYxLkxpc3RJbnN0YW5jZXNSZXF1ZXN0Gh4ubG1rdi52MS5MaXN0SW5zdGFuY2VzUmVzcG9uc2USUQoOTG9jYXRlSW5zdGFuY2USHi5sbWt2LnYxLkxvY2F0ZUluc3RhbmNlUmVxdWVzdBofLmxta3YudjEuTG9jYXRlSW5zdGFuY2VSZXNwb25zZUIbCgdsbWt2LnYxUAFaDmxta3YvdjE7bG1rdnYxYgZwcm90bzM", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
 
 /**
  * A registered node.
@@ -503,11 +499,11 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
   stats?: InstanceStats;
 
   /**
-   * Records of operations that it stores: all of them after the snapshot, then those that changed.
+   * How far the instance has counted its fetch orders; see `DropOrder.fetch_serial`.
    *
-   * @generated from field: repeated lmkv.v1.OperationRecord records = 13;
+   * @generated from field: int64 fetch_serial = 13;
    */
-  records: OperationRecord[];
+  fetchSerial: bigint;
 
   /**
    * In a stream's first report, without a snapshot: the instance reports its chunks to another coordinator with the same
@@ -530,6 +526,13 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
    * @generated from field: google.protobuf.Timestamp end_time = 16;
    */
   endTime?: Timestamp;
+
+  /**
+   * For how long the instance is about to stop; see `LeaveOrder`.
+   *
+   * @generated from field: google.protobuf.Duration leaving = 17;
+   */
+  leaving?: Duration;
 };
 
 /**
@@ -538,193 +541,6 @@ export type ReportRequest = Message<"lmkv.v1.ReportRequest"> & {
  */
 export const ReportRequestSchema: GenMessage<ReportRequest> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_registry_service, 7);
-
-/**
- * An operation as nodes store it, so that it outlives the coordinator that runs it and every coordinator knows it.
- *
- * An operation ends once. Up to three instances, its `holders`, decide which end that is, by these rules:
- * * Each coordinator that runs the operation makes an attempt of its own, with a higher number than the one before. A
- *   holder keeps the record of the latest attempt and refuses those of earlier ones; it answers a refused coordinator
- *   with the record that it keeps. Of two attempts with one number, the one with the greater `coordinator_id` is later.
- * * An attempt after the first begins its work once more than half of the holders keep its record. If one of these keeps
- *   a `proposed_end`, the attempt does no work, and proposes that end again; of several, the one of the latest attempt.
- * * A coordinator that has done the work stores the end as `proposed_end`. It is the end of the operation once at least
- *   half of the holders keep it: one of one or two holders, two of three. Only then any coordinator answers that the
- *   operation is done, and `operation` has the end in the record.
- * * A holder that has restarted has lost its record and is none any more, because its epoch differs.
- *
- * A coordinator that cannot reach that many holders answers that the operation runs. It tries until a minute after the
- * deadline; then it answers `UNREACHABLE`, which says that it does not know the end, and stores that nowhere. If too many
- * holders have restarted for an attempt to learn the end, it answers so after a minute, and stores it as the end, so
- * that other coordinators do not wait. If all holders report to one coordinator only, that one ends the operation also
- * without them.
- *
- * Of two records of one operation, the one that has ended wins, then the one of the later attempt.
- *
- * A coordinator stores at most 16 MiB of records per instance, and 64 MiB of operations per tenant. It evicts ended
- * operations, the oldest first, and refuses others.
- *
- * @generated from message lmkv.v1.OperationRecord
- */
-export type OperationRecord = Message<"lmkv.v1.OperationRecord"> & {
-  /**
-   * The operation, with its result if it has ended.
-   *
-   * @generated from field: google.longrunning.Operation operation = 1;
-   */
-  operation?: Operation;
-
-  /**
-   * The request; unset if it is too large for the record.
-   *
-   * @generated from oneof lmkv.v1.OperationRecord.request
-   */
-  request: {
-    /**
-     * A move or a copy.
-     *
-     * @generated from field: lmkv.v1.MoveRequest move = 2;
-     */
-    value: MoveRequest;
-    case: "move";
-  } | {
-    /**
-     * A clear.
-     *
-     * @generated from field: lmkv.v1.ClearRequest clear = 3;
-     */
-    value: ClearRequest;
-    case: "clear";
-  } | {
-    /**
-     * A drain.
-     *
-     * @generated from field: lmkv.v1.DrainRequest drain = 8;
-     */
-    value: DrainRequest;
-    case: "drain";
-  } | { case: undefined; value?: undefined };
-
-  /**
-   * 1 at the coordinator that started it; increased by 1 by each one that takes it over.
-   *
-   * @generated from field: int32 attempt = 4;
-   */
-  attempt: number;
-
-  /**
-   * Whether it was cancelled. Never reset.
-   *
-   * @generated from field: bool cancelled = 5;
-   */
-  cancelled: boolean;
-
-  /**
-   * Deadline of the operation; once it has ended, expiry of the record.
-   *
-   * @generated from field: google.protobuf.Timestamp expire_time = 6;
-   */
-  expireTime?: Timestamp;
-
-  /**
-   * Set by the node towards one coordinator: no coordinator runs the operation, so this one takes it over.
-   *
-   * @generated from field: bool orphaned = 7;
-   */
-  orphaned: boolean;
-
-  /**
-   * The process of the coordinator that makes the attempt: a random text.
-   *
-   * @generated from field: string coordinator_id = 9;
-   */
-  coordinatorId: string;
-
-  /**
-   * The instances that decide the end, the same ones in every record of the operation. Empty: none does, and the first
-   * coordinator alone ends it, because no instance was registered.
-   *
-   * @generated from field: repeated lmkv.v1.RecordHolder holders = 10;
-   */
-  holders: RecordHolder[];
-
-  /**
-   * The end that an attempt proposes, until the operation has ended.
-   *
-   * @generated from field: lmkv.v1.ProposedEnd proposed_end = 11;
-   */
-  proposedEnd?: ProposedEnd;
-};
-
-/**
- * Describes the message lmkv.v1.OperationRecord.
- * Use `create(OperationRecordSchema)` to create a new message.
- */
-export const OperationRecordSchema: GenMessage<OperationRecord> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 8);
-
-/**
- * An instance that decides, with others, how an operation ends.
- *
- * @generated from message lmkv.v1.RecordHolder
- */
-export type RecordHolder = Message<"lmkv.v1.RecordHolder"> & {
-  /**
-   * The instance.
-   *
-   * @generated from field: string instance_id = 1;
-   */
-  instanceId: string;
-
-  /**
-   * Its epoch when the operation started.
-   *
-   * @generated from field: int64 epoch = 2;
-   */
-  epoch: bigint;
-};
-
-/**
- * Describes the message lmkv.v1.RecordHolder.
- * Use `create(RecordHolderSchema)` to create a new message.
- */
-export const RecordHolderSchema: GenMessage<RecordHolder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 9);
-
-/**
- * An end of an operation that its holders have to accept.
- *
- * @generated from message lmkv.v1.ProposedEnd
- */
-export type ProposedEnd = Message<"lmkv.v1.ProposedEnd"> & {
-  /**
-   * The operation with its result.
-   *
-   * @generated from field: google.longrunning.Operation operation = 1;
-   */
-  operation?: Operation;
-
-  /**
-   * The attempt that proposed it, which may be earlier than the one of the record.
-   *
-   * @generated from field: int32 attempt = 2;
-   */
-  attempt: number;
-
-  /**
-   * The coordinator of that attempt.
-   *
-   * @generated from field: string coordinator_id = 3;
-   */
-  coordinatorId: string;
-};
-
-/**
- * Describes the message lmkv.v1.ProposedEnd.
- * Use `create(ProposedEndSchema)` to create a new message.
- */
-export const ProposedEndSchema: GenMessage<ProposedEnd> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 10);
 
 /**
  * All active pins of one instance.
@@ -745,7 +561,7 @@ export type PinList = Message<"lmkv.v1.PinList"> & {
  * Use `create(PinListSchema)` to create a new message.
  */
 export const PinListSchema: GenMessage<PinList> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 11);
+  messageDesc(file_lmkv_v1_registry_service, 8);
 
 /**
  * Chunks of one spec that one tier gained or lost.
@@ -810,7 +626,7 @@ export type ChunkChange = Message<"lmkv.v1.ChunkChange"> & {
  * Use `create(ChunkChangeSchema)` to create a new message.
  */
 export const ChunkChangeSchema: GenMessage<ChunkChange> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 12);
+  messageDesc(file_lmkv_v1_registry_service, 9);
 
 /**
  * Order-independent digest of the keys in one tier.
@@ -845,7 +661,7 @@ export type TierDigest = Message<"lmkv.v1.TierDigest"> & {
  * Use `create(TierDigestSchema)` to create a new message.
  */
 export const TierDigestSchema: GenMessage<TierDigest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 13);
+  messageDesc(file_lmkv_v1_registry_service, 10);
 
 /**
  * Outcome of one order.
@@ -915,14 +731,6 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
    * @generated from field: lmkv.v1.HintResult hint = 9;
    */
   hint?: HintResult;
-
-  /**
-   * Answer to a `RecordOrder`: the record that the instance keeps, if it refused the one of the order, or if it keeps a
-   * `proposed_end` that the order did not have. Without the request.
-   *
-   * @generated from field: lmkv.v1.OperationRecord record = 10;
-   */
-  record?: OperationRecord;
 };
 
 /**
@@ -930,7 +738,7 @@ export type OrderOutcome = Message<"lmkv.v1.OrderOutcome"> & {
  * Use `create(OrderOutcomeSchema)` to create a new message.
  */
 export const OrderOutcomeSchema: GenMessage<OrderOutcome> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 14);
+  messageDesc(file_lmkv_v1_registry_service, 11);
 
 /**
  * Response for `RegistryService.Report`: acknowledgement and orders.
@@ -965,7 +773,7 @@ export type ReportResponse = Message<"lmkv.v1.ReportResponse"> & {
  * Use `create(ReportResponseSchema)` to create a new message.
  */
 export const ReportResponseSchema: GenMessage<ReportResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 15);
+  messageDesc(file_lmkv_v1_registry_service, 12);
 
 /**
  * An order of the coordinator to an instance.
@@ -1026,7 +834,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "unpin";
   } | {
     /**
-     * Cancel an earlier order, or an operation.
+     * Cancel an earlier order.
      *
      * @generated from field: lmkv.v1.CancelOrder cancel = 7;
      */
@@ -1034,12 +842,12 @@ export type Order = Message<"lmkv.v1.Order"> & {
     case: "cancel";
   } | {
     /**
-     * Store the record of an operation.
+     * Expect to be stopped.
      *
-     * @generated from field: lmkv.v1.RecordOrder record = 9;
+     * @generated from field: lmkv.v1.LeaveOrder leave = 9;
      */
-    value: RecordOrder;
-    case: "record";
+    value: LeaveOrder;
+    case: "leave";
   } | {
     /**
      * Say why a prompt is missed.
@@ -1071,13 +879,6 @@ export type Order = Message<"lmkv.v1.Order"> & {
    * @generated from field: string operation_name = 10;
    */
   operationName: string;
-
-  /**
-   * Attempt of the operation: an instance that stores the record of a later attempt refuses the order.
-   *
-   * @generated from field: int32 attempt = 11;
-   */
-  attempt: number;
 };
 
 /**
@@ -1085,7 +886,7 @@ export type Order = Message<"lmkv.v1.Order"> & {
  * Use `create(OrderSchema)` to create a new message.
  */
 export const OrderSchema: GenMessage<Order> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 16);
+  messageDesc(file_lmkv_v1_registry_service, 13);
 
 /**
  * Order to fetch chunks from a peer and commit them.
@@ -1155,7 +956,7 @@ export type FetchOrder = Message<"lmkv.v1.FetchOrder"> & {
  * Use `create(FetchOrderSchema)` to create a new message.
  */
 export const FetchOrderSchema: GenMessage<FetchOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 17);
+  messageDesc(file_lmkv_v1_registry_service, 14);
 
 /**
  * Order to drop chunks. Pinned chunks stay, and count as failures if their keys are given.
@@ -1197,6 +998,15 @@ export type DropOrder = Message<"lmkv.v1.DropOrder"> & {
    * @generated from field: bool dry_run = 4;
    */
   dryRun: boolean;
+
+  /**
+   * With `chunk_keys`: chunks stay that a fetch order has brought, or found, after the instance reported this
+   * `ReportRequest.fetch_serial`; they fail with `CHUNK_ARRIVED`. 0 means that all are dropped. A move names what the source
+   * reported before the destination fetched: of two moves that swap a chunk, one at least keeps its copy.
+   *
+   * @generated from field: int64 fetch_serial = 6;
+   */
+  fetchSerial: bigint;
 };
 
 /**
@@ -1204,7 +1014,7 @@ export type DropOrder = Message<"lmkv.v1.DropOrder"> & {
  * Use `create(DropOrderSchema)` to create a new message.
  */
 export const DropOrderSchema: GenMessage<DropOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 18);
+  messageDesc(file_lmkv_v1_registry_service, 15);
 
 /**
  * Order to pin chunks: the contiguous prefix of `chunk_keys` that the instance holds.
@@ -1246,7 +1056,7 @@ export type PinOrder = Message<"lmkv.v1.PinOrder"> & {
  * Use `create(PinOrderSchema)` to create a new message.
  */
 export const PinOrderSchema: GenMessage<PinOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 19);
+  messageDesc(file_lmkv_v1_registry_service, 16);
 
 /**
  * Order to unpin chunks.
@@ -1267,7 +1077,7 @@ export type UnpinOrder = Message<"lmkv.v1.UnpinOrder"> & {
  * Use `create(UnpinOrderSchema)` to create a new message.
  */
 export const UnpinOrderSchema: GenMessage<UnpinOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 20);
+  messageDesc(file_lmkv_v1_registry_service, 17);
 
 /**
  * Order to carry out a hint about the chunks of a prompt. What the hint cannot do is in its result, and no error of the
@@ -1331,11 +1141,10 @@ export type HintOrder = Message<"lmkv.v1.HintOrder"> & {
  * Use `create(HintOrderSchema)` to create a new message.
  */
 export const HintOrderSchema: GenMessage<HintOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 21);
+  messageDesc(file_lmkv_v1_registry_service, 18);
 
 /**
- * Order to cancel an earlier order, whose outcome then contains what was done; or to report an operation as cancelled to
- * the coordinator that runs it.
+ * Order to cancel an earlier order, whose outcome then contains what was done.
  *
  * @generated from message lmkv.v1.CancelOrder
  */
@@ -1346,13 +1155,6 @@ export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
    * @generated from field: string order_id = 1;
    */
   orderId: string;
-
-  /**
-   * The operation whose record is to be marked as cancelled.
-   *
-   * @generated from field: string operation_name = 2;
-   */
-  operationName: string;
 };
 
 /**
@@ -1360,7 +1162,29 @@ export type CancelOrder = Message<"lmkv.v1.CancelOrder"> & {
  * Use `create(CancelOrderSchema)` to create a new message.
  */
 export const CancelOrderSchema: GenMessage<CancelOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 22);
+  messageDesc(file_lmkv_v1_registry_service, 19);
+
+/**
+ * Order of a drain: the instance reports to every coordinator that it is about to stop. Meanwhile no drain copies chunks to
+ * it, and what only it and another instance about to stop hold counts as held by one.
+ *
+ * @generated from message lmkv.v1.LeaveOrder
+ */
+export type LeaveOrder = Message<"lmkv.v1.LeaveOrder"> & {
+  /**
+   * For how long; 0 ends it.
+   *
+   * @generated from field: google.protobuf.Duration ttl = 1;
+   */
+  ttl?: Duration;
+};
+
+/**
+ * Describes the message lmkv.v1.LeaveOrder.
+ * Use `create(LeaveOrderSchema)` to create a new message.
+ */
+export const LeaveOrderSchema: GenMessage<LeaveOrder> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_registry_service, 20);
 
 /**
  * Order to say where a prompt is, and why parts of it are not there; or what engines have reported of requests.
@@ -1395,39 +1219,7 @@ export type ExplainOrder = Message<"lmkv.v1.ExplainOrder"> & {
  * Use `create(ExplainOrderSchema)` to create a new message.
  */
 export const ExplainOrderSchema: GenMessage<ExplainOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 23);
-
-/**
- * Order to store the record of an operation, unless a newer one is stored, and to report it to every coordinator. It does
- * not expire: a late one is refused if it is outdated.
- *
- * The coordinator that sends it runs the operation as long as the instance reports to it, unless it says otherwise.
- *
- * @generated from message lmkv.v1.RecordOrder
- */
-export type RecordOrder = Message<"lmkv.v1.RecordOrder"> & {
-  /**
-   * The record.
-   *
-   * @generated from field: lmkv.v1.OperationRecord record = 1;
-   */
-  record?: OperationRecord;
-
-  /**
-   * Whether another coordinator runs the operation, and this one only forwards its record. If that one does not send the
-   * record within a minute, the instance has the next coordinator take the operation over.
-   *
-   * @generated from field: bool forwarded = 2;
-   */
-  forwarded: boolean;
-};
-
-/**
- * Describes the message lmkv.v1.RecordOrder.
- * Use `create(RecordOrderSchema)` to create a new message.
- */
-export const RecordOrderSchema: GenMessage<RecordOrder> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 24);
+  messageDesc(file_lmkv_v1_registry_service, 21);
 
 /**
  * Request for `RegistryService.Deregister`.
@@ -1462,7 +1254,7 @@ export type DeregisterRequest = Message<"lmkv.v1.DeregisterRequest"> & {
  * Use `create(DeregisterRequestSchema)` to create a new message.
  */
 export const DeregisterRequestSchema: GenMessage<DeregisterRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 25);
+  messageDesc(file_lmkv_v1_registry_service, 22);
 
 /**
  * Response for `RegistryService.Deregister`.
@@ -1477,7 +1269,7 @@ export type DeregisterResponse = Message<"lmkv.v1.DeregisterResponse"> & {
  * Use `create(DeregisterResponseSchema)` to create a new message.
  */
 export const DeregisterResponseSchema: GenMessage<DeregisterResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 26);
+  messageDesc(file_lmkv_v1_registry_service, 23);
 
 /**
  * Request for `RegistryService.LocateInstance`.
@@ -1498,7 +1290,7 @@ export type LocateInstanceRequest = Message<"lmkv.v1.LocateInstanceRequest"> & {
  * Use `create(LocateInstanceRequestSchema)` to create a new message.
  */
 export const LocateInstanceRequestSchema: GenMessage<LocateInstanceRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 27);
+  messageDesc(file_lmkv_v1_registry_service, 24);
 
 /**
  * Response for `RegistryService.LocateInstance`.
@@ -1526,7 +1318,7 @@ export type LocateInstanceResponse = Message<"lmkv.v1.LocateInstanceResponse"> &
  * Use `create(LocateInstanceResponseSchema)` to create a new message.
  */
 export const LocateInstanceResponseSchema: GenMessage<LocateInstanceResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 28);
+  messageDesc(file_lmkv_v1_registry_service, 25);
 
 /**
  * Request for `RegistryService.ListInstances`.
@@ -1554,7 +1346,7 @@ export type ListInstancesRequest = Message<"lmkv.v1.ListInstancesRequest"> & {
  * Use `create(ListInstancesRequestSchema)` to create a new message.
  */
 export const ListInstancesRequestSchema: GenMessage<ListInstancesRequest> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 29);
+  messageDesc(file_lmkv_v1_registry_service, 26);
 
 /**
  * Response for `RegistryService.ListInstances`.
@@ -1582,7 +1374,7 @@ export type ListInstancesResponse = Message<"lmkv.v1.ListInstancesResponse"> & {
  * Use `create(ListInstancesResponseSchema)` to create a new message.
  */
 export const ListInstancesResponseSchema: GenMessage<ListInstancesResponse> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_registry_service, 30);
+  messageDesc(file_lmkv_v1_registry_service, 27);
 
 /**
  * Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
