@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from lmkv.config import ConnectorConfig, load
 from lmkv_client.engine import Engine, Written
 from lmkv_client.transformers.extents import chunk_tensor, copy_tokens, fill, has_all_tokens
+from lmkv_client.transformers.inputs import Record, changes_kv, keep_record, prevents_caching, record_of, watch
 from lmkv_client.transformers.model_kv import model_kv, new_cache
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class LmkvCache:
         self._config = config
         self._kv = model_kv(model, config, model_name)
         self._engine = Engine.attach(self._kv.spec, config=config)
+        watch(model)
         self._statistics = CacheStatistics()
         self._lock = threading.Lock()
 
@@ -74,15 +76,25 @@ class LmkvCache:
         """The counts so far."""
         return self._statistics
 
-    def load(self, input_ids: torch.Tensor, *, salt: str = "") -> DynamicCache:
+    def load(self, input_ids: torch.Tensor, *, salt: str = "", **inputs: Any) -> DynamicCache:
         """A cache with the longest prefix of the prompt that can be loaded, for `generate(past_key_values=...)`.
 
         `input_ids` has shape `[1, tokens]` or `[tokens]`, without padding. At least the last token is left to compute;
         `get_seq_length()` of the result is the number of loaded tokens. Only prompts with the same `salt` are shared.
-        Nothing is loaded if the model's padding token is among the tokens. Raises `ValueError` for another shape.
+        Nothing is loaded if the model's padding token is among the tokens.
+
+        `inputs` are the other inputs of the model. If KV depends on one of them, such as on `token_type_ids`, nothing
+        is loaded, and `store` will store nothing of the cache. If the model is given such an input that was not passed
+        here, it raises `ValueError` if something was loaded, and else nothing is stored. Raises `ValueError` for
+        another shape of `input_ids`.
         """
         tokens = _tokens(input_ids)
-        return new_cache(self._model) if self._has_padding(tokens) else self._load(tokens, salt)
+        reason = "padding" if self._has_padding(tokens) else changes_kv(self._model, inputs)
+        if not reason:
+            return self._load(tokens, salt)
+        past = new_cache(self._model)
+        keep_record(past, Record(reason=reason))
+        return past
 
     def _load(self, tokens: NDArray[np.int64], salt: str) -> DynamicCache:
         past = new_cache(self._model)
@@ -94,6 +106,7 @@ class LmkvCache:
             elif extents := list(held.load(timeout=self._config.load_timeout)):
                 chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
                 loaded = fill(past, chunks, self._kv, min(held.token_count, tokens.size - 1))
+        keep_record(past, Record(tokens[:loaded].tolist()))
         self._count(looked_up_tokens=tokens.size, loaded_tokens=loaded)
         return past
 
@@ -101,14 +114,25 @@ class LmkvCache:
         """Stores the KV of a sequence that the node does not hold yet; returns the number of tokens stored.
 
         `token_ids` are the prompt alone or what `generate` has returned, `[1, tokens]` or `[tokens]`; the last token
-        has no KV yet. `past_key_values` is the cache that `load` has returned, after `generate`. Nothing is stored if
-        the model's padding token is among the tokens. Raises `ValueError` for another shape.
+        has no KV yet. `past_key_values` is the cache that `load` has returned, after `generate`. What the model has not
+        computed from these tokens alone is not stored. Nothing is stored if the model's padding token is among the
+        tokens. Raises `ValueError` for another shape.
         """
         tokens = _tokens(token_ids)
         return 0 if self._has_padding(tokens) else self._store(tokens, past_key_values, salt)
 
     def _store(self, tokens: NDArray[np.int64], past_key_values: DynamicCache, salt: str) -> int:
         tokens = tokens[: past_key_values.get_seq_length()]
+        record = record_of(past_key_values)
+        if record is None:
+            logger.warning("nothing is stored of a cache that `load` has not returned: pass generate that of `load`")
+            return 0
+        if (known := record.common(tokens.tolist())) < tokens.size:
+            reason = record.reason or "other tokens than these"
+            logger.info("%d of %d tokens are not stored: computed from %s", tokens.size - known, tokens.size, reason)
+            tokens = tokens[:known]
+        if not tokens.size:
+            return 0
         if not has_all_tokens(past_key_values, tokens.size):
             logger.warning("the cache lacks tokens outside of windows, which chunks have: pass generate that of `load`")
             return 0
@@ -172,26 +196,12 @@ class LmkvCache:
         self.close()
 
     def _is_cacheable(self, input_ids: torch.Tensor, options: Mapping[str, Any]) -> bool:
-        others = {name: value for name, value in options.items() if name != "attention_mask"}
-        mask = options.get("attention_mask")
-        if input_ids.ndim != 2 or input_ids.shape[0] != 1 or (mask is not None and not bool(mask.all())):
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1 or prevents_caching(self._model, options):
             return False
-        if "past_key_values" in others or any(isinstance(value, torch.Tensor) for value in others.values()):
-            return False
-        own = others.get("generation_config") or self._model.generation_config
-
-        def chosen(name: str) -> Any:
-            return others.get(name, getattr(own, name, None))
-
-        if mask is None and bool((input_ids == (-1 if (pad := chosen("pad_token_id")) is None else pad)).any()):
-            return False
-        one_sequence = (chosen("num_beams") or 1) == 1 and (chosen("num_return_sequences") or 1) == 1
-        return (
-            one_sequence
-            and chosen("use_cache") is not False
-            and not chosen("cache_implementation")
-            and not chosen("prefill_chunk_size")
-        )
+        own = options.get("generation_config") or self._model.generation_config
+        pad = options.get("pad_token_id", getattr(own, "pad_token_id", None))
+        has_mask = options.get("attention_mask") is not None
+        return has_mask or not bool((input_ids == (-1 if pad is None else pad)).any())
 
     def _has_padding(self, tokens: NDArray[np.int64]) -> bool:
         """Whether `generate` may leave some of the tokens out: without a mask, it takes these for padding."""

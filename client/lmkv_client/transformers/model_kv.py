@@ -18,6 +18,7 @@ from lmkv.spec import KvSpec
 from lmkv_client.file_digests import MAX_THREADS
 from lmkv_client.model_identity import architecture, digest_of, shared_identity
 from lmkv_client.processors import PROCESSORS
+from lmkv_client.transformers.inputs import has_adapters
 
 WORD_BYTES = 8
 """A head's bytes of a token are a multiple of it: checksums are computed over words."""
@@ -100,7 +101,7 @@ def new_cache(model: Any) -> DynamicCache:
 def _check_model(model: Any) -> None:
     """Raises `ConfigError` if the model's KV depends on more than its weights and tokens, or is not kept per token."""
     name = type(model).__name__
-    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+    if has_adapters(model):
         raise ConfigError(f"{name} has adapters, which chunk keys cannot name yet; merge them, or {REMEDY}")
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{name} has an encoder, whose output its KV depends on; {REMEDY}")
