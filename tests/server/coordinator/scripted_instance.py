@@ -343,7 +343,7 @@ class ScriptedInstance:
             return
         keys = split_keys(order.chunk_keys)
         held = len(list(itertools.takewhile(self.chunks.__contains__, keys)))
-        for count, span in ((held, PromptSpan(tier="own")), (len(keys) - held, PromptSpan(reason=self.miss_reason))):
+        for count, span in ((held, PromptSpan(tier="host")), (len(keys) - held, PromptSpan(reason=self.miss_reason))):
             if count:
                 span.chunk_count, span.token_count = count, count * self.spec.chunk_size
                 outcome.explanation.spans.append(span)

@@ -6,6 +6,7 @@ const PAGE_SIZE = 100; // bounds the time that one answer takes of the coordinat
 export const RPC = {
   instances: "lmkv.v1.RegistryService/ListInstances",
   lookup: "lmkv.v1.CacheService/Lookup",
+  explain: "lmkv.v1.CacheService/Explain",
   move: "lmkv.v1.CacheService/Move",
   clear: "lmkv.v1.CacheService/Clear",
   pin: "lmkv.v1.CacheService/Pin",

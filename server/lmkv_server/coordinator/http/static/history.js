@@ -12,7 +12,7 @@ export class History {
   #saved;
 
   constructor(parent) {
-    this.#rate = new Chart(parent, { title: "Hit rate", format: (value) => `${Math.round(value)} %`, top: 100 });
+    this.#rate = new Chart(parent, { title: "Hit rate of engines", format: (value) => `${Math.round(value)} %`, top: 100 });
     this.#used = new Chart(parent, { title: "Bytes by tier", format: bytes, isBytes: true });
     this.#saved = new Chart(parent, { title: "TTFT saved by a load", format: signed });
   }
@@ -77,9 +77,9 @@ export class FleetHistory {
     this.#period = times.length ? Math.max(5, samples.period_seconds / 3) : 5;
     const span = times.length > 1 ? times.at(-1) - times[0] : 0;
     setText(byId("history-span"), span > 0 ? `last ${duration(span)}, a sample every ${count(samples.period_seconds)} s` : "");
-    show(byId("history-empty"), span === 0);
-    show(byId("history"), span > 0);
-    if (span === 0) return;
+    show(byId("history-empty"), times.length === 0);
+    show(byId("history"), times.length > 0);
+    if (times.length === 0) return;
     this.#history ??= new History(byId("history"));
     this.#history.show(samples);
   }

@@ -6,7 +6,7 @@ import { byId, setAttribute, setText, show } from "./dom.js";
 import { Fleet } from "./fleet.js";
 import { bytesOf, count, counted, percent } from "./format.js";
 import { FleetHistory } from "./history.js";
-import { Instances } from "./instances.js";
+import { Instances, hitsOf } from "./instances.js";
 import { listenToKeys } from "./keys.js";
 import { showOperations } from "./operations.js";
 import { showPins } from "./pins.js";
@@ -43,8 +43,6 @@ function showState() {
   show(byId("lost"), fleet.lost !== null);
   if (fleet.lost) setText(byId("lost-text"), `${fleet.lost}. Below is what was known last; the page keeps trying.`);
   document.body.classList.toggle("stale", fleet.lost !== null);
-  show(byId("revision"), fleet.isKnown);
-  setText(byId("revision-number"), fleet.revision);
 }
 
 function showFigures() {
@@ -56,9 +54,13 @@ function showFigures() {
   setText(byId("figure-engines"), `${counted(engines, "engine")} attached`);
   setText(byId("figure-chunks"), count(sum("chunkCount")));
   setText(byId("figure-used"), tiers.length ? bytesOf(sum("usedBytes"), sum("capacityBytes")) : "no tier yet");
-  setText(byId("figure-hits"), fleet.lookups ? percent(fleet.hits, fleet.lookups) : "–");
-  const lookups = `of ${counted(fleet.lookups, "lookup")} since this coordinator started`;
-  setText(byId("figure-lookups"), fleet.lookups ? lookups : "no lookups yet");
+  const hits = fleet.instances.map((instance) => hitsOf(instance.stats));
+  const asked = hits.reduce((total, hit) => total + hit.asked, 0);
+  const found = hits.reduce((total, hit) => total + hit.own + hit.peer, 0);
+  setText(byId("figure-rate"), asked ? percent(found, asked) : "–");
+  setText(byId("figure-asked"), asked ? `of ${counted(asked, "chunk")} that they looked up` : "nothing looked up yet");
+  setText(byId("figure-lookups"), fleet.lookups ? count(fleet.lookups) : "–");
+  setText(byId("figure-hits"), fleet.lookups ? `${percent(fleet.hits, fleet.lookups)} found a holder` : "none since its start");
   setText(byId("figure-running"), count(running));
   setText(byId("figure-ended"), `${count(fleet.operations.length - running)} ended lately`);
 }

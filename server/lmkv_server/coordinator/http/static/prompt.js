@@ -2,7 +2,8 @@
 
 import { Lost, RPC, call, tokenize, tokenizers } from "./api.js";
 import { openClear, openMove, openPin } from "./actions.js";
-import { byId, h, keyed, setAttribute, setProperty, setText, show } from "./dom.js";
+import { byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
+import { showExplanation } from "./explanation.js";
 import { count, counted, percent, tierName } from "./format.js";
 import { commandsFor, readSelection, requestOf } from "./selection.js";
 
@@ -28,6 +29,7 @@ export class Prompt {
       event.preventDefault();
       this.#submit();
     });
+    whenClicked(byId("prompt-explain"), () => this.#submit((request) => this.#explain(request)));
     for (const [id, open] of [
       ["act-move", (about) => openMove({ ...about, isCopy: false })],
       ["act-copy", (about) => openMove({ ...about, isCopy: true })],
@@ -87,7 +89,9 @@ export class Prompt {
     return models.length === 1 ? models[0] : byId("prompt-model").value;
   }
 
-  async #submit() {
+  /** Reads the form and looks the prompt up, or passes it to another `act`. */
+  async #submit(act = (request) => this.#follow(request)) {
+    showExplanation(null);
     const number = ++this.#number; // ignores responses to earlier lookups
     let selection = this.#showUnderstood();
     if (selection.kind === "text" && this.#takesText()) {
@@ -109,9 +113,26 @@ export class Prompt {
       request.cacheSalt = byId("prompt-salt").value;
       request.loraName = byId("prompt-lora").value;
     }
+    await act(request);
+  }
+
+  #follow(request) {
     this.#asked = request;
     this.#answer = null;
     this.#look();
+  }
+
+  /** Asks the instances where the prompt is for them; what was looked up stays. */
+  async #explain(request) {
+    const number = ++this.#number;
+    try {
+      const answer = await call(RPC.explain, request);
+      if (number !== this.#number) return;
+      this.#showProblem(answer.explanations?.length ? "" : "No instance serves this prompt's model.");
+      showExplanation(answer);
+    } catch (error) {
+      if (number === this.#number) this.#showProblem(error.message, isAboutModel(error));
+    }
   }
 
   /** The tokens of a text, or why they are unknown. */

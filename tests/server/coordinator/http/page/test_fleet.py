@@ -84,13 +84,28 @@ async def test_instances_are_shown_with_their_tiers_and_what_keeps_them_apart(
         )
         await expect(page.locator("#figure-instances")).to_have_text("4")
         await expect(page.locator("#figure-chunks")).to_have_text("1,245")
-        await expect(page.locator("#figure-lookups")).to_have_text("no lookups yet")
+        await expect(page.locator("#figure-lookups")).to_have_text("–")
         await look_up(page)
-        await expect(page.locator("#figure-lookups")).to_have_text(
-            re.compile(
-                r"^of \d+ lookups? since this coordinator started$"
-            )  # the page repeats lookups when chunks change
-        )
+        await expect(page.locator("#figure-lookups")).to_have_text(re.compile(r"^\d+$"))
+        await expect(page.locator("#figure-hits")).to_have_text(re.compile(r"^\d+ % found a holder$"))
+        await expect(page.locator("#figure-asked")).to_have_text("nothing looked up yet")
+
+
+async def test_a_hit_rate_and_a_sample_are_shown_at_once(
+    visitor: Visitor, coordinator: Coordinator, make: Make
+) -> None:
+    services = coordinator.tenants.unnamed
+    services.history = samples = History()
+    a = make("a")
+    async with a:
+        a.stats.CopyFrom(InstanceStats(asked_chunks=100, own_chunks=50, peer_chunks=25))
+        await a.report_stats()
+        await until(lambda: services.core.instances.named("a", "").stats.asked_chunks == 100)
+        samples.take(services.core.instances, time.time())
+        page = await visitor.open()
+        await expect(page.locator("#figure-rate")).to_have_text("75 %")
+        await expect(page.locator("#figure-asked")).to_have_text("of 100 chunks that they looked up")
+        await expect(page.locator("#history .chart").nth(1).locator(".legend li")).to_have_text(["host 0 B"])
 
 
 async def test_an_instance_that_leaves_is_gone_and_its_successor_comes(
@@ -338,13 +353,15 @@ async def test_the_last_hour_is_drawn(visitor: Visitor, coordinator: Coordinator
         samples.take(services.core.instances, now)
         page = await visitor.open()
         charts = page.locator("#history .chart")
-        await expect(charts.locator("h3")).to_have_text(["Hit rate", "Bytes by tier", "TTFT saved by a load"])
+        await expect(charts.locator("h3")).to_have_text(
+            ["Hit rate of engines", "Bytes by tier", "TTFT saved by a load"]
+        )
         await expect(charts.nth(0).locator(".legend li")).to_have_text(["all 75 %", "own 50 %"])
         await expect(charts.nth(0).locator(".caption")).to_have_text("75 % of 100 chunks that engines looked up")
         await expect(charts.nth(1).locator(".legend li")).to_have_text(["host 0 B"])
         await expect(charts.nth(2).locator(".legend li")).to_have_text(["average 2.0 s"])
         await expect(charts.nth(2).locator(".caption")).to_contain_text("8.0 s in 4 loads")
-        await expect(page.get_by_role("img", name="Hit rate. 75 %")).to_be_visible()
+        await expect(page.get_by_role("img", name="Hit rate of engines. 75 %")).to_be_visible()
         drawn = (
             """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean)"""
         )

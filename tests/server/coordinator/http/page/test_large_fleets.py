@@ -64,6 +64,9 @@ async def test_many_instances_fit_the_screen(visitor: Visitor, names: list[str],
     assert await page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     last = page.locator(".instance").first.locator("td:visible").last
     padding = await last.evaluate("cell => getComputedStyle(cell).paddingRight")
+    table = await page.locator(".instances .scroll").evaluate("box => box.getBoundingClientRect().height")
+    row = await page.locator(".instance").nth(1).evaluate("row => row.getBoundingClientRect().height")
+    assert size["height"] < 600 or table / row > 13, "a row of headings, and more than twelve instances"
     title = await page.locator(".instances > header").evaluate("header => getComputedStyle(header).paddingRight")
     assert padding == title
 

@@ -57,6 +57,25 @@ async def test_a_prompt_has_a_bar_per_holder_with_a_part_per_tier(
     assert colours[0] == colours[1] != colours[2]
 
 
+async def test_an_explanation_names_what_is_missing_and_why(
+    visitor: Visitor, fleet: dict[str, ScriptedInstance]
+) -> None:
+    page = await visitor.open()
+    await page.fill("#prompt-input", json.dumps(PROMPT))
+    await page.get_by_role("button", name="Explain").click()
+    rows = page.locator("#prompt-spans tr")
+    await expect(rows).to_have_count(4)
+    table = [(await row.locator("td").all_inner_texts())[:3] for row in await rows.all()]
+    assert table[:3] == [
+        ["a", "0–39", "held in host"],
+        ["b", "0–15", "held in host"],
+        ["b", "16–39", "missing: never stored"],
+    ]
+    await look_up(page)
+    await expect(page.locator("#prompt-explanation")).to_be_hidden()
+    await expect(page.locator(".holder")).to_have_count(2)
+
+
 async def test_the_answer_follows_the_layout(visitor: Visitor, fleet: dict[str, ScriptedInstance]) -> None:
     page = await visitor.open()
     await look_up(page)
