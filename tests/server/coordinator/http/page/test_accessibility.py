@@ -34,6 +34,8 @@ async def test_everything_goes_by_keyboard(visitor: Visitor, fleet: dict[str, Sc
     await keyboard.press("Tab")
     await expect(page.get_by_role("button", name="Look up")).to_be_focused()
     await keyboard.press("Tab")
+    await expect(page.get_by_role("button", name="Explain")).to_be_focused()
+    await keyboard.press("Tab")
     await expect(page.get_by_role("radio", name=re.compile("^a "))).to_be_focused()
     await keyboard.press("ArrowDown")
     await expect(page.locator("#prompt-chosen")).to_have_text("The copy on b:")
