@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from lmkv.config import ConnectorConfig, load
 from lmkv_client.engine import Engine, Written
 from lmkv_client.transformers.extents import chunk_tensor, copy_tokens, fill, has_all_tokens
-from lmkv_client.transformers.inputs import Record, changes_kv, keep_record, prevents_caching, record_of, watch
+from lmkv_client.transformers.inputs import ComputedTokens, changes_kv, keep_record, prevents_caching, record_of, watch
 from lmkv_client.transformers.model_kv import model_kv, new_cache
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class LmkvCache:
         if not reason:
             return self._load(tokens, salt)
         past = new_cache(self._model)
-        keep_record(past, Record(reason=reason))
+        keep_record(past, ComputedTokens(reason=reason))
         return past
 
     def _load(self, tokens: NDArray[np.int64], salt: str) -> DynamicCache:
@@ -106,7 +106,7 @@ class LmkvCache:
             elif extents := list(held.load(timeout=self._config.load_timeout)):
                 chunks = [chunk_tensor(extent.view, self._kv, extent.token_count) for extent in extents]
                 loaded = fill(past, chunks, self._kv, min(held.token_count, tokens.size - 1))
-        keep_record(past, Record(tokens[:loaded].tolist()))
+        keep_record(past, ComputedTokens(tokens[:loaded].tolist()))
         self._count(looked_up_tokens=tokens.size, loaded_tokens=loaded)
         return past
 

@@ -103,7 +103,7 @@ def prevents_caching(model: Any, options: Mapping[str, Any]) -> str:
     return changes_kv(model, inputs)
 
 
-class Record:
+class ComputedTokens:
     """The tokens whose KV a cache has, each computed from nothing but its id and those of the tokens before it."""
 
     def __init__(self, tokens: Sequence[int] = (), reason: str = "") -> None:
@@ -137,14 +137,14 @@ class Record:
         return next((at for at, (mine, other) in enumerate(pairs) if mine != other), min(len(self.tokens), len(tokens)))
 
 
-def keep_record(past: Any, record: Record) -> None:
+def keep_record(past: Any, record: ComputedTokens) -> None:
     """Has a cache know its record; copies of the cache have copies of it."""
     setattr(past, RECORD, record)
 
 
-def record_of(past: Any) -> Record | None:
+def record_of(past: Any) -> ComputedTokens | None:
     """The record of a cache; None if `load` has not made it."""
-    found: Record | None = getattr(past, RECORD, None)
+    found: ComputedTokens | None = getattr(past, RECORD, None)
     return found
 
 
