@@ -10,6 +10,7 @@ from lmkv.config.common import Gap
 from lmkv.config.kinds import FLAG, MILLISECONDS, SECONDS, SOCKET_PATH, TEXT, choice, whole
 from lmkv.config.node import NodeConfig
 from lmkv.config.schema import Alias, key, keys
+from lmkv.runtime.patience import MOST_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,13 @@ class ConnectorConfig(NodeConfig):
     lookup_timeout: float = key(
         SECONDS,
         0.1,
-        "Maximum time that a request waits for a lookup, in seconds.",
+        "Maximum time that a request waits for a lookup that may save little, in seconds.",
         Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
+    )
+    max_lookup_timeout: float = key(
+        SECONDS,
+        MOST_SECONDS,
+        "Maximum time of a lookup that may save more, in seconds: it may take half of the estimated prefill.",
     )
     load_timeout: float = key(
         SECONDS, 1.0, "Maximum time that a request waits for a load, in seconds; then it computes."

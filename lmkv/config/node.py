@@ -150,7 +150,9 @@ class NodeConfig(Config):
         HTTP_URL, "", "Endpoint of the buckets of an `s3://` URL, if not AWS.", shown_default="empty"
     )
     remote_lookup_timeout: float = key(
-        SECONDS, 0.04, "Maximum time that a lookup waits for the store of `remote_url`, in seconds."
+        SECONDS,
+        0.04,
+        "Maximum time that a lookup that may save little waits for the store of `remote_url`, in seconds.",
     )
     remote_timeout: float = key(SECONDS, 5.0, "Timeout of the store for one chunk, in seconds.")
     remote_ttl: float = key(
@@ -237,7 +239,9 @@ class NodeConfig(Config):
     verify_transfers: bool = key(
         FLAG, True, "Whether the checksum of each chunk from a peer is verified before the chunk is used."
     )
-    coordinator_timeout: float = key(SECONDS, 0.05, "Maximum time that a lookup waits for the coordinator, in seconds.")
+    coordinator_timeout: float = key(
+        SECONDS, 0.05, "Maximum time that a lookup that may save little waits for the coordinator, in seconds."
+    )
     tls_ca: str = common.tls_ca()
     tls_cert: str = common.tls_cert()
     tls_key: str = common.tls_key()

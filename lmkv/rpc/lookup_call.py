@@ -48,6 +48,8 @@ class LookupCall:
         self._requests: deque[tuple[LookupRequest, Answer]] = deque()
         self._has_requests = asyncio.Event()
         self._pending: deque[Answer] = deque()
+        self._waiting_count = 0
+        self._is_retired = False
         self._reader = asyncio.create_task(self._read(), name="lmkv-lookups")
         # A callback, because a task that is cancelled before it runs would not end the lookups.
         self._reader.add_done_callback(self._end_lookups)
@@ -57,7 +59,26 @@ class LookupCall:
         answer: Answer = asyncio.get_running_loop().create_future()
         self._requests.append((request, answer))
         self._has_requests.set()
-        return await answer
+        self._waiting_count += 1
+        try:
+            return await answer
+        finally:
+            self._waiting_count -= 1
+            self._end_if_idle()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has ended, and every lookup with it."""
+        return self._reader.done()
+
+    def retire(self) -> None:
+        """Takes no more lookups, and ends once no lookup waits any more. Idempotent."""
+        self.has_ended = self._is_retired = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._is_retired and not self._waiting_count:
+            self.end()
 
     def end(self) -> None:
         """Ends the call; its lookups raise `Unreachable`. Idempotent."""

@@ -567,6 +567,7 @@ class LookupChunks(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ROOT_KEY_FIELD_NUMBER: _builtins.int
     CHUNK_EXTRAS_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this lookup, of its loads and of its release; unique on the stream until it is released."""
     chunk_keys: _builtins.bytes
@@ -599,6 +600,12 @@ class LookupChunks(_message.Message):
     def chunk_extras(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
         """With `tokens`: inputs of the chunks' keys other than tokens, by index of the chunk."""
 
+    @_builtins.property
+    def budget(self) -> _duration_pb2.Duration:
+        """Time that the answer is worth: a share of the prefill that a hit may save. Coordinators and stores have what is left
+        of it, and never less than the node's own timeouts. Unset or 0: those.
+        """
+
     def __init__(
         self,
         *,
@@ -612,10 +619,11 @@ class LookupChunks(_message.Message):
         tokens: _builtins.bytes = ...,
         root_key: _builtins.bytes = ...,
         chunk_extras: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        budget: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_extras", b"chunk_extras", "chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "root_key", b"root_key", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "chunk_extras", b"chunk_extras", "chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "root_key", b"root_key", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, Tokens, as_tokens
+from lmkv.runtime.patience import worth_seconds
 from lmkv.spec import KvSpec
 from lmkv_client.engine.copier import Copier
 from lmkv_client.engine.counters import EngineCounters
@@ -25,6 +27,7 @@ from lmkv_client.engine.held import Held
 from lmkv_client.engine.key_space import KeySpace
 from lmkv_client.engine.lookups import HeldChunks, Lookup
 from lmkv_client.engine.prompts.lookup_message import MAX_ASKED_KEYS
+from lmkv_client.engine.prompts.prefill_rate import PrefillRate
 from lmkv_client.engine.prompts.prompt_record import PromptRecord
 from lmkv_client.engine.reservations import ExtentRequest
 from lmkv_client.engine.served_names import ServedNames
@@ -48,6 +51,8 @@ class Engine:
         """The configuration in use."""
         self._dispatcher = dispatcher
         self._key_space = KeySpace(spec, config.cluster_secret)
+        self._prefill = PrefillRate(spec.chunk_size)
+        self._rate_lock = threading.Lock()
 
     @classmethod
     def attach(
@@ -135,12 +140,13 @@ class Engine:
         request_id: str = "",
         traceparent: str | None = None,
         is_continued: bool = False,
-        timeout: float = 0.1,
+        timeout: float | None = None,
     ) -> Held:
         """Finds the longest prefix of `keys` that can be loaded from pool, disk, peers or the remote store.
 
-        Blocks for at most `timeout`. Empty if the node does not answer in time. The result must be released: then the
-        prompt is counted and reported.
+        Blocks for at most `timeout`; None: `lookup_timeout` of the configuration, or longer, up to
+        `max_lookup_timeout`, if by the times of `prefilled` more than twice as long may be saved. Empty if the node
+        does not answer in time. The result must be released: then the prompt is counted and reported.
 
         `tokens` are those of the prompt, of shape `[n]`, from which `keys` were computed with this `salt` and `lora`.
         With them a hit may end inside a chunk, at the last token that another prompt has in common with this one: at
@@ -165,7 +171,7 @@ class Engine:
         lora: str = "",
         request_id: str = "",
         traceparent: str | None = None,
-        timeout: float = 0.1,
+        timeout: float | None = None,
     ) -> Future[Held]:
         """As `lookup`, without blocking. A future that is cancelled releases what it would have held."""
         result: Future[Held] = Future()
@@ -182,6 +188,14 @@ class Engine:
         lookup = self._lookup(keys, timeout, record, shown, salt, lora)
         lookup.future.add_done_callback(found)
         return result
+
+    def prefilled(self, token_count: int, seconds: float) -> None:
+        """Records how long the engine has taken to compute tokens of a prompt: lookups take as long as that is worth.
+
+        Fewer tokens than a chunk has are ignored.
+        """
+        with self._rate_lock:
+            self._prefill.add(token_count, seconds)
 
     def missing(self, keys: Sequence[ChunkKey], *, timeout: float = 0.1) -> list[ChunkKey]:
         """The keys that are left to be stored: those behind the prefix of `keys` that the node's pool holds.
@@ -270,15 +284,21 @@ class Engine:
     def _lookup(
         self,
         keys: Sequence[ChunkKey],
-        timeout: float,
+        timeout: float | None,
         record: PromptRecord | None = None,
         tokens: Tokens | None = None,
         salt: str = "",
         lora: str = "",
     ) -> Lookup:
+        worth = 0.0
+        if timeout is None:
+            count = record.account.token_count if record else len(keys) * self.spec.chunk_size
+            worth = worth_seconds(count, self._prefill.tokens_per_second, self.config.max_lookup_timeout)
+            timeout = max(self.config.lookup_timeout, worth)
         lookup = Lookup(
             keys=keys[:MAX_ASKED_KEYS],
             deadline=time.monotonic() + timeout,
+            worth_seconds=worth,
             record=record,
             tokens=tokens,
             root=b"" if tokens is None else self.root(salt=salt, lora=lora),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lmkv.keys import ChunkKey, Tokens
 from lmkv.misses.reason import MissReason
+from lmkv.runtime.patience import Suspicion
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent as ExtentMessage
 from lmkv_client.engine.counters import EngineCounts
@@ -16,10 +17,6 @@ from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.prompts.lookup_message import lookup_message
 from lmkv_client.engine.prompts.prompt_account import PromptAccounts, failure_reason
 from lmkv_client.engine.prompts.prompt_record import PromptRecord
-
-TIMEOUTS_UNTIL_SUSPECT = 3
-SUSPECT_SECONDS = 1.0
-"""After `TIMEOUTS_UNTIL_SUSPECT` lookups in a row without an answer, no lookups are sent for this time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +56,9 @@ class Lookup:
 
     keys: Sequence[ChunkKey]
     deadline: float
+    worth_seconds: float = 0.0
+    """The time that the answer is worth; 0 if that is not known."""
+    asked_at: float = 0.0
     record: PromptRecord | None = None
     """What is counted, traced and reported of it; None: nothing."""
     tokens: Tokens | None = None
@@ -93,19 +93,19 @@ class Lookups:
         self._number = 0
         self._asked: dict[str, Lookup] = {}
         self._held: dict[str, HeldChunks] = {}
-        self._timeouts = 0
-        """Lookups in a row that were not answered in time."""
-        self._suspect_until = 0.0
+        self._suspicion = Suspicion()
 
     def begin(self, lookup: Lookup, now: float) -> None:
         """Sends a lookup, unless the node is suspect."""
-        if now < self._suspect_until:
+        if self._suspicion.concerns(lookup.worth_seconds, now):
             self._end(lookup, MissReason.NODE_SUSPECT)
             return
         self._number += 1
-        lookup_id = str(self._number)
+        lookup_id, lookup.asked_at = str(self._number), now
         self._asked[lookup_id] = lookup
         message = lookup_message(lookup_id, lookup.keys, tokens=lookup.tokens, root=lookup.root)
+        if lookup.worth_seconds:
+            message.budget.FromNanoseconds(int(lookup.worth_seconds * 1e9))
         if lookup.record:
             lookup.record.request_id = lookup.record.request_id or f"{self._name}/{lookup_id}"
             message.traceparent = lookup.record.lookup_traceparent
@@ -113,8 +113,7 @@ class Lookups:
 
     def found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
-        self._timeouts = 0
-        self._suspect_until = 0.0
+        self._suspicion.end()
         lookup = self._asked.pop(found.request_id, None)
         if lookup is None:
             self._send_release(found.request_id)
@@ -190,9 +189,7 @@ class Lookups:
         for lookup_id, lookup in [item for item in self._asked.items() if item[1].deadline <= now]:
             del self._asked[lookup_id]  # if its answer arrives it is released
             self._counts.add("lookup_timeouts")
-            self._timeouts += 1
-            if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
-                self._suspect_until = now + SUSPECT_SECONDS
+            self._suspicion.timed_out(lookup.asked_at, now)
             self._end(lookup, MissReason.LOOKUP_TIMEOUT)
         for held in self._held.values():
             if held.waiting:

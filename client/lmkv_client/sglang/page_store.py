@@ -173,17 +173,13 @@ class PageStore:
             logger.warning("weights change in place: nothing is loaded or stored until the engine restarts")
 
     def lookup(self, names: Sequence[str], *, request_id: str = "", is_continued: bool = False) -> Held:
-        """What the node holds of the first pages, by SGLang's page hashes. Blocks for at most `lookup_timeout`.
+        """What the node holds of the first pages, by SGLang's page hashes. Blocks for at most `lookup_timeout`: while
+        it does, SGLang may schedule nothing else, so that no prefill rate is reported that would make it longer.
 
         `is_continued`: the pages were looked up before.
         """
         engine = self._attached()
-        return engine.lookup(
-            engine.foreign_keys(names),
-            request_id=request_id,
-            is_continued=is_continued,
-            timeout=self.settings.lookup_timeout,
-        )
+        return engine.lookup(engine.foreign_keys(names), request_id=request_id, is_continued=is_continued)
 
     def page_numbers(self, slots: Sequence[int], page_count: int) -> list[int]:
         """The pages that these slots are. Raises `ValueError` unless they are `page_count` whole pages of the pool."""

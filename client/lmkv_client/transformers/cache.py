@@ -11,11 +11,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteriaList
 
 from lmkv.config import ConnectorConfig, load
 from lmkv_client.engine import Engine, Written
 from lmkv_client.transformers.extents import chunk_tensor, copy_tokens, fill, has_all_tokens
+from lmkv_client.transformers.first_token import FirstToken
 from lmkv_client.transformers.inputs import ComputedTokens, changes_kv, keep_record, prevents_caching, record_of, watch
 from lmkv_client.transformers.model_kv import model_kv, new_cache
 
@@ -100,7 +101,7 @@ class LmkvCache:
         past = new_cache(self._model)
         keys = self._engine.keys(tokens, salt=salt, partial=True)
         loaded = 0
-        with self._engine.lookup(keys, tokens=tokens, salt=salt, timeout=self._config.lookup_timeout) as held:
+        with self._engine.lookup(keys, tokens=tokens, salt=salt) as held:
             if min(held.token_count, tokens.size - 1) < max(1, self._config.min_retrieve_tokens):
                 held.refuse()
             elif extents := list(held.load(timeout=self._config.load_timeout)):
@@ -177,10 +178,15 @@ class LmkvCache:
         if not self._is_cacheable(input_ids, options):
             self._count(uncached_calls=1)
             return self._model.generate(input_ids, **options)
-        past = self._load(_tokens(input_ids), salt)
+        tokens = _tokens(input_ids)
+        past = self._load(tokens, salt)
+        computed_count = tokens.size - past.get_seq_length()
         if options.get("attention_mask") is None:
             options["attention_mask"] = torch.ones_like(input_ids)
+        first_token = FirstToken()
+        options["stopping_criteria"] = StoppingCriteriaList([first_token, *(options.get("stopping_criteria") or ())])
         output = self._model.generate(input_ids, past_key_values=past, **options)
+        self._engine.prefilled(computed_count, first_token.seconds)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self._store(_tokens(sequences if self._config.save_decode_cache else input_ids), past, salt)
         return output

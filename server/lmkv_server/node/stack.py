@@ -19,7 +19,7 @@ from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.sessions.extents import MAX_EXTENTS
-from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
+from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection, deadline_at
 from lmkv_server.node.tiers.diagnosis import Diagnosis
 from lmkv_server.node.tiers.hit import Hit
 from lmkv_server.node.tiers.item_lookup import ItemLookup
@@ -91,23 +91,27 @@ class TierStack:
         limit: int | None = None,
         *,
         root: ChunkKey | None = None,
+        deadline: float | None = None,
     ) -> Hit:
         """Which tiers hold the chunks of a prompt from `first` on without a gap, at most `limit` of them.
 
-        Each tier is asked for what those before it do not hold, within a time of its own. With the `root` of the key
-        chain, the presences have `partial_lengths`. Raises nothing.
+        Each tier is asked for what those before it do not hold, within a time of its own, or until the `deadline`, by
+        `time.monotonic()`, if that is later. With the `root` of the key chain, the presences have `partial_lengths`.
+        Raises nothing.
         """
         runs: list[Run] = []
         presences: dict[str, Presence] = {}
         end = len(keys) if limit is None else min(len(keys), first + limit)
         if self._clearing[spec.fingerprint]:
             return Hit()
-        for tier in self._tiers:
+        for at, tier in enumerate(self._tiers):
             if first >= end:
                 break
             if not tier.usable:
                 continue
-            presence = await tier.lookup(Needs(spec=spec, keys=keys, indices=range(first, len(keys)), root=root))
+            until = deadline_at(self._tiers, at, deadline)
+            needs = Needs(spec=spec, keys=keys, indices=range(first, len(keys)), root=root, deadline=until)
+            presence = await tier.lookup(needs)
             presences[tier.name] = presence
             if count := min(presence.run_from(first), end - first):
                 runs.append(Run(tier=tier.name, chunk_count=count))
@@ -118,19 +122,33 @@ class TierStack:
         """Begins a lookup of the tail of a hit that ends before chunk `end` of `keys`, in the pool."""
         return TailLookup(self._tier, self._partial_chunks, spec, prompt, keys, end)
 
-    async def ask_for_tail(self, lookup: TailLookup, spec: KvSpec, hit: Hit, tokens_per_second: float) -> None:
-        """Asks the tiers for a longer tail of the `hit` than the pool has. Raises nothing."""
+    async def ask_for_tail(
+        self,
+        lookup: TailLookup,
+        spec: KvSpec,
+        hit: Hit,
+        tokens_per_second: float,
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """Asks the tiers for a longer tail of the `hit` than the pool has; `deadline` as for `lookup`.
+
+        Raises nothing.
+        """
         if not self._clearing[spec.fingerprint]:
-            await lookup.ask(self._tiers, hit, tokens_per_second)
+            await lookup.ask(self._tiers, hit, tokens_per_second, deadline=deadline)
 
     def begin_items(self, spec: KvSpec, chunk_keys: Sequence[ChunkKey]) -> ItemLookup:
         """Begins a lookup of a prompt whose chunks have several parts, in the pool."""
         return ItemLookup(self._tier, spec, chunk_keys, MAX_EXTENTS)
 
-    async def ask_for_items(self, lookup: ItemLookup, budget_bytes: int) -> None:
-        """Asks the tiers for items of longer hits than the pool has within the budget. Raises nothing."""
+    async def ask_for_items(self, lookup: ItemLookup, budget_bytes: int, *, deadline: float | None = None) -> None:
+        """Asks the tiers for items of longer hits than the pool has within the budget; `deadline` as for `lookup`.
+
+        Raises nothing.
+        """
         if not self._clearing[lookup.spec.fingerprint]:
-            await lookup.ask(self._tiers, budget_bytes)
+            await lookup.ask(self._tiers, budget_bytes, deadline=deadline)
 
     def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, tuple[Run, ...]]:
         """The runs before the first that takes longer to load than to compute, and the others.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_client.engine import Written, lookups
+from lmkv.runtime import patience
+from lmkv_client.engine import Written
 from tests.client.engine.engines import Attach, all_extents, content, load, prompt, store, words
 from tests.client.engine.nodes import connector_config, kill, node_pid, until
 from tests.waiting import WAIT_SECONDS
@@ -60,7 +61,7 @@ def test_calls_end_empty_when_the_node_is_killed_while_they_wait(attach: Attach,
 def test_a_node_that_hangs_costs_timeouts_and_is_left_alone_for_a_while(
     attach: Attach, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "SUSPECT_SECONDS", 3600.0)  # until it answers
+    monkeypatch.setattr(patience, "SUSPECT_SECONDS", 3600.0)  # until it answers
     engine = attach()
     keys = engine.keys(prompt(2))
     store(engine, keys)
@@ -78,6 +79,23 @@ def test_a_node_that_hangs_costs_timeouts_and_is_left_alone_for_a_while(
     assert engine.counters.node_losses == 0
 
 
+def test_a_lookup_waits_as_long_as_its_answer_is_worth(attach: Attach, runtime_dir: Path) -> None:
+    engine = attach(lookup_timeout=0.01, max_lookup_timeout=WAIT_SECONDS)
+    keys = engine.keys(prompt(2))
+    store(engine, keys)
+    pid = node_pid(connector_config(runtime_dir))
+    os.kill(pid, signal.SIGSTOP)
+    assert engine.lookup(keys).hit_count == 0, "what it may save is not known"
+    engine.prefilled(10**6, 10**6.0)
+    patient = engine.begin_lookup(keys)
+    assert engine.lookup(keys, timeout=0.01).hit_count == 0, "the caller's timeout holds"
+    assert not patient.done()
+    os.kill(pid, signal.SIGCONT)
+    with patient.result(WAIT_SECONDS) as held:
+        assert held.hit_count == 2
+    assert engine.counters.lookup_timeouts == 2
+
+
 def test_a_reservation_that_is_cancelled_while_it_waits_takes_no_extents(attach: Attach, runtime_dir: Path) -> None:
     expected = all_extents(attach(instance_id="one", max_local_cpu_size="512KiB"))
     engine = attach(instance_id="two", max_local_cpu_size="512KiB")
@@ -92,12 +110,12 @@ def test_a_reservation_that_is_cancelled_while_it_waits_takes_no_extents(attach:
 def test_only_timeouts_in_a_row_make_a_node_suspect(
     attach: Attach, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "SUSPECT_SECONDS", 3600.0)
+    monkeypatch.setattr(patience, "SUSPECT_SECONDS", 3600.0)
     engine = attach()
     keys = engine.keys(prompt(2))
     store(engine, keys)
     pid = node_pid(connector_config(runtime_dir))
-    in_a_row = lookups.TIMEOUTS_UNTIL_SUSPECT - 1
+    in_a_row = patience.TIMEOUTS_UNTIL_SUSPECT - 1
     for number in range(3):
         os.kill(pid, signal.SIGSTOP)
         for _ in range(in_a_row):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteriaList
 
 from lmkv.config import ConnectorConfig
 from lmkv.config.resolve import to_environment
@@ -52,6 +52,21 @@ def test_a_prompt_is_stored_and_loaded_again(get_model: GetModel, make_cache: Ma
     other = make_prompt(2, prefix=prompt[0, :100].tolist())
     assert generate(cache, other) == compute(model, other)
     assert cache.statistics.loaded_tokens == HELD_TOKENS + 100 // CHUNK * CHUNK
+
+
+def test_generate_reports_how_long_computing_takes(
+    get_model: GetModel, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = get_model(next(iter(MODELS)))
+    cache, prompt = make_cache(model), make_prompt(1)
+    reported: list[tuple[int, float]] = []
+    monkeypatch.setattr(cache.engine, "prefilled", lambda count, seconds: reported.append((count, seconds)))
+    criteria = StoppingCriteriaList([lambda ids, _: torch.full((1,), ids.shape[1] == PROMPT_TOKENS + 2)])
+    answer = generate(cache, prompt, stopping_criteria=criteria)
+    assert len(answer) == PROMPT_TOKENS + 2, "the caller's criteria hold, too"
+    generate(cache, prompt)
+    assert [count for count, _ in reported] == [PROMPT_TOKENS, PROMPT_TOKENS - HELD_TOKENS]
+    assert all(seconds > 0 for _, seconds in reported)
 
 
 @pytest.mark.parametrize("name", MODELS)

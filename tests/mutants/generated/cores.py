@@ -30,6 +30,7 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv.transfer.choice": (f"{_LMKV}transfer/test_choice.py",),
     "lmkv_client.connector.scheduler.speeds": (f"{_SCHEDULER}test_speeds.py", f"{_SCHEDULER}test_load_costs.py"),
     "lmkv_client.engine.prompts.hit_sources": ("tests/client/engine/test_hit_sources.py",),
+    "lmkv_client.engine.prompts.prefill_rate": (f"{_SCHEDULER}test_speeds.py",),
     "lmkv_client.engine.write_credits": ("tests/client/engine/test_write_credits.py",),
     "lmkv_server.coordinator.core.budget": (f"{_CORE}test_budget.py", f"{_CORE}test_registrations.py"),
     "lmkv_server.coordinator.core.history": (f"{_CORE}test_history.py",),

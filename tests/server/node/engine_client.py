@@ -118,15 +118,23 @@ class EngineClient:
         return answer
 
     async def lookup(
-        self, ticket: str, keys: list[ChunkKey], reserve_count: int = 0, *, prefill_tokens_per_second: int = 0
+        self,
+        ticket: str,
+        keys: list[ChunkKey],
+        reserve_count: int = 0,
+        *,
+        prefill_tokens_per_second: int = 0,
+        budget_seconds: float = 0.0,
     ) -> pb.FoundChunks:
-        """Looks a prompt up."""
+        """Looks a prompt up. `budget_seconds`: what the answer is worth; 0: the engine does not know."""
         lookup = pb.LookupChunks(
             request_id=ticket,
             chunk_keys=join_keys(keys),
             reserve_count=reserve_count,
             prefill_tokens_per_second=prefill_tokens_per_second,
         )
+        if budget_seconds:
+            lookup.budget.FromNanoseconds(int(budget_seconds * 1e9))
         await self.say(lookups=[lookup])
         (found,) = await self.hear("found")
         assert found.request_id == ticket

@@ -9,9 +9,9 @@ from lmkv_client.connector.scheduler.loads.loads import Loads
 from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.connector.vllm_api import Request
+from lmkv_client.engine.prompts.prefill_rate import PrefillRate
 
 
 class HitChoice:

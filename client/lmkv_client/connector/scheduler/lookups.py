@@ -10,14 +10,15 @@ from lmkv.keys import ChunkKey
 from lmkv.misses.memory import LossMemory
 from lmkv.misses.messages import reason_name, reason_to_proto
 from lmkv.misses.reason import MissReason
+from lmkv.runtime.patience import Suspicion, worth_seconds
 from lmkv.telemetry import SpanKind
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, PromptSpan
 from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
-from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.engine.prompts.hit_sources import HitSources
 from lmkv_client.engine.prompts.lookup_message import lookup_message
+from lmkv_client.engine.prompts.prefill_rate import PrefillRate
 from lmkv_client.engine.prompts.prompt_account import failure_reason
 
 HOLD_SECONDS = 10.0
@@ -26,9 +27,6 @@ GRACE_SECONDS = 0.001
 """Time that a step waits for the answer of a lookup: another step may be much later."""
 LONE_GRACE_SECONDS = 0.005
 """The same where the request is the only one: the step has nothing else to do."""
-TIMEOUTS_UNTIL_SUSPECT = 3
-SUSPECT_SECONDS = 1.0
-"""After `TIMEOUTS_UNTIL_SUSPECT` lookups in a row without an answer, no lookups are sent for this time."""
 
 
 class RequestLookups:
@@ -53,8 +51,7 @@ class RequestLookups:
         self._states: dict[str, RequestState] = {}
         """By lookup id, as long as an answer may arrive."""
         self._lookup_number = 0
-        self._timeouts = 0
-        self._suspect_until = 0.0
+        self._suspicion = Suspicion()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -63,7 +60,8 @@ class RequestLookups:
         """Looks a request up, and asks for write credits for absent chunks. Sends nothing while the node is suspect."""
         now = self._clock()
         asked = state.asked_keys
-        if not asked or now < self._suspect_until:
+        worth = self._worth_seconds(state)
+        if not asked or self._suspicion.concerns(worth, now):
             state.account.unanswered(MissReason.NODE_SUSPECT if asked else MissReason.UNCACHEABLE)
             state.end_lookup()
             return
@@ -93,6 +91,8 @@ class RequestLookups:
         lookup.part_reserve_counts.extend(wanted[1:])
         lookup.traceparent = state.lookup_span.traceparent
         lookup.handoff_id = state.handoff_id
+        if worth:
+            lookup.budget.FromNanoseconds(int(worth * 1e9))
         if self._config.refuse_slow_fetches:
             lookup.prefill_tokens_per_second = self._prefill.tokens_per_second
         self._send(pb.AttachRequest(lookups=[lookup]))
@@ -106,8 +106,7 @@ class RequestLookups:
 
     def handle_found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
-        self._timeouts = 0
-        self._suspect_until = 0.0
+        self._suspicion.end()
         state = self._states.pop(found.request_id, None)
         if state is None or state.lookup_state is not LookupState.ASKED or state.lookup_id != found.request_id:
             if state and not state.has_parts:  # too late: it was computed; chunks that are held need not be stored
@@ -138,14 +137,13 @@ class RequestLookups:
     def is_pending(self, state: RequestState) -> bool:
         """Whether the request is to wait for its answer or for chunks that are fetched. Ends waits that time out."""
         if state.lookup_state is LookupState.ASKED:
-            if self._clock() < state.looked_up_at + self._config.lookup_timeout:
+            now, seconds = self._clock(), max(self._config.lookup_timeout, self._worth_seconds(state))
+            if now < state.looked_up_at + seconds:
                 return True
             self._counters.add("lookup_timeouts")
-            self._counters.add("lookup_seconds", self._clock() - state.looked_up_at)
-            self._timeouts += 1
-            if self._timeouts >= TIMEOUTS_UNTIL_SUSPECT:
-                self._suspect_until = self._clock() + SUSPECT_SECONDS
-            state.lookup_span.fail("timeout", f"no answer within lookup_timeout ({self._config.lookup_timeout:g} s)")
+            self._counters.add("lookup_seconds", now - state.looked_up_at)
+            self._suspicion.timed_out(state.looked_up_at, now)
+            state.lookup_span.fail("timeout", f"no answer within {seconds:.3g} s (lookup_timeout)")
             state.end_lookup_span(HitSources())
             state.lookup_state = LookupState.OVER  # its id stays known: the answer may still arrive
         elif state.lookup_state is LookupState.FETCHING:
@@ -218,11 +216,17 @@ class RequestLookups:
         self._send(pb.AttachRequest(releases=[release]))
 
     def node_lost(self) -> None:
-        """Ends all lookups: the node is lost and answers none."""
+        """Ends all lookups: the node is lost and answers none. The next one is not suspect."""
+        self._suspicion.end()
         for state in self._states.values():
             state.account.node_lost()
             state.end_lookup()
         self._states.clear()
+
+    def _worth_seconds(self, state: RequestState) -> float:
+        """The time that a lookup of the prompt is worth: of what vLLM has not computed."""
+        unknown_count = state.token_count - state.computed_count
+        return worth_seconds(unknown_count, self._prefill.tokens_per_second, self._config.max_lookup_timeout)
 
     def _fetched(self, state: RequestState) -> None:
         self._states.pop(state.lookup_id, None)

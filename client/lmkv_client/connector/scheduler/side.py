@@ -32,7 +32,6 @@ from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.node_messages import NodeMessages
 from lmkv_client.connector.scheduler.request_builder import RequestBuilder
 from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
-from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.scheduler.stores import Stores
 from lmkv_client.connector.scheduler.weight_versions import WeightVersions
 from lmkv_client.connector.stats import ConnectorCounters, ConnectorStats, miss_tokens
@@ -49,6 +48,7 @@ from lmkv_client.connector.vllm_api import (
 )
 from lmkv_client.engine.attachment import Attachment
 from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
+from lmkv_client.engine.prompts.prefill_rate import PrefillRate
 from lmkv_client.engine.prompts.prompt_account import PromptAccount, PromptAccounts
 from lmkv_kernels import ChunkCopy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from lmkv import telemetry
 from lmkv.errors import BadChunkKey, BadMessage
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses.messages import reason_to_proto
+from lmkv.runtime.patience import MAX_BUDGET_SECONDS, NODE_SHARE
 from lmkv.telemetry import Span
 from lmkv.tiers import HANDOFF, OWN, Run
 from lmkv.v1 import engine_service_pb2 as pb
@@ -106,11 +108,12 @@ class EngineLookups:
     async def _ask(self, lookup: pb.LookupChunks, lease: LookupLease, prompt: PromptTokens | None, span: Span) -> None:
         with span:
             spec, limit, rate = self._session.spec, self._session.holdable_count, lookup.prefill_tokens_per_second
-            hit = await self._stack.lookup(spec, lease.keys, lease.own_count, limit, root=lease.root)
+            deadline = lookup_deadline(lookup)
+            hit = await self._stack.lookup(spec, lease.keys, lease.own_count, limit, root=lease.root, deadline=deadline)
             hit, refused = self._stack.without_slow(hit, spec, rate)
             tail = self._begin_tail(lease, prompt, hit)
             if tail:
-                await self._stack.ask_for_tail(tail, spec, hit, rate)
+                await self._stack.ask_for_tail(tail, spec, hit, rate, deadline=deadline)
             self._answer(lookup, lease, hit, span, refused, tail.tail if tail else None)
 
     def _begin_tail(self, lease: LookupLease, prompt: PromptTokens | None, hit: Hit) -> TailLookup | None:
@@ -212,7 +215,7 @@ class EngineLookups:
         self, lookup: pb.LookupChunks, lease: LookupLease, items: ItemLookup, span: Span, asked_count: int
     ) -> None:
         with span:
-            await self._stack.ask_for_items(items, self._session.holdable_bytes)
+            await self._stack.ask_for_items(items, self._session.holdable_bytes, deadline=lookup_deadline(lookup))
             self._answer_items(lookup, lease, self._found(items, lookup), span, asked_count)
 
     def _found(self, items: ItemLookup, lookup: pb.LookupChunks) -> ItemHit:
@@ -285,6 +288,12 @@ class EngineLookups:
     def _promised(self, lease: LookupLease) -> tuple[int, str]:
         """The number of chunks that a handoff will bring, and the instance that sends them."""
         return self._stack.promised(lease.handoff_id, lease.own_count, len(lease.keys))
+
+
+def lookup_deadline(lookup: pb.LookupChunks) -> float | None:
+    """Until when tiers may answer a lookup that begins now; None if its engine does not know what it is worth."""
+    seconds = min(lookup.budget.seconds + lookup.budget.nanos / 1e9, MAX_BUDGET_SECONDS)
+    return time.monotonic() + NODE_SHARE * seconds if seconds > 0 else None
 
 
 def missed_span(run: MissedRun) -> PromptSpan:

@@ -10,6 +10,7 @@ import numpy as np
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
+from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.partial_chunks import ChunkEnd
 from lmkv_server.node.cache.prompt_items import PromptItems
@@ -38,7 +39,10 @@ class Coordinators(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether a lookup can find anything now."""
+        """Whether one answers, according to the last attempts."""
+
+    def answers_within(self, seconds: float, /) -> bool:
+        """Whether one may answer a lookup within this time: none that has been silent for longer."""
 
     @property
     def is_configured(self) -> bool:
@@ -85,20 +89,20 @@ class PeerTier:
     is_local = False
 
     def __init__(self, fetcher: PeerFetcher, coordinators: Coordinators, lookup_seconds: float) -> None:
-        """`lookup_seconds` limits the time of one lookup at the coordinators."""
+        """`lookup_seconds` limits the time of one lookup at the coordinators, unless its answer is worth more."""
         self._fetcher = fetcher
         self._coordinators = coordinators
         self._lookup_seconds = lookup_seconds
 
     @property
     def usable(self) -> bool:
-        """Whether a coordinator answers."""
-        return self._coordinators.connected
+        """Whether a coordinator may answer."""
+        return self._coordinators.answers_within(MOST_SECONDS)
 
     @property
     def is_down(self) -> bool:
         """Whether there are coordinators, and none answers."""
-        return self._coordinators.is_configured and not self.usable
+        return self._coordinators.is_configured and not self._coordinators.connected
 
     async def lookup(self, needs: Needs) -> PeerPresence:
         """The needed chunks that the peer with the longest run has. Coordinators match whole hits only."""
@@ -111,7 +115,7 @@ class PeerTier:
         first, last = needs.indices[0], needs.indices[-1]
         parent_key = (needs.keys[first - 1] if first else needs.root) if needs.root else b""
         found = await self._coordinators.lookup(
-            needs.keys[first : last + 1], self._lookup_seconds, parent_key=parent_key or b""
+            needs.keys[first : last + 1], needs.seconds(self._lookup_seconds), parent_key=parent_key or b""
         )
         holders = [_counted_from_start(holder, first) for holder in found.holders]
         end = max((holder.matched_chunk_count for holder in holders), default=first)
@@ -130,7 +134,7 @@ class PeerTier:
         keys = [needs.keys[index] for index in needs.indices]
         found = await self._coordinators.lookup(
             keys,
-            self._lookup_seconds / 2,
+            needs.seconds(self._lookup_seconds / 2),
             parent_key=needs.root or b"",
             any_key=True,
             prefix_digests=needs.prefix_digests,
@@ -159,7 +163,7 @@ class PeerTier:
     async def _lookup_items(self, needs: Needs, items: PromptItems) -> PeerPresence:
         """The needed items of the longest hit that each peer has. A peer may have others, of other hits."""
         found = await self._coordinators.lookup(
-            items.chunk_keys, self._lookup_seconds, fingerprint=needs.spec.fingerprint
+            items.chunk_keys, needs.seconds(self._lookup_seconds), fingerprint=needs.spec.fingerprint
         )
         holders = found.holders
         held = np.zeros(len(items), np.bool_)

@@ -12,6 +12,7 @@ from lmkv import rpc
 from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.lookup_call import LookupCall
+from lmkv.runtime.patience import Silence
 from lmkv.telemetry.spans import current_ids
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
@@ -23,20 +24,24 @@ MAX_LOOKUP_KEYS = 32_768
 
 IDLE_SECONDS = 30.0
 """A call without lookups ends after this time."""
+LATE_SHARE = 0.9
+"""Share of its time after which a lookup that fails had no answer in time; one that fails sooner cannot be answered."""
 UNARY_SECONDS = 10.0
 """After a failure on the stream each lookup is a call of its own for this time: a coordinator delays refusals. On a
 stream, that also delays the lookups behind them; and only a call has a deadline that the coordinator knows."""
 
 
 class CoordinatorLookup:
-    """Sends lookups to one coordinator. Its session sends none while it `is_suspended`."""
+    """Sends lookups to one coordinator. Its session sends none that its `silence` outlasts."""
 
     def __init__(self, coordinator_address: str, *, unary_seconds: float = UNARY_SECONDS) -> None:
-        self.is_suspended = False
-        """Whether a lookup had no answer in time; the session resets it with the coordinator's next message."""
+        self.silence = Silence()
+        """Begins with a lookup that had no answer in time; ends with the coordinator's next answer to any message."""
         self._failure_count = 0
         self._coordinator_address = coordinator_address
         self._call: LookupCall | None = None
+        self._retired: list[LookupCall] = []
+        """Calls that take no more lookups and may still answer some."""
         self._unary_seconds = unary_seconds
         self._unary_until = 0.0
 
@@ -60,18 +65,24 @@ class CoordinatorLookup:
         request = cache_service_pb2.LookupRequest(
             chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id, **fields
         )
+        asked_at = time.monotonic()
         try:
-            return await self._send(cache, request, deadline_seconds)
+            response = await self._send(cache, request, deadline_seconds)
         except LmkvError as error:
             self._failure_count += 1
-            self.is_suspended = self.is_suspended or isinstance(error, Unreachable)
+            if isinstance(error, Unreachable):
+                if time.monotonic() - asked_at < LATE_SHARE * deadline_seconds:
+                    self.silence.broken()
+                self.silence.begin(asked_at)
             logger.debug("lookup failed: %s", error)
             return None
+        self.silence.end()
+        return response
 
     async def aclose(self) -> None:
         """Ends lookups that wait for an answer."""
-        if self._call is not None:
-            await self._call.aclose()
+        calls = [*self._retired, *([self._call] if self._call else [])]
+        await asyncio.gather(*(call.aclose() for call in calls))
 
     async def _send(
         self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
@@ -94,13 +105,14 @@ class CoordinatorLookup:
         self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
     ) -> cache_service_pb2.LookupResponse:
         if self._call is None or self._call.has_ended:
+            self._retired = [one for one in (*self._retired, self._call) if one and not one.is_over]
             self._call = LookupCall(cache, self._coordinator_address, idle_seconds=IDLE_SECONDS)
         call = self._call
         try:
             async with asyncio.timeout(deadline_seconds):
                 return await call.lookup(request)
         except TimeoutError:
-            call.end()  # its next answers would be late, too
+            call.retire()  # its next answers may be late, too: for lookups that have no more time
             raise Unreachable(
                 f"the coordinator at {self._coordinator_address} did not answer in {deadline_seconds:g} s"
             ) from None

@@ -220,6 +220,10 @@ class FleetMembership:
         """Whether a coordinator answers, according to the last attempts."""
         return any(session.connected for session in self.sessions)
 
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a coordinator may answer a lookup within this time: none that has been silent for longer."""
+        return any(session.answers_within(seconds) for session in self.sessions)
+
     def stats(self) -> FleetStats:
         """The state of all sessions."""
         return FleetStats(
@@ -263,7 +267,7 @@ class FleetMembership:
         first = self._lookup_count % max(len(sessions), 1)
         for session in sessions[first:] + sessions[:first]:
             left = deadline - time.monotonic()
-            if not session.connected or left <= 0:
+            if left <= 0 or not session.answers_within(left):
                 continue
             found = await session.lookup(
                 keys,

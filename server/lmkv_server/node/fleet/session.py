@@ -175,7 +175,11 @@ class CoordinatorSession:
     @property
     def connected(self) -> bool:
         """Whether the coordinator answers, according to the last attempts."""
-        return self._stream is not None and not self._lookups.is_suspended
+        return self._stream is not None and not self._lookups.silence
+
+    def answers_within(self, seconds: float) -> bool:
+        """Whether the coordinator may answer within this time: not if it has been silent for as long."""
+        return self._stream is not None and not self._lookups.silence.outlasts(seconds, time.monotonic())
 
     @property
     def lookup_failures(self) -> int:
@@ -192,13 +196,14 @@ class CoordinatorSession:
     ) -> cache_service_pb2.LookupResponse | None:
         """The other instances that hold the chunks, as `FleetMembership.lookup`; None if there is no answer.
 
-        A lookup without an answer in time suspends further ones until the coordinator answers a heartbeat.
+        After a lookup without an answer in time, none is sent that has less time than the coordinator has been silent,
+        until it answers one or a heartbeat.
         """
         lease = self._registrar.lease
-        if not self.connected or lease is None:
+        if not self.answers_within(deadline_seconds) or lease is None:
             return None
         response = await self._lookups.lookup(self._cache, lease.instance.instance_id, keys, deadline_seconds, **fields)
-        if self._lookups.is_suspended and self._stream is not None:
+        if self._lookups.silence and self._stream is not None:
             self._stream.probe()
         return response
 
@@ -228,7 +233,8 @@ class CoordinatorSession:
             self._stream = self._open_stream(lease)
             if self._registration_is_outdated:  # by a change during the registration
                 self._stream.refresh()
-            self._lookups.is_suspended, self._logged = False, ""
+            self._lookups.silence.end()
+            self._logged = ""
             self.is_refused, self._refused_since = False, None
             logger.info("instance %s joined the fleet at %s", lease.instance.instance_id, self.coordinator_address)
             self._settled.set()
@@ -293,7 +299,7 @@ class CoordinatorSession:
         )
 
     def _response_received(self) -> None:
-        self._lookups.is_suspended = False
+        self._lookups.silence.end()
 
     def _refused(self, error: InstanceIdInUse | StaleEpoch) -> None:
         """Another node has the instance id: at the start perhaps a dead one whose lease has not expired yet.

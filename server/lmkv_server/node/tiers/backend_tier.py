@@ -96,8 +96,8 @@ class BackendTier(Generic[C]):
 
     @property
     def is_down(self) -> bool:
-        """Whether no backend can be used."""
-        return not self.usable
+        """Whether no backend can be used, or none answers now."""
+        return not any(backend.usable and backend.health.usable for backend in self._backends)
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a backend is known to hold the chunk."""
@@ -123,7 +123,7 @@ class BackendTier(Generic[C]):
         """What the tier has done since the start."""
         now = TierStats(
             undecryptable_chunks=self._encryption.rejected_count if self._encryption else 0,
-            down_backends=sum(not backend.usable for backend in self._backends),
+            down_backends=sum(not (backend.usable and backend.health.usable) for backend in self._backends),
         )
         backends = (backend.health.stats() for backend in self._backends)
         return sum((self.reader.stats(), now, *backends), start=self.writer.stats())

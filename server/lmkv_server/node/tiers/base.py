@@ -6,6 +6,7 @@ the node's event loop and none blocks it. A tier that fails is one that has noth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
@@ -38,6 +39,12 @@ class Needs:
     """With `any_of`: those of the prompt's next tokens, if the presence shall have `beginning`."""
     items: PromptItems | None = None
     """What `keys` are, if the prompt's chunks have several parts. A tier that keeps chunks by key need not know."""
+    deadline: float | None = None
+    """Until when, by `time.monotonic()`, the answer is worth its time; None: a tier's own timeout is right."""
+
+    def seconds(self, least: float) -> float:
+        """How long a tier whose own timeout is `least` may take."""
+        return least if self.deadline is None else max(least, self.deadline - time.monotonic())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +184,8 @@ class SecondaryTier(Protocol):
         """Whether it may hold chunks that a lookup cannot find now: it has failed, or does not answer."""
 
     async def lookup(self, needs: Needs) -> Presence:
-        """Which of the needed chunks the tier has. Bounded by a time of the tier's own; late or failed: none.
+        """Which of the needed chunks the tier has. Bounded by `Needs.seconds` of the tier's own time; late or failed:
+        none.
 
         Counts as a use of those and of the prompt's chunks before them. Raises nothing but for cancellation.
         """
@@ -201,3 +209,11 @@ class SecondaryTier(Protocol):
 
     def stats(self) -> TierStats:
         """What the tier has done."""
+
+
+def deadline_at(tiers: Sequence[SecondaryTier], at: int, deadline: float | None) -> float | None:
+    """When the lookup in a tier among these is to end: one beyond this host leaves half of the time to those behind."""
+    if deadline is None or tiers[at].is_local or not any(later.usable for later in tiers[at + 1 :]):
+        return deadline
+    now = time.monotonic()
+    return now + (deadline - now) / 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,8 @@ class BackendHealth:
         self._full_seconds = full_seconds
         self._stall_seconds = stall_seconds
         self._full_until = 0.0
-        self._late: set[asyncio.Future[Any]] = set()
+        self._late: dict[asyncio.Future[Any], float] = {}
+        """When each late call began."""
         self._running: set[asyncio.Future[Any]] = set()
         self._failed = asyncio.Event()
         self._is_ended = False
@@ -74,6 +76,10 @@ class BackendHealth:
     def usable(self) -> bool:
         """Whether a call may be started."""
         return self.is_open and not self._late
+
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a call may be started that has this time: not if one has run for as long already."""
+        return self.is_open and time.monotonic() - min(self._late.values(), default=math.inf) < seconds
 
     @property
     def is_full(self) -> bool:
@@ -130,10 +136,10 @@ class BackendHealth:
 
     async def run(self, kind: str, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a blocking call on a thread; it ends even if the caller is cancelled. Raises `OSError`."""
-        call = self._start(kind, function, *arguments)
+        began, call = time.monotonic(), self._start(kind, function, *arguments)
         done, _ = await asyncio.wait([call], timeout=self._stall_seconds)
         if not done:
-            self._late.add(call)
+            self._late[call] = began
             call.add_done_callback(self._end_late)
             self._log(f"is slow, continuing without it: no answer for {self._stall_seconds:g} s")
             await asyncio.wait([call])
@@ -142,13 +148,13 @@ class BackendHealth:
 
     async def run_within(self, seconds: float, kind: str, function: Callable[..., T], *arguments: Any) -> T | None:
         """As `run`, but returns None if the call has not ended after `seconds`."""
-        call = self._start(kind, function, *arguments)
+        began, call = time.monotonic(), self._start(kind, function, *arguments)
         done, _ = await asyncio.wait([call], timeout=seconds)
         if done:
             return call.result()
         logger.debug("%s: %s did not answer within %.3g s", self._tier, self.backend, seconds)
         self._late_count += 1
-        self._late.add(call)
+        self._late[call] = began
         call.add_done_callback(self._end_late)
         call.add_done_callback(self._close_if_failed)
         return None
@@ -177,7 +183,7 @@ class BackendHealth:
         return call
 
     def _end_late(self, call: asyncio.Future[Any]) -> None:
-        self._late.discard(call)
+        self._late.pop(call, None)
         self.work.set()
 
     def _close_if_failed(self, call: asyncio.Future[Any]) -> None:

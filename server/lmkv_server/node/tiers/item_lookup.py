@@ -19,7 +19,7 @@ from lmkv.tiers import HANDOFF, OWN, Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers import item_grid
-from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier
+from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, deadline_at
 from lmkv_server.node.tiers.hit import Hit, ItemHit
 from lmkv_server.node.tiers.item_grid import ItemGrid
 
@@ -58,20 +58,27 @@ class ItemLookup:
             rest=Hit(runs=tuple(Run(tier=tier, chunk_count=len([*run])) for tier, run in groupby(tiers)), items=items),
         )
 
-    async def ask(self, tiers: Sequence[SecondaryTier], budget_bytes: int) -> None:
+    async def ask(self, tiers: Sequence[SecondaryTier], budget_bytes: int, *, deadline: float | None = None) -> None:
         """Asks each tier for the items that a longer hit needs and those before it do not hold. Raises nothing.
 
         Longer than the present hit whose items fit into the budget.
         """
         self._place_own(budget_bytes)
-        for tier in tiers:
+        for at, tier in enumerate(tiers):
             wanted = self._grid.wanted(budget_bytes)
             if not wanted:
                 break
             if not tier.usable:
                 continue
             items = self._grid.items
-            needs = Needs(spec=self.spec, keys=items.keys, indices=wanted, in_order=False, items=items)
+            needs = Needs(
+                spec=self.spec,
+                keys=items.keys,
+                indices=wanted,
+                in_order=False,
+                items=items,
+                deadline=deadline_at(tiers, at, deadline),
+            )
             presence = await tier.lookup(needs)
             self._asked.append((tier, presence))
             self._grid.place(len(self._asked), presence.indices)

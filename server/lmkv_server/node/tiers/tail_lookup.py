@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.tiers import OWN
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.partial_chunks import ChunkEnd, PartialChunks, PromptTokens
-from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier
+from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, deadline_at
 from lmkv_server.node.tiers.hit import Hit, Tail
 
 MIN_GAIN_TOKENS = 16
@@ -49,16 +49,21 @@ class TailLookup:
     def _rest_count(self) -> int:
         return self._prompt.tokens.size - self._end * self._prompt.chunk_size
 
-    async def ask(self, tiers: Iterable[SecondaryTier], hit: Hit, tokens_per_second: float) -> None:
+    async def ask(
+        self, tiers: Sequence[SecondaryTier], hit: Hit, tokens_per_second: float, *, deadline: float | None = None
+    ) -> None:
         """Asks the tiers for longer tails, each after those before it; `hit` is what they hold of the full chunks.
 
         A tail that takes longer to load than to compute is left out, if both times are known. Raises nothing.
         """
-        for tier in tiers:
+        for at, tier in enumerate(tiers):
             if tier.usable and not self.is_whole:
-                await self._ask(tier, hit.presences.get(tier.name, Presence()), tokens_per_second)
+                known = hit.presences.get(tier.name, Presence())
+                await self._ask(tier, known, tokens_per_second, deadline_at(tiers, at, deadline))
 
-    async def _ask(self, tier: SecondaryTier, known: Presence, tokens_per_second: float) -> None:
+    async def _ask(
+        self, tier: SecondaryTier, known: Presence, tokens_per_second: float, deadline: float | None
+    ) -> None:
         nearer_count = self.tail.token_count if self.tail else 0
         least_count = nearer_count + MIN_GAIN_TOKENS
         candidates = self._local if tier.is_local else ()
@@ -80,6 +85,7 @@ class TailLookup:
                 any_of=True,
                 root=self._prompt.parent(self._keys, self._end),
                 prefix_digests=digests,
+                deadline=deadline,
             )
         )
         found = presence.beginning or (longer[presence.indices[0]] if presence.indices else None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import tier_tokens
 from lmkv_client.connector.vllm_api import CacheHitSource
+from lmkv_client.engine.prompts.prefill_rate import PrefillRate
 from tests.client.connector.scheduler.serving import (
     COLD,
     HIT,

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from lmkv_client.connector.scheduler.lookups import HOLD_SECONDS, SUSPECT_SECONDS, TIMEOUTS_UNTIL_SUSPECT
-from tests.client.connector.scheduler.serving import COLD, FOREVER, HIT, PROMPT, MakeEngine, filled, until
+import pytest
+
+from lmkv.runtime.patience import SHARE, SUSPECT_SECONDS, TIMEOUTS_UNTIL_SUSPECT
+from lmkv_client.connector.scheduler.lookups import HOLD_SECONDS
+from tests.client.connector.scheduler.serving import (
+    COLD,
+    FOREVER,
+    HIT,
+    PROMPT,
+    MakeEngine,
+    filled,
+    forget_pages,
+    until,
+)
+from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK
 
 
@@ -26,6 +39,102 @@ def test_a_lookup_that_is_not_answered_in_time_is_a_miss(make_engine: MakeEngine
     engine.node.prompt = False
     assert engine.serve("a", PROMPT) == COLD
     assert engine.count("lookup_timeouts") == 1
+    engine.check_nothing_is_left()
+
+
+RATE = 100
+"""Tokens per second of an engine that takes two seconds for the prompt."""
+TIMEOUT = 0.05
+
+
+def slow(engine: SimulatedEngine, tokens_per_second: float = RATE) -> SimulatedEngine:
+    """The engine, once it knows that it computes this slowly."""
+    for _ in range(50):
+        engine.side._prefill.add(10**6, 10**6 / tokens_per_second)
+    return engine
+
+
+def waits_for(engine: SimulatedEngine, seconds: float) -> bool:
+    """Whether the request `a` still waits for the answer of its lookup after this time."""
+    engine.node.prompt = False
+    engine.add("a", PROMPT)
+    engine.step()
+    engine.clock.now += seconds
+    engine.step()
+    return not engine.scheduled_tokens["a"]
+
+
+def test_a_request_waits_for_an_answer_as_long_as_that_is_worth(make_engine: MakeEngine) -> None:
+    engine = slow(filled(make_engine(lookup_timeout=TIMEOUT)))
+    worth = SHARE * len(PROMPT) / RATE
+    assert waits_for(engine, 0.9 * worth)
+    engine.node.answer()
+    assert engine.node.lookups[-1].budget.ToNanoseconds() == pytest.approx(worth * 1e9, rel=0.01)
+    engine.run("a")
+    assert engine.scheduled_tokens["a"] == HIT
+    assert engine.count("lookup_timeouts") == 0
+    engine.check_nothing_is_left()
+
+
+def test_a_request_waits_no_longer_than_an_answer_is_worth(make_engine: MakeEngine) -> None:
+    engine = slow(filled(make_engine(lookup_timeout=TIMEOUT)))
+    assert not waits_for(engine, 1.1 * SHARE * len(PROMPT) / RATE)
+    assert engine.count("lookup_timeouts") == 1
+
+
+def test_a_lookup_always_has_its_timeout(make_engine: MakeEngine) -> None:
+    fast = slow(filled(make_engine(lookup_timeout=TIMEOUT)), 10**6)
+    assert waits_for(fast, 0.8 * TIMEOUT)
+    unmeasured = make_engine(lookup_timeout=TIMEOUT)
+    assert waits_for(unmeasured, 0.8 * TIMEOUT)
+    unmeasured.node.answer()
+    assert not unmeasured.node.lookups[-1].HasField("budget")
+
+
+def test_the_longest_time_of_a_lookup_holds(make_engine: MakeEngine) -> None:
+    engine = slow(filled(make_engine(lookup_timeout=TIMEOUT, max_lookup_timeout=2 * TIMEOUT)))
+    assert not waits_for(engine, 2.1 * TIMEOUT)
+
+
+def test_what_vllm_holds_itself_is_worth_no_wait(make_engine: MakeEngine) -> None:
+    engine = slow(filled(make_engine(lookup_timeout=TIMEOUT)))
+    engine.serve("own", PROMPT)
+    assert not waits_for(engine, 3 * TIMEOUT), "vLLM has all but the last tokens"
+    engine.run("a")
+    forget_pages(engine)
+    slow(engine)
+    engine.add("b", PROMPT)
+    engine.step()
+    engine.clock.now += 3 * TIMEOUT
+    engine.step()
+    assert not engine.scheduled_tokens["b"]
+
+
+def test_a_node_that_was_silent_for_less_than_an_answer_is_worth_is_asked(make_engine: MakeEngine) -> None:
+    engine = slow(make_engine(lookup_timeout=TIMEOUT, max_lookup_timeout=20.0), 10**6)
+    engine.node.prompt = False
+    for number in range(TIMEOUTS_UNTIL_SUSPECT):
+        engine.serve(str(number), [number, *PROMPT])
+    engine.serve("not asked", [100, *PROMPT])
+    assert engine.count("lookups") == TIMEOUTS_UNTIL_SUSPECT
+    slow(engine, RATE / 10)
+    engine.node.prompt = True
+    engine.serve("again", PROMPT)
+    assert engine.count("lookups") == TIMEOUTS_UNTIL_SUSPECT + 1
+    engine.check_nothing_is_left()
+
+
+def test_another_node_is_not_suspect(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.node.prompt = False
+    for number in range(TIMEOUTS_UNTIL_SUSPECT):
+        engine.serve(str(number), [number, *PROMPT])
+    engine.node.lose()
+    engine.step()
+    engine.node.attach()
+    engine.node.prompt = True
+    engine.serve("again", PROMPT)
+    assert len(engine.node.lookups) == 1
     engine.check_nothing_is_left()
 
 

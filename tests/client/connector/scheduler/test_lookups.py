@@ -11,9 +11,9 @@ from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.scheduler.speeds import PrefillRate
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.engine.prompts.lookup_message import MAX_ASKED_KEYS
+from lmkv_client.engine.prompts.prefill_rate import PrefillRate
 
 CHUNK = 2
 

@@ -7,8 +7,8 @@ import pytest
 from lmkv.errors import Unreachable
 from lmkv.misses.messages import reason_name
 from lmkv.misses.reason import MissReason
+from lmkv.runtime.patience import TIMEOUTS_UNTIL_SUSPECT
 from lmkv.v1.chunk_pb2 import MISS_REASON_EVICTED_BY_STORE
-from lmkv_client.connector.scheduler.lookups import TIMEOUTS_UNTIL_SUSPECT
 from lmkv_client.connector.stats import miss_tokens
 from tests.client.connector.scheduler.serving import PROMPT, REST, MakeEngine, filled, until, with_peer
 from tests.client.connector.simulated_engine import SimulatedEngine

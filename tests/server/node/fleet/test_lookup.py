@@ -132,21 +132,42 @@ async def test_a_lookup_that_is_cancelled_does_not_take_the_answer_of_the_next()
         await call.aclose()
 
 
-async def test_a_late_answer_ends_the_stream_and_the_next_lookup_opens_another() -> None:
+async def test_a_late_answer_retires_the_stream_and_the_next_lookup_opens_another() -> None:
     async with serving() as (lookups, stub, address):
         coordinator = CoordinatorLookup(address, unary_seconds=0.0)
         call = LookupCall(stub, address)
         coordinator._call = call
-        late = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
+        patient = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
         await until(lambda: lookups.open_count == 1)
         assert await coordinator.lookup(stub, "a", [KEY], 0.01) is None
-        assert coordinator.is_suspended
-        with pytest.raises(Unreachable):
-            await late
-        lookups.released.set()
+        assert coordinator.silence
+        assert call.has_ended
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert not coordinator.silence
         assert (lookups.stream_count, coordinator.failure_count) == (2, 1)
+        assert not call.is_over
+        lookups.released.set()
+        assert (await patient).revision, "a lookup that has more time still gets its answer"
+        await until(lambda: call.is_over)
         await coordinator.aclose()
+
+
+async def test_a_retired_stream_ends_with_its_lookups() -> None:
+    async with serving() as (lookups, stub, address):
+        coordinator = CoordinatorLookup(address, unary_seconds=0.0)
+        call = LookupCall(stub, address)
+        coordinator._call = call
+        waiting = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE))) for _ in range(2)]
+        await until(lambda: lookups.open_count == 1)
+        assert await coordinator.lookup(stub, "a", [KEY], 0.01) is None
+        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        waiting[0].cancel()
+        await asyncio.gather(waiting[0], return_exceptions=True)
+        assert not call.is_over
+        await coordinator.aclose()
+        assert call.is_over
+        with pytest.raises(Unreachable):
+            await waiting[1]
 
 
 async def test_lookups_on_a_stream_that_breaks_fail_and_the_next_opens_another() -> None:
@@ -155,7 +176,7 @@ async def test_lookups_on_a_stream_that_breaks_fail_and_the_next_opens_another()
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         lookups.ends.set()
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
-        assert coordinator.is_suspended
+        assert coordinator.silence
         lookups.ends.clear()
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         assert lookups.stream_count == 2
@@ -179,7 +200,7 @@ async def test_lookups_do_not_wait_behind_refusals() -> None:
         coordinator = CoordinatorLookup(address, unary_seconds=3600.0)
         lookups.is_refusing = True
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
-        assert not coordinator.is_suspended
+        assert not coordinator.silence
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         assert (lookups.stream_count, lookups.unary_count) == (1, 1)
         await coordinator.aclose()
@@ -193,7 +214,7 @@ async def test_a_stream_without_lookups_ends_and_the_next_lookup_opens_another()
         await until(lambda: lookups.stream_count > 0 and lookups.open_count == 0)
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         assert lookups.stream_count == 2
-        assert not coordinator.is_suspended
+        assert not coordinator.silence
         await coordinator.aclose()
 
 

@@ -121,10 +121,14 @@ async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordina
         assert not fleet.connected
         async with asyncio.timeout(WAIT_SECONDS):
             for _ in range(100):
-                assert not (await fleet.lookup(KEYS, 600)).holders
+                assert not (await fleet.lookup(KEYS, 0.05)).holders
         assert fleet.stats().lookup_failures == 1, "it was not asked again"
+        patient = asyncio.create_task(fleet.lookup(KEYS, WAIT_SECONDS))
+        await asyncio.sleep(0)
+        assert not patient.done(), "a lookup that has more time than the coordinator was silent is sent"
 
         wire.thaw()
+        await patient
         await until(lambda: fleet.connected)
         await asker.until({"a": 512})
         assert len((await fleet.lookup(KEYS, WAIT_SECONDS)).holders) == 1

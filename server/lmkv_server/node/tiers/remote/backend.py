@@ -13,6 +13,7 @@ from typing import Any
 
 from lmkv.keys import ChunkKey
 from lmkv.misses.reason import MissReason
+from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import WriteResult
@@ -69,8 +70,8 @@ class StoreBackend:
 
     @property
     def usable(self) -> bool:
-        """Whether chunks can be looked up and read now."""
-        return self.health.usable and not self._owed
+        """Whether chunks can be looked up and read now, if there is time enough for the store to answer."""
+        return self.health.answers_within(MOST_SECONDS) and not self._owed
 
     @property
     def writable(self) -> bool:

@@ -56,7 +56,8 @@ class RemoteTier(BackendTier[RemoteChunk]):
         encryption: ChunkEncryption | None = None,
         **seconds: float,
     ) -> None:
-        """`lookup_seconds` bounds a lookup's wait for the store; `seconds` are for the `BackendHealth`.
+        """`lookup_seconds` bounds a lookup's wait for the store, unless its answer is worth more; `seconds` are for the
+        `BackendHealth`.
 
         With `encryption` objects are encrypted, and others are not looked up.
         """
@@ -81,14 +82,14 @@ class RemoteTier(BackendTier[RemoteChunk]):
         self._lookup_seconds = lookup_seconds
 
     async def lookup(self, needs: Needs) -> Presence:
-        """Which of the chunks the store holds, by the answers that arrive within `lookup_seconds`.
+        """Which of the chunks the store holds, by the answers that arrive in time.
 
         Where a store takes a request for each chunk, a chunk is assumed to be there if the first and a later one are;
         a read notices if it is not.
         """
-        deadline = time.monotonic() + self._lookup_seconds
         if not self.usable or not needs.indices:
             return Presence(asked=needs.indices)
+        deadline = time.monotonic() + needs.seconds(self._lookup_seconds)
         if needs.items:
             return await self._lookup_items(needs, needs.items, deadline)
         keys = [needs.keys[index] for index in needs.indices]
@@ -187,7 +188,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
     ) -> Sequence[int]:
         """Sizes of objects, 0 of those that are not of their exact size; empty if they are not known in time."""
         left = deadline - time.monotonic()
-        if left <= 0 or not self.usable:
+        if left <= 0 or not self.usable or not self.backend.health.answers_within(left):
             return ()
         objects = self.backend.objects
         names = [object_name(spec.fingerprint, key, objects.root) for key in keys]

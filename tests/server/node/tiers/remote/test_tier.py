@@ -322,12 +322,12 @@ async def test_a_frozen_store_costs_one_lookup_its_time_and_the_others_nothing(r
         redis.freeze()
         assert await host.count(1) == 0
         assert host.remote.stats().late_lookups == 1
-        assert not host.remote.usable
+        assert host.remote.is_down
         for _ in range(100):
             assert await host.count(1) == 0
         assert host.remote.stats().late_lookups == 1, "no lookup is sent meanwhile"
         redis.thaw()
-        await host.open()
+        await until(lambda: not host.remote.is_down)
         assert await host.count(0) == 1
 
 
