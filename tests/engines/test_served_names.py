@@ -19,7 +19,7 @@ from lmkv_client.demo.cluster import Cluster
 from tests.engines.conftest import SETTINGS
 from tests.engines.faults import eventually
 from tests.engines.llm import make_prompt
-from tests.engines.test_isolation import make_adapter
+from tests.support.models import make_adapter
 from tests.support.proxy import ProxyProcess
 from tests.support.tokens import entry, write
 
