@@ -118,16 +118,16 @@ async def test_the_command_line_explains_where_a_prompt_is_and_why_it_is_gone(
         }
 
     before = await explained()
-    assert before["node-1"] == [("own", "UNSPECIFIED", len(TOKENS)), ("", "NEVER_STORED", 3)]
+    assert before["node-1"] == [("host", "UNSPECIFIED", len(TOKENS)), ("", "NEVER_STORED", 3)]
     assert before["node-2"] == [("peers", "UNSPECIFIED", len(TOKENS)), ("", "NEVER_STORED", 3)]
     assert await run_command("clear", "--instance", "node-1", "--tokens", tokens) == 0
     capsys.readouterr()
     after = await explained()
-    assert after["node-1"] == [("own", "DROPPED", len(TOKENS) + 3)]
+    assert after["node-1"] == [("host", "DROPPED", len(TOKENS) + 3)]
     assert after["node-2"] == [("", "NEVER_STORED", len(TOKENS) + 3)]
     assert await run_command("explain", "--tokens", tokens, "--instance", "node-1") == 0
     shown = capsys.readouterr().out
-    assert "dropped (own)" in shown
+    assert "dropped (host)" in shown
     assert " ago " in shown
 
 

@@ -106,7 +106,7 @@ def test_in_a_full_pool_the_manuals_short_prompt_is_found_loaded_and_moved(fleet
     loaded = engine.ask_again(branch)
     assert (loaded.token_ids, loaded.loaded_tokens) == (engine.compute(branch), 10)
     explained = run(fleet, "explain", "--tokens", ",".join(map(str, prompt)), "--instance", "full")
-    assert explained.splitlines()[1].split() == ["full", "0-11", "own"]
+    assert explained.splitlines()[1].split() == ["full", "0-11", "host"]
     moved = run(fleet, "move", "--from", "full", "--to", "follower", "--tokens", ",".join(map(str, prompt)))
     assert "12 tokens" in moved
     other = fleet.engines["follower"].ask(prompt)

@@ -166,7 +166,7 @@ def test_the_node_keeps_a_report_of_each_prompt(attach: Attach, tmp_path: Path) 
         engine.lookup(keys, timeout=WAIT_SECONDS).release()
         until(lambda: len(coordinator.instances()) == 1 and len(reports(coordinator, "/")) == 1)
         (named,), (other,) = reports(coordinator, "chat-7"), reports(coordinator, "/")
-        assert describe(named.spans) == describe(other.spans) == f"{CHUNK} own, {2 * CHUNK} never_stored"
+        assert describe(named.spans) == describe(other.spans) == f"{CHUNK} host, {2 * CHUNK} never_stored"
 
 
 def test_lookups_and_loads_have_spans(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
