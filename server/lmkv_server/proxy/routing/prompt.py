@@ -40,8 +40,6 @@ class PromptRequest:
     @property
     def tokens(self) -> NDArray[np.uint32] | None:
         """The prompt, if it was sent as token ids. Joins the parts."""
-        if self.path != COMPLETIONS:  # others have no such prompt
-            return None
         if len(self.id_parts) == 1:
             return self.id_parts[0]
         return np.concatenate(self.id_parts) if self.id_parts else None
@@ -106,8 +104,11 @@ def lifted(
 ) -> PromptRequest | None:
     """The request of a body without the list of token ids, which was between `head` and `rest`.
 
-    None if that list was not the prompt, or has other values: the whole body must be decoded.
+    None if that list was not the prompt, which only completions have, or has other values: the whole body must be
+    decoded.
     """
+    if path != COMPLETIONS:
+        return None
     try:
         body = msgspec.json.decode(b'%b"%b"%b' % (head, _MARK.encode(), rest))
         if isinstance(body, dict) and body.get("prompt") in _LIFTED:
