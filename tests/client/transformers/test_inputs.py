@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -210,3 +211,18 @@ def test_states_of_the_model_that_change_kv_switch_the_cache_off(gpt2: Any, make
             assert cache.load(prompt).get_seq_length() == (HELD if number == 2 else 0)
     assert cache.statistics.uncached_calls == 2
     assert cache.statistics.loaded_tokens == HELD
+
+
+def test_only_tokens_that_were_computed_are_stored(
+    gpt2: Any, make_cache: MakeCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller passes others to `store` than the model was given."""
+    caplog.set_level(logging.INFO)
+    cache, prompt = make_cache(gpt2), make_prompt(1, PROMPT)
+    past = cache.load(prompt)
+    output = compute(gpt2, prompt, past_key_values=past)
+    other = [*output[:70], *make_prompt(3, len(output) - 70)[0].tolist()]
+    assert cache.store(torch.tensor([other]), past) == 70
+    assert f"{len(output) - 1 - 70} of {len(output) - 1} tokens are not stored" in caplog.text
+    assert cache.load(torch.tensor([other])).get_seq_length() == 70
+    assert generate(cache, torch.tensor([other])) == compute(gpt2, torch.tensor([other]))
