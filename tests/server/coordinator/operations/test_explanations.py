@@ -41,7 +41,7 @@ async def test_each_instance_says_what_it_holds_and_why_the_rest_is_missing(make
         of_a, of_b = await explain(cache, tokens=PROMPT, model_name="llama")
     assert (of_a.instance_id, of_b.instance_id) == ("a", "b")
     assert spans(of_a) == [("", MISS_REASON_NEVER_STORED, len(PROMPT))]
-    assert spans(of_b) == [("own", 0, 16), ("", MISS_REASON_EVICTED_BY_STORE, len(PROMPT) - 16)]
+    assert spans(of_b) == [("host", 0, 16), ("", MISS_REASON_EVICTED_BY_STORE, len(PROMPT) - 16)]
     assert of_b.fingerprint == LLAMA.fingerprint
 
 
@@ -49,7 +49,7 @@ async def test_one_instance_is_asked_alone_and_only_instances_of_the_model_are(m
     async with make("a", KEYS), make("b", KEYS), make("c", spec=QWEN):
         assert [one.instance_id for one in await explain(cache, tokens=PROMPT, model_name="llama")] == ["a", "b"]
         (found,) = await explain(cache, tokens=PROMPT, model_name="llama", instance_id="b")
-        assert (found.instance_id, spans(found)) == ("b", [("own", 0, len(PROMPT))])
+        assert (found.instance_id, spans(found)) == ("b", [("host", 0, len(PROMPT))])
         error = await refused(cache, tokens=PROMPT, model_name="llama", instance_id="d")
         assert error.reason == "INSTANCE_NOT_FOUND"
 
@@ -58,14 +58,14 @@ async def test_the_salt_decides_which_chunks_are_meant(make: Make, cache: Any) -
     async with make("a", keys_of(PROMPT, cache_salt="mine")):
         (mine,) = await explain(cache, tokens=PROMPT, cache_salt="mine")
         (other,) = await explain(cache, tokens=PROMPT, cache_salt="other")
-    assert spans(mine) == [("own", 0, len(PROMPT))]
+    assert spans(mine) == [("host", 0, len(PROMPT))]
     assert spans(other) == [("", MISS_REASON_NEVER_STORED, len(PROMPT))]
 
 
 async def test_keys_are_looked_for_under_each_spec_of_an_instance(make: Make, cache: Any) -> None:
     async with make("a", KEYS):
         (found,) = await explain(cache, chunk_keys=b"".join(KEYS))
-    assert (found.fingerprint, spans(found)) == (LLAMA.fingerprint, [("own", 0, 16 * len(KEYS))])
+    assert (found.fingerprint, spans(found)) == (LLAMA.fingerprint, [("host", 0, 16 * len(KEYS))])
 
 
 async def test_requests_are_found_by_a_part_of_their_ids(make: Make, cache: Any) -> None:
@@ -96,7 +96,7 @@ async def test_an_instance_that_does_not_answer_is_named_with_the_error(
         of_a, of_b = await explain(cache, tokens=PROMPT)
         assert of_a.HasField("error")
         assert "'a' did not report the outcome" in of_a.error.message
-        assert spans(of_b) == [("own", 0, len(PROMPT))]
+        assert spans(of_b) == [("host", 0, len(PROMPT))]
         a.going.set()
 
 
