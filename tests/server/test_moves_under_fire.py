@@ -8,18 +8,12 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 import lmkv_client as sdk
-from lmkv import rpc
-from lmkv.errors import Unreachable
-from lmkv.keys import ChunkKey, join_keys
-from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.chunk_pb2 import Position
+from lmkv.errors import LmkvError
+from lmkv.keys import ChunkKey
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
@@ -82,48 +76,30 @@ async def test_no_chunk_is_lost_whenever_the_coordinator_dies(
         async with nodes(coordinator, tmp_path, short_folder) as engines:
             await store(engines["node-1"])
             for number in range(ROUNDS):
-                source, name = await begin(coordinator, number)
-                await asyncio.sleep(chance.uniform(0, 0.1 * number))  # wherever that is
-                coordinator.kill()
-                coordinator.start()
-                await asyncio.to_thread(coordinator.wait_ready)
-                sources.add(source)
-                states.add(await state_of(coordinator, name))
+                async with sdk.Coordinator(coordinator.address) as asked:
+                    source, move = await begin(asked, number)
+                    await asyncio.sleep(chance.uniform(0, 0.1 * number))  # wherever that is
+                    coordinator.kill()
+                    coordinator.start()
+                    await asyncio.to_thread(coordinator.wait_ready)
+                    await move.wait(120)
+                    sources.add(source)
+                    states.add(move.state)
             first, second = await held(engines["node-1"]), await held(engines["node-2"])
     assert first | second == set(KEYS)
     assert sources == set(NAMES), "chunks went to node-2, and were moved from there too"
-    assert states == {"done"}, "each move was gone on with"
+    assert states == {"done"}, "each move was repeated until its end"
 
 
-async def begin(coordinator: CoordinatorProcess, number: int) -> tuple[str, str]:
+async def begin(asked: sdk.Coordinator, number: int) -> tuple[str, sdk.MoveOperation]:
     """Begins a move of all chunks of a node, once it has reported them; returns that node and the move."""
     turns = itertools.cycle(NAMES if number % 2 == 0 else NAMES[::-1])
-    async with asyncio.timeout(60), rpc.open_channel(coordinator.address) as channel:
-        stub: Any = CacheServiceStub(channel)
+    async with asyncio.timeout(60):
         for source in turns:
             (destination,) = {*NAMES} - {source}
-            request = pb.MoveRequest(
-                old_position=Position(instance_id=source),
-                new_position=Position(instance_id=destination),
-                chunk_keys=join_keys(KEYS),
-            )
-            with suppress(grpc.RpcError):  # no node is back yet
-                operation = await stub.Move(request, timeout=60)
-                progress = pb.MoveProgress()
-                assert operation.metadata.Unpack(progress)
-                if progress.chunk_count:
-                    return source, operation.name
+            with suppress(LmkvError):  # no node is back yet
+                move = await asked.move(keys=KEYS, source=source, destination=destination)
+                if move.progress.chunk_count:
+                    return source, move
             await asyncio.sleep(0.02)
-    raise AssertionError("unreachable")
-
-
-async def state_of(coordinator: CoordinatorProcess, name: str) -> str:
-    """What becomes of an operation of an earlier coordinator."""
-    async with sdk.Coordinator(coordinator.address) as asked, asyncio.timeout(120):
-        while True:
-            with suppress(Unreachable):  # its nodes have not reported it yet
-                move = await asked.operation(name)
-                await move.wait()
-                return move.state
-            await asyncio.sleep(0.05)
     raise AssertionError("unreachable")

@@ -6,15 +6,15 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from lmkv.errors import OperationCancelled, Unreachable
+from lmkv.errors import OperationCancelled, OperationNotFound
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv.v1.chunk_pb2 import MISS_REASON_TIER_DOWN
-from lmkv_client import Coordinator
+from lmkv_client import Coordinator, MoveOperation
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
@@ -56,23 +56,10 @@ class World:
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    async def book_many(self, address: str) -> list[str]:
-        """Has a coordinator move the prompt to the second node, piece by piece; the operations' names."""
+    async def begin_many(self, coordinator: Coordinator) -> list[MoveOperation]:
+        """Moves the prompt to the second node, piece by piece."""
         pieces = [KEYS[start : start + CHUNKS_PER_MOVE] for start in range(0, CHUNK_COUNT, CHUNKS_PER_MOVE)]
-        async with Coordinator(address) as coordinator:
-            moves = [await coordinator.move(keys=piece, source="node-1", destination="node-2") for piece in pieces]
-        return [move.name for move in moves]
-
-    async def all_done(self, address: str, names: list[str]) -> None:
-        """Waits until a coordinator says of each operation that it did all it was to do."""
-        async with Coordinator(address) as coordinator:
-            for name in names:
-                await until_known(coordinator, name)
-                move = await coordinator.operation(name)
-                result = await move.wait(120)
-                assert (move.name, result.chunk_count, list(result.failures)) == (name, CHUNKS_PER_MOVE, [])
-            listed = await coordinator.operations()
-        assert {move.name for move in listed if move.state == "done"} >= set(names)
+        return [await coordinator.move(keys=piece, source="node-1", destination="node-2") for piece in pieces]
 
     async def held(self) -> list[set[ChunkKey]]:
         """What each node itself says that it holds."""
@@ -121,16 +108,6 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
         yield made
 
 
-async def until_known(coordinator: Coordinator, name: str) -> None:
-    """Waits until a coordinator knows an operation: after its start, its nodes must reconnect first."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while True:
-            with suppress(Unreachable):
-                await coordinator.operation(name)
-                return
-            await asyncio.sleep(0.05)
-
-
 async def served(coordinator: cluster.CoordinatorProcess) -> None:
     """Waits until a coordinator knows that both nodes serve the spec: a frozen node cannot report it."""
     async with asyncio.timeout(WAIT_SECONDS):
@@ -161,60 +138,66 @@ async def test_a_node_finds_and_fetches_what_its_peers_hold_without_either_coord
     await known(world, world.addresses[0], {"node-1": CHUNK_COUNT})
 
 
-async def test_moves_whose_coordinator_is_killed_are_seen_through_by_the_other(world: World) -> None:
+async def all_done(moves: list[MoveOperation]) -> None:
+    """Waits until each move has ended without a failure."""
+    results = await asyncio.gather(*(move.wait(120) for move in moves))
+    assert [list(result.failures) for result in results] == [[]] * len(moves)
+
+
+async def test_moves_whose_coordinator_is_killed_are_repeated_at_the_other(world: World) -> None:
     async with Coordinator(*world.addresses) as coordinator:
         with world.frozen(world.pid("node-2")):
-            names = await world.book_many(world.addresses[0])
-            moves = [await coordinator.operation(name) for name in names]
-            waiting = asyncio.gather(*(move.wait(120) for move in moves))
+            moves = await world.begin_many(coordinator)
+            assert coordinator.address == world.addresses[0]
+            waiting = asyncio.create_task(all_done(moves))
             world.coordinators[0].kill()
-        assert [result.chunk_count for result in await waiting] == [CHUNKS_PER_MOVE] * len(names)
-        assert [move.name for move in moves] == names
+        await waiting
         assert coordinator.address == world.addresses[1]
-    await world.all_done(world.addresses[1], names)
-    assert await world.held() == [set(), set(KEYS)]
-    world.coordinators[0].start()  # which hears what became of them
-    await asyncio.to_thread(world.coordinators[0].wait_ready)
-    await world.all_done(world.addresses[0], names)
-
-
-async def test_a_single_coordinator_continues_after_its_restart(world: World) -> None:
-    with world.frozen(world.pid("node-2")):
-        names = await world.book_many(world.addresses[0])
-        for coordinator in world.coordinators:
-            coordinator.kill()
-        world.coordinators[0].start()
-    await asyncio.to_thread(world.coordinators[0].wait_ready)
-    await world.all_done(world.addresses[0], names)
+        assert all(move.is_repeated for move in moves)
     assert await world.held() == [set(), set(KEYS)]
 
 
-async def test_a_coordinator_that_was_frozen_meanwhile_does_no_harm(world: World) -> None:
-    with ExitStack() as until_it_thaws:
+async def test_moves_are_repeated_at_a_single_coordinator_after_its_restart(world: World) -> None:
+    async with Coordinator(world.addresses[0]) as coordinator:
         with world.frozen(world.pid("node-2")):
-            names = await world.book_many(world.addresses[0])
-            until_it_thaws.enter_context(world.frozen(world.coordinators[0].pid))
-        await world.all_done(world.addresses[1], names)
-        assert await world.held() == [set(), set(KEYS)]
-        async with Coordinator(world.addresses[1]) as coordinator:  # what the frozen one knows is wrong from here on
-            await (await coordinator.move(TOKENS, source="node-2", destination="node-1")).wait(120)
-    await world.all_done(world.addresses[0], names)
-    await known(world, world.addresses[0], {"node-1": CHUNK_COUNT})
-    assert await world.held() == [set(KEYS), set()]
+            moves = await world.begin_many(coordinator)
+            for each in world.coordinators:
+                each.kill()
+            world.coordinators[0].start()
+        await asyncio.to_thread(world.coordinators[0].wait_ready)
+        await all_done(moves)
+    assert await world.held() == [set(), set(KEYS)]
 
 
-async def test_a_move_can_be_followed_and_cancelled_at_another_coordinator(world: World) -> None:
-    with world.frozen(world.pid("node-2")):
-        (name, *_) = await world.book_many(world.addresses[0])
-        async with Coordinator(world.addresses[1]) as elsewhere:
-            await until_known(elsewhere, name)
-            move = await elsewhere.operation(name)
+async def test_a_coordinator_that_was_frozen_meanwhile_loses_no_chunk(world: World) -> None:
+    async with Coordinator(world.addresses[0]) as frozen, Coordinator(world.addresses[1]) as other:
+        with ExitStack() as until_it_thaws:
+            with world.frozen(world.pid("node-2")):
+                await world.begin_many(frozen)
+                until_it_thaws.enter_context(world.frozen(world.coordinators[0].pid))
+            await all_done(await world.begin_many(other))
+            assert await world.held() == [set(), set(KEYS)]
+            await (await other.move(TOKENS, source="node-2", destination="node-1")).wait(120)
+        async with asyncio.timeout(WAIT_SECONDS):  # what the frozen one knew is wrong, and its moves continue
+            while True:
+                if all(move.done for move in await frozen.operations()):
+                    break
+                await asyncio.sleep(0.05)
+    first, second = await world.held()
+    assert first | second == set(KEYS)
+
+
+async def test_a_move_is_found_and_cancelled_through_any_of_the_coordinators_that_a_client_names(world: World) -> None:
+    async with Coordinator(*world.addresses) as both, Coordinator(world.addresses[1]) as elsewhere:
+        with world.frozen(world.pid("node-2")):
+            async with Coordinator(world.addresses[0]) as one:
+                name = (await world.begin_many(one))[0].name
+            with pytest.raises(OperationNotFound, match="repeat"):
+                await elsewhere.operation(name)
+            move = await both.operation(name)
             assert (move.state, move.progress.chunk_count) == ("running", CHUNKS_PER_MOVE)
             await move.cancel()
-    async with Coordinator(*world.addresses) as coordinator, Coordinator(world.addresses[1]) as elsewhere:
         with pytest.raises(OperationCancelled):
-            await (await coordinator.operation(name)).wait(120)
-        with pytest.raises(OperationCancelled):
-            await (await elsewhere.operation(name)).wait(120)
+            await (await both.operation(name)).wait(120)
     first, second = await world.held()
     assert first | second == set(KEYS)
