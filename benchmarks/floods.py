@@ -1,4 +1,4 @@
-"""What floods of large requests cost callers beside them, at each server: `python -m benchmarks.floods`.
+"""Measures how a flood of large requests slows down other callers of each server: `python -m benchmarks.floods`.
 
 A caller sends large requests from a process of its own, as fast as they are answered; another caller sends small ones,
 one after the other. The ratio is the latter's p99 over its p99 without the flood. A server may use the memory that the
@@ -54,7 +54,7 @@ HOG, HONEST = "127.0.0.1", "127.0.0.2"
 VALUES = yaml.safe_load((Path(__file__).parents[1] / "helm/lmkv/values.yaml").read_text())
 UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
 NODE_BYTES = 1 << 30
-"""What a node may use besides its pool."""
+"""Memory that a node may use in addition to its pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

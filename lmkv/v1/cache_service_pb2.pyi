@@ -1105,7 +1105,7 @@ class DrainResult(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     PIN_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """Chunks that destinations have committed. A repeat at another coordinator does not count those of the first call."""
+    """Chunks that destinations have committed because of this call. A repeat does not count the chunks of the first call."""
     token_count: _builtins.int
     """Tokens in them."""
     transferred_bytes: _builtins.int

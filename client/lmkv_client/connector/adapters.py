@@ -37,7 +37,7 @@ class Adapter:
         self.path = lora.lora_path
         self.name = lora.lora_name
         self.pages = adapter_pages(lora)
-        """What vLLM uses to distinguish its pages from those of other adapters."""
+        """The values by which vLLM distinguishes its pages from those of other adapters."""
         self.identity = ""
         """`name@digest`; empty while that is not known, or if it never will be."""
         self.is_ambiguous = False

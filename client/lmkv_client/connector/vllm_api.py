@@ -173,7 +173,7 @@ def engine_core() -> Any:
 
 
 def adapter_pages(lora: LoRARequest) -> tuple[Any, ...]:
-    """What vLLM uses to distinguish pages of a LoRA adapter: its name, and since 0.32 its path too."""
+    """The values by which vLLM distinguishes pages of a LoRA adapter: its name, and since 0.32 its path too."""
     return tuple(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
 
 

@@ -173,8 +173,10 @@ class PageStore:
             logger.warning("weights change in place: nothing is loaded or stored until the engine restarts")
 
     def lookup(self, names: Sequence[str], *, request_id: str = "", is_continued: bool = False) -> Held:
-        """What the node holds of the first pages, by SGLang's page hashes. Blocks for at most `lookup_timeout`: while
-        it does, SGLang may schedule nothing else, so that no prefill rate is reported that would make it longer.
+        """Looks up how many of the first pages the node holds, by SGLang's page hashes.
+
+        Blocks for at most `lookup_timeout`. SGLang schedules nothing meanwhile, so no prefill rate is reported, which
+        would allow a longer wait.
 
         `is_continued`: the pages were looked up before.
         """

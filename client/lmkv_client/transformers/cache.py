@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,12 +12,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from lmkv.config import ConnectorConfig, load
 from lmkv_client.engine import Engine, Written
 from lmkv_client.transformers.extents import chunk_tensor, copy_tokens, fill, has_all_tokens
-from lmkv_client.transformers.first_token import FirstToken
 from lmkv_client.transformers.inputs import ComputedTokens, changes_kv, keep_record, prevents_caching, record_of, watch
 from lmkv_client.transformers.model_kv import model_kv, new_cache
 
@@ -183,7 +183,7 @@ class LmkvCache:
         computed_count = tokens.size - past.get_seq_length()
         if options.get("attention_mask") is None:
             options["attention_mask"] = torch.ones_like(input_ids)
-        first_token = FirstToken()
+        first_token = _FirstToken()
         options["stopping_criteria"] = StoppingCriteriaList([first_token, *(options.get("stopping_criteria") or ())])
         output = self._model.generate(input_ids, past_key_values=past, **options)
         self._engine.prefilled(computed_count, first_token.seconds)
@@ -231,3 +231,20 @@ def _tokens(token_ids: torch.Tensor) -> NDArray[np.int64]:
         raise ValueError(f"token ids have shape {tuple(token_ids.shape)}; pass one sequence, [1, tokens]")
     tokens: NDArray[np.int64] = row.detach().cpu().numpy()
     return tokens
+
+
+class _FirstToken(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+    """Measures how long `generate` computes the prompt: the time until its first token. Stops nothing."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """0 before the first token."""
+        self._began = time.perf_counter()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """No sequence ends here."""
+        del scores
+        if not self.seconds:
+            input_ids[:, -1].tolist()  # waits for the device
+            self.seconds = time.perf_counter() - self._began
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

@@ -1,7 +1,7 @@
-"""What a model computes keys and values from besides its weights and token ids, which is all that chunk keys name.
+"""Finds inputs of a model that change keys and values although chunk keys do not name them. Keys name tokens only.
 
-Everything that is not known to be harmless counts as changing them. `watch` has a model note, for each cache of
-`LmkvCache.load`, the tokens whose KV the cache has: what was computed from anything else is not stored.
+An input that is not known to be harmless counts as changing them. `watch` makes a model note, for each cache of
+`LmkvCache.load`, the tokens from which it computed the cache. KV that was computed from anything else is not stored.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def prevents_caching(model: Any, options: Mapping[str, Any]) -> str:
 
 
 class ComputedTokens:
-    """The tokens whose KV a cache has, each computed from nothing but its id and those of the tokens before it."""
+    """The tokens of a cache whose KV was computed from their ids and the ids before them, and from nothing else."""
 
     def __init__(self, tokens: Sequence[int] = (), reason: str = "") -> None:
         """`tokens` were loaded. `reason`: why nothing that will be computed counts; empty if it does."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import sys
 import time
 from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
 
+from lmkv.auth.credentials import Credentials
 from lmkv.cli import Command
 from lmkv.config import ClientConfig, load
-from lmkv.errors import ConfigError, LmkvError
+from lmkv.errors import ConfigError, LmkvError, Unreachable
 from lmkv_client.commands import count, read_seconds
-from lmkv_client.commands.engines.proxy_client import Engine, ProxyClient
 from lmkv_client.commands.tables import Number, print_table
 
 EXAMPLES = """\
@@ -32,6 +35,11 @@ exit codes:
 
 COLUMNS = ("ENGINE", "ROLE", "STATE", Number("IN FLIGHT"), "INSTANCE", "MODELS")
 POLL_SECONDS = 0.5
+REQUEST_SECONDS = 30.0
+MAX_ANSWER_BYTES = 16 << 20
+
+Engine = dict[str, Any]
+"""The state of an engine, as the proxy lists it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +138,50 @@ def _row(engine: Engine) -> tuple[str, ...]:
     state = engine["state"] + (f": {engine['failure']}" if engine["failure"] else "")
     models = ", ".join(engine["models"])
     return (engine["url"], engine["role"], state, str(engine["in_flight_count"]), engine["instance_id"], models)
+
+
+class ProxyClient:
+    """Calls a proxy, one connection a request."""
+
+    def __init__(self, url: str, credentials: Credentials) -> None:
+        """Raises `ConfigError` if the URL is not one of a server."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            self._host, self._port, scheme = parts.hostname, parts.port, parts.scheme
+        except ValueError:
+            self._host, self._port, scheme = None, None, ""
+        if not self._host or scheme not in ("http", "https"):
+            raise ConfigError(f"--proxy must be http://HOST:PORT, not {url!r}")
+        self._url = url
+        self._credentials = credentials
+        self._is_tls = scheme == "https"
+
+    def call(self, method: str, path: str, body: object = None) -> list[Engine]:
+        """The engines after the call. Raises `Unreachable`, or `LmkvError` with the proxy's reason."""
+        assert self._host is not None
+        connection: http.client.HTTPConnection
+        if self._is_tls:
+            context = self._credentials.client_contexts().get()
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=REQUEST_SECONDS, context=context)
+        else:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=REQUEST_SECONDS)
+        headers = {"Content-Type": "application/json", **dict(self._credentials.token.headers())}
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read(MAX_ANSWER_BYTES))
+            if response.status == 200:
+                engines: list[Engine] = answer["engines"]
+                return engines
+            reason = answer["error"]["message"]
+        except (OSError, http.client.HTTPException) as error:
+            fix = "start one with `lmkv proxy`, or name another with --proxy URL"
+            raise Unreachable(f"no proxy responds at {self._url}; {fix} ({error})", address=self._url) from None
+        except (ValueError, KeyError, TypeError):
+            raise LmkvError(f"{self._url} is not a proxy of lmkv that knows {path}") from None
+        finally:
+            connection.close()
+        raise LmkvError(str(reason))
 
 
 command = Command(

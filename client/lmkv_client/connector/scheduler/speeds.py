@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 KEPT = 0.8
-"""What of the earlier loads stays with each new one."""
+"""Factor by which each new load reduces the weight of earlier loads in the average."""
 DOUBT = 0.9
 """What stays of the expected time with each load that is refused: it is measured again some time."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 KEPT = 0.8
-"""What of the earlier steps stays with each new one."""
+"""Factor by which each new step reduces the weight of earlier steps in the average."""
 MAX_STEPS = 8
 """Most planned steps that have not ended; vLLM plans one or two ahead."""
 

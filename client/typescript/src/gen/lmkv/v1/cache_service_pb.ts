@@ -1288,7 +1288,7 @@ export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
  */
 export type DrainResult = Message<"lmkv.v1.DrainResult"> & {
   /**
-   * Chunks that destinations have committed. A repeat at another coordinator does not count those of the first call.
+   * Chunks that destinations have committed because of this call. A repeat does not count the chunks of the first call.
    *
    * @generated from field: int64 chunk_count = 1;
    */
