@@ -53,8 +53,18 @@ HOG, HONEST = "127.0.0.1", "127.0.0.2"
 """The addresses of the two callers over HTTP."""
 VALUES = yaml.safe_load((Path(__file__).parents[1] / "helm/lmkv/values.yaml").read_text())
 UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
-NODE_BYTES = 1 << 30
-"""Memory that a node may use in addition to its pool."""
+UNLIMITED_BYTES = 1 << 30
+"""Memory that a server may use if the chart sets no limit, as for nodes, whose pool decides."""
+NODE_COMMAND = (
+    *("node", "--instance-id", "n", "--max-local-cpu-size", "64MB"),
+    *("--enable-p2p", "--p2p-host", "127.0.0.1"),
+)
+
+
+def memory_limit(component: str) -> int:
+    """The memory in bytes that the chart gives a component's pod."""
+    text = VALUES.get(component, {}).get("resources", {}).get("limits", {}).get("memory")
+    return int(text[:-2]) * UNITS[text[-2:]] if text else UNLIMITED_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,16 +200,7 @@ def cases(folder: Path) -> Iterator[Case]:
     yield Case(
         name="node_rpc",
         component="node",
-        command=(
-            "node",
-            "--instance-id",
-            "n",
-            "--max-local-cpu-size",
-            "64MB",
-            "--enable-p2p",
-            "--p2p-host",
-            "127.0.0.1",
-        ),
+        command=NODE_COMMAND,
         ports=("--p2p-port",),
         flood=partial(unary, stub=PeerServiceStub, method="Acquire", message=acquire),
         concurrency=100,
@@ -298,8 +299,7 @@ async def _measure(run: BenchmarkRun, case: Case) -> None:
 def _server(run: BenchmarkRun, case: Case) -> Iterator[tuple[subprocess.Popen[bytes], Place]]:
     """The server of a case, and where it is asked."""
     is_node = case.component == "node"
-    limits = VALUES.get(case.component, {}).get("resources", {}).get("limits", {}).get("memory")
-    limit = int(limits[:-2]) * UNITS[limits[-2:]] if limits and not is_node else NODE_BYTES
+    limit = memory_limit(case.component)
     flags, ports = [], [_free_port() for _ in case.ports]
     for flag, port in zip(case.ports, ports, strict=True):
         flags += [flag, str(port)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -152,17 +153,24 @@ async def test_lookups_that_are_too_long_together_do_not_share_messages(stumblin
     assert stumbling.questions == [1, 3, 1]
 
 
+@asynccontextmanager
+async def stuck_fleet(port: int, fleet: dict[str, ScriptedInstance]) -> AsyncIterator[ScriptedInstance]:
+    """A coordinator, `a` with the prompt's chunks, and `b`, which takes orders and carries none out."""
+    async with (
+        server.Coordinator(port=port, cluster_secret="hush") as serving,
+        rpc.open_channel(serving.address) as channel,
+        ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS),
+        ScriptedInstance(channel, fleet, "b", LLAMA) as b,
+    ):
+        b.going.clear()
+        yield b
+
+
 async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_port: Callable[[], int]) -> None:
     port = free_port()
     fleet: dict[str, ScriptedInstance] = {}
     async with Coordinator(f"127.0.0.1:{port}") as coordinator:
-        async with (
-            server.Coordinator(port=port, cluster_secret="hush") as serving,
-            rpc.open_channel(serving.address) as channel,
-            ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS),
-            ScriptedInstance(channel, fleet, "b", LLAMA) as b,
-        ):
-            b.going.clear()
+        async with stuck_fleet(port, fleet) as b:
             move = await coordinator.move(PROMPT, source="a", destination="b")
             name = move.name
             await until(lambda: bool(b.orders))
@@ -194,13 +202,7 @@ async def test_an_operation_of_another_client_is_not_repeated(free_port: Callabl
     port = free_port()
     fleet: dict[str, ScriptedInstance] = {}
     async with Coordinator(f"127.0.0.1:{port}") as coordinator:
-        async with (
-            server.Coordinator(port=port, cluster_secret="hush") as serving,
-            rpc.open_channel(serving.address) as channel,
-            ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS),
-            ScriptedInstance(channel, fleet, "b", LLAMA) as b,
-        ):
-            b.going.clear()
+        async with stuck_fleet(port, fleet):
             await coordinator.move(PROMPT, source="a", destination="b")
             (found,) = await coordinator.operations()
         async with server.Coordinator(port=port, cluster_secret="hush"):

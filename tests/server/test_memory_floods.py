@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import yaml
 
+from benchmarks.floods import NODE_COMMAND, memory_limit
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
@@ -29,7 +30,6 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.peer_service_pb2 import AcquireRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
-from tests.promises.conftest import ROOT
 from tests.server.webhook.pods import HOST
 from tests.support.certificates import issue
 from tests.support.tokens import entry, write
@@ -39,22 +39,12 @@ DEADLINE_SECONDS = 120.0
 FLOOD = 400
 HONEST = 20
 PART_BYTES = 60_000
-VALUES = yaml.safe_load((ROOT / "helm/lmkv/values.yaml").read_text())
-UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
-
-
-def limit_of(component: str) -> int:
-    """The memory limit of a component in the chart's values, in bytes; 1 GiB where it has none."""
-    if component not in VALUES or "limits" not in VALUES[component].get("resources", {}):
-        return 1 << 30
-    text = VALUES[component]["resources"]["limits"]["memory"]
-    return int(text[:-2]) * UNITS[text[-2:]]
 
 
 @contextmanager
 def server(component: str, *arguments: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server that may use the memory of its pod. An allocation beyond that fails, and ends it."""
-    limit = limit_of(component)
+    limit = memory_limit(component)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [str(Path(sys.executable).with_name("lmkv")), *arguments],
@@ -99,7 +89,7 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
             grpc.StatusCode.INVALID_ARGUMENT,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
         }
-        assert memory(process, "VmHWM") < limit_of("coordinator")
+        assert memory(process, "VmHWM") < memory_limit("coordinator")
 
 
 async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
@@ -108,20 +98,10 @@ async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
     """What is refused is not kept: not by the refusal either."""
     tokens = write(tmp_path / "tokens.yaml", entry("engine"), entry("admin"))
     port, log = free_port(), tmp_path / "log"
-    arguments = (
-        "node",
-        "--instance-id",
-        "n",
-        "--max-local-cpu-size",
-        "64MB",
-        "--enable-p2p",
-        "--p2p-host",
-        "127.0.0.1",
-    )
     environment = {"LMKV_AUTH_TOKEN": "engine-token", "LMKV_RUNTIME_DIR": str(runtime_dir)}
     large, small = AcquireRequest(chunk_keys=bytes(16) * 60_000), AcquireRequest(chunk_keys=bytes(160))
     with server(
-        "node", *arguments, "--p2p-port", str(port), "--auth-tokens", tokens, log=log, **environment
+        "node", *NODE_COMMAND, "--p2p-port", str(port), "--auth-tokens", tokens, log=log, **environment
     ) as process:
         async with (
             rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="admin-token"))) as hog,
@@ -135,7 +115,7 @@ async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
                 assert await code_of(ask(small, timeout=DEADLINE_SECONDS)) == refused
             assert {await code_of(call) for call in calls} <= {refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
             await gives_back(process, before)
-        assert memory(process, "VmHWM") < limit_of("node")
+        assert memory(process, "VmHWM") < memory_limit("node")
 
 
 async def test_bodies_of_one_gateway_leave_memory_and_answers_of_a_picker_to_another(
@@ -155,7 +135,7 @@ async def test_bodies_of_one_gateway_leave_memory_and_answers_of_a_picker_to_ano
             for _ in range(HONEST):
                 assert await picked(honest, b'{"model": "m", "prompt": "once"}')
             await asyncio.gather(*flood)
-        assert memory(process, "VmHWM") < limit_of("picker")
+        assert memory(process, "VmHWM") < memory_limit("picker")
 
 
 async def picked(channel: grpc.aio.Channel, body: bytes) -> bool:
@@ -212,7 +192,7 @@ async def test_bodies_of_one_address_leave_memory_and_answers_to_another(
                     assert (await honest.get("/healthz")).status_code == 200
             done = await asyncio.gather(*flood)
         assert {response.status_code for response in done} <= {400, 502, 503}
-        assert memory(process, "VmHWM") < limit_of(component)
+        assert memory(process, "VmHWM") < memory_limit(component)
 
 
 def server_of(component: str, port: int, folder: Path) -> tuple[Sequence[str], str, ssl.SSLContext | bool]:
