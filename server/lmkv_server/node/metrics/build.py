@@ -24,7 +24,7 @@ MAX_CONNECTIONS_PER_CLIENT = 16
 """Concurrent requests and connections, in total and from one address; see `ConnectionLimiter`."""
 
 
-class InstanceRegistry(CollectorRegistry):
+class LabelledRegistry(CollectorRegistry):
     """The metrics of another registry, each sample with the label `instance_id`."""
 
     def __init__(self, registry: CollectorRegistry, instance_id: str) -> None:
@@ -58,7 +58,7 @@ async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: 
             config.p2p_host,
             config.metrics_port,
             "metrics_port",
-            make_metrics_app(InstanceRegistry(registry, config.instance_id), authenticator, guard),
+            make_metrics_app(LabelledRegistry(registry, config.instance_id), authenticator, guard),
             config.metrics_tls,
             name="lmkv-node-http",
             host_key="p2p_host",
