@@ -378,6 +378,9 @@ async def test_a_folder_that_is_swapped_for_a_link_is_not_followed(folder: Path,
         assert {path: path.read_bytes() for path in victim.iterdir()} == before
         swap(folder, None, moved)
         await until(lambda: host.disk.usable)
+        await flushed(host)
+        host.drop(1)
+        assert set(await host.read(0, 1)) == {0, 1}
 
 
 def swap(folder: Path, target: Path | None, moved: Path) -> None:
