@@ -196,7 +196,7 @@ def cases(folder: Path) -> Iterator[Case]:
         concurrency=200,
         honest=partial(http, method="GET", path="/healthz"),
     )
-    acquire = AcquireRequest(chunk_keys=bytes(16) * 60_000)
+    acquire = AcquireRequest(chunk_keys=[bytes(16)] * 58_000)
     yield Case(
         name="node_rpc",
         component="node",
@@ -204,7 +204,9 @@ def cases(folder: Path) -> Iterator[Case]:
         ports=("--p2p-port",),
         flood=partial(unary, stub=PeerServiceStub, method="Acquire", message=acquire),
         concurrency=100,
-        honest=partial(unary, stub=PeerServiceStub, method="Acquire", message=AcquireRequest(chunk_keys=bytes(160))),
+        honest=partial(
+            unary, stub=PeerServiceStub, method="Acquire", message=AcquireRequest(chunk_keys=[bytes(16)] * 10)
+        ),
         has_tokens=True,
     )
     for name, body in (("objects", objects), ("text", text)):

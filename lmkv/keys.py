@@ -312,6 +312,18 @@ def split_keys(packed: bytes, field: str = "chunk_keys", limit: int = MAX_KEYS) 
     return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
 
+def listed_keys(keys: Sequence[bytes], field: str = "chunk_keys", limit: int = MAX_KEYS) -> list[ChunkKey]:
+    """The keys in a repeated field. Raises `BadChunkKey` if one has another length, or there are more than `limit`."""
+    if len(keys) > limit:
+        raise BadChunkKey(f"{field} has {len(keys)} keys; at most {limit} are allowed", field=field, limit=limit)
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise BadChunkKey(
+                f"{field} has a key of {len(key)} bytes; each must have {KEY_BYTES}", field=field, size_bytes=len(key)
+            )
+    return [ChunkKey(key) for key in keys]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
     """A digest of a set of keys; the fields are those of `lmkv.v1.TierDigest`."""

@@ -187,16 +187,16 @@ class EngineLookup:
         """Looks it up; chunks of its own and of a peer. Raises `LmkvError` if no answer comes."""
         self._number += 1
         ticket = f"{self._name}-{self._number}"
-        lookup = pb.LookupChunks(request_id=ticket, chunk_keys=join_keys(self._keys))
+        lookup = pb.LookupChunks(lookup_id=ticket, chunk_keys=join_keys(self._keys))
         self._link.send(self._attachment, pb.AttachRequest(lookups=[lookup]))
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
             while self._link.inbox:
                 event = self._link.inbox.popleft()
                 for found in event.found if isinstance(event, pb.AttachResponse) else ():
-                    if found.request_id == ticket:
+                    if found.lookup_id == ticket:
                         self._link.send(
-                            self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=ticket)])
+                            self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(lookup_id=ticket)])
                         )
                         return len(found.own), sum(run.chunk_count for run in found.runs)
             self._link.wait(deadline - time.monotonic())

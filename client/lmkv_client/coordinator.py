@@ -99,15 +99,22 @@ class Coordinator:
         return await self._connections.call(lambda to: to.cache.Lookup, make_request(LookupRequest, tokens, chunks))
 
     async def explain(
-        self, tokens: Sequence[int] = (), *, instance_id: str = "", request_id: str = "", **chunks: Unpack[Chunks]
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        instance_id: str = "",
+        engine_request_id: str = "",
+        **chunks: Unpack[Chunks],
     ) -> ExplainResponse:
         """For each instance, or one: where the parts of a prompt are, and why others are not there.
 
-        With a `request_id` and no chunks: what engines have reported of recent requests whose ids contain it.
+        With an `engine_request_id` and no chunks: what engines have reported of recent requests whose ids contain it.
 
         Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`.
         """
-        request = make_request(ExplainRequest, tokens, chunks, instance_id=instance_id, request_id=request_id)
+        request = make_request(
+            ExplainRequest, tokens, chunks, instance_id=instance_id, engine_request_id=engine_request_id
+        )
         return await self._connections.call(lambda to: to.cache.Explain, request)
 
     def lookup_stream(self) -> LookupStream:

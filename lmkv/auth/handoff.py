@@ -28,16 +28,16 @@ class HandoffKeys:
         self._secret = _derive(secret, "cluster_secret") if secret else b""
         self._token = token
 
-    def prove(self, request_id: str, decode_instance: str, now: float | None = None) -> dict[str, str | int]:
+    def prove(self, handoff_id: str, decode_instance: str, now: float | None = None) -> dict[str, str | int]:
         """Request parameters that prove a handoff to an engine; empty if there is no key."""
         keys = self._keys()
         if not keys:
             return {}
         expire_time = int((time.time() if now is None else now) + LIFETIME_SECONDS)
-        return {"expire_time": expire_time, "mac": _mac(keys[0], request_id, decode_instance, expire_time)}
+        return {"expire_time": expire_time, "mac": _mac(keys[0], handoff_id, decode_instance, expire_time)}
 
     def refusal(
-        self, request_id: str, decode_instance: str, expire_time: object, mac: object, now: float | None = None
+        self, handoff_id: str, decode_instance: str, expire_time: object, mac: object, now: float | None = None
     ) -> str:
         """Why a proof is invalid, with the fix; empty if it is valid, or if there is no key to verify it with."""
         keys = self._keys()
@@ -47,7 +47,7 @@ class HandoffKeys:
             return f"it has no proof of a proxy of this fleet; {FIX}"
         try:
             shown = bytes.fromhex(mac)
-            expected = [bytes.fromhex(_mac(key, request_id, decode_instance, expire_time)) for key in keys]
+            expected = [bytes.fromhex(_mac(key, handoff_id, decode_instance, expire_time)) for key in keys]
         except (ValueError, OverflowError):
             return "its mac or expire_time is malformed"
         if not sum(hmac.compare_digest(shown, one) for one in expected):  # compares with all keys: constant time
@@ -67,6 +67,6 @@ def _derive(secret: str, name: str) -> bytes:
     return hmac.digest(secret.encode(), b"lmkv handoff v1 " + name.encode(), "sha256")
 
 
-def _mac(key: bytes, request_id: str, decode_instance: str, expire_time: int) -> str:
-    fields = [request_id.encode(), decode_instance.encode(), expire_time.to_bytes(8, "big")]
+def _mac(key: bytes, handoff_id: str, decode_instance: str, expire_time: int) -> str:
+    fields = [handoff_id.encode(), decode_instance.encode(), expire_time.to_bytes(8, "big")]
     return hmac.digest(key, pack_fields(fields), "sha256").hex()

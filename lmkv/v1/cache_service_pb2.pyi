@@ -161,7 +161,7 @@ class ExplainRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
     chunk_keys: _builtins.bytes
@@ -172,7 +172,7 @@ class ExplainRequest(_message.Message):
     """LoRA adapter of the prompt, by served name or by identity `name@digest`; for tokens."""
     instance_id: _builtins.str
     """The instance; empty means all."""
-    request_id: _builtins.str
+    engine_request_id: _builtins.str
     """Without chunks: a part of the engine's id of a request."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -187,11 +187,11 @@ class ExplainRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         lora_name: _builtins.str = ...,
         instance_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
+        engine_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "engine_request_id", b"engine_request_id", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

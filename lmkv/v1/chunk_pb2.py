@@ -28,7 +28,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13lmkv/v1/chunk.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\"\xcb\x01\n\x06KvPart\x12\x1f\n\x04rule\x18\x01 \x01(\x0e\x32\x11.lmkv.v1.PartRule\x12\x0c\n\x04span\x18\x02 \x01(\x05\x12\x13\n\x0blayer_count\x18\x03 \x01(\x05\x12\x15\n\rkv_head_count\x18\x04 \x01(\x05\x12\x11\n\thead_size\x18\x05 \x01(\x05\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x0b\n\x03mla\x18\x07 \x01(\x08\x12\x10\n\x08tile_isa\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x0e\n\x06layers\x18\n \x01(\t\"\x9a\x01\n\nPromptSpan\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12#\n\x06reason\x18\x04 \x01(\x0e\x32\x13.lmkv.v1.MissReason\x12/\n\x0bremove_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"x\n\rRequestReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x05spans\x18\x03 \x03(\x0b\x32\x13.lmkv.v1.PromptSpan\"\x91\x01\n\x11PromptExplanation\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x05spans\x18\x02 \x03(\x0b\x32\x13.lmkv.v1.PromptSpan\x12(\n\x08requests\x18\x03 \x03(\x0b\x32\x16.lmkv.v1.RequestReport\"\xbf\x03\n\x06KvSpec\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x13\n\x0blayer_count\x18\x05 \x01(\x05\x12\x15\n\rkv_head_count\x18\x06 \x01(\x05\x12\x11\n\thead_size\x18\x07 \x01(\x05\x12\x0b\n\x03mla\x18\x08 \x01(\x08\x12\x12\n\nchunk_size\x18\t \x01(\x05\x12!\n\x06\x66ormat\x18\n \x01(\x0e\x32\x11.lmkv.v1.KvFormat\x12\x14\n\x0ctile_backend\x18\x0b \x01(\t\x12\x10\n\x08tile_isa\x18\x0c \x01(\t\x12\x12\n\nblock_size\x18\r \x01(\x05\x12\x13\n\x0bhash_scheme\x18\x0e \x01(\t\x12\x12\n\nvocab_size\x18\x0f \x01(\x05\x12\x1f\n\x04rule\x18\x10 \x01(\x0e\x32\x11.lmkv.v1.PartRule\x12\x0c\n\x04span\x18\x11 \x01(\x05\x12\x0e\n\x06layers\x18\x12 \x01(\t\x12#\n\nmore_parts\x18\x13 \x03(\x0b\x32\x0f.lmkv.v1.KvPart\x12\x16\n\x0eweight_version\x18\x14 \x01(\t\"Y\n\x0bServedModel\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rlora_identity\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\xb1\x01\n\x06\x45xtent\x12\x0e\n\x06region\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x12\n\ngeneration\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x05\x12\x0c\n\x04part\x18\x07 \x01(\x05\x12\x12\n\nparent_key\x18\x08 \x01(\x0c\x12\x16\n\x0eprefix_digests\x18\t \x01(\x0c\"l\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12 \n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"H\n\x08Position\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.TierB\x04\xe2\x41\x01\x01\"\x9e\x01\n\x0cPinnedChunks\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12#\n\x08position\x18\x02 \x01(\x0b\x32\x11.lmkv.v1.Position\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x0c\x43hunkFailure\x12\x12\n\nchunk_keys\x18\x01 \x01(\x0c\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\x90\x01\n\nHintResult\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.lmkv.v1.HintOutcome\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t*Y\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04*\\\n\x08KvFormat\x12\x19\n\x15KV_FORMAT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_FORMAT_TOKEN_MAJOR\x10\x01\x12\x1a\n\x16KV_FORMAT_NATIVE_TILES\x10\x02*}\n\x08PartRule\x12\x19\n\x15PART_RULE_UNSPECIFIED\x10\x00\x12\x11\n\rPART_RULE_ALL\x10\x01\x12\x12\n\x0ePART_RULE_LAST\x10\x02\x12\x1c\n\x18PART_RULE_SINCE_MULTIPLE\x10\x03\x12\x11\n\rPART_RULE_END\x10\x04*\xb6\x01\n\nHintAction\x12\x1b\n\x17HINT_ACTION_UNSPECIFIED\x10\x00\x12\x15\n\x11HINT_ACTION_SHARE\x10\x01\x12\x18\n\x14HINT_ACTION_PREFETCH\x10\x02\x12\x13\n\x0fHINT_ACTION_PIN\x10\x03\x12\x16\n\x12HINT_ACTION_RETAIN\x10\x04\x12\x16\n\x12HINT_ACTION_DEMOTE\x10\x05\x12\x15\n\x11HINT_ACTION_EVICT\x10\x06*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05*\xaf\x05\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18MISS_REASON_NEVER_STORED\x10\x01\x12 \n\x1cMISS_REASON_EVICTED_BY_STORE\x10\x02\x12 \n\x1cMISS_REASON_EVICTED_BY_FETCH\x10\x03\x12 \n\x1cMISS_REASON_EVICTED_BY_ORDER\x10\x04\x12!\n\x1dMISS_REASON_EVICTED_FROM_TIER\x10\x05\x12\x17\n\x13MISS_REASON_CLEARED\x10\x06\x12\x17\n\x13MISS_REASON_DROPPED\x10\x07\x12\x17\n\x13MISS_REASON_DAMAGED\x10\x08\x12\x19\n\x15MISS_REASON_TIER_DOWN\x10\t\x12 \n\x1cMISS_REASON_PEER_UNREACHABLE\x10\n\x12\x16\n\x12MISS_REASON_SLOWER\x10\x0b\x12\x1d\n\x19MISS_REASON_BELOW_MINIMUM\x10\x0c\x12\x19\n\x15MISS_REASON_TOO_LARGE\x10\r\x12\x1a\n\x16MISS_REASON_BEHIND_GAP\x10\x0e\x12\x1f\n\x1bMISS_REASON_OTHER_NAMESPACE\x10\x0f\x12\x17\n\x13MISS_REASON_SKIPPED\x10\x10\x12\x1b\n\x17MISS_REASON_LOAD_FAILED\x10\x11\x12\x1e\n\x1aMISS_REASON_LOOKUP_TIMEOUT\x10\x12\x12\x19\n\x15MISS_REASON_NODE_LOST\x10\x13\x12\x1c\n\x18MISS_REASON_NODE_SUSPECT\x10\x14\x12\x1b\n\x17MISS_REASON_UNCACHEABLE\x10\x15\x12\x1a\n\x16MISS_REASON_OTHER_SALT\x10\x16\x42\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13lmkv/v1/chunk.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\"\xcb\x01\n\x06KvPart\x12\x1f\n\x04rule\x18\x01 \x01(\x0e\x32\x11.lmkv.v1.PartRule\x12\x0c\n\x04span\x18\x02 \x01(\x05\x12\x13\n\x0blayer_count\x18\x03 \x01(\x05\x12\x15\n\rkv_head_count\x18\x04 \x01(\x05\x12\x11\n\thead_size\x18\x05 \x01(\x05\x12\x10\n\x08kv_dtype\x18\x06 \x01(\t\x12\x0b\n\x03mla\x18\x07 \x01(\x08\x12\x10\n\x08tile_isa\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\x05\x12\x0e\n\x06layers\x18\n \x01(\t\"\x9a\x01\n\nPromptSpan\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12#\n\x06reason\x18\x04 \x01(\x0e\x32\x13.lmkv.v1.MissReason\x12/\n\x0bremove_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x7f\n\rRequestReport\x12\x19\n\x11\x65ngine_request_id\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x05spans\x18\x03 \x03(\x0b\x32\x13.lmkv.v1.PromptSpan\"\x91\x01\n\x11PromptExplanation\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x05spans\x18\x02 \x03(\x0b\x32\x13.lmkv.v1.PromptSpan\x12(\n\x08requests\x18\x03 \x03(\x0b\x32\x16.lmkv.v1.RequestReport\"\xbf\x03\n\x06KvSpec\x12\x19\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x13\n\x0blayer_count\x18\x05 \x01(\x05\x12\x15\n\rkv_head_count\x18\x06 \x01(\x05\x12\x11\n\thead_size\x18\x07 \x01(\x05\x12\x0b\n\x03mla\x18\x08 \x01(\x08\x12\x12\n\nchunk_size\x18\t \x01(\x05\x12!\n\x06\x66ormat\x18\n \x01(\x0e\x32\x11.lmkv.v1.KvFormat\x12\x14\n\x0ctile_backend\x18\x0b \x01(\t\x12\x10\n\x08tile_isa\x18\x0c \x01(\t\x12\x12\n\nblock_size\x18\r \x01(\x05\x12\x13\n\x0bhash_scheme\x18\x0e \x01(\t\x12\x12\n\nvocab_size\x18\x0f \x01(\x05\x12\x1f\n\x04rule\x18\x10 \x01(\x0e\x32\x11.lmkv.v1.PartRule\x12\x0c\n\x04span\x18\x11 \x01(\x05\x12\x0e\n\x06layers\x18\x12 \x01(\t\x12#\n\nmore_parts\x18\x13 \x03(\x0b\x32\x0f.lmkv.v1.KvPart\x12\x16\n\x0eweight_version\x18\x14 \x01(\t\"Y\n\x0bServedModel\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x01\x12\x1b\n\rlora_identity\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\"\xb1\x01\n\x06\x45xtent\x12\x0e\n\x06region\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x12\n\ngeneration\x18\x05 \x01(\x03\x12\x13\n\x0btoken_count\x18\x06 \x01(\x05\x12\x0c\n\x04part\x18\x07 \x01(\x05\x12\x12\n\nparent_key\x18\x08 \x01(\x0c\x12\x16\n\x0eprefix_digests\x18\t \x01(\x0c\"l\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12 \n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x0f.lmkv.v1.Extent\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"H\n\x08Position\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12!\n\x04tier\x18\x02 \x01(\x0e\x32\r.lmkv.v1.TierB\x04\xe2\x41\x01\x01\"\x9e\x01\n\x0cPinnedChunks\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12#\n\x08position\x18\x02 \x01(\x0b\x32\x11.lmkv.v1.Position\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x0c\x43hunkFailure\x12\x12\n\nchunk_keys\x18\x01 \x01(\x0c\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\x90\x01\n\nHintResult\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.lmkv.v1.HintOutcome\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x05\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t*Y\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\x0f\n\x0bTIER_REMOTE\x10\x04*\\\n\x08KvFormat\x12\x19\n\x15KV_FORMAT_UNSPECIFIED\x10\x00\x12\x19\n\x15KV_FORMAT_TOKEN_MAJOR\x10\x01\x12\x1a\n\x16KV_FORMAT_NATIVE_TILES\x10\x02*}\n\x08PartRule\x12\x19\n\x15PART_RULE_UNSPECIFIED\x10\x00\x12\x11\n\rPART_RULE_ALL\x10\x01\x12\x12\n\x0ePART_RULE_LAST\x10\x02\x12\x1c\n\x18PART_RULE_SINCE_MULTIPLE\x10\x03\x12\x11\n\rPART_RULE_END\x10\x04*\xb6\x01\n\nHintAction\x12\x1b\n\x17HINT_ACTION_UNSPECIFIED\x10\x00\x12\x15\n\x11HINT_ACTION_SHARE\x10\x01\x12\x18\n\x14HINT_ACTION_PREFETCH\x10\x02\x12\x13\n\x0fHINT_ACTION_PIN\x10\x03\x12\x16\n\x12HINT_ACTION_RETAIN\x10\x04\x12\x16\n\x12HINT_ACTION_DEMOTE\x10\x05\x12\x15\n\x11HINT_ACTION_EVICT\x10\x06*\xb0\x01\n\x0bHintOutcome\x12\x1c\n\x18HINT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15HINT_OUTCOME_ACCEPTED\x10\x01\x12\x18\n\x14HINT_OUTCOME_CLIPPED\x10\x02\x12\x19\n\x15HINT_OUTCOME_DEFERRED\x10\x03\x12\x19\n\x15HINT_OUTCOME_REJECTED\x10\x04\x12\x18\n\x14HINT_OUTCOME_MISSING\x10\x05*\xaf\x05\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18MISS_REASON_NEVER_STORED\x10\x01\x12 \n\x1cMISS_REASON_EVICTED_BY_STORE\x10\x02\x12 \n\x1cMISS_REASON_EVICTED_BY_FETCH\x10\x03\x12 \n\x1cMISS_REASON_EVICTED_BY_ORDER\x10\x04\x12!\n\x1dMISS_REASON_EVICTED_FROM_TIER\x10\x05\x12\x17\n\x13MISS_REASON_CLEARED\x10\x06\x12\x17\n\x13MISS_REASON_DROPPED\x10\x07\x12\x17\n\x13MISS_REASON_DAMAGED\x10\x08\x12\x19\n\x15MISS_REASON_TIER_DOWN\x10\t\x12 \n\x1cMISS_REASON_PEER_UNREACHABLE\x10\n\x12\x16\n\x12MISS_REASON_SLOWER\x10\x0b\x12\x1d\n\x19MISS_REASON_BELOW_MINIMUM\x10\x0c\x12\x19\n\x15MISS_REASON_TOO_LARGE\x10\r\x12\x1a\n\x16MISS_REASON_BEHIND_GAP\x10\x0e\x12\x1f\n\x1bMISS_REASON_OTHER_NAMESPACE\x10\x0f\x12\x17\n\x13MISS_REASON_SKIPPED\x10\x10\x12\x1b\n\x17MISS_REASON_LOAD_FAILED\x10\x11\x12\x1e\n\x1aMISS_REASON_LOOKUP_TIMEOUT\x10\x12\x12\x19\n\x15MISS_REASON_NODE_LOST\x10\x13\x12\x1c\n\x18MISS_REASON_NODE_SUSPECT\x10\x14\x12\x1b\n\x17MISS_REASON_UNCACHEABLE\x10\x15\x12\x1a\n\x16MISS_REASON_OTHER_SALT\x10\x16\x42\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,40 +48,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POSITION'].fields_by_name['instance_id']._serialized_options = b'\342A\001\002'
   _globals['_POSITION'].fields_by_name['tier']._loaded_options = None
   _globals['_POSITION'].fields_by_name['tier']._serialized_options = b'\342A\001\001'
-  _globals['_TIER']._serialized_start=2073
-  _globals['_TIER']._serialized_end=2162
-  _globals['_KVFORMAT']._serialized_start=2164
-  _globals['_KVFORMAT']._serialized_end=2256
-  _globals['_PARTRULE']._serialized_start=2258
-  _globals['_PARTRULE']._serialized_end=2383
-  _globals['_HINTACTION']._serialized_start=2386
-  _globals['_HINTACTION']._serialized_end=2568
-  _globals['_HINTOUTCOME']._serialized_start=2571
-  _globals['_HINTOUTCOME']._serialized_end=2747
-  _globals['_MISSREASON']._serialized_start=2750
-  _globals['_MISSREASON']._serialized_end=3437
+  _globals['_TIER']._serialized_start=2080
+  _globals['_TIER']._serialized_end=2169
+  _globals['_KVFORMAT']._serialized_start=2171
+  _globals['_KVFORMAT']._serialized_end=2263
+  _globals['_PARTRULE']._serialized_start=2265
+  _globals['_PARTRULE']._serialized_end=2390
+  _globals['_HINTACTION']._serialized_start=2393
+  _globals['_HINTACTION']._serialized_end=2575
+  _globals['_HINTOUTCOME']._serialized_start=2578
+  _globals['_HINTOUTCOME']._serialized_end=2754
+  _globals['_MISSREASON']._serialized_start=2757
+  _globals['_MISSREASON']._serialized_end=3444
   _globals['_KVPART']._serialized_start=156
   _globals['_KVPART']._serialized_end=359
   _globals['_PROMPTSPAN']._serialized_start=362
   _globals['_PROMPTSPAN']._serialized_end=516
   _globals['_REQUESTREPORT']._serialized_start=518
-  _globals['_REQUESTREPORT']._serialized_end=638
-  _globals['_PROMPTEXPLANATION']._serialized_start=641
-  _globals['_PROMPTEXPLANATION']._serialized_end=786
-  _globals['_KVSPEC']._serialized_start=789
-  _globals['_KVSPEC']._serialized_end=1236
-  _globals['_SERVEDMODEL']._serialized_start=1238
-  _globals['_SERVEDMODEL']._serialized_end=1327
-  _globals['_EXTENT']._serialized_start=1330
-  _globals['_EXTENT']._serialized_end=1507
-  _globals['_GRANT']._serialized_start=1509
-  _globals['_GRANT']._serialized_end=1617
-  _globals['_POSITION']._serialized_start=1619
-  _globals['_POSITION']._serialized_end=1691
-  _globals['_PINNEDCHUNKS']._serialized_start=1694
-  _globals['_PINNEDCHUNKS']._serialized_end=1852
-  _globals['_CHUNKFAILURE']._serialized_start=1854
-  _globals['_CHUNKFAILURE']._serialized_end=1924
-  _globals['_HINTRESULT']._serialized_start=1927
-  _globals['_HINTRESULT']._serialized_end=2071
+  _globals['_REQUESTREPORT']._serialized_end=645
+  _globals['_PROMPTEXPLANATION']._serialized_start=648
+  _globals['_PROMPTEXPLANATION']._serialized_end=793
+  _globals['_KVSPEC']._serialized_start=796
+  _globals['_KVSPEC']._serialized_end=1243
+  _globals['_SERVEDMODEL']._serialized_start=1245
+  _globals['_SERVEDMODEL']._serialized_end=1334
+  _globals['_EXTENT']._serialized_start=1337
+  _globals['_EXTENT']._serialized_end=1514
+  _globals['_GRANT']._serialized_start=1516
+  _globals['_GRANT']._serialized_end=1624
+  _globals['_POSITION']._serialized_start=1626
+  _globals['_POSITION']._serialized_end=1698
+  _globals['_PINNEDCHUNKS']._serialized_start=1701
+  _globals['_PINNEDCHUNKS']._serialized_end=1859
+  _globals['_CHUNKFAILURE']._serialized_start=1861
+  _globals['_CHUNKFAILURE']._serialized_end=1931
+  _globals['_HINTRESULT']._serialized_start=1934
+  _globals['_HINTRESULT']._serialized_end=2078
 # @@protoc_insertion_point(module_scope)

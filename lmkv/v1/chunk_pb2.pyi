@@ -422,10 +422,10 @@ class RequestReport(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
+    engine_request_id: _builtins.str
     """The engine's id of the request."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
@@ -438,13 +438,13 @@ class RequestReport(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        engine_request_id: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         spans: _abc.Iterable[Global___PromptSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "request_id", b"request_id", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "engine_request_id", b"engine_request_id", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,11 +20,6 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-if sys.version_info >= (3, 13):
-    from warnings import deprecated as _deprecated
-else:
-    from typing_extensions import deprecated as _deprecated
-
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -102,7 +97,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def ended_handoffs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Handoffs, by `request_id`, of which no further chunk will be committed."""
+        """Handoffs, by `handoff_id`, of which no further chunk will be committed."""
 
     @_builtins.property
     def dropped_handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DropHandoff]:
@@ -557,7 +552,7 @@ class LookupChunks(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOOKUP_ID_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     RESERVE_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -568,7 +563,7 @@ class LookupChunks(_message.Message):
     ROOT_KEY_FIELD_NUMBER: _builtins.int
     CHUNK_EXTRAS_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
+    lookup_id: _builtins.str
     """Id of this lookup, of its loads and of its release; unique on the stream until it is released."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
@@ -609,7 +604,7 @@ class LookupChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        lookup_id: _builtins.str = ...,
         chunk_keys: _builtins.bytes = ...,
         reserve_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
@@ -623,7 +618,7 @@ class LookupChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "chunk_extras", b"chunk_extras", "chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "request_id", b"request_id", "reserve_count", b"reserve_count", "root_key", b"root_key", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "chunk_extras", b"chunk_extras", "chunk_keys", b"chunk_keys", "handoff_id", b"handoff_id", "lookup_id", b"lookup_id", "part_reserve_counts", b"part_reserve_counts", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reserve_count", b"reserve_count", "root_key", b"root_key", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -637,25 +632,14 @@ class HandChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Names the handoff to both engines."""
-    @_builtins.property
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def decode_address(self) -> _builtins.str:
-        """Ignored: nodes take addresses from the registry, never from a request."""
-
-    @decode_address.setter
-    @_deprecated("""This field has been marked as deprecated using proto field options.""")
-    def decode_address(self, value: _builtins.str) -> None:
-        """Ignored: nodes take addresses from the registry, never from a request."""
-
+    handoff_id: _builtins.str
+    """Names the handoff to both engines: 1 to 256 printable characters."""
     chunk_keys: _builtins.bytes
     """Keys of all chunks of the prompt, 16 bytes each, in prompt order."""
     token_count: _builtins.int
@@ -669,8 +653,7 @@ class HandChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        decode_address: _builtins.str = ...,
+        handoff_id: _builtins.str = ...,
         chunk_keys: _builtins.bytes = ...,
         token_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
@@ -679,7 +662,7 @@ class HandChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_address", b"decode_address", "decode_instance_id", b"decode_instance_id", "engine_request_id", b"engine_request_id", "request_id", b"request_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "decode_instance_id", b"decode_instance_id", "engine_request_id", b"engine_request_id", "handoff_id", b"handoff_id", "token_count", b"token_count", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,21 +674,21 @@ class DropHandoff(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
+    handoff_id: _builtins.str
     """The handoff."""
     decode_instance_id: _builtins.str
     """The instance of the decode engine's node; empty if that is the node that is called."""
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        handoff_id: _builtins.str = ...,
         decode_instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_instance_id", b"decode_instance_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_instance_id", b"decode_instance_id", "handoff_id", b"handoff_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,13 +700,13 @@ class HandedChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_DURATION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
+    handoff_id: _builtins.str
     """The handoff."""
     chunk_count: _builtins.int
     """Chunks of the prompt that the other node has, including those that it had before."""
@@ -742,7 +725,7 @@ class HandedChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        handoff_id: _builtins.str = ...,
         chunk_count: _builtins.int = ...,
         transferred_bytes: _builtins.int = ...,
         transfer_duration: _duration_pb2.Duration | None = ...,
@@ -751,7 +734,7 @@ class HandedChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "transfer_duration", b"transfer_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "engine_request_id", b"engine_request_id", "request_id", b"request_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "engine_request_id", b"engine_request_id", "handoff_id", b"handoff_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -759,7 +742,7 @@ Global___HandedChunks: _TypeAlias = HandedChunks  # noqa: Y015
 
 @_typing.final
 class FoundChunks(_message.Message):
-    """The answer to a lookup. The node holds the chunks of `own` until the engine releases the request.
+    """The answer to a lookup. The node holds the chunks of `own` until the engine releases the lookup.
 
     The last chunk of `own` and `runs` together may be a chunk of another prompt that is not in `chunk_keys`; then `partial_key`
     is set. Loads and their answers count it like any other chunk. Its extent may have more tokens than `partial_token_count`:
@@ -768,7 +751,7 @@ class FoundChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOOKUP_ID_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
@@ -777,8 +760,8 @@ class FoundChunks(_message.Message):
     PARTIAL_KEY_FIELD_NUMBER: _builtins.int
     PARTIAL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The engine's request."""
+    lookup_id: _builtins.str
+    """The lookup."""
     peer_instance_id: _builtins.str
     """The peer that holds most of the chunks of the runs `peers` and `handoff`; empty if there is no such run."""
     refused_chunk_count: _builtins.int
@@ -812,7 +795,7 @@ class FoundChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        lookup_id: _builtins.str = ...,
         own: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
         runs: _abc.Iterable[Global___Run] | None = ...,
         peer_instance_id: _builtins.str = ...,
@@ -824,7 +807,7 @@ class FoundChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "missed", b"missed", "own", b"own", "partial_key", b"partial_key", "partial_token_count", b"partial_token_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "request_id", b"request_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hit_chunk_count", b"hit_chunk_count", "lookup_id", b"lookup_id", "missed", b"missed", "own", b"own", "partial_key", b"partial_key", "partial_token_count", b"partial_token_count", "peer_instance_id", b"peer_instance_id", "refused_chunk_count", b"refused_chunk_count", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -864,13 +847,13 @@ class LoadChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOOKUP_ID_FIELD_NUMBER: _builtins.int
     FIRST_CHUNK_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The engine's request."""
+    lookup_id: _builtins.str
+    """The lookup."""
     first_chunk: _builtins.int
     """First wanted chunk of the prompt."""
     chunk_count: _builtins.int
@@ -884,7 +867,7 @@ class LoadChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        lookup_id: _builtins.str = ...,
         first_chunk: _builtins.int = ...,
         chunk_count: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
@@ -892,7 +875,7 @@ class LoadChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "first_chunk", b"first_chunk", "request_id", b"request_id", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "first_chunk", b"first_chunk", "lookup_id", b"lookup_id", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -900,11 +883,11 @@ Global___LoadChunks: _TypeAlias = LoadChunks  # noqa: Y015
 
 @_typing.final
 class LoadedChunks(_message.Message):
-    """Chunks that arrived in the node's own pool, in prompt order, held there until the engine releases the request."""
+    """Chunks that arrived in the node's own pool, in prompt order, held there until the engine releases the lookup."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOOKUP_ID_FIELD_NUMBER: _builtins.int
     FIRST_CHUNK_FIELD_NUMBER: _builtins.int
     EXTENTS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
@@ -912,8 +895,8 @@ class LoadedChunks(_message.Message):
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_DURATION_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The engine's request."""
+    lookup_id: _builtins.str
+    """The lookup."""
     first_chunk: _builtins.int
     """Index of the first of `extents` in the prompt."""
     done: _builtins.bool
@@ -937,7 +920,7 @@ class LoadedChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        lookup_id: _builtins.str = ...,
         first_chunk: _builtins.int = ...,
         extents: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
         done: _builtins.bool = ...,
@@ -948,7 +931,7 @@ class LoadedChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "transfer_duration", b"transfer_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "extents", b"extents", "first_chunk", b"first_chunk", "peer_instance_id", b"peer_instance_id", "request_id", b"request_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "extents", b"extents", "first_chunk", b"first_chunk", "lookup_id", b"lookup_id", "peer_instance_id", b"peer_instance_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -964,11 +947,11 @@ class ReleaseChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOOKUP_ID_FIELD_NUMBER: _builtins.int
     LOAD_DURATION_FIELD_NUMBER: _builtins.int
     AVOIDED_PREFILL_DURATION_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The engine's request."""
+    lookup_id: _builtins.str
+    """The lookup."""
     @_builtins.property
     def load_duration(self) -> _duration_pb2.Duration:
         """Time that the request waited for the lookup and for the load."""
@@ -980,13 +963,13 @@ class ReleaseChunks(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
+        lookup_id: _builtins.str = ...,
         load_duration: _duration_pb2.Duration | None = ...,
         avoided_prefill_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_prefill_duration", b"avoided_prefill_duration", "load_duration", b"load_duration", "lookup_id", b"lookup_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1295,13 +1278,15 @@ class EngineServiceLookupRequest(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Fingerprint of the spec."""
-    chunk_keys: _builtins.bytes
-    """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
+    @_builtins.property
+    def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
+
     def __init__(
         self,
         *,
         fingerprint: _builtins.bytes = ...,
-        chunk_keys: _builtins.bytes = ...,
+        chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1359,13 +1344,15 @@ class LoadRequest(_message.Message):
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Fingerprint of the spec."""
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks, 16 bytes each, in prompt order."""
+    @_builtins.property
+    def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of the chunks, 16 bytes each, in prompt order."""
+
     def __init__(
         self,
         *,
         fingerprint: _builtins.bytes = ...,
-        chunk_keys: _builtins.bytes = ...,
+        chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1408,20 +1395,20 @@ class EngineServiceReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOOKUP_ID_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine."""
-    request_id: _builtins.str
-    """Its request."""
+    lookup_id: _builtins.str
+    """Its lookup."""
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
+        lookup_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "lookup_id", b"lookup_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,7 +97,7 @@ class EngineServiceServicer:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
         chunks fit into the pool; or the name of a served model is empty or too long.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-        hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+        hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
         in use; its `tokens` are not whole ids, or too many;
         `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
         or chunks have several parts.
@@ -134,7 +134,7 @@ class EngineServiceServicer:
         """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
         * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -145,7 +145,7 @@ class EngineServiceServicer:
         """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
         * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -153,7 +153,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Releases every chunk that is held for one request of one engine.
+        """Releases every chunk that is held for one lookup of one engine.
 
         Errors:
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.

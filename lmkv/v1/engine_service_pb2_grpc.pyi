@@ -56,7 +56,7 @@ class EngineServiceStub:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
       chunks fit into the pool; or the name of a served model is empty or too long.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
       in use; its `tokens` are not whole ids, or too many;
       `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
       or chunks have several parts.
@@ -85,18 +85,18 @@ class EngineServiceStub:
     """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Load: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.LoadRequest, _engine_service_pb2.LoadResponse]
     """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceReleaseRequest, _engine_service_pb2.EngineServiceReleaseResponse]
-    """Releases every chunk that is held for one request of one engine.
+    """Releases every chunk that is held for one lookup of one engine.
 
     Errors:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
@@ -130,7 +130,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
       chunks fit into the pool; or the name of a served model is empty or too long.
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
       in use; its `tokens` are not whole ids, or too many;
       `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
       or chunks have several parts.
@@ -159,18 +159,18 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Load: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.LoadRequest, _engine_service_pb2.LoadResponse]  # type: ignore[assignment]
     """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Release: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceReleaseRequest, _engine_service_pb2.EngineServiceReleaseResponse]  # type: ignore[assignment]
-    """Releases every chunk that is held for one request of one engine.
+    """Releases every chunk that is held for one lookup of one engine.
 
     Errors:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
@@ -207,7 +207,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
           chunks fit into the pool; or the name of a served model is empty or too long.
         * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-          hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `request_id` of a lookup is
+          hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
           in use; its `tokens` are not whole ids, or too many;
           `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
           or chunks have several parts.
@@ -248,7 +248,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
         * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
         """
 
@@ -261,7 +261,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
         * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
         """
 
@@ -271,7 +271,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.EngineServiceReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.EngineServiceReleaseResponse, _abc.Awaitable[_engine_service_pb2.EngineServiceReleaseResponse]]:
-        """Releases every chunk that is held for one request of one engine.
+        """Releases every chunk that is held for one lookup of one engine.
 
         Errors:
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.

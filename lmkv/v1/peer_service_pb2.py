@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from lmkv.v1 import chunk_pb2 as lmkv_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1almkv/v1/peer_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13lmkv/v1/chunk.proto\"\xce\x01\n\x0bInitRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1e\n\x10peer_instance_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12#\n\x04spec\x18\x05 \x01(\x0b\x32\x0f.lmkv.v1.KvSpecB\x04\xe2\x41\x01\x02\x12\x16\n\x08\x63hannels\x18\x06 \x03(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\"\x93\x01\n\x0cInitResponse\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\x18\n\x10\x63hannel_metadata\x18\x02 \x01(\x0c\x12 \n\x07regions\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.Region\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x12\n\nsession_id\x18\x06 \x01(\t\"-\n\x06Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xba\x01\n\x0e\x41\x63quireRequest\x12\x18\n\npeer_epoch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x04 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12,\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x06 \x01(\tB\x04\xe2\x41\x01\x02J\x04\x08\x01\x10\x02R\x0binstance_id\"A\n\x0f\x41\x63quireResponse\x12\x1d\n\x05grant\x18\x01 \x01(\x0b\x32\x0e.lmkv.v1.Grant\x12\x0f\n\x07present\x18\x02 \x03(\x05\"\xf3\x01\n\x0f\x41llocateRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x07 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btoken_count\x18\x08 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\nsession_id\x18\t \x01(\tB\x04\xe2\x41\x01\x02J\x04\x08\x03\x10\x04R\x0cpeer_address\"a\n\x10\x41llocateResponse\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x03(\x05\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9d\x01\n\rCommitRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07indices\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12&\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.ExtentB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1b\n\rread_grant_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"!\n\x0e\x43ommitResponse\x12\x0f\n\x07\x64\x61maged\x18\x01 \x03(\x05\"s\n\x0eReleaseRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x64\x61maged\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nrequest_id\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\"\x11\n\x0fReleaseResponse2\xba\x02\n\x0bPeerService\x12\x33\n\x04Init\x12\x14.lmkv.v1.InitRequest\x1a\x15.lmkv.v1.InitResponse\x12<\n\x07\x41\x63quire\x12\x17.lmkv.v1.AcquireRequest\x1a\x18.lmkv.v1.AcquireResponse\x12?\n\x08\x41llocate\x12\x18.lmkv.v1.AllocateRequest\x1a\x19.lmkv.v1.AllocateResponse\x12\x39\n\x06\x43ommit\x12\x16.lmkv.v1.CommitRequest\x1a\x17.lmkv.v1.CommitResponse\x12<\n\x07Release\x12\x17.lmkv.v1.ReleaseRequest\x1a\x18.lmkv.v1.ReleaseResponseB\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1almkv/v1/peer_service.proto\x12\x07lmkv.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x13lmkv/v1/chunk.proto\"\xce\x01\n\x0bInitRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x1e\n\x10peer_instance_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x01\x12\x18\n\npeer_epoch\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x01\x12#\n\x04spec\x18\x05 \x01(\x0b\x32\x0f.lmkv.v1.KvSpecB\x04\xe2\x41\x01\x02\x12\x16\n\x08\x63hannels\x18\x06 \x03(\tB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x07 \x01(\tB\x04\xe2\x41\x01\x01\"\x93\x01\n\x0cInitResponse\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\x18\n\x10\x63hannel_metadata\x18\x02 \x01(\x0c\x12 \n\x07regions\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.Region\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x12\n\nsession_id\x18\x06 \x01(\t\"-\n\x06Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xa7\x01\n\x0e\x41\x63quireRequest\x12\x18\n\npeer_epoch\x18\x01 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x03 \x03(\x0c\x42\x04\xe2\x41\x01\x02\x12,\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x02\"A\n\x0f\x41\x63quireResponse\x12\x1d\n\x05grant\x18\x01 \x01(\x0b\x32\x0e.lmkv.v1.Grant\x12\x0f\n\x07present\x18\x02 \x03(\x05\"\xdf\x01\n\x0f\x41llocateRequest\x12\x19\n\x0binstance_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x05\x65poch\x18\x02 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\npeer_epoch\x18\x03 \x01(\x03\x42\x04\xe2\x41\x01\x02\x12\x18\n\nhandoff_id\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x19\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x42\x04\xe2\x41\x01\x02\x12\x18\n\nchunk_keys\x18\x06 \x03(\x0c\x42\x04\xe2\x41\x01\x02\x12\x19\n\x0btoken_count\x18\x07 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\nsession_id\x18\x08 \x01(\tB\x04\xe2\x41\x01\x02\"a\n\x10\x41llocateResponse\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x03(\x05\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9d\x01\n\rCommitRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07indices\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12&\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0f.lmkv.v1.ExtentB\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x04 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1b\n\rread_grant_id\x18\x05 \x01(\tB\x04\xe2\x41\x01\x01\"!\n\x0e\x43ommitResponse\x12\x0f\n\x07\x64\x61maged\x18\x01 \x03(\x05\"s\n\x0eReleaseRequest\x12\x16\n\x08grant_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x64\x61maged\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\nsession_id\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\nhandoff_id\x18\x04 \x01(\tB\x04\xe2\x41\x01\x01\"\x11\n\x0fReleaseResponse2\xba\x02\n\x0bPeerService\x12\x33\n\x04Init\x12\x14.lmkv.v1.InitRequest\x1a\x15.lmkv.v1.InitResponse\x12<\n\x07\x41\x63quire\x12\x17.lmkv.v1.AcquireRequest\x1a\x18.lmkv.v1.AcquireResponse\x12?\n\x08\x41llocate\x12\x18.lmkv.v1.AllocateRequest\x1a\x19.lmkv.v1.AllocateResponse\x12\x39\n\x06\x43ommit\x12\x16.lmkv.v1.CommitRequest\x1a\x17.lmkv.v1.CommitResponse\x12<\n\x07Release\x12\x17.lmkv.v1.ReleaseRequest\x1a\x18.lmkv.v1.ReleaseResponseB\x1b\n\x07lmkv.v1P\x01Z\x0elmkv/v1;lmkvv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -65,8 +65,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ALLOCATEREQUEST'].fields_by_name['epoch']._serialized_options = b'\342A\001\002'
   _globals['_ALLOCATEREQUEST'].fields_by_name['peer_epoch']._loaded_options = None
   _globals['_ALLOCATEREQUEST'].fields_by_name['peer_epoch']._serialized_options = b'\342A\001\002'
-  _globals['_ALLOCATEREQUEST'].fields_by_name['request_id']._loaded_options = None
-  _globals['_ALLOCATEREQUEST'].fields_by_name['request_id']._serialized_options = b'\342A\001\002'
+  _globals['_ALLOCATEREQUEST'].fields_by_name['handoff_id']._loaded_options = None
+  _globals['_ALLOCATEREQUEST'].fields_by_name['handoff_id']._serialized_options = b'\342A\001\002'
   _globals['_ALLOCATEREQUEST'].fields_by_name['fingerprint']._loaded_options = None
   _globals['_ALLOCATEREQUEST'].fields_by_name['fingerprint']._serialized_options = b'\342A\001\002'
   _globals['_ALLOCATEREQUEST'].fields_by_name['chunk_keys']._loaded_options = None
@@ -91,8 +91,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEREQUEST'].fields_by_name['damaged']._serialized_options = b'\342A\001\001'
   _globals['_RELEASEREQUEST'].fields_by_name['session_id']._loaded_options = None
   _globals['_RELEASEREQUEST'].fields_by_name['session_id']._serialized_options = b'\342A\001\002'
-  _globals['_RELEASEREQUEST'].fields_by_name['request_id']._loaded_options = None
-  _globals['_RELEASEREQUEST'].fields_by_name['request_id']._serialized_options = b'\342A\001\001'
+  _globals['_RELEASEREQUEST'].fields_by_name['handoff_id']._loaded_options = None
+  _globals['_RELEASEREQUEST'].fields_by_name['handoff_id']._serialized_options = b'\342A\001\001'
   _globals['_INITREQUEST']._serialized_start=126
   _globals['_INITREQUEST']._serialized_end=332
   _globals['_INITRESPONSE']._serialized_start=335
@@ -100,21 +100,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGION']._serialized_start=484
   _globals['_REGION']._serialized_end=529
   _globals['_ACQUIREREQUEST']._serialized_start=532
-  _globals['_ACQUIREREQUEST']._serialized_end=718
-  _globals['_ACQUIRERESPONSE']._serialized_start=720
-  _globals['_ACQUIRERESPONSE']._serialized_end=785
-  _globals['_ALLOCATEREQUEST']._serialized_start=788
-  _globals['_ALLOCATEREQUEST']._serialized_end=1031
-  _globals['_ALLOCATERESPONSE']._serialized_start=1033
-  _globals['_ALLOCATERESPONSE']._serialized_end=1130
-  _globals['_COMMITREQUEST']._serialized_start=1133
-  _globals['_COMMITREQUEST']._serialized_end=1290
-  _globals['_COMMITRESPONSE']._serialized_start=1292
-  _globals['_COMMITRESPONSE']._serialized_end=1325
-  _globals['_RELEASEREQUEST']._serialized_start=1327
-  _globals['_RELEASEREQUEST']._serialized_end=1442
-  _globals['_RELEASERESPONSE']._serialized_start=1444
-  _globals['_RELEASERESPONSE']._serialized_end=1461
-  _globals['_PEERSERVICE']._serialized_start=1464
-  _globals['_PEERSERVICE']._serialized_end=1778
+  _globals['_ACQUIREREQUEST']._serialized_end=699
+  _globals['_ACQUIRERESPONSE']._serialized_start=701
+  _globals['_ACQUIRERESPONSE']._serialized_end=766
+  _globals['_ALLOCATEREQUEST']._serialized_start=769
+  _globals['_ALLOCATEREQUEST']._serialized_end=992
+  _globals['_ALLOCATERESPONSE']._serialized_start=994
+  _globals['_ALLOCATERESPONSE']._serialized_end=1091
+  _globals['_COMMITREQUEST']._serialized_start=1094
+  _globals['_COMMITREQUEST']._serialized_end=1251
+  _globals['_COMMITRESPONSE']._serialized_start=1253
+  _globals['_COMMITRESPONSE']._serialized_end=1286
+  _globals['_RELEASEREQUEST']._serialized_start=1288
+  _globals['_RELEASEREQUEST']._serialized_end=1403
+  _globals['_RELEASERESPONSE']._serialized_start=1405
+  _globals['_RELEASERESPONSE']._serialized_end=1422
+  _globals['_PEERSERVICE']._serialized_start=1425
+  _globals['_PEERSERVICE']._serialized_end=1739
 # @@protoc_insertion_point(module_scope)

@@ -161,10 +161,12 @@ class AcquireRequest(_message.Message):
     """The epoch of the node that is called."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks to read, 16 bytes each, at most 4,096."""
     session_id: _builtins.str
     """The caller's session."""
+    @_builtins.property
+    def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of the chunks to read, 16 bytes each, at most 4,096."""
+
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Duration of the grant; the node may grant less. Not set: as long as the node grants."""
@@ -174,7 +176,7 @@ class AcquireRequest(_message.Message):
         *,
         peer_epoch: _builtins.int = ...,
         fingerprint: _builtins.bytes = ...,
-        chunk_keys: _builtins.bytes = ...,
+        chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         session_id: _builtins.str = ...,
     ) -> None: ...
@@ -225,7 +227,7 @@ class AllocateRequest(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PEER_EPOCH_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
@@ -236,33 +238,35 @@ class AllocateRequest(_message.Message):
     """The caller's epoch."""
     peer_epoch: _builtins.int
     """The epoch of the node that is called."""
-    request_id: _builtins.str
+    handoff_id: _builtins.str
     """The handoff's name at both engines: 1 to 256 printable characters. A repeat returns the first call's answer."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec."""
-    chunk_keys: _builtins.bytes
-    """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096. If chunks have several parts, the
-    indices of `missing` and of `Commit` are those of the items of a hit of all these chunks (`LookupChunks`).
-    """
     token_count: _builtins.int
     """Tokens of the chunks; all chunks but the last one are full."""
     session_id: _builtins.str
     """The caller's session."""
+    @_builtins.property
+    def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of all chunks of the prompt, 16 bytes each, in prompt order, at most 4,096. If chunks have several parts, the
+        indices of `missing` and of `Commit` are those of the items of a hit of all these chunks (`LookupChunks`).
+        """
+
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         peer_epoch: _builtins.int = ...,
-        request_id: _builtins.str = ...,
+        handoff_id: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
-        chunk_keys: _builtins.bytes = ...,
+        chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         token_count: _builtins.int = ...,
         session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "request_id", b"request_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "epoch", b"epoch", "fingerprint", b"fingerprint", "handoff_id", b"handoff_id", "instance_id", b"instance_id", "peer_epoch", b"peer_epoch", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,12 +381,12 @@ class ReleaseRequest(_message.Message):
     GRANT_ID_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
-    """The grant to release, of `Acquire` or `Allocate`; ignored with `request_id`."""
+    """The grant to release, of `Acquire` or `Allocate`; ignored with `handoff_id`."""
     session_id: _builtins.str
     """The caller's session."""
-    request_id: _builtins.str
+    handoff_id: _builtins.str
     """The name of the handoff to withdraw, even if it has not been announced."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -396,11 +400,11 @@ class ReleaseRequest(_message.Message):
         grant_id: _builtins.str = ...,
         damaged: _abc.Iterable[_builtins.int] | None = ...,
         session_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
+        handoff_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "grant_id", b"grant_id", "handoff_id", b"handoff_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,7 +120,7 @@ class PeerServiceServicer:
         chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
         * `FAILED_PRECONDITION` (`WRONG_INSTANCE`): `peer_epoch` is not this node's; look up and `Init` again.
         * `NOT_FOUND` (`SESSION_NOT_FOUND`): the caller has no such session, or the node has dropped it; `Init` again.
         * `RESOURCE_EXHAUSTED` (`FULL`): the grants of the caller's session, or of all sessions of its identity, hold their
@@ -133,11 +133,11 @@ class PeerServiceServicer:
     def Allocate(self, request, context):
         """Announces a handoff: the caller computes these chunks, and a request that continues them will be sent to an engine
         of this node. The node reserves room for all of them, and reads each when `Commit` says where it is. Idempotent by
-        `request_id`. `docs/guides/disaggregated-prefill.md` has the states and deadlines of handoffs.
+        `handoff_id`. `docs/guides/disaggregated-prefill.md` has the states and deadlines of handoffs.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not match the number of keys; `request_id` is empty, too long, not
+        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `token_count` does not match the number of keys; `handoff_id` is empty, too long, not
         printable, or names a handoff of another caller or with other keys; or `instance_id` is this node's.
         * `RESOURCE_EXHAUSTED` (`NO_FREE_EXTENTS`): there is no room now; retry after the `RetryInfo`.
         * `RESOURCE_EXHAUSTED` (`FULL`): the node has as many handoffs as it may have; retry after the `RetryInfo`.
@@ -174,11 +174,11 @@ class PeerServiceServicer:
         or if there is no such session.
 
         A handoff that is named by `grant_id` keeps the chunks that have arrived for the decode's request. One that is named
-        by `request_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits
+        by `handoff_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits
         for it stops waiting.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `request_id` is too long or not printable.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `handoff_id` is too long or not printable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

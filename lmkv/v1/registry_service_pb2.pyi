@@ -1063,23 +1063,23 @@ class ExplainOrder(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """Fingerprint of the spec of `chunk_keys`."""
     chunk_keys: _builtins.bytes
     """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
-    request_id: _builtins.str
+    engine_request_id: _builtins.str
     """Without keys: a part of the engine's id of a request."""
     def __init__(
         self,
         *,
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
+        engine_request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "fingerprint", b"fingerprint", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "engine_request_id", b"engine_request_id", "fingerprint", b"fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

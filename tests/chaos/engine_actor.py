@@ -62,7 +62,7 @@ class EngineActor(Actor):
             engine.client.commit(key, extent, checksum=engine.write(key, extent))
             for key, extent in zip(missing, extents, strict=False)
         ]
-        await engine.client.say(commits=commits, releases=[pb.ReleaseChunks(request_id=str(self._ticket))])
+        await engine.client.say(commits=commits, releases=[pb.ReleaseChunks(lookup_id=str(self._ticket))])
         self.counts["chunks stored"] += len(commits)
 
     async def _load(self, engine: Engine, prompt: list[ChunkKey]) -> None:
@@ -89,7 +89,7 @@ class EngineActor(Actor):
         self.counts["loads given up"] += 1
 
     async def _begin(self, engine: Engine, found: pb.FoundChunks) -> None:
-        load = pb.LoadChunks(request_id=str(self._ticket), first_chunk=len(found.own), chunk_count=absent_count(found))
+        load = pb.LoadChunks(lookup_id=str(self._ticket), first_chunk=len(found.own), chunk_count=absent_count(found))
         load.timeout.FromMilliseconds(round(1000 * self.chance.choice([0.05, 0.3, 1, 3])))
         if absent_count(found):
             await engine.client.say(loads=[load])

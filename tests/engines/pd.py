@@ -179,11 +179,11 @@ class Trio:
         assert completion.token_ids == expected
         return completion
 
-    def vouched(self, request_id: str, **more: object) -> dict[str, object]:
+    def vouched(self, handoff_id: str, **more: object) -> dict[str, object]:
         """Parameters of a handoff to the decode engine, as the proxy makes them."""
-        proof = HandoffKeys(self.secret, NO_TOKEN).prove(request_id, "decode")
+        proof = HandoffKeys(self.secret, NO_TOKEN).prove(handoff_id, "decode")
         return {
-            "kv_transfer_params": {"lmkv": {"request_id": request_id, "decode_instance": "decode", **proof, **more}}
+            "kv_transfer_params": {"lmkv": {"handoff_id": handoff_id, "decode_instance": "decode", **proof, **more}}
         }
 
     # --- Looking -------------------------------------------------------------------------------------------------

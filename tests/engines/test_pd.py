@@ -264,7 +264,7 @@ def test_a_client_of_an_engine_cannot_start_a_handoff(trio: Trio) -> None:
         ):
             prompt = trio.prompt(PROMPT_TOKENS)
             before = trio.node_metric("decode", "handoff_received_bytes_total")
-            extra = {"kv_transfer_params": {"lmkv": {"request_id": "forged", **said}}}
+            extra = {"kv_transfer_params": {"lmkv": {"handoff_id": "forged", **said}}}
             answer = trio.prefill.answer(prompt, 1, **extra)
             assert "handoff_refused" in answer["kv_transfer_params"]["lmkv"]
             trio.check(trio.prompt(CHUNK_TOKENS))  # what the proxy asks for takes place, after all that came before

@@ -75,32 +75,32 @@ class RecordedEngine(Engine):
 
     async def _recorded_say(self, **acts: Any) -> None:
         for release in acts.get("releases", ()):
-            self._release(release.request_id)
+            self._release(release.lookup_id)
         for lookup in acts.get("lookups", ()):
             keys = split_keys(lookup.chunk_keys)
-            self._prompts[lookup.request_id] = keys
-            self._finds[lookup.request_id] = self._open("Find", {"keys": summaries.key_names(lookup.chunk_keys)})
+            self._prompts[lookup.lookup_id] = keys
+            self._finds[lookup.lookup_id] = self._open("Find", {"keys": summaries.key_names(lookup.chunk_keys)})
         for load in acts.get("loads", ()):
-            keys = self._prompts[load.request_id][load.first_chunk : load.first_chunk + load.chunk_count]
+            keys = self._prompts[load.lookup_id][load.first_chunk : load.first_chunk + load.chunk_count]
             asked = {"keys": [summaries.key_name(key) for key in keys]}
             asked |= {"timeout": load.timeout.ToNanoseconds() / 1e9}
-            self._loads[load.request_id], self._loaded[load.request_id] = self._open("Load", asked), []
+            self._loads[load.lookup_id], self._loaded[load.lookup_id] = self._open("Load", asked), []
         for handoff in acts.get("handoffs", ()):
-            asked = {"id": handoff.request_id, "keys": summaries.key_names(handoff.chunk_keys)}
-            self._handoffs[handoff.request_id] = self._open("Handoff", asked | {"to": handoff.decode_instance_id})
+            asked = {"id": handoff.handoff_id, "keys": summaries.key_names(handoff.chunk_keys)}
+            self._handoffs[handoff.handoff_id] = self._open("Handoff", asked | {"to": handoff.decode_instance_id})
         await self._say(**acts)
 
     async def _recorded_read(self) -> engine_pb.AttachResponse:
         answer = await self._read()
         for found in answer.found:
-            prompt = self._prompts[found.request_id]
+            prompt = self._prompts[found.lookup_id]
             names = [summaries.key_name(key) for key in prompt]
             at, disk = len(found.own), []
             for run in found.runs:
                 disk += names[at : at + run.chunk_count] if run.tier == "disk" else []
                 at += run.chunk_count
-            self._finds.pop(found.request_id).end({"own": names[: len(found.own)], "disk": disk})
-            self._hold(found.request_id, 0, found.own)
+            self._finds.pop(found.lookup_id).end({"own": names[: len(found.own)], "disk": disk})
+            self._hold(found.lookup_id, 0, found.own)
             for hold, released_at in self._released:
                 hold.end({}, released_at)
             self._released.clear()
@@ -108,31 +108,31 @@ class RecordedEngine(Engine):
                 call.end({})
             self._writes.clear()
         for loaded in answer.loaded:
-            if loaded.request_id in self._loads:
-                self._hold(loaded.request_id, loaded.first_chunk, loaded.extents)
-                names = self._loaded[loaded.request_id]
-                prompt = self._prompts[loaded.request_id][loaded.first_chunk :]
+            if loaded.lookup_id in self._loads:
+                self._hold(loaded.lookup_id, loaded.first_chunk, loaded.extents)
+                names = self._loaded[loaded.lookup_id]
+                prompt = self._prompts[loaded.lookup_id][loaded.first_chunk :]
                 names += [summaries.key_name(key) for key, _ in zip(prompt, loaded.extents, strict=False)]
                 if loaded.done:
-                    self._loads.pop(loaded.request_id).end({"loaded": names, "status": loaded.status.code})
+                    self._loads.pop(loaded.lookup_id).end({"loaded": names, "status": loaded.status.code})
         for handed in answer.handed:
-            asked: Summary = {"id": handed.request_id, "keys": [], "to": ""}
-            handoff = self._handoffs.pop(handed.request_id, None) or self._open("Handoff", asked)
+            asked: Summary = {"id": handed.handoff_id, "keys": [], "to": ""}
+            handoff = self._handoffs.pop(handed.handoff_id, None) or self._open("Handoff", asked)
             handoff.end({"chunks": handed.chunk_count, "error": handed.status.message})
         return answer
 
-    def _hold(self, request_id: str, first: int, extents: Any) -> None:
-        for key, extent in zip(self._prompts[request_id][first:], extents, strict=False):
-            self._held[request_id] = key, extent
+    def _hold(self, lookup_id: str, first: int, extents: Any) -> None:
+        for key, extent in zip(self._prompts[lookup_id][first:], extents, strict=False):
+            self._held[lookup_id] = key, extent
         if extents:
-            asked = {"id": request_id, "offsets": [extent.offset for extent in extents]} | self._pool_name()
-            self._holds[request_id].append(self._open("Hold", asked))
+            asked = {"id": lookup_id, "offsets": [extent.offset for extent in extents]} | self._pool_name()
+            self._holds[lookup_id].append(self._open("Hold", asked))
 
-    def _release(self, request_id: str) -> None:
-        if held := self._held.pop(request_id, None):
+    def _release(self, lookup_id: str) -> None:
+        if held := self._held.pop(lookup_id, None):
             self.check(*held)
         released_at = self._recorder.now()
-        self._released += [(hold, released_at) for hold in self._holds.pop(request_id, ())]
-        self._prompts.pop(request_id, None)
-        if load := self._loads.pop(request_id, None):
-            load.end({"loaded": self._loaded.pop(request_id), "released": True})
+        self._released += [(hold, released_at) for hold in self._holds.pop(lookup_id, ())]
+        self._prompts.pop(lookup_id, None)
+        if load := self._loads.pop(lookup_id, None):
+            load.end({"loaded": self._loaded.pop(lookup_id), "released": True})

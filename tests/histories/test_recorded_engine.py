@@ -32,11 +32,11 @@ async def test_writes_and_holds_name_their_extents(tmp_path: Path, runtime_dir: 
                 pairs = list(zip(keys, extents, strict=True))
                 commits = [client.commit(key, one, checksum=engine.write(key, one)) for key, one in pairs]
                 await client.say(commits=commits)
-                for request_id in ("1", "2"):
-                    found = await client.lookup(request_id, keys)
+                for lookup_id in ("1", "2"):
+                    found = await client.lookup(lookup_id, keys)
                     for key, extent in zip(keys, found.own, strict=True):
                         engine.check(key, extent)
-                    await client.release(request_id)
+                    await client.release(lookup_id)
                 engine.close()
     history = History(load(path))
     offsets = [extent.offset for extent in extents]

@@ -187,7 +187,7 @@ class HandoffActor(Actor):
         name = f"{self.name} {self._prompt}"
         keys = [ChunkKey(self._prompt.to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(HANDOFF_CHUNKS)]
         handoff = engine_pb.HandChunks(
-            request_id=name,
+            handoff_id=name,
             decode_instance_id=self._decode.name,
             chunk_keys=join_keys(keys),
             token_count=HANDOFF_CHUNKS * SPEC.chunk_size,
@@ -209,7 +209,7 @@ class HandoffActor(Actor):
         await engine.client.say(ended_handoffs=[name])
         for patience in range(HANDOFF_PATIENCE, 0, -1):
             try:
-                while name not in [handed.request_id for handed in await engine.client.hear("handed")]:
+                while name not in [handed.handoff_id for handed in await engine.client.hear("handed")]:
                     pass
                 return
             except TimeoutError as error:
@@ -218,11 +218,11 @@ class HandoffActor(Actor):
         raise asyncio.InvalidStateError(f"{name} does not end")
 
     async def _load(self, engine: Engine, name: str, keys: list[ChunkKey]) -> None:
-        lookup = engine_pb.LookupChunks(request_id=name, chunk_keys=join_keys(keys), handoff_id=name)
+        lookup = engine_pb.LookupChunks(lookup_id=name, chunk_keys=join_keys(keys), handoff_id=name)
         await engine.client.say(lookups=[lookup])
         (found,) = await engine.client.hear("found")
         done = not absent_count(found)
-        load = engine_pb.LoadChunks(request_id=name, first_chunk=len(found.own), chunk_count=absent_count(found))
+        load = engine_pb.LoadChunks(lookup_id=name, first_chunk=len(found.own), chunk_count=absent_count(found))
         load.timeout.FromSeconds(3)
         if not done:
             await engine.client.say(loads=[load])

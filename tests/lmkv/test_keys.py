@@ -26,6 +26,7 @@ from lmkv.keys import (
     digest,
     foreign_key,
     join_keys,
+    listed_keys,
     page_keys,
     page_seed,
     partial_keys,
@@ -229,6 +230,16 @@ def test_too_many_keys_are_refused() -> None:
         split_keys(bytes(16 * (MAX_KEYS + 1)))
     with pytest.raises(BadChunkKey, match="evicted_keys has 2 keys; at most 1"):
         split_keys(bytes(32), field="evicted_keys", limit=1)
+
+
+def test_each_key_of_a_list_has_its_own_length_checked() -> None:
+    assert listed_keys([bytes(16), b"k" * 16]) == [bytes(16), b"k" * 16]
+    assert listed_keys([]) == []
+    for keys in ([bytes(15)], [bytes(8), bytes(8)], [bytes(15), bytes(17)], [b""]):
+        with pytest.raises(BadChunkKey, match="chunk_keys has a key of"):
+            listed_keys(keys)
+    with pytest.raises(BadChunkKey, match="damaged_keys has 2 keys; at most 1 "):
+        listed_keys([bytes(16)] * 2, field="damaged_keys", limit=1)
 
 
 @pytest.mark.parametrize("case", GOLDEN["pages"], ids=lambda case: str(case["name"]))

@@ -76,7 +76,7 @@ def test_room_that_a_handoff_keeps_after_its_end(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_handoff_that_begins_again_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HandoffTable, "_remember", lambda self, request_id: None)
+    monkeypatch.setattr(HandoffTable, "_remember", lambda self, handoff_id: None)
     assert names(violation("handoff")) == ["withdraw", "allocate"]
 
 

@@ -282,17 +282,17 @@ async def test_the_node_serves_health_and_reflection_at_both_its_ends(servers: S
 
 
 def keyed(**fields: Any) -> dict[str, Any]:
-    return {"fingerprint": SPEC.fingerprint, "chunk_keys": bytes(16)} | fields
+    return {"fingerprint": SPEC.fingerprint, "chunk_keys": [bytes(16)]} | fields
 
 
 @pytest.mark.parametrize(
     ("name", "request_", "expected"),
     [
-        ("Lookup", engine_pb.EngineServiceLookupRequest(**keyed(chunk_keys=bytes(15))), "BAD_CHUNK_KEY"),
+        ("Lookup", engine_pb.EngineServiceLookupRequest(**keyed(chunk_keys=[bytes(15)])), "BAD_CHUNK_KEY"),
         ("Lookup", engine_pb.EngineServiceLookupRequest(**keyed(fingerprint=bytes(16))), "MODEL_NOT_FOUND"),
-        ("Load", engine_pb.LoadRequest(**keyed(chunk_keys=bytes(33))), "BAD_CHUNK_KEY"),
+        ("Load", engine_pb.LoadRequest(**keyed(chunk_keys=[bytes(16), bytes(8), bytes(8)])), "BAD_CHUNK_KEY"),
         ("Load", engine_pb.LoadRequest(**keyed(fingerprint=b"")), "MODEL_NOT_FOUND"),
-        ("Release", engine_pb.EngineServiceReleaseRequest(engine_id="unknown", request_id="1"), "ENGINE_NOT_FOUND"),
+        ("Release", engine_pb.EngineServiceReleaseRequest(engine_id="unknown", lookup_id="1"), "ENGINE_NOT_FOUND"),
     ],
 )
 async def test_what_an_engine_service_is_asked_wrongly_gets_its_reason(

@@ -13,7 +13,6 @@ from google.longrunning import operations_pb2
 from google.longrunning.operations_pb2_grpc import OperationsStub
 
 from lmkv import rpc
-from lmkv.keys import join_keys
 from lmkv.rpc.lookup_call import LookupCall
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveRequest, WatchRequest
@@ -133,7 +132,7 @@ async def use(node: Node, engine_id: str) -> None:
         await load(engine, node.pool, "request", 0, 2)
         await engine.release("request")
         node.tier.drop(chunk_keys(0))
-        request = pb.LoadRequest(fingerprint=engine.spec.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1, 2)))
+        request = pb.LoadRequest(fingerprint=engine.spec.fingerprint, chunk_keys=chunk_keys(0, 1, 2))
         await engine.stub.Load(request, timeout=WAIT_SECONDS)
         await engine.reserve(4)
 

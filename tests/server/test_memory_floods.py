@@ -99,7 +99,7 @@ async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
     tokens = write(tmp_path / "tokens.yaml", entry("engine"), entry("admin"))
     port, log = free_port(), tmp_path / "log"
     environment = {"LMKV_AUTH_TOKEN": "engine-token", "LMKV_RUNTIME_DIR": str(runtime_dir)}
-    large, small = AcquireRequest(chunk_keys=bytes(16) * 60_000), AcquireRequest(chunk_keys=bytes(160))
+    large, small = AcquireRequest(chunk_keys=[bytes(16)] * 58_000), AcquireRequest(chunk_keys=[bytes(16)] * 10)
     with server(
         "node", *NODE_COMMAND, "--p2p-port", str(port), "--auth-tokens", tokens, log=log, **environment
     ) as process:

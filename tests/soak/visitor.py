@@ -90,7 +90,7 @@ async def fill_names_of_handoffs(node: Node, count: int) -> None:
         session = await stub.Init(opening, timeout=PATIENCE_SECONDS)
         for number in range(count):
             request = peer_pb.ReleaseRequest(
-                request_id=f"handoffs of a filler that ended {number}", session_id=session.session_id
+                handoff_id=f"handoffs of a filler that ended {number}", session_id=session.session_id
             )
             await stub.Release(request, timeout=PATIENCE_SECONDS)
 

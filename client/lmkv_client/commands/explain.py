@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     tokens, chunks = read_chunks(args)
     response = call(
         args,
-        lambda coordinator: coordinator.explain(tokens, instance_id=args.instance, request_id=args.request, **chunks),
+        lambda coordinator: coordinator.explain(
+            tokens, instance_id=args.instance, engine_request_id=args.request, **chunks
+        ),
     )
     if args.json:
         print_json(response)
@@ -95,7 +97,7 @@ def request_rows(response: ExplainResponse, now: float) -> Iterator[tuple[str, .
 
     reports = [(one, report) for one in response.explanations for report in one.explanation.requests]
     for one, report in sorted(reports, key=time_of, reverse=True):
-        yield from ((report.request_id, one.instance_id, *cells) for cells in span_rows(report.spans, now))
+        yield from ((report.engine_request_id, one.instance_id, *cells) for cells in span_rows(report.spans, now))
 
 
 def span_rows(spans: Sequence[PromptSpan], now: float) -> Iterator[tuple[str, str, str, str, str]]:

@@ -137,7 +137,7 @@ class Engine:
         tokens: Sequence[int] | NDArray[np.integer] | None = None,
         salt: str = "",
         lora: str = "",
-        request_id: str = "",
+        engine_request_id: str = "",
         traceparent: str | None = None,
         is_continued: bool = False,
         timeout: float | None = None,
@@ -153,12 +153,12 @@ class Engine:
         `Held.token_count`. The last extent may have more tokens, which are not of this prompt. Without them, or if
         `save_partial_chunks` is off, it ends with one of `keys`. Raises `BadTokens` as `keys` does.
 
-        `request_id` names the prompt in the node's reports (`lmkv explain`); empty: a number is made. `traceparent` is
-        the parent of the spans; None: the current span, if any. `is_continued`: the prompt was looked up before, and of
-        this lookup only what it fails to bring is counted.
+        `engine_request_id` names the prompt in the node's reports (`lmkv explain`); empty: a number is made.
+        `traceparent` is the parent of the spans; None: the current span, if any. `is_continued`: the prompt was looked
+        up before, and of this lookup only what it fails to bring is counted.
         """
         shown = self._shown(tokens)
-        record = self._record(len(keys), tokens, request_id, traceparent, is_continued=is_continued)
+        record = self._record(len(keys), tokens, engine_request_id, traceparent, is_continued=is_continued)
         lookup = self._lookup(keys, timeout, record, shown, salt, lora)
         return Held(self._dispatcher, await_result(lookup.future, lookup.deadline, self._dispatcher.expire))
 
@@ -169,7 +169,7 @@ class Engine:
         tokens: Sequence[int] | NDArray[np.integer] | None = None,
         salt: str = "",
         lora: str = "",
-        request_id: str = "",
+        engine_request_id: str = "",
         traceparent: str | None = None,
         timeout: float | None = None,
     ) -> Future[Held]:
@@ -184,7 +184,7 @@ class Engine:
                 held.release()
 
         shown = self._shown(tokens)
-        record = self._record(len(keys), tokens, request_id, traceparent)
+        record = self._record(len(keys), tokens, engine_request_id, traceparent)
         lookup = self._lookup(keys, timeout, record, shown, salt, lora)
         lookup.future.add_done_callback(found)
         return result
@@ -261,7 +261,7 @@ class Engine:
         self,
         key_count: int,
         tokens: Sequence[int] | NDArray[np.integer] | None,
-        request_id: str,
+        engine_request_id: str,
         traceparent: str | None,
         *,
         is_continued: bool = False,
@@ -270,7 +270,7 @@ class Engine:
         return PromptRecord(
             key_count * chunk_size if tokens is None else len(tokens),
             chunk_size,
-            request_id=request_id,
+            engine_request_id=engine_request_id,
             traceparent=traceparent,
             is_continued=is_continued,
         )

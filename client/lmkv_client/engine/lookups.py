@@ -107,16 +107,16 @@ class Lookups:
         if lookup.worth_seconds:
             message.budget.FromNanoseconds(int(lookup.worth_seconds * 1e9))
         if lookup.record:
-            lookup.record.request_id = lookup.record.request_id or f"{self._name}/{lookup_id}"
+            lookup.record.engine_request_id = lookup.record.engine_request_id or f"{self._name}/{lookup_id}"
             message.traceparent = lookup.record.lookup_traceparent
         self._send(pb.AttachRequest(lookups=[message]))
 
     def found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
         self._suspicion.end()
-        lookup = self._asked.pop(found.request_id, None)
+        lookup = self._asked.pop(found.lookup_id, None)
         if lookup is None:
-            self._send_release(found.request_id)
+            self._send_release(found.lookup_id)
             return
         found_count = len(found.own) + sum(run.chunk_count for run in found.runs)
         keys = [*lookup.keys[: found_count - bool(found.partial_key)]]
@@ -130,11 +130,11 @@ class Lookups:
             self._counts.add("hit_tokens", record.hit_tokens)
         if not hit_count:
             self._close(record)
-            self._send_release(found.request_id)
+            self._send_release(found.lookup_id)
             self._outcomes.add(lookup.future, None)
             return
         held = HeldChunks(
-            lookup_id=found.request_id,
+            lookup_id=found.lookup_id,
             keys=keys[:hit_count],
             extents=extents,
             hit_count=hit_count,
@@ -153,7 +153,7 @@ class Lookups:
 
     def loaded(self, loaded: pb.LoadedChunks, now: float) -> None:
         """Handles chunks that have arrived, and the end of a load."""
-        held = self._held.get(loaded.request_id)
+        held = self._held.get(loaded.lookup_id)
         if held is None or held.is_over:
             return
         if loaded.first_chunk == len(held.extents):
@@ -212,7 +212,7 @@ class Lookups:
         first, until = len(held.extents), max((waiter.deadline for waiter in held.waiting), default=now)
         if held.is_over or held.requested_count or first >= held.wanted_count or until <= now:
             return
-        load = pb.LoadChunks(request_id=held.lookup_id, first_chunk=first, chunk_count=held.wanted_count - first)
+        load = pb.LoadChunks(lookup_id=held.lookup_id, first_chunk=first, chunk_count=held.wanted_count - first)
         load.timeout.FromNanoseconds(int((until - now) * 1e9))
         if held.record:
             load.traceparent = held.record.load_traceparent
@@ -251,5 +251,5 @@ class Lookups:
 
     def _send_release(self, lookup_id: str) -> None:
         """Also sends the reports of prompts that have ended."""
-        release, reports = pb.ReleaseChunks(request_id=lookup_id), self._accounts.take_reports()
+        release, reports = pb.ReleaseChunks(lookup_id=lookup_id), self._accounts.take_reports()
         self._send(pb.AttachRequest(releases=[release], reports=reports))

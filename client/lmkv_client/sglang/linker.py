@@ -131,7 +131,7 @@ class LmkvLinker(UnifiedCacheLinker):
         return list(range(1, found.held.own_count + 1))
 
     def _look_up(self, rid: str, names: Sequence[str]) -> Held:
-        return self._store.lookup(names, request_id=rid)
+        return self._store.lookup(names, engine_request_id=rid)
 
     def _fetch(self, rid: str, held: Held) -> Future[list[Extent]] | None:
         """Has the node fetch what it does not have in its pool; None if there is nothing to fetch."""

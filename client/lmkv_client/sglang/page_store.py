@@ -172,7 +172,7 @@ class PageStore:
             self._weights_changed = True
             logger.warning("weights change in place: nothing is loaded or stored until the engine restarts")
 
-    def lookup(self, names: Sequence[str], *, request_id: str = "", is_continued: bool = False) -> Held:
+    def lookup(self, names: Sequence[str], *, engine_request_id: str = "", is_continued: bool = False) -> Held:
         """Looks up how many of the first pages the node holds, by SGLang's page hashes.
 
         Blocks for at most `lookup_timeout`. SGLang schedules nothing meanwhile, so no prefill rate is reported, which
@@ -181,7 +181,7 @@ class PageStore:
         `is_continued`: the pages were looked up before.
         """
         engine = self._attached()
-        return engine.lookup(engine.foreign_keys(names), request_id=request_id, is_continued=is_continued)
+        return engine.lookup(engine.foreign_keys(names), engine_request_id=engine_request_id, is_continued=is_continued)
 
     def page_numbers(self, slots: Sequence[int], page_count: int) -> list[int]:
         """The pages that these slots are. Raises `ValueError` unless they are `page_count` whole pages of the pool."""

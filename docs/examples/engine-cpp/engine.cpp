@@ -211,10 +211,10 @@ class Attachment {
   const Pool& pool() const { return *pool_; }
 
   // Looks a prompt up. One request runs at a time here, so that the next answer is its own.
-  FoundChunks lookup(const string& request_id, const string& keys, int reserve_count) {
+  FoundChunks lookup(const string& lookup_id, const string& keys, int reserve_count) {
     AttachRequest request;
     auto* lookup = request.add_lookups();
-    lookup->set_request_id(request_id);
+    lookup->set_lookup_id(lookup_id);
     lookup->set_chunk_keys(keys);
     lookup->set_reserve_count(reserve_count);
     send(request);
@@ -230,10 +230,10 @@ class Attachment {
   }
 
   // The first chunk behind those in the pool, once it has arrived there.
-  Extent load(const string& request_id, int first_chunk) {
+  Extent load(const string& lookup_id, int first_chunk) {
     AttachRequest request;
     auto* load = request.add_loads();
-    load->set_request_id(request_id);
+    load->set_lookup_id(lookup_id);
     load->set_first_chunk(first_chunk);
     load->set_chunk_count(1);
     load->mutable_timeout()->set_seconds(timeout_seconds / 2);
@@ -255,9 +255,9 @@ class Attachment {
     send(request);  // has no answer, unless it is refused
   }
 
-  void release(const string& request_id) {
+  void release(const string& lookup_id) {
     AttachRequest request;
-    request.add_releases()->set_request_id(request_id);
+    request.add_releases()->set_lookup_id(lookup_id);
     send(request);
   }
 
@@ -296,25 +296,25 @@ void run(const string& socket) {
   const std::vector<float> kv = compute(tokens);
 
   Attachment node(socket, spec);
-  string request_id = "1";
-  FoundChunks found = node.lookup(request_id, key, 1);
+  string lookup_id = "1";
+  FoundChunks found = node.lookup(lookup_id, key, 1);
   if (found.own().empty() && found.runs().empty()) {  // a miss, which the node has released
     const Extent credit = node.credit();
     std::memcpy(node.pool().at(credit), kv.data(), chunk_bytes);
     node.commit(key, credit);
     std::puts("stored");
-    request_id = "2";
-    found = node.lookup(request_id, key, 0);
+    lookup_id = "2";
+    found = node.lookup(lookup_id, key, 0);
   }
   if (found.own().empty() && found.runs().empty()) fail("the chunk was stored and is not found");
   const bool is_own = !found.own().empty();
-  const Extent extent = is_own ? found.own(0) : node.load(request_id, 0);
+  const Extent extent = is_own ? found.own(0) : node.load(lookup_id, 0);
   const char* bytes = node.pool().at(extent);
   if (extent.size_bytes() != static_cast<std::int64_t>(chunk_bytes)) fail("the chunk has another size");
   if (std::memcmp(bytes, kv.data(), chunk_bytes) != 0) fail("the bytes differ");
   if (extent.checksum() != checksum(bytes, chunk_bytes)) fail("the checksum differs");
   std::printf("loaded from %s\n", is_own ? "own" : found.runs(0).tier().c_str());
-  node.release(request_id);
+  node.release(lookup_id);
   node.end();
 }
 

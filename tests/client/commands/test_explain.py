@@ -107,7 +107,7 @@ def test_a_reason_that_is_newer_than_this_version_is_shown_by_its_number() -> No
 def test_requests_of_all_instances_are_shown_the_latest_first() -> None:
     explanations = []
     for instance_id, name, second in (("a", "cmpl-old", 1), ("b", "cmpl-new", 2)):
-        report = RequestReport(request_id=name, spans=[PromptSpan(tier="own", token_count=3)])
+        report = RequestReport(engine_request_id=name, spans=[PromptSpan(tier="own", token_count=3)])
         report.create_time.FromSeconds(second)
         explanations.append(
             InstanceExplanation(instance_id=instance_id, explanation=PromptExplanation(requests=[report]))
@@ -131,7 +131,7 @@ async def test_a_prompt_is_asked_for_by_its_tokens(
 
 async def test_a_request_is_asked_for_by_its_id(canned: CannedExplanations, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("--request", "cmpl-1") == 1
-    assert canned.asked == [ExplainRequest(request_id="cmpl-1")]
+    assert canned.asked == [ExplainRequest(engine_request_id="cmpl-1")]
     assert "error: no instance knows this request: check the id" in capsys.readouterr().err
     assert await run("--request", "cmpl-1", "--json") == 1
     assert json.loads(capsys.readouterr().out) == {"explanations": []}

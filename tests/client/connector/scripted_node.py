@@ -206,7 +206,7 @@ class ScriptedNode:
             extents.append(self._extent(chunk))
         size_bytes = sum(extent.size_bytes for extent in extents)
         loaded = pb.LoadedChunks(
-            request_id=fetch.ticket,
+            lookup_id=fetch.ticket,
             first_chunk=indexes[0] if indexes else 0,
             extents=extents,
             done=done and not fetch.indexes,
@@ -220,7 +220,7 @@ class ScriptedNode:
     def fail(self, error: LmkvError | None = None) -> None:
         """Ends the oldest fetch without the rest of its chunks."""
         fetch = self.fetches.pop(0)
-        loaded = pb.LoadedChunks(request_id=fetch.ticket, done=True)
+        loaded = pb.LoadedChunks(lookup_id=fetch.ticket, done=True)
         loaded.status.CopyFrom(rpc.to_status(error or ChunkNotFound("no longer there")))
         self.inbox.append(pb.AttachResponse(loaded=[loaded]))
 
@@ -244,7 +244,7 @@ class ScriptedNode:
         assert not message.HasField("hello")
         for release in message.releases:
             self.releases.append(release)
-            self._release(release.request_id)
+            self._release(release.lookup_id)
         self.commit_messages += message.commits
         for commit in message.commits:
             self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key
@@ -259,9 +259,9 @@ class ScriptedNode:
         if any(wanted):
             self._reserve(wanted, wanted)
         self.handoffs += message.handoffs
-        for request_id in message.ended_handoffs:
-            assert request_id not in self.ended_handoffs, "a handoff is ended twice"
-            self.ended_handoffs[request_id] = list(self.commits)
+        for handoff_id in message.ended_handoffs:
+            assert handoff_id not in self.ended_handoffs, "a handoff is ended twice"
+            self.ended_handoffs[handoff_id] = list(self.commits)
         self.dropped_handoffs += message.dropped_handoffs
         if message.reset:
             count = len(self.chunks)
@@ -279,7 +279,7 @@ class ScriptedNode:
                 self.inbox.append(pb.AttachResponse(hinted=[answer]))
 
     def _lookup(self, lookup: pb.LookupChunks) -> None:
-        assert lookup.request_id not in self.tickets, "a ticket is used twice"
+        assert lookup.lookup_id not in self.tickets, "a ticket is used twice"
         self.lookups.append(lookup)
         if not self.spec.has_plain_parts:
             self._look_up_parts(lookup)
@@ -300,7 +300,7 @@ class ScriptedNode:
         ]
         counts = {"disk": self.on_disk, "peers": len(peer) - self.on_disk - self.in_remote, "remote": self.in_remote}
         found = pb.FoundChunks(
-            request_id=lookup.request_id,
+            lookup_id=lookup.lookup_id,
             own=[self._extent(chunk) for chunk in own],
             runs=[pb.Run(tier=tier, chunk_count=count) for tier, count in counts.items() if peer and count > 0],
             peer_instance_id="peer" if peer else "",
@@ -311,7 +311,7 @@ class ScriptedNode:
             found.partial_key = partial_key
             found.partial_token_count = (peer or own)[-1].token_count
         if own or peer:
-            self._hold(lookup.request_id, keys, own)
+            self._hold(lookup.lookup_id, keys, own)
         self.inbox.append(pb.AttachResponse(found=[found]))
         self._reserve([lookup.reserve_count - len(own) - len(peer)], [lookup.reserve_count])
 
@@ -344,7 +344,7 @@ class ScriptedNode:
         tiers = groupby("own" if key in self.chunks else "peers" for key in keys[len(own) :])
         runs = [pb.Run(tier=tier, chunk_count=len(list(run))) for tier, run in tiers]
         found = pb.FoundChunks(
-            request_id=lookup.request_id,
+            lookup_id=lookup.lookup_id,
             hit_chunk_count=hit,
             own=[self._extent(chunk) for chunk in own],
             runs=runs,
@@ -352,7 +352,7 @@ class ScriptedNode:
             missed=[PromptSpan(reason=self.miss_reason, chunk_count=len(chunk_keys) - hit)] if chunk_keys[hit:] else [],
         )
         if hit:
-            self._hold(lookup.request_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])
+            self._hold(lookup.lookup_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])
         self.inbox.append(pb.AttachResponse(found=[found]))
         wanted = [lookup.reserve_count, *lookup.part_reserve_counts]
         self._reserve(wanted, wanted)
@@ -363,14 +363,14 @@ class ScriptedNode:
             chunk.holds += 1
 
     def _load(self, load: pb.LoadChunks) -> None:
-        ticket = self.tickets[load.request_id]
+        ticket = self.tickets[load.lookup_id]
         assert load.first_chunk >= ticket.own_count
         assert load.chunk_count > 0
         assert load.timeout.ToNanoseconds() > 0
         indexes = list(range(load.first_chunk, load.first_chunk + load.chunk_count))
         places = self.peer_chunks if self.spec.has_plain_parts else self.peer_chunks | self.chunks
         assert all(ticket.keys[index] in places for index in indexes)
-        self.fetches.append(Fetch(load.request_id, indexes))
+        self.fetches.append(Fetch(load.lookup_id, indexes))
         if self.fetches_at_once:
             self.deliver()
 

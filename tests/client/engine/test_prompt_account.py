@@ -118,7 +118,7 @@ def test_a_closed_account_is_counted_and_reported_once_and_one_that_never_ran_is
     accounts.close("r", prompt)
     assert counted == [(MissReason.NEVER_STORED, 4)]
     (report,) = accounts.take_reports()
-    assert (report.request_id, sum(span.token_count for span in report.spans)) == ("r", 12)
+    assert (report.engine_request_id, sum(span.token_count for span in report.spans)) == ("r", 12)
     assert report.create_time.ToMilliseconds() == round(prompt.create_time * 1000)
     assert accounts.take_reports() == []
 

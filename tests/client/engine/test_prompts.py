@@ -144,9 +144,9 @@ def test_chunks_that_are_lost_before_they_are_loaded_are_missed(attach: Attach, 
         assert missed.keys() <= {"peer_unreachable", "load_failed"}
 
 
-def reports(coordinator: CoordinatorProcess, request_id: str) -> list[RequestReport]:
+def reports(coordinator: CoordinatorProcess, engine_request_id: str) -> list[RequestReport]:
     with grpc.insecure_channel(coordinator.address, options=CHANNEL_OPTIONS) as channel:
-        request = pb.ExplainRequest(request_id=request_id)
+        request = pb.ExplainRequest(engine_request_id=engine_request_id)
         response = CacheServiceStub(channel).Explain(request, timeout=WAIT_SECONDS, wait_for_ready=True)
     return [report for one in response.explanations for report in one.explanation.requests]
 
@@ -158,11 +158,11 @@ def test_the_node_keeps_a_report_of_each_prompt(attach: Attach, tmp_path: Path) 
         store(engine, keys[:1])
 
         def peers_are_asked() -> bool:
-            engine.lookup(keys, request_id="before", timeout=WAIT_SECONDS).release()
+            engine.lookup(keys, engine_request_id="before", timeout=WAIT_SECONDS).release()
             return "never_stored" in engine.counters.miss_tokens
 
         until(peers_are_asked)
-        engine.lookup(keys, request_id="chat-7", timeout=WAIT_SECONDS).release()
+        engine.lookup(keys, engine_request_id="chat-7", timeout=WAIT_SECONDS).release()
         engine.lookup(keys, timeout=WAIT_SECONDS).release()
         until(lambda: len(coordinator.instances()) == 1 and len(reports(coordinator, "/")) == 1)
         (named,), (other,) = reports(coordinator, "chat-7"), reports(coordinator, "/")

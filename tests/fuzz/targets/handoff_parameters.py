@@ -33,7 +33,7 @@ PROVE = 0x80
 
 
 def _params(**fields: Any) -> bytes:
-    return json.dumps({PARAMS: {"request_id": "r", "decode_instance": "a"} | fields}).encode()
+    return json.dumps({PARAMS: {"handoff_id": "r", "decode_instance": "a"} | fields}).encode()
 
 
 SEEDS = [
@@ -44,7 +44,7 @@ SEEDS = [
     b"\x01" + _params(expire_time=-1, mac="00" * 32),
     b"\x01" + _params(expire_time=1 << 64, mac="0g"),
     b"\x02" + _params(expire_time=True, mac=""),
-    b"\x03" + _params(request_id="x" * 300, mac=[]),
+    b"\x03" + _params(handoff_id="x" * 300, mac=[]),
     b"\x00" + _params(decode_instance="\u00e9"),
     b"\x00" + json.dumps({PARAMS: []}).encode(),
 ]
@@ -61,7 +61,7 @@ def run(data: bytes) -> None:
         return
     fields = params.get(PARAMS) if isinstance(params, dict) else None
     if selected & PROVE and isinstance(fields, dict):
-        name, instance = str(fields.get("request_id")), str(fields.get("decode_instance"))
+        name, instance = str(fields.get("handoff_id")), str(fields.get("decode_instance"))
         if name.isascii() and instance.isascii():
             fields |= keys.prove(name, instance)
     assert is_addressed(params) == isinstance(fields, dict)
@@ -77,9 +77,9 @@ def _check(params: Any, fields: Any, keys: HandoffKeys) -> None:
         assert str(refused).isprintable()
         return
     if found is None:
-        assert not isinstance(fields, dict) or "request_id" not in fields
+        assert not isinstance(fields, dict) or "handoff_id" not in fields
         return
-    for name in (found.request_id, found.decode_instance):
+    for name in (found.handoff_id, found.decode_instance):
         assert 0 < len(name) <= MAX_NAME
         assert name.isprintable()
     assert found.is_prefill == (found.prompt_token_count is None)
@@ -87,5 +87,5 @@ def _check(params: Any, fields: Any, keys: HandoffKeys) -> None:
     if own := keys._keys():
         expire_time = fields["expire_time"]
         assert expire_time >= time.time() - 1
-        macs = [proofs._mac(key, found.request_id, found.decode_instance, expire_time) for key in own]
+        macs = [proofs._mac(key, found.handoff_id, found.decode_instance, expire_time) for key in own]
         assert bytes.fromhex(fields["mac"]).hex() in macs, "a handoff without a proof"

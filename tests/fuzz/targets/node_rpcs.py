@@ -72,10 +72,10 @@ def _calls(*parts: tuple[str, Any]) -> bytes:
 _HELLO = engine_pb.Hello(engine_id="e", spec=SPEC.to_proto(), worker_count=1)
 _ACTS: list[dict[str, Any]] = [
     {"commits": [engine_pb.CommitChunk(chunk_key=KEYS[0], offset=8192, size_bytes=8192, token_count=32)]},
-    {"lookups": [engine_pb.LookupChunks(request_id="r", chunk_keys=join_keys(KEYS), reserve_count=2)]},
+    {"lookups": [engine_pb.LookupChunks(lookup_id="r", chunk_keys=join_keys(KEYS), reserve_count=2)]},
     {
-        "loads": [engine_pb.LoadChunks(request_id="r", chunk_count=2, timeout=Duration(seconds=2))],
-        "releases": [engine_pb.ReleaseChunks(request_id="r", avoided_prefill_duration=Duration(seconds=1))],
+        "loads": [engine_pb.LoadChunks(lookup_id="r", chunk_count=2, timeout=Duration(seconds=2))],
+        "releases": [engine_pb.ReleaseChunks(lookup_id="r", avoided_prefill_duration=Duration(seconds=1))],
     },
     {"reserve_count": 3, "returned_credits": [0, 4096], "damaged_keys": KEYS[2:], "part_reserve_counts": [1]},
     {
@@ -88,7 +88,7 @@ _ACTS: list[dict[str, Any]] = [
 _INIT = peer_pb.InitRequest(
     instance_id="peer", epoch=3, peer_instance_id="node", peer_epoch=EPOCH, spec=SPEC.to_proto()
 )
-_NAMED: dict[str, Any] = {"peer_epoch": EPOCH, "fingerprint": SPEC.fingerprint, "chunk_keys": join_keys(KEYS)}
+_NAMED: dict[str, Any] = {"peer_epoch": EPOCH, "fingerprint": SPEC.fingerprint, "chunk_keys": KEYS}
 SEEDS = [
     *(
         _calls(("EngineService.Attach", [engine_pb.AttachRequest(hello=_HELLO), engine_pb.AttachRequest(**acts)]))
@@ -104,7 +104,7 @@ SEEDS = [
                     hints=[
                         engine_pb.HintChunks(hint_id="h", action=chunk_pb2.HINT_ACTION_PIN, chunk_keys=join_keys(KEYS))
                     ],
-                    reports=[chunk_pb2.RequestReport(request_id="r")],
+                    reports=[chunk_pb2.RequestReport(engine_request_id="r")],
                 ),
             ],
         )
@@ -112,10 +112,10 @@ SEEDS = [
     _calls(
         (
             "EngineService.Lookup",
-            engine_pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS[0]),
+            engine_pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=[KEYS[0]]),
         ),
-        ("EngineService.Load", engine_pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS[0])),
-        ("EngineService.Release", engine_pb.EngineServiceReleaseRequest(engine_id="own", request_id="r")),
+        ("EngineService.Load", engine_pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=[KEYS[0]])),
+        ("EngineService.Release", engine_pb.EngineServiceReleaseRequest(engine_id="own", lookup_id="r")),
         ("EngineService.Lend", engine_pb.LendRequest()),
     ),
     _calls(
@@ -128,7 +128,7 @@ SEEDS = [
         (
             "PeerService.Allocate",
             peer_pb.AllocateRequest(
-                instance_id="peer", epoch=3, request_id="h", token_count=100, session_id=SESSION, **_NAMED
+                instance_id="peer", epoch=3, handoff_id="h", token_count=100, session_id=SESSION, **_NAMED
             ),
         ),
         (
@@ -140,7 +140,7 @@ SEEDS = [
                 extents=[chunk_pb2.Extent(size_bytes=8192, token_count=32)],
             ),
         ),
-        ("PeerService.Release", peer_pb.ReleaseRequest(session_id=SESSION, request_id="h")),
+        ("PeerService.Release", peer_pb.ReleaseRequest(session_id=SESSION, handoff_id="h")),
     ),
 ]
 

@@ -35,7 +35,7 @@ COVERS = (
     "lmkv_server.proxy.passthrough",
 )
 PROMPT, DELIVERED = list(range(20)), [7, 8]
-HANDOFF = {"request_id": "h", "instance_id": "a"}
+HANDOFF = {"handoff_id": "h", "instance_id": "a"}
 
 
 def _body(**fields: object) -> bytes:

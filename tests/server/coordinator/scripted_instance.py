@@ -336,9 +336,9 @@ class ScriptedInstance:
 
     async def _explain(self, order: pb.ExplainOrder, outcome: pb.OrderOutcome) -> None:
         outcome.explanation.start_time.FromNanoseconds(self.epoch)
-        if order.request_id:
+        if order.engine_request_id:
             outcome.explanation.requests.extend(
-                report for report in self.reports if order.request_id in report.request_id
+                report for report in self.reports if order.engine_request_id in report.engine_request_id
             )
             return
         keys = split_keys(order.chunk_keys)

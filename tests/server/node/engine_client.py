@@ -128,7 +128,7 @@ class EngineClient:
     ) -> pb.FoundChunks:
         """Looks a prompt up. `budget_seconds`: what the answer is worth; 0: the engine does not know."""
         lookup = pb.LookupChunks(
-            request_id=ticket,
+            lookup_id=ticket,
             chunk_keys=join_keys(keys),
             reserve_count=reserve_count,
             prefill_tokens_per_second=prefill_tokens_per_second,
@@ -137,7 +137,7 @@ class EngineClient:
             lookup.budget.FromNanoseconds(int(budget_seconds * 1e9))
         await self.say(lookups=[lookup])
         (found,) = await self.hear("found")
-        assert found.request_id == ticket
+        assert found.lookup_id == ticket
         assert isinstance(found, pb.FoundChunks)
         return found
 
@@ -167,7 +167,7 @@ class EngineClient:
 
     async def release(self, ticket: str) -> None:
         """Ends a lookup."""
-        await self.say(releases=[pb.ReleaseChunks(request_id=ticket)])
+        await self.say(releases=[pb.ReleaseChunks(lookup_id=ticket)])
 
     async def ending(self) -> LmkvError | None:
         """Why the node ends the stream; None if it does so without complaint."""

@@ -12,7 +12,7 @@ from tests.waiting import until
 async def finish(decode: Parts) -> None:
     """Every request is over."""
     for handoff in list(decode.receiver.handoffs):
-        decode.receiver.handoffs.unclaim(handoff.request_id)
+        decode.receiver.handoffs.unclaim(handoff.handoff_id)
     await until(lambda: decode.tier.reserved_count == 0)
     decode.check_nothing_left()
 

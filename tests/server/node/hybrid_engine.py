@@ -114,7 +114,7 @@ class HybridEngine(EngineClient):
         """Loads all items of a hit that are not its own; how many of the hit's items the engine has then."""
         items = self.spec.items(found.hit_chunk_count)
         arrived = len(found.own)
-        order = pb.LoadChunks(request_id=ticket, first_chunk=arrived, chunk_count=len(items) - arrived)
+        order = pb.LoadChunks(lookup_id=ticket, first_chunk=arrived, chunk_count=len(items) - arrived)
         order.timeout.FromSeconds(10)
         await self.say(loads=[order])
         while True:

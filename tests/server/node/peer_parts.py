@@ -214,13 +214,13 @@ class Parts:
         return {peer.instance_id: peer for peer in self.pipeline.stats().traffic}
 
     def hand(
-        self, request_id: str, instance_id: str, keys: Sequence[ChunkKey], token_count: int = 0
+        self, handoff_id: str, instance_id: str, keys: Sequence[ChunkKey], token_count: int = 0
     ) -> Future[HandoffResult]:
         """Hands a prompt to the node of this instance; how that went."""
         ended: Future[HandoffResult] = asyncio.get_running_loop().create_future()
         self.senders.start(
             self.spec,
-            request_id=request_id,
+            handoff_id=handoff_id,
             decode_instance_id=instance_id,
             keys=keys,
             token_count=token_count or len(keys) * self.spec.chunk_size,
@@ -354,8 +354,8 @@ def _obey(node: Parts, order: Sequence[str]) -> Any:
             node.damage(keys_of(int(index) + 1)[-1])
         case ["drop", index]:
             node.tier.drop(keys_of(int(index) + 1)[-1:])
-        case ["hand", request_id, instance_id, count]:
-            node.hand(request_id, instance_id, keys_of(int(count)))
+        case ["hand", handoff_id, instance_id, count]:
+            node.hand(handoff_id, instance_id, keys_of(int(count)))
         case ["put", index]:
             node.put(keys_of(int(index) + 1)[-1])
         case ["sending"]:

@@ -33,7 +33,7 @@ def keys_of(tokens: Sequence[int]) -> list[ChunkKey]:
 def lookup_of(ticket: str, tokens: Sequence[int], **fields: object) -> pb.LookupChunks:
     """The lookup of a prompt, with its tokens."""
     return pb.LookupChunks(
-        request_id=ticket,
+        lookup_id=ticket,
         chunk_keys=join_keys(keys_of(tokens)),
         tokens=as_tokens(tokens).tobytes(),
         root_key=ROOT,
@@ -73,7 +73,7 @@ async def look_up(engine: EngineClient, ticket: str, tokens: Sequence[int], **fi
     await engine.say(lookups=[lookup_of(ticket, tokens, **fields)])
     (found,) = await engine.hear("found")
     assert isinstance(found, pb.FoundChunks)
-    assert found.request_id == ticket
+    assert found.lookup_id == ticket
     return found
 
 
@@ -82,7 +82,7 @@ async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequ
     found = await look_up(engine, ticket, tokens)
     extents = list(found.own)
     if wanted := sum(run.chunk_count for run in found.runs):
-        order = pb.LoadChunks(request_id=ticket, first_chunk=len(found.own), chunk_count=wanted)
+        order = pb.LoadChunks(lookup_id=ticket, first_chunk=len(found.own), chunk_count=wanted)
         order.timeout.FromSeconds(10)
         await engine.say(loads=[order])
         done = False

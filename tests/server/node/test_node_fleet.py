@@ -67,9 +67,7 @@ class TwoNodes:
         await self.storing.say(commits=commits)
         if not self.holder.peer_address:
             return
-        request = pb.EngineServiceLookupRequest(
-            fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(*numbers))
-        )
+        request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=chunk_keys(*numbers))
 
         async def known() -> int:
             return absent_count(await self.asking.stub.Lookup(request, timeout=WAIT_SECONDS))
@@ -80,7 +78,7 @@ class TwoNodes:
         self, ticket: str, first_chunk: int, chunk_count: int, timeout_seconds: int = 5
     ) -> tuple[list[pb.LoadedChunks], LmkvError]:
         """All that the asker says about a load until it is over."""
-        load = pb.LoadChunks(request_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count)
+        load = pb.LoadChunks(lookup_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count)
         load.timeout.FromSeconds(timeout_seconds)
         await self.asking.say(loads=[load])
         heard: list[pb.LoadedChunks] = []
@@ -166,7 +164,7 @@ async def test_a_load_may_begin_behind_what_is_there_already(fleet: TwoNodes) ->
 async def test_a_load_that_is_released_brings_nothing_more_and_holds_nothing(fleet: TwoNodes) -> None:
     await fleet.store([0, 1, 2, 3])
     await fleet.asking.lookup("1", chunk_keys(0, 1, 2, 3))
-    load = pb.LoadChunks(request_id="1", first_chunk=0, chunk_count=4)
+    load = pb.LoadChunks(lookup_id="1", first_chunk=0, chunk_count=4)
     load.timeout.FromSeconds(60)
     await fleet.asking.say(loads=[load], releases=[])
     await fleet.asking.release("1")
@@ -189,7 +187,7 @@ async def test_when_the_holder_is_gone_the_load_says_so_in_time(fleet: TwoNodes)
 
 async def test_a_person_may_have_chunks_brought_in(fleet: TwoNodes) -> None:
     await fleet.store([0, 1])
-    request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1, 2)))
+    request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=chunk_keys(0, 1, 2))
     answer = await fleet.asking.stub.Load(request, timeout=WAIT_SECONDS)
     assert (answer.chunk_count, answer.transferred_bytes) == (2, 2 * SPEC.chunk_bytes)
     assert not any(chunk.holds for chunk in fleet.asker.tier)
@@ -247,10 +245,10 @@ async def test_the_properties_of_each_node_are_reported(fleet: TwoNodes) -> None
 
 
 async def test_load_times_and_avoided_computation_are_reported(fleet: TwoNodes) -> None:
-    release = pb.ReleaseChunks(request_id="1")
+    release = pb.ReleaseChunks(lookup_id="1")
     release.load_duration.FromMilliseconds(250)
     release.avoided_prefill_duration.FromMilliseconds(3500)
-    for one in (release, pb.ReleaseChunks(request_id="2")):
+    for one in (release, pb.ReleaseChunks(lookup_id="2")):
         await fleet.asking.say(releases=[one])
     await fleet.asking.lookup("3", chunk_keys(7))  # what was said before has been acted on
     stats = fleet.asker.describe().stats

@@ -43,7 +43,7 @@ async def two_nodes(folder: Path) -> AsyncIterator[tuple[Coordinator, Pair]]:
 
 async def known(engine: HybridEngine) -> list[tuple[str, int]]:
     """What a node would answer."""
-    request = pb.EngineServiceLookupRequest(fingerprint=HYBRID.fingerprint, chunk_keys=join_keys(PROMPT))
+    request = pb.EngineServiceLookupRequest(fingerprint=HYBRID.fingerprint, chunk_keys=PROMPT)
     return places(await engine.stub.Lookup(request, timeout=WAIT_SECONDS))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -99,7 +98,7 @@ async def test_a_long_prompt_waits_for_a_slow_coordinator_and_a_short_one_does_n
 
 
 async def test_short_prompts_beside_it_do_not_cost_a_long_one_its_hit(slow: Asking) -> None:
-    request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(KEYS))
+    request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS)
     long = asyncio.create_task(slow.long_prompt())
     await asyncio.gather(*(slow.engine.stub.Lookup(request, timeout=WAIT_SECONDS) for _ in range(8)))
     assert slow.node.fleet.stats().lookup_failures, "their time was over"

@@ -298,7 +298,7 @@ async def test_a_tail_that_is_gone_at_the_peer_ends_the_load_before_it(runtime_d
         found = await look_up(fleet.asking, "1", prompt(4 * SIZE, seed=1, after=first))
         assert found.partial_token_count == 21
         fleet.holder.tier.drop(keys_of(first)[-1:])
-        order = pb.LoadChunks(request_id="1", first_chunk=0, chunk_count=2)
+        order = pb.LoadChunks(lookup_id="1", first_chunk=0, chunk_count=2)
         order.timeout.FromSeconds(60)
         await fleet.asking.say(loads=[order])
         loaded: list[pb.LoadedChunks] = []

@@ -29,7 +29,7 @@ async def store(engine: EngineClient, pool: Pool, *numbers: int) -> None:
 
 async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count: int) -> list[int]:
     """The numbers of the chunks that came, as their every word says."""
-    order = pb.LoadChunks(request_id=ticket, first_chunk=first, chunk_count=count)
+    order = pb.LoadChunks(lookup_id=ticket, first_chunk=first, chunk_count=count)
     order.timeout.FromSeconds(60)
     await engine.say(loads=[order])
     numbers: list[int] = []

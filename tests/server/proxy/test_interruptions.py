@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 1.0
 
 
 def id_of(handoff: Json) -> str:
-    return str(handoff["request_id"])
+    return str(handoff["handoff_id"])
 
 
 def handoffs(bodies: list[Json]) -> set[str]:

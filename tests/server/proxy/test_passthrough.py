@@ -135,7 +135,7 @@ async def test_requests_are_admitted_and_count_as_load(make_engine: MakeEngine, 
 async def test_clients_cannot_control_handoffs(make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     engine = await serving(make_engine, RESPONSES)
     front = await make_proxy(engines=[engine])
-    await front.ask(RESPONSES, BODY | {"kv_transfer_params": {"lmkv": {"request_id": "x"}, "other": 1}})
+    await front.ask(RESPONSES, BODY | {"kv_transfer_params": {"lmkv": {"handoff_id": "x"}, "other": 1}})
     assert engine.asked[0][1]["kv_transfer_params"] == {"other": 1}
 
 

@@ -25,7 +25,7 @@ class HandoffRefused(ValueError):
 class HandoffParams:
     """One request's part in a handoff."""
 
-    request_id: str
+    handoff_id: str
     """Names the handoff to both engines."""
     decode_instance: str
     """The instance of the decode engine's node."""
@@ -56,15 +56,15 @@ def handoff_of(params: Mapping[str, Any] | None, keys: HandoffKeys) -> HandoffPa
     Raises `HandoffRefused` if it is malformed, or not proven although there are keys to prove it with.
     """
     fields = params.get(PARAMS) if isinstance(params, Mapping) else None
-    if not isinstance(fields, Mapping) or "request_id" not in fields:
+    if not isinstance(fields, Mapping) or "handoff_id" not in fields:
         return None
-    name, instance = (_name(fields, field) for field in ("request_id", "decode_instance"))
+    name, instance = (_name(fields, field) for field in ("handoff_id", "decode_instance"))
     count = fields.get("prompt_token_count")
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
         raise HandoffRefused("kv_transfer_params.lmkv.prompt_token_count must be a number of tokens")
     if refusal := keys.refusal(name, instance, fields.get("expire_time"), fields.get("mac")):
         raise HandoffRefused(refusal)
-    return HandoffParams(request_id=name, decode_instance=instance, prompt_token_count=count)
+    return HandoffParams(handoff_id=name, decode_instance=instance, prompt_token_count=count)
 
 
 def _name(fields: Mapping[str, Any], field: str) -> str:

@@ -81,10 +81,10 @@ class RequestHandoffs:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
         state.is_handed = True
-        self._states[handoff.request_id] = state
+        self._states[handoff.handoff_id] = state
         self._begun[state.request_id] = handoff
         message = pb.HandChunks(
-            request_id=handoff.request_id,
+            handoff_id=handoff.handoff_id,
             engine_request_id=state.request_id,
             decode_instance_id=handoff.decode_instance,
             chunk_keys=join_keys(state.handed_keys),
@@ -96,14 +96,14 @@ class RequestHandoffs:
     def drop(self, handoff: HandoffParams) -> None:
         """Ends a handoff that no request will load."""
         instance_id = handoff.decode_instance if handoff.is_prefill else ""
-        dropped = pb.DropHandoff(request_id=handoff.request_id, decode_instance_id=instance_id)
+        dropped = pb.DropHandoff(handoff_id=handoff.handoff_id, decode_instance_id=instance_id)
         self._send(pb.AttachRequest(dropped_handoffs=[dropped]))
 
     def finished(self, state: RequestState, *, is_aborted: bool) -> None:
         """Handles the end of a request: `settle` ends its handoff once all is committed; an aborted one ends now."""
         handoff = self._begun.pop(state.request_id, None)
         if handoff is not None and is_aborted:
-            self._states.pop(handoff.request_id, None)
+            self._states.pop(handoff.handoff_id, None)
             self.drop(handoff)
             return
         self._finished.update({name: one for name, one in self._states.items() if one is state})
@@ -123,8 +123,8 @@ class RequestHandoffs:
 
     def handle_ended(self, handed: pb.HandedChunks) -> None:
         """Counts a handoff that has ended."""
-        state = self._states.pop(handed.request_id, None)
-        self._finished.pop(handed.request_id, None)
+        state = self._states.pop(handed.handoff_id, None)
+        self._finished.pop(handed.handoff_id, None)
         if state is None:
             return
         self._counters.add("handed_tokens", state.tokens_in(min(handed.chunk_count, len(state.keys))))

@@ -107,11 +107,11 @@ class RequestLookups:
     def handle_found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
         self._suspicion.end()
-        state = self._states.pop(found.request_id, None)
-        if state is None or state.lookup_state is not LookupState.ASKED or state.lookup_id != found.request_id:
+        state = self._states.pop(found.lookup_id, None)
+        if state is None or state.lookup_state is not LookupState.ASKED or state.lookup_id != found.lookup_id:
             if state and not state.has_parts:  # too late: it was computed; chunks that are held need not be stored
                 state.mark_held(len(found.own) - (bool(found.partial_key) and not found.runs))
-            self.release_lookup(found.request_id)
+            self.release_lookup(found.lookup_id)
             return
         state.waited_seconds = self._clock() - state.looked_up_at
         self._counters.add("lookup_seconds", state.waited_seconds)
@@ -172,7 +172,7 @@ class RequestLookups:
 
     def handle_loaded(self, loaded: pb.LoadedChunks) -> None:
         """Handles chunks of a fetch that have arrived in the pool."""
-        state = self._states.get(loaded.request_id)
+        state = self._states.get(loaded.lookup_id)
         if state is None or state.lookup_state is not LookupState.FETCHING:
             return
         if loaded.first_chunk == len(state.own):
@@ -186,7 +186,7 @@ class RequestLookups:
     def request_load(self, state: RequestState, first_chunk: int, chunk_count: int, traceparent: str) -> None:
         """Asks the node to bring chunks of a request into its pool."""
         load = pb.LoadChunks(
-            request_id=state.lookup_id, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
+            lookup_id=state.lookup_id, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
         )
         load.timeout.FromNanoseconds(int(state.load_timeout * 1e9))
         self._send(pb.AttachRequest(loads=[load]))
@@ -207,7 +207,7 @@ class RequestLookups:
 
         After a load, reports the time that it took and that computing would have taken, if a rate was measured.
         """
-        release = pb.ReleaseChunks(request_id=lookup_id)
+        release = pb.ReleaseChunks(lookup_id=lookup_id)
         if loaded_tokens and (rate := self._prefill.tokens_per_second):
             avoided_seconds = loaded_tokens / rate
             release.load_duration.FromNanoseconds(int(waited_seconds * 1e9))

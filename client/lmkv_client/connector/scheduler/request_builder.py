@@ -71,7 +71,7 @@ class RequestBuilder:
             chain,
             partial=config.stores_partial_chunks and self.spec.has_plain_parts,
             traceparent=(request.trace_headers or {}).get(TRACEPARENT, ""),
-            handoff_id=handoff.request_id if handoff and handed_count else "",
+            handoff_id=handoff.handoff_id if handoff and handed_count else "",
             load_timeout=config.pd_load_timeout if handed_count else config.load_timeout,
             may_store=config.stores_chunks or (handoff is not None and handoff.prompt_token_count != 0),
             has_parts=not self.spec.has_plain_parts,

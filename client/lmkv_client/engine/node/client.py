@@ -267,14 +267,14 @@ class NodeClient:
 def log_handoff(handed: pb.HandedChunks) -> None:
     """Logs a handoff when it has ended; an idle engine would do so only with its next request."""
     if handed.status.code:
-        logger.warning("[%s] handoff %s failed: %s", handed.engine_request_id, handed.request_id, handed.status.message)
+        logger.warning("[%s] handoff %s failed: %s", handed.engine_request_id, handed.handoff_id, handed.status.message)
     chunks = "1 chunk" if handed.chunk_count == 1 else f"{handed.chunk_count} chunks"
     if not handed.transferred_bytes:
         if handed.chunk_count:
             logger.info(
                 "[%s] Handoff %s: the decode node held %s before, nothing was sent",
                 handed.engine_request_id,
-                handed.request_id,
+                handed.handoff_id,
                 chunks,
             )
         return
@@ -282,7 +282,7 @@ def log_handoff(handed: pb.HandedChunks) -> None:
     logger.info(
         "[%s] Handoff %s: %s at the decode node, %s sent, %s, %s",
         handed.engine_request_id,
-        handed.request_id,
+        handed.handoff_id,
         chunks,
         format_bytes(handed.transferred_bytes),
         format_duration(seconds),

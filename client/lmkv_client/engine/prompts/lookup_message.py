@@ -29,7 +29,7 @@ def lookup_message(
     With `tokens`, those of the prompt, `root`, the root of its key chain, and `extras`, what else its keys are made of,
     the node also finds partial chunks that other prompts have stored. Tokens that do not fit are left out.
     """
-    lookup = pb.LookupChunks(request_id=lookup_id, chunk_keys=join_keys(keys[:MAX_ASKED_KEYS]))
+    lookup = pb.LookupChunks(lookup_id=lookup_id, chunk_keys=join_keys(keys[:MAX_ASKED_KEYS]))
     if tokens is not None:
         room = MAX_MESSAGE_BYTES - OTHER_BYTES - len(lookup.chunk_keys)
         lookup.tokens = tokens[: room // TOKEN_BYTES].tobytes()

@@ -146,17 +146,19 @@ class PromptAccounts:
         self._logger = logger
         self._reports: list[RequestReport] = []
 
-    def close(self, request_id: str, account: PromptAccount) -> None:
+    def close(self, engine_request_id: str, account: PromptAccount) -> None:
         """Counts a request's misses; nothing if the engine has not begun to compute it."""
         if not account.is_taken:
             return
-        report = RequestReport(request_id=request_id[:MAX_ID_LENGTH], spans=account.spans())
+        report = RequestReport(engine_request_id=engine_request_id[:MAX_ID_LENGTH], spans=account.spans())
         report.create_time.FromMilliseconds(round(account.create_time * 1000))
         self._count_all(report.spans)
         if len(self._reports) < MAX_REPORTS:
             self._reports.append(report)
         if self._logger.isEnabledFor(logging.DEBUG):
-            self._logger.debug("[%s] prompt of %d tokens: %s", request_id, account.token_count, describe(report.spans))
+            self._logger.debug(
+                "[%s] prompt of %d tokens: %s", engine_request_id, account.token_count, describe(report.spans)
+            )
 
     def count(self, account: PromptAccount) -> None:
         """Counts a request's misses, and reports nothing."""

@@ -25,7 +25,7 @@ class PromptRecord:
         token_count: int,
         chunk_size: int,
         *,
-        request_id: str = "",
+        engine_request_id: str = "",
         traceparent: str | None = None,
         is_continued: bool = False,
     ) -> None:
@@ -33,7 +33,7 @@ class PromptRecord:
 
         `is_continued`: the prompt was looked up before, so that only failures of the load are counted now.
         """
-        self.request_id = request_id
+        self.engine_request_id = engine_request_id
         """In the report; empty until the lookup has an id."""
         self.account = PromptAccount(token_count, chunk_size)
         self.account.unanswered(MissReason.LOOKUP_TIMEOUT)
@@ -142,4 +142,4 @@ class PromptRecord:
             return
         for tier, count in by_tier.items():
             counts.add("tier_tokens", count, label=tier)
-        accounts.close(self.request_id, self.account)
+        accounts.close(self.engine_request_id, self.account)

@@ -37,8 +37,11 @@ class Explanations:
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
         """Asks each instance that serves a spec of the prompt. Raises the errors of `CacheService.Explain`."""
         instances = self._instances(request.instance_id)
-        if request.request_id and not (request.tokens or request.chunk_keys):
-            wanted = [(one.instance_id, registry_pb.ExplainOrder(request_id=request.request_id)) for one in instances]
+        if request.engine_request_id and not (request.tokens or request.chunk_keys):
+            wanted = [
+                (one.instance_id, registry_pb.ExplainOrder(engine_request_id=request.engine_request_id))
+                for one in instances
+            ]
         else:
             wanted = await self._prompt_orders(request, instances)
         slots = asyncio.Semaphore(MAX_ASKED)

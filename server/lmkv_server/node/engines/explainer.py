@@ -60,8 +60,10 @@ class PromptExplainer:
                 found.spans.extend(await self._spans(order.fingerprint, split_keys(order.chunk_keys)))
             finally:
                 self._running_count -= 1
-        elif order.request_id:
-            named = [report for report in reversed(self._reports) if order.request_id in report.request_id]
+        elif order.engine_request_id:
+            named = [
+                report for report in reversed(self._reports) if order.engine_request_id in report.engine_request_id
+            ]
             found.requests.extend(named[:MAX_LISTED])
         for span in (*found.spans, *(span for report in found.requests for span in report.spans)):
             if span.tier == OWN:  # `own` only to the node's engines

@@ -36,16 +36,16 @@ class EngineHandoffs:
     def begin(self, handoff: pb.HandChunks) -> None:
         """Begins one. A repeat changes nothing. Raises `BadChunkKey` if its keys make no sense."""
         keys = split_keys(handoff.chunk_keys)
-        if handoff.request_id in self._running:
+        if handoff.handoff_id in self._running:
             return
-        self._running[handoff.request_id] = handoff.engine_request_id
+        self._running[handoff.handoff_id] = handoff.engine_request_id
         if self._senders is None:
             alone = Unreachable("this node has no peers: set enable_p2p")
-            self._ended(HandoffResult(request_id=handoff.request_id, error=alone))
+            self._ended(HandoffResult(handoff_id=handoff.handoff_id, error=alone))
             return
         self._senders.start(
             self._spec(),
-            request_id=handoff.request_id,
+            handoff_id=handoff.handoff_id,
             decode_instance_id=handoff.decode_instance_id,
             keys=keys,
             token_count=handoff.token_count,
@@ -53,29 +53,29 @@ class EngineHandoffs:
             traceparent=handoff.traceparent,
         )
 
-    def end(self, request_id: str) -> None:
+    def end(self, handoff_id: str) -> None:
         """No chunk of it will be committed any more."""
-        if self._senders and request_id in self._running:
-            self._senders.end(request_id)
+        if self._senders and handoff_id in self._running:
+            self._senders.end(handoff_id)
 
     def drop(self, dropped: pb.DropHandoff) -> None:
         """No request will load it: of the prefill's side if it names the decode's instance, else of the decode's."""
         if not dropped.decode_instance_id:
-            self._drop_here(dropped.request_id)
+            self._drop_here(dropped.handoff_id)
         elif self._senders is not None:
-            self._senders.drop(dropped.request_id, dropped.decode_instance_id)
+            self._senders.drop(dropped.handoff_id, dropped.decode_instance_id)
 
     def close(self) -> None:
         """Ends all: the engine is gone, or has other weights."""
-        for request_id in list(self._running):
+        for handoff_id in list(self._running):
             if self._senders:
-                self._senders.cancel(request_id)
+                self._senders.cancel(handoff_id)
         self._running.clear()
 
     def _ended(self, handed: HandoffResult) -> None:
         message = pb.HandedChunks(
-            request_id=handed.request_id,
-            engine_request_id=self._running.pop(handed.request_id, ""),
+            handoff_id=handed.handoff_id,
+            engine_request_id=self._running.pop(handed.handoff_id, ""),
             chunk_count=handed.chunk_count,
             transferred_bytes=handed.size_bytes,
             transfer_duration=Duration(seconds=int(handed.seconds), nanos=int(handed.seconds % 1 * 1e9)),

@@ -33,14 +33,14 @@ class EngineLoads:
 
     def load(self, load: pb.LoadChunks) -> None:
         """Begins a load. Failures are reported in its last answer."""
-        self._tasks.start(load.request_id, self._load(load))
+        self._tasks.start(load.lookup_id, self._load(load))
 
     async def _load(self, load: pb.LoadChunks) -> None:
         with telemetry.follow("lmkv.fetch", load.traceparent, asked_chunks=load.chunk_count) as span:
             await self._fetch(load, span)
 
     async def _fetch(self, load: pb.LoadChunks, span: Span) -> None:
-        lease = self._session.lease(load.request_id)
+        lease = self._session.lease(load.lookup_id)
         wanted = slice(load.first_chunk, load.first_chunk + load.chunk_count)
         if lease is None or load.first_chunk < lease.own_count:
             refusal = BadMessage("the load names no chunks that a lookup found outside the pool")
@@ -53,12 +53,12 @@ class EngineLoads:
             nonlocal arrived_count
             arrived_count += len(chunks)
             arrived = [chunk for _, chunk in chunks]
-            if self._session.hold(load.request_id, arrived):
+            if self._session.hold(load.lookup_id, arrived):
                 self._report(load, chunks[0][0], arrived)
 
         try:
             fetched = await self._stack.load(
-                self._lookups.hit(load.request_id),
+                self._lookups.hit(load.lookup_id),
                 self._session.spec,
                 lease.keys[: wanted.stop],
                 wanted.start,
@@ -94,7 +94,7 @@ class EngineLoads:
         """Reports consecutive chunks, in as many messages as they need."""
         for start in range(0, len(chunks), MAX_EXTENTS):
             loaded = pb.LoadedChunks(
-                request_id=load.request_id,
+                lookup_id=load.lookup_id,
                 first_chunk=first_chunk + start,
                 extents=[extent(chunk) for chunk in chunks[start : start + MAX_EXTENTS]],
             )
@@ -111,7 +111,7 @@ class EngineLoads:
     ) -> None:
         """Reports the end of a load."""
         loaded = pb.LoadedChunks(
-            request_id=load.request_id,
+            lookup_id=load.lookup_id,
             done=True,
             status=rpc.to_status(error) if error else None,
             peer_instance_id=peer_id,

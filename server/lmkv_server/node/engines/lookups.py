@@ -55,7 +55,7 @@ class EngineLookups:
             self._lookup_items(lookup)
             return
         keys, prompt = split_keys(lookup.chunk_keys), prompt_tokens(lookup, self._session.spec.chunk_size)
-        lease = self._session.open(lookup.request_id, keys)
+        lease = self._session.open(lookup.lookup_id, keys)
         lease.root = prompt.root if prompt else None
         lease.handoff_id = lookup.handoff_id
         lease.on_release = self._stack.claim(lookup.handoff_id, self._session.engine_id)
@@ -65,15 +65,15 @@ class EngineLookups:
                 tail = self._begin_tail(lease, prompt, Hit())
                 self._answer(lookup, lease, Hit(), span, tail=tail.tail if tail else None)
         else:
-            self._tasks.start(lookup.request_id, self._ask(lookup, lease, prompt, span))
+            self._tasks.start(lookup.lookup_id, self._ask(lookup, lease, prompt, span))
 
-    def hit(self, request_id: str) -> Hit:
+    def hit(self, lookup_id: str) -> Hit:
         """What the request's lookup found outside the pool; empty without one."""
-        return self._hits.get(request_id, Hit())
+        return self._hits.get(lookup_id, Hit())
 
-    def release(self, request_id: str) -> None:
+    def release(self, lookup_id: str) -> None:
         """Forgets what the request's lookup found. Idempotent."""
-        self._hits.pop(request_id, None)
+        self._hits.pop(lookup_id, None)
 
     def reserve(self, count: int, *, settled: int) -> None:
         """Grants up to `count` write credits; the answer settles `settled` of those that the engine asked for."""
@@ -147,7 +147,7 @@ class EngineLookups:
         if promised_count:
             runs, source = (Run(tier=HANDOFF, chunk_count=promised_count),), sender_id
         found = pb.FoundChunks(
-            request_id=lookup.request_id,
+            lookup_id=lookup.lookup_id,
             own=[extent(chunk) for chunk in lease.chunks],
             runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=source,
@@ -172,9 +172,9 @@ class EngineLookups:
         )
         self.reserve(lookup.reserve_count - full_count, settled=max(0, lookup.reserve_count))
         if lease.chunks or runs:
-            self._hits[lookup.request_id] = hit
+            self._hits[lookup.lookup_id] = hit
         else:
-            self._session.release(lookup.request_id)
+            self._session.release(lookup.lookup_id)
 
     def _missed(self, lease: LookupLease, hit: Hit, end: int, refused: Sequence[Run]) -> list[MissedRun]:
         """Why the prompt's chunks from `end` on are not offered."""
@@ -197,7 +197,7 @@ class EngineLookups:
         """As `lookup`."""
         self._check_parts(lookup.part_reserve_counts)
         keys = split_keys(lookup.chunk_keys)
-        lease = self._session.begin(lookup.request_id)
+        lease = self._session.begin(lookup.lookup_id)
         lease.handoff_id = lookup.handoff_id
         lease.on_release = self._stack.claim(lookup.handoff_id, self._session.engine_id)
         items = self._stack.begin_items(self._session.spec, keys)
@@ -209,7 +209,7 @@ class EngineLookups:
                 found = handed if handed.chunk_count else self._found(items, lookup)
                 self._answer_items(lookup, lease, found, span, asked_count, sender_id)
         else:
-            self._tasks.start(lookup.request_id, self._ask_for_items(lookup, lease, items, span, asked_count))
+            self._tasks.start(lookup.lookup_id, self._ask_for_items(lookup, lease, items, span, asked_count))
 
     async def _ask_for_items(
         self, lookup: pb.LookupChunks, lease: LookupLease, items: ItemLookup, span: Span, asked_count: int
@@ -241,7 +241,7 @@ class EngineLookups:
                 unanswered=found.unanswered,
             )
         message = pb.FoundChunks(
-            request_id=lookup.request_id,
+            lookup_id=lookup.lookup_id,
             own=[extent(chunk) for chunk in found.own],
             runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=source,
@@ -270,9 +270,9 @@ class EngineLookups:
             self.reserve_parts(lookup.part_reserve_counts)
         if found.rest.items:
             self._session.hold_items(lease, found.rest.items.keys, found.own, found.behind)
-            self._hits[lookup.request_id] = found.rest
+            self._hits[lookup.lookup_id] = found.rest
         else:
-            self._session.release(lookup.request_id)
+            self._session.release(lookup.lookup_id)
 
     # --- Handoffs ------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,15 @@ class RequestTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, request_id: str, work: Coroutine[None, None, None]) -> None:
+    def start(self, lookup_id: str, work: Coroutine[None, None, None]) -> None:
         """Runs `work` until it ends or the request is cancelled."""
         task = asyncio.create_task(work)
-        self._tasks[request_id] = task
-        task.add_done_callback(lambda done: self._remove(request_id, done))
+        self._tasks[lookup_id] = task
+        task.add_done_callback(lambda done: self._remove(lookup_id, done))
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, lookup_id: str) -> None:
         """Cancels the task of a request. Idempotent."""
-        if task := self._tasks.pop(request_id, None):
+        if task := self._tasks.pop(lookup_id, None):
             task.cancel()
 
     def close(self) -> None:
@@ -34,8 +34,8 @@ class RequestTasks:
         for task in self._tasks.values():
             task.cancel()
 
-    def _remove(self, request_id: str, done: asyncio.Task[None]) -> None:
-        if self._tasks.get(request_id) is done:
-            del self._tasks[request_id]
+    def _remove(self, lookup_id: str, done: asyncio.Task[None]) -> None:
+        if self._tasks.get(lookup_id) is done:
+            del self._tasks[lookup_id]
         if not done.cancelled() and (error := done.exception()):
-            logger.error("the task of request %s failed unexpectedly", request_id, exc_info=error)
+            logger.error("the task of lookup %s failed unexpectedly", lookup_id, exc_info=error)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
-from lmkv.keys import ChunkKey, split_keys
+from lmkv.keys import ChunkKey, listed_keys
 from lmkv.misses.reason import MissReason
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
@@ -235,7 +235,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
         """Looks a prompt up in the pool and the tiers behind it. Holds nothing."""
         spec = self._spec(request.fingerprint)
-        keys = split_keys(request.chunk_keys)
+        keys = listed_keys(request.chunk_keys)
         if not spec.has_plain_parts:
             found = await self._find_items(spec, keys)
             return pb.EngineServiceLookupResponse(
@@ -255,7 +255,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
         """Brings chunks into the pool from the tiers behind it. Holds nothing."""
         spec = self._spec(request.fingerprint)
-        keys = split_keys(request.chunk_keys)
+        keys = listed_keys(request.chunk_keys)
         if not spec.has_plain_parts:
             return await self._load_items(spec, keys)
         own = len(self._tier.find(keys))
@@ -294,7 +294,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
     async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
         """Releases one request of an engine."""
-        count = self._sessions.session(request.engine_id).release(request.request_id)
+        count = self._sessions.session(request.engine_id).release(request.lookup_id)
         return pb.EngineServiceReleaseResponse(chunk_count=count)
 
     def _spec(self, fingerprint: bytes) -> KvSpec:

@@ -10,7 +10,7 @@ from typing import Any
 from lmkv import rpc
 from lmkv.attach_order import ATTACH_ORDER
 from lmkv.errors import BadChunkKey, BadMessage, Full, GrantNotFound, LmkvError
-from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.keys import KEY_BYTES, ChunkKey, listed_keys
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
@@ -119,9 +119,9 @@ class EngineStream:
         self._hints.close()
 
     def _release(self, release: pb.ReleaseChunks) -> None:
-        self._tasks.cancel(release.request_id)
-        self._lookups.release(release.request_id)
-        self._session.release(release.request_id)
+        self._tasks.cancel(release.lookup_id)
+        self._lookups.release(release.lookup_id)
+        self._session.release(release.lookup_id)
         if release.HasField("avoided_prefill_duration"):
             self._counters.add_load(
                 load_seconds=release.load_duration.ToNanoseconds() / 1e9,
@@ -149,7 +149,7 @@ class EngineStream:
             self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
 
     def _drop_damaged(self, keys: Sequence[bytes]) -> None:
-        dropped_count = self._tier.drop(split_keys(b"".join(keys), "damaged_keys"), MissReason.DAMAGED)
+        dropped_count = self._tier.drop(listed_keys(keys, "damaged_keys"), MissReason.DAMAGED)
         logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped_count)
 
     def _return_credit(self, offset: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 
 from lmkv.errors import BadMessage, GrantNotFound, KvSpecMismatch
-from lmkv.keys import split_keys
+from lmkv.keys import listed_keys
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
@@ -122,15 +122,15 @@ class HandoffReceiver:
             session_id=session_id,
         )
         connection = self._connection(source)
-        keys = split_keys(request.chunk_keys, limit=MAX_KEYS)
+        keys = listed_keys(request.chunk_keys, limit=MAX_KEYS)
         now = time.monotonic()
         buffer = self.buffers.find(spec)
         destination = buffer.tier if buffer and connection.nixl_metadata else None
-        handoff = self.handoffs.allocate(request.request_id, source, spec, keys, request.token_count, now, destination)
+        handoff = self.handoffs.allocate(request.handoff_id, source, spec, keys, request.token_count, now, destination)
         self._timer.changed()
         if handoff.is_open:
             self._connections.connect(connection, spec, READ_SECONDS, by_nixl=buffer is not None)
-        if announced := self._announced.get(handoff.request_id):
+        if announced := self._announced.get(handoff.handoff_id):
             announced.set()
         timeout = duration_pb2.Duration()
         timeout.FromNanoseconds(round(self.handoffs.timeout_seconds * 1e9))
@@ -144,7 +144,7 @@ class HandoffReceiver:
         """
         handoff = self.handoffs.get(request.grant_id, session_id)
         if handoff.state in (HandoffState.ABORTED, HandoffState.EXPIRED):
-            raise GrantNotFound(f"handoff {handoff.request_id!r} is {handoff.state.value}", state=handoff.state.value)
+            raise GrantNotFound(f"handoff {handoff.handoff_id!r} is {handoff.state.value}", state=handoff.state.value)
         if len(request.indices) != len(request.extents):
             raise BadMessage("indices and extents differ in number", field="extents")
         damaged: list[int] = []
@@ -175,14 +175,14 @@ class HandoffReceiver:
             )
         return transfer.damaged
 
-    def drop(self, request_id: str, session_id: str | None = None) -> None:
+    def drop(self, handoff_id: str, session_id: str | None = None) -> None:
         """Withdraws a handoff that was refused or that no request will load; a request that waits for it stops waiting.
 
         `session_id` is that of a prefill, which may withdraw only its own; None: this node's engine.
         """
-        if not self.handoffs.withdraw(request_id, time.monotonic(), session_id):
+        if not self.handoffs.withdraw(handoff_id, time.monotonic(), session_id):
             return
-        if announced := self._announced.get(request_id):
+        if announced := self._announced.get(handoff_id):
             announced.set()
         self._timer.changed()
 
@@ -204,29 +204,29 @@ class HandoffReceiver:
 
     # --- Requests of the decode ----------------------------------------------------------------------------------
 
-    def claim(self, request_id: str, engine_id: str = "") -> Callable[[], None]:
+    def claim(self, handoff_id: str, engine_id: str = "") -> Callable[[], None]:
         """A request for this handoff has arrived at an engine; the caller calls the result when the request ends."""
-        self.handoffs.claim(request_id, self.buffers.tier_of(engine_id))
+        self.handoffs.claim(handoff_id, self.buffers.tier_of(engine_id))
 
         def unclaim() -> None:
-            self.handoffs.unclaim(request_id)
+            self.handoffs.unclaim(handoff_id)
             self._timer.changed()
 
         return unclaim
 
-    def promised(self, request_id: str, first: int, total: int) -> tuple[int, str]:
+    def promised(self, handoff_id: str, first: int, total: int) -> tuple[int, str]:
         """The number of chunks, of `total`, from `first` on that may arrive without a gap; the prefill's instance."""
-        handoff = self.handoffs.find(request_id)
+        handoff = self.handoffs.find(handoff_id)
         if handoff is None:
-            return (0 if self.handoffs.is_closed(request_id) else total - first), ""
+            return (0 if self.handoffs.is_closed(handoff_id) else total - first), ""
         if not self.handoffs.is_loadable(handoff):
             return 0, ""
         return min(handoff.promised(first), total - first), handoff.source.instance_id
 
-    async def follow(self, request_id: str, progress: Progress, timeout_seconds: float) -> None:
+    async def follow(self, handoff_id: str, progress: Progress, timeout_seconds: float) -> None:
         """Adds chunks as they arrive, until none is missing, the handoff has ended, or the timeout."""
         deadline = time.monotonic() + timeout_seconds
-        handoff = await self._announcement(request_id, min(timeout_seconds, ANNOUNCE_SECONDS))
+        handoff = await self._announcement(handoff_id, min(timeout_seconds, ANNOUNCE_SECONDS))
         while handoff and self.handoffs.is_loadable(handoff) and (left := deadline - time.monotonic()) > 0:
             handoff.changed.clear()
             progress.find_own()
@@ -239,18 +239,18 @@ class HandoffReceiver:
                 async with asyncio.timeout(left):
                     await handoff.changed.wait()
 
-    async def _announcement(self, request_id: str, timeout_seconds: float) -> Handoff | None:
+    async def _announcement(self, handoff_id: str, timeout_seconds: float) -> Handoff | None:
         """Waits until the handoff is announced; None if it is not, or is closed."""
-        if not self.handoffs.find(request_id) and not self.handoffs.is_closed(request_id):
-            announced = self._announced.setdefault(request_id, asyncio.Event())
+        if not self.handoffs.find(handoff_id) and not self.handoffs.is_closed(handoff_id):
+            announced = self._announced.setdefault(handoff_id, asyncio.Event())
             try:
                 async with asyncio.timeout(timeout_seconds):
                     await announced.wait()
             except TimeoutError:
-                logger.warning("handoff %s was not announced within %.3g s", request_id, timeout_seconds)
+                logger.warning("handoff %s was not announced within %.3g s", handoff_id, timeout_seconds)
             finally:
-                self._announced.pop(request_id, None)
-        return self.handoffs.find(request_id)
+                self._announced.pop(handoff_id, None)
+        return self.handoffs.find(handoff_id)
 
     def _detach_buffer(self, tier: HostTier) -> None:
         self.handoffs.detach_buffer(tier, time.monotonic())
@@ -261,7 +261,7 @@ class HandoffReceiver:
         for handoff in self.handoffs.expire(time.monotonic()):
             logger.warning(
                 "handoff %s expired: no message from %s for %.3g s",
-                handoff.request_id,
+                handoff.handoff_id,
                 handoff.source.instance_id,
                 self.handoffs.timeout_seconds,
             )

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from lmkv.errors import Full, GrantNotFound, LmkvError, Unreachable, WrongInstance
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -40,7 +40,7 @@ COMMIT_BYTES = 256 << 20
 class HandoffResult:
     """The outcome of a handoff, at the prefill's node."""
 
-    request_id: str
+    handoff_id: str
     chunk_count: int = 0
     """Chunks that the decode's node has now, including those that it had before."""
     size_bytes: int = 0
@@ -74,7 +74,7 @@ class HandoffSender:
         self,
         context: SenderContext,
         *,
-        request_id: str,
+        handoff_id: str,
         decode_instance_id: str,
         spec: KvSpec,
         chunk_keys: Sequence[ChunkKey],
@@ -82,7 +82,7 @@ class HandoffSender:
     ) -> None:
         """If chunks have several parts, the items of a hit of all `chunk_keys` are sent, each like a chunk."""
         self._context = context
-        self._request_id = request_id
+        self._handoff_id = handoff_id
         self._decode_instance_id = decode_instance_id
         self._spec = spec
         self._chunk_keys = chunk_keys
@@ -125,10 +125,10 @@ class HandoffSender:
         except TimeoutError:
             error = Unreachable(f"{self._decode_instance_id} does not answer", instance_id=self._decode_instance_id)
         except Exception as failure:  # the engine waits for the end
-            logger.exception("handoff %s failed unexpectedly", self._request_id)
+            logger.exception("handoff %s failed unexpectedly", self._handoff_id)
             error = LmkvError(f"it failed unexpectedly: {failure!r}; see the node's log")
         return HandoffResult(
-            request_id=self._request_id,
+            handoff_id=self._handoff_id,
             chunk_count=len(self._keys) - len(self._missing),
             size_bytes=self._size_bytes,
             seconds=self._seconds,
@@ -149,7 +149,7 @@ class HandoffSender:
             await self._send_all(peer, answer)
         finally:
             if self._is_dropped:
-                connections.withdraw(peer, self._request_id)
+                connections.withdraw(peer, self._handoff_id)
             elif self._missing:
                 connections.release(peer, answer.grant_id)
 
@@ -176,7 +176,7 @@ class HandoffSender:
                 directory.forget(self._decode_instance_id)
                 raise
             except BaseException:
-                self._context.connections.withdraw(peer, self._request_id)
+                self._context.connections.withdraw(peer, self._handoff_id)
                 raise
         raise AssertionError("the second try returns or raises")
 
@@ -186,9 +186,9 @@ class HandoffSender:
             instance_id=self._context.instance_id,
             epoch=self._context.epoch,
             peer_epoch=peer.epoch,
-            request_id=self._request_id,
+            handoff_id=self._handoff_id,
             fingerprint=self._spec.fingerprint,
-            chunk_keys=join_keys(self._chunk_keys),
+            chunk_keys=self._chunk_keys,
             token_count=self._token_count,
         )
         deadline = time.monotonic() + ADMISSION_SECONDS

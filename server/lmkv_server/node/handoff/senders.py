@@ -77,7 +77,7 @@ class HandoffSenders:
         self,
         spec: KvSpec,
         *,
-        request_id: str,
+        handoff_id: str,
         decode_instance_id: str,
         keys: Sequence[ChunkKey],
         token_count: int,
@@ -85,63 +85,63 @@ class HandoffSenders:
         traceparent: str = "",
     ) -> None:
         """Begins a handoff; `on_end` is called with its result: at once if it is refused."""
-        if error := self._refusal(request_id):
-            on_end(HandoffResult(request_id=request_id, error=error))
+        if error := self._refusal(handoff_id):
+            on_end(HandoffResult(handoff_id=handoff_id, error=error))
             return
         sender = HandoffSender(
             self._context,
-            request_id=request_id,
+            handoff_id=handoff_id,
             decode_instance_id=decode_instance_id,
             spec=spec,
             chunk_keys=keys,
             token_count=token_count,
         )
-        span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=request_id, asked_chunks=len(keys))
-        running = self._run(sender, request_id, decode_instance_id, on_end, span)
-        task = asyncio.create_task(running, name=f"lmkv-handoff-{request_id}")
-        self._running[request_id] = sender, task
-        task.add_done_callback(lambda _: self._running.pop(request_id, None))
+        span = telemetry.follow("lmkv.handoff", traceparent, handoff_id=handoff_id, asked_chunks=len(keys))
+        running = self._run(sender, handoff_id, decode_instance_id, on_end, span)
+        task = asyncio.create_task(running, name=f"lmkv-handoff-{handoff_id}")
+        self._running[handoff_id] = sender, task
+        task.add_done_callback(lambda _: self._running.pop(handoff_id, None))
 
-    def _refusal(self, request_id: str) -> LmkvError | None:
-        if request_id in self._running:
-            return BadMessage(f"a handoff {request_id!r} is already running", field="request_id")
+    def _refusal(self, handoff_id: str) -> LmkvError | None:
+        if handoff_id in self._running:
+            return BadMessage(f"a handoff {handoff_id!r} is already running", field="handoff_id")
         if len(self._running) >= self._limit:
             return Full(f"this node sends at most {self._limit} handoffs at a time", limit=self._limit)
         return None
 
-    def end(self, request_id: str) -> None:
+    def end(self, handoff_id: str) -> None:
         """No further chunk of this handoff will be committed. Idempotent."""
-        if known := self._running.get(request_id):
+        if known := self._running.get(handoff_id):
             known[0].end()
 
-    def drop(self, request_id: str, decode_instance_id: str) -> None:
+    def drop(self, handoff_id: str, decode_instance_id: str) -> None:
         """Withdraws a handoff that no request will load, also at the decode's node and after all chunks were sent."""
-        if known := self._running.get(request_id):
+        if known := self._running.get(handoff_id):
             known[0].drop()
         elif len(self._withdrawing) < self._limit:
-            task = asyncio.create_task(self._withdraw(request_id, decode_instance_id), name="lmkv-withdraw")
+            task = asyncio.create_task(self._withdraw(handoff_id, decode_instance_id), name="lmkv-withdraw")
             self._withdrawing.add(task)
             task.add_done_callback(self._withdrawing.discard)
 
-    async def _withdraw(self, request_id: str, decode_instance_id: str) -> None:
+    async def _withdraw(self, handoff_id: str, decode_instance_id: str) -> None:
         try:
             peer = self._context.connections.get(await self._context.directory.find(decode_instance_id))
         except LmkvError as error:
-            logger.debug("handoff %s will be abandoned: %s", request_id, error)
+            logger.debug("handoff %s will be abandoned: %s", handoff_id, error)
             return
         if peer is not None:
-            await self._context.connections.withdraw(peer, request_id)
+            await self._context.connections.withdraw(peer, handoff_id)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, handoff_id: str) -> None:
         """Cancels and withdraws a handoff: its engine has detached."""
-        if known := self._running.get(request_id):
+        if known := self._running.get(handoff_id):
             known[0].drop()
             known[1].cancel()
 
     async def _run(
         self,
         sender: HandoffSender,
-        request_id: str,
+        handoff_id: str,
         decode_instance_id: str,
         on_end: Callable[[HandoffResult], None],
         span: Span,
@@ -152,7 +152,7 @@ class HandoffSenders:
             if result.error:
                 span.fail(result.error.reason, str(result.error))
         if result.error:
-            logger.warning("handoff %s to %s failed: %s", request_id, decode_instance_id, result.error)
+            logger.warning("handoff %s to %s failed: %s", handoff_id, decode_instance_id, result.error)
         self._stats = SenderStats(
             done_count=self._stats.done_count + (result.error is None),
             failed_count=self._stats.failed_count + (result.error is not None),

@@ -61,7 +61,7 @@ class Handoff:
         self,
         *,
         grant_id: str,
-        request_id: str,
+        handoff_id: str,
         source: HandoffSource,
         spec: KvSpec,
         chunk_keys: Sequence[ChunkKey],
@@ -73,7 +73,7 @@ class Handoff:
         If chunks have several parts, the items of a hit of all `chunk_keys` are transferred, each like a chunk.
         """
         self.grant_id = grant_id
-        self.request_id = request_id
+        self.handoff_id = handoff_id
         self.source = source
         self.spec = spec
         self.chunk_keys = chunk_keys

@@ -53,7 +53,7 @@ class HandoffTable:
         self._abandon_seconds = abandon_seconds
         self._tier = tier
         self._by_grant: dict[str, Handoff] = {}
-        self._by_request: dict[str, Handoff] = {}
+        self._by_id: dict[str, Handoff] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # names, oldest first
         self._claims: dict[str, list[HostTier | None]] = {}
 
@@ -78,7 +78,7 @@ class HandoffTable:
 
     def allocate(
         self,
-        request_id: str,
+        handoff_id: str,
         source: HandoffSource,
         spec: KvSpec,
         chunk_keys: Sequence[ChunkKey],
@@ -92,23 +92,23 @@ class HandoffTable:
         Raises `BadMessage` if the request makes no sense, `GrantNotFound` if it has ended already, `RequestTooLarge` if
         it will never fit, `NoFreeExtents` if it does not fit now.
         """
-        check_name(request_id)
+        check_name(handoff_id)
         has_partial = token_count % spec.chunk_size > 0
-        if not request_id or token_count // spec.chunk_size + has_partial != len(chunk_keys):
+        if not handoff_id or token_count // spec.chunk_size + has_partial != len(chunk_keys):
             raise BadMessage(f"{token_count} tokens do not make {len(chunk_keys)} chunks", field="token_count")
         if has_partial and not spec.has_plain_parts:
             raise BadMessage(f"{token_count} tokens are no whole chunks of {spec.chunk_size}", field="token_count")
-        if known := self._by_request.get(request_id):
+        if known := self._by_id.get(handoff_id):
             if (known.source, list(known.chunk_keys)) != (source, list(chunk_keys)):
-                raise BadMessage(f"request_id {request_id!r} names another handoff", field="request_id")
+                raise BadMessage(f"handoff_id {handoff_id!r} names another handoff", field="handoff_id")
             self.renew(known, now)
             return known
-        if request_id in self._ended:
-            raise GrantNotFound(f"handoff {request_id!r} has ended", request_id=request_id)
+        if handoff_id in self._ended:
+            raise GrantNotFound(f"handoff {handoff_id!r} has ended", handoff_id=handoff_id)
         candidates = [
             Handoff(
                 grant_id=new_grant_id(),
-                request_id=request_id,
+                handoff_id=handoff_id,
                 source=source,
                 spec=spec,
                 chunk_keys=chunk_keys,
@@ -119,7 +119,7 @@ class HandoffTable:
             if destination is not None
         ]
         handoff = self._begin(candidates)
-        self._by_grant[handoff.grant_id] = self._by_request[request_id] = handoff
+        self._by_grant[handoff.grant_id] = self._by_id[handoff_id] = handoff
         self.renew(handoff, now)
         return handoff
 
@@ -156,49 +156,49 @@ class HandoffTable:
             raise GrantNotFound("no handoff of this caller has this grant; it has ended")
         return handoff
 
-    def find(self, request_id: str) -> Handoff | None:
+    def find(self, handoff_id: str) -> Handoff | None:
         """The handoff of this name, if it was announced and is not closed."""
-        return self._by_request.get(request_id)
+        return self._by_id.get(handoff_id)
 
-    def is_closed(self, request_id: str) -> bool:
+    def is_closed(self, handoff_id: str) -> bool:
         """Whether a handoff of this name was closed or withdrawn."""
-        return request_id in self._ended
+        return handoff_id in self._ended
 
     def renew(self, handoff: Handoff, now: float) -> None:
         """Restarts the deadline: the prefill has sent a message, or the handoff has ended."""
         handoff.expire_at = now + (self.timeout_seconds if handoff.is_open else self._abandon_seconds)
 
-    def claim(self, request_id: str, buffer: HostTier | None = None) -> None:
+    def claim(self, handoff_id: str, buffer: HostTier | None = None) -> None:
         """A request of the decode has arrived: the chunks are held until `unclaim`, without a deadline.
 
         `buffer` is the device buffer of its engine. A request for several answers claims several times.
         """
-        self._claims.setdefault(request_id, []).append(buffer)
+        self._claims.setdefault(handoff_id, []).append(buffer)
 
     def is_loadable(self, handoff: Handoff) -> bool:
         """Whether the requests that claimed the handoff can load its chunks: not out of another engine's buffer."""
-        return handoff.destination is self._tier or handoff.destination in self._claims.get(handoff.request_id, ())
+        return handoff.destination is self._tier or handoff.destination in self._claims.get(handoff.handoff_id, ())
 
-    def unclaim(self, request_id: str) -> None:
+    def unclaim(self, handoff_id: str) -> None:
         """A request of the decode has ended: after the last one the handoff is closed, announced or not."""
-        claims = self._claims.get(request_id, [])
+        claims = self._claims.get(handoff_id, [])
         if claims:
             claims.pop()
         if claims:
             return
-        self._claims.pop(request_id, None)
-        if handoff := self.find(request_id):
+        self._claims.pop(handoff_id, None)
+        if handoff := self.find(handoff_id):
             self._close(handoff)
-        self._remember(request_id)
+        self._remember(handoff_id)
 
-    def withdraw(self, request_id: str, now: float, session_id: str | None = None) -> bool:
+    def withdraw(self, handoff_id: str, now: float, session_id: str | None = None) -> bool:
         """Ends a handoff that is refused or that no request will load, announced or not; whether the caller may.
 
         `session_id` is that of a prefill, which may end only its own; None: this node's engine. A request that has
         claimed it keeps the chunks that have arrived.
         """
-        check_name(request_id)
-        handoff = self.find(request_id)
+        check_name(handoff_id)
+        handoff = self.find(handoff_id)
         if handoff and session_id not in (None, handoff.source.session_id):
             return False
         if handoff and self._is_claimed(handoff):
@@ -206,7 +206,7 @@ class HandoffTable:
             self.renew(handoff, now)
         elif handoff:
             self._close(handoff)
-        self._remember(request_id)
+        self._remember(handoff_id)
         return True
 
     def end(self, grant_id: str, session_id: str, now: float) -> bool:
@@ -248,30 +248,30 @@ class HandoffTable:
             self._close(handoff)
 
     def _is_claimed(self, handoff: Handoff) -> bool:
-        return handoff.request_id in self._claims
+        return handoff.handoff_id in self._claims
 
     def _close(self, handoff: Handoff) -> None:
         handoff.close(self._tier)
         self._ended_counts[handoff.state] += 1
-        del self._by_grant[handoff.grant_id], self._by_request[handoff.request_id]
-        self._remember(handoff.request_id)
+        del self._by_grant[handoff.grant_id], self._by_id[handoff.handoff_id]
+        self._remember(handoff.handoff_id)
 
-    def _remember(self, request_id: str) -> None:
-        self._ended[request_id] = None
-        self._ended.move_to_end(request_id)
+    def _remember(self, handoff_id: str) -> None:
+        self._ended[handoff_id] = None
+        self._ended.move_to_end(handoff_id)
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
     def check(self) -> None:
         """Asserts that the indices agree and the limits hold."""
-        assert set(map(id, self._by_grant.values())) == set(map(id, self._by_request.values()))
+        assert set(map(id, self._by_grant.values())) == set(map(id, self._by_id.values()))
         assert len(self) <= MAX_HANDOFFS
         assert self.used_bytes <= self.buffer_bytes
         for handoff in self:
             handoff.check()
 
 
-def check_name(request_id: str) -> None:
+def check_name(handoff_id: str) -> None:
     """Raises `BadMessage` if the name is too long or not printable: names are remembered and logged."""
-    if len(request_id) > MAX_NAME or not request_id.isprintable():
-        raise BadMessage(f"request_id must have at most {MAX_NAME} printable characters", field="request_id")
+    if len(handoff_id) > MAX_NAME or not handoff_id.isprintable():
+        raise BadMessage(f"handoff_id must have at most {MAX_NAME} printable characters", field="handoff_id")

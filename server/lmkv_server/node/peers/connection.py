@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, SessionNotFound, Unreachable
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
 from lmkv.transfer.bandwidth import Bandwidth
@@ -202,7 +202,7 @@ class PeerConnection:
         request = pb.AcquireRequest(
             peer_epoch=self.epoch,
             fingerprint=spec.fingerprint,
-            chunk_keys=join_keys(keys),
+            chunk_keys=keys,
             ttl=ttl,
         )
         request.session_id = self._session_id
@@ -240,13 +240,13 @@ class PeerConnection:
         except LmkvError as error:
             logger.debug("grant %s of %s will expire: %s", grant_id, self.name, error)
 
-    async def withdraw(self, request_id: str, timeout_seconds: float) -> None:
+    async def withdraw(self, handoff_id: str, timeout_seconds: float) -> None:
         """Withdraws a handoff. On failure the peer abandons it after a time, without error here."""
         try:
-            request = pb.ReleaseRequest(request_id=request_id, session_id=self._session_id)
+            request = pb.ReleaseRequest(handoff_id=handoff_id, session_id=self._session_id)
             await self._call("Release", request, timeout_seconds)
         except LmkvError as error:
-            logger.debug("handoff %s to %s will be abandoned: %s", request_id, self.name, error)
+            logger.debug("handoff %s to %s will be abandoned: %s", handoff_id, self.name, error)
 
     async def close(self, grace_seconds: float | None = None) -> None:
         """Ends the connection, once the calls in flight have ended or this time has passed. Idempotent."""

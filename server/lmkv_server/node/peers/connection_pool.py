@@ -106,9 +106,9 @@ class PeerConnectionPool:
         """Releases a grant; `damaged` are its extents that arrived damaged. The task ends within `RELEASE_SECONDS`."""
         return self._spawn(connection.release(grant_id, RELEASE_SECONDS, damaged))
 
-    def withdraw(self, connection: PeerConnection, request_id: str) -> asyncio.Task[None]:
+    def withdraw(self, connection: PeerConnection, handoff_id: str) -> asyncio.Task[None]:
         """Withdraws a handoff to a peer. The task ends within `RELEASE_SECONDS`."""
-        return self._spawn(connection.withdraw(request_id, RELEASE_SECONDS))
+        return self._spawn(connection.withdraw(handoff_id, RELEASE_SECONDS))
 
     def release_once_granted(self, connection: PeerConnection, acquiring: asyncio.Task[pb.AcquireResponse]) -> None:
         """Releases the grant of a call whose caller was cancelled, if its answer arrives within its timeout."""

@@ -15,7 +15,7 @@ from google.protobuf import timestamp_pb2
 
 from lmkv.auth.identity import caller_identity
 from lmkv.errors import BadMessage, KvSpecMismatch, WrongInstance
-from lmkv.keys import ChunkKey, split_keys
+from lmkv.keys import ChunkKey, listed_keys
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
@@ -109,7 +109,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireResponse:
         self._check_epoch(request.peer_epoch)
         session = self.sessions.get(caller_identity(context), request.session_id)
-        keys = split_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
+        keys = listed_keys(request.chunk_keys, limit=MAX_ACQUIRE_KEYS)
         async with self._promoted(request.fingerprint, keys):
             held = [(index, chunk) for index, key in enumerate(keys) if (chunk := self._tier.get(key))]
             held = [(index, chunk) for index, chunk in held if chunk.fingerprint == request.fingerprint]
@@ -171,8 +171,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
         session = self.sessions.find(caller_identity(context), request.session_id)
         if session is None:
             return pb.ReleaseResponse()
-        if request.request_id:
-            self._receiver.drop(request.request_id, session.session_id)
+        if request.handoff_id:
+            self._receiver.drop(request.handoff_id, session.session_id)
             return pb.ReleaseResponse()
         if grant := self.grants.get(request.grant_id, session):
             places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}

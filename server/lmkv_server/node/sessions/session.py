@@ -81,19 +81,19 @@ class EngineSession:
         """Number of further full chunks that may be held for the engine."""
         return self.holdable_bytes // self.spec.chunk_bytes
 
-    def begin(self, request_id: str) -> LookupLease:
+    def begin(self, lookup_id: str) -> LookupLease:
         """Begins a lookup. Raises `BadMessage` if the id is in use."""
-        if request_id in self._leases:
-            raise BadMessage(f"request_id {request_id!r} is in use; release it first", request_id=request_id)
-        lease = self._leases[request_id] = LookupLease()
+        if lookup_id in self._leases:
+            raise BadMessage(f"lookup_id {lookup_id!r} is in use; release it first", lookup_id=lookup_id)
+        lease = self._leases[lookup_id] = LookupLease()
         return lease
 
-    def open(self, request_id: str, keys: list[ChunkKey]) -> LookupLease:
+    def open(self, lookup_id: str, keys: list[ChunkKey]) -> LookupLease:
         """Begins a lookup: finds and holds chunks of a prompt in the pool, at most as many as an answer can name.
 
         Raises `BadMessage` if the id is in use.
         """
-        lease = self.begin(request_id)
+        lease = self.begin(lookup_id)
         lease.keys = keys
         budget = self.holdable_bytes
         for chunk in self._tier.find(keys[:MAX_EXTENTS]):
@@ -130,13 +130,13 @@ class EngineSession:
         self._tier.hold((*own, *behind))
         self._held_bytes += self._pool_bytes((*own, *behind))
 
-    def lease(self, request_id: str) -> LookupLease | None:
+    def lease(self, lookup_id: str) -> LookupLease | None:
         """The lookup of this id; None if it was released."""
-        return self._leases.get(request_id)
+        return self._leases.get(lookup_id)
 
-    def hold(self, request_id: str, chunks: Sequence[Chunk]) -> bool:
+    def hold(self, lookup_id: str, chunks: Sequence[Chunk]) -> bool:
         """Adds fetched chunks, already held, to a lookup; if it was released meanwhile, ends the holds: False."""
-        lease = self._leases.get(request_id)
+        lease = self._leases.get(lookup_id)
         if lease is None:
             self._tier.unhold(chunks)
             return False
@@ -148,9 +148,9 @@ class EngineSession:
             self._held_bytes -= self._pool_bytes(held)
         return True
 
-    def release(self, request_id: str) -> int:
+    def release(self, lookup_id: str) -> int:
         """Ends a lookup and its holds; returns the number of chunks that were held. Idempotent."""
-        lease = self._leases.pop(request_id, None)
+        lease = self._leases.pop(lookup_id, None)
         if lease is None:
             return 0
         held = [*lease.chunks, *lease.behind]
@@ -272,7 +272,7 @@ class EngineSession:
 
     def revoke(self) -> None:
         """Ends all grants. The caller guarantees that no process of the engine can touch the pool any more."""
-        for request_id in list(self._leases):
-            self.release(request_id)
+        for lookup_id in list(self._leases):
+            self.release(lookup_id)
         for offset in list(self._credits):
             self.return_credit(offset)

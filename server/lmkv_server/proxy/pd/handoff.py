@@ -66,9 +66,9 @@ class HandoffIssuer:
 
     def issue(self, decoder: Engine) -> HandoffTicket:
         """A new handoff. Each attempt needs its own, so that an interrupted one is not mistaken for the next."""
-        request_id, instance = uuid.uuid4().hex, decoder.instance_id
-        proof = self._keys.prove(request_id, instance)
-        return HandoffTicket(decoder=decoder, signed={"request_id": request_id, "decode_instance": instance, **proof})
+        handoff_id, instance = uuid.uuid4().hex, decoder.instance_id
+        proof = self._keys.prove(handoff_id, instance)
+        return HandoffTicket(decoder=decoder, signed={"handoff_id": handoff_id, "decode_instance": instance, **proof})
 
     def is_rejected(self, engine: Engine, response: Json) -> bool:
         """Whether a prefill engine's response says that it does not send the KV cache. Logs each reason once."""

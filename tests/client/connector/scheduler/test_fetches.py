@@ -93,7 +93,7 @@ def test_a_release_reports_how_long_the_load_took_and_computing_would_have_taken
     engine.node.deliver()
     engine.run("a")
     (release,) = [one for one in engine.node.releases if one.HasField("avoided_prefill_duration")]
-    assert release.request_id == engine.node.lookups[-1].request_id
+    assert release.lookup_id == engine.node.lookups[-1].lookup_id
     assert release.avoided_prefill_duration.ToNanoseconds() / 1e9 == pytest.approx(3 * CHUNK / rate, rel=0.2)
     assert 0.5 <= release.load_duration.ToNanoseconds() / 1e9 < 1.5
     assert engine.count("avoided_prefill_seconds") == pytest.approx(3 * CHUNK / rate, rel=0.2)

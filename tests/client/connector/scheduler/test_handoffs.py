@@ -23,8 +23,8 @@ MakeEngine = Callable[..., SimulatedEngine]
 
 PROMPT = list(range(3, 203))
 """200 tokens: three chunks and 8 tokens, which end inside a page."""
-PREFILL = {"lmkv": {"request_id": "r", "decode_instance": "decode"}}
-DECODE = {"lmkv": {"request_id": "r", "decode_instance": "node", "prompt_token_count": len(PROMPT)}}
+PREFILL = {"lmkv": {"handoff_id": "r", "decode_instance": "decode"}}
+DECODE = {"lmkv": {"handoff_id": "r", "decode_instance": "node", "prompt_token_count": len(PROMPT)}}
 SECRET = "a-secret-of-the-fleet"
 OPEN = HandoffKeys("", NO_TOKEN)
 """The keys of a fleet that has no secret."""
@@ -53,7 +53,7 @@ def test_a_prefill_announces_at_once_and_ends_when_everything_is_committed(make_
     engine = make_engine(save_partial_chunks=True)
     engine.add("a", PROMPT, output=1, transfer=PREFILL)
     (handoff,) = engine.node.handoffs
-    assert (handoff.request_id, handoff.decode_instance_id, handoff.token_count) == ("r", "decode", 200)
+    assert (handoff.handoff_id, handoff.decode_instance_id, handoff.token_count) == ("r", "decode", 200)
     assert len(handoff.chunk_keys) == 4 * KEY_BYTES
     assert not engine.node.ended_handoffs
     engine.run("a")
@@ -104,7 +104,7 @@ def test_the_handoff_of_an_aborted_prefill_is_dropped(make_engine: MakeEngine) -
     engine.abort("a")
     engine.settle()
     assert not engine.node.ended_handoffs
-    assert engine.node.dropped_handoffs == [pb.DropHandoff(request_id="r", decode_instance_id="decode")]
+    assert engine.node.dropped_handoffs == [pb.DropHandoff(handoff_id="r", decode_instance_id="decode")]
     engine.check_nothing_is_left()
 
 
@@ -121,7 +121,7 @@ def test_a_disabled_cache_keeps_handoffs_only(make_engine: MakeEngine) -> None:
 def test_what_became_of_a_handoff_is_counted(make_engine: MakeEngine) -> None:
     engine = prefilled(make_engine)
     handed = pb.HandedChunks(
-        request_id="r", chunk_count=3, transferred_bytes=1000, transfer_duration=Duration(nanos=5_000_000)
+        handoff_id="r", chunk_count=3, transferred_bytes=1000, transfer_duration=Duration(nanos=5_000_000)
     )
     handed.status.code = code_pb2.UNAVAILABLE
     engine.node.inbox.append(pb.AttachResponse(handed=[handed]))
@@ -233,13 +233,13 @@ def test_a_handoff_that_no_lookup_will_load_is_dropped_at_once(make_engine: Make
     prompt = PROMPT[:8] if reason == "has no chunk" else PROMPT
     resumable: Any = {"resumable": True} if reason == "is no prompt of tokens" else {}
     engine.add("a", prompt, transfer=DECODE, reads_caches=reason != "reads no caches", **resumable)
-    assert engine.node.dropped_handoffs == [pb.DropHandoff(request_id="r")]
+    assert engine.node.dropped_handoffs == [pb.DropHandoff(handoff_id="r")]
 
 
 def test_a_handoff_of_no_tokens_is_dropped_and_no_more(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=True)
     engine.add("a", [1], output=1, transfer={"lmkv": DECODE["lmkv"] | {"prompt_token_count": 0}})
-    assert engine.node.dropped_handoffs == [pb.DropHandoff(request_id="r")]
+    assert engine.node.dropped_handoffs == [pb.DropHandoff(handoff_id="r")]
     assert [lookup.handoff_id for lookup in engine.node.lookups] == [""]
     engine.run("a")
     engine.check_nothing_is_left()
@@ -248,7 +248,7 @@ def test_a_handoff_of_no_tokens_is_dropped_and_no_more(make_engine: MakeEngine) 
 def test_an_answer_says_why_its_handoff_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=True)
     engine.add("a", PROMPT, output=1, transfer=PREFILL)
-    handed = pb.HandedChunks(request_id="r")
+    handed = pb.HandedChunks(handoff_id="r")
     handed.status.code, handed.status.message = code_pb2.NOT_FOUND, "no such instance"
     engine.node.inbox.append(pb.AttachResponse(handed=[handed]))
     engine.run("a")
@@ -265,7 +265,7 @@ def test_an_answer_says_why_its_handoff_is_refused(make_engine: MakeEngine) -> N
 def vouched(params: dict[str, Any], secret: str = SECRET, now: float | None = None, **changes: Any) -> dict[str, Any]:
     """The parameters with the proof of a proxy that has this secret, made before the changes."""
     said = params["lmkv"]
-    proof = HandoffKeys("", BearerToken(text=secret)).prove(said["request_id"], said["decode_instance"], now)
+    proof = HandoffKeys("", BearerToken(text=secret)).prove(said["handoff_id"], said["decode_instance"], now)
     return {"lmkv": said | proof | changes}
 
 
@@ -284,7 +284,7 @@ def test_what_a_proxy_of_the_fleet_has_vouched_for_takes_place(make_engine: Make
     [
         (lambda params: params, "no proof of a proxy of this fleet"),
         (lambda params: vouched(params, "another-secret"), "another secret"),
-        (lambda params: vouched(params, request_id="other"), "another secret"),
+        (lambda params: vouched(params, handoff_id="other"), "another secret"),
         (lambda params: vouched(params, decode_instance="other"), "another secret"),
         (lambda params: vouched(params, expire_time=4_000_000_000), "another secret"),
         (lambda params: vouched(params, now=1_000_000.0), "expired"),
@@ -337,17 +337,17 @@ def test_a_token_vouches_where_there_is_no_cluster_secret_and_may_be_replaced(tm
 @pytest.mark.parametrize(
     "params",
     [
-        {"lmkv": {"request_id": 5, "decode_instance": "d"}},
-        {"lmkv": {"request_id": "", "decode_instance": "d"}},
-        {"lmkv": {"request_id": "r" * 1000, "decode_instance": "d"}},
-        {"lmkv": {"request_id": "r\nforged", "decode_instance": "d"}},
-        {"lmkv": {"request_id": "\ud800", "decode_instance": "d"}},
-        {"lmkv": {"request_id": "r", "decode_instance": ["d"]}},
-        {"lmkv": {"request_id": "r", "decode_address": "10.6.6.6:1"}},
-        {"lmkv": {"request_id": "r", "decode_instance": "d", "prompt_token_count": "many"}},
-        {"lmkv": {"request_id": "r", "decode_instance": "d", "prompt_token_count": -1}},
-        {"lmkv": {"request_id": "r", "decode_instance": "d", "prompt_token_count": True}},
-        {"lmkv": {"request_id": "r"}},
+        {"lmkv": {"handoff_id": 5, "decode_instance": "d"}},
+        {"lmkv": {"handoff_id": "", "decode_instance": "d"}},
+        {"lmkv": {"handoff_id": "r" * 1000, "decode_instance": "d"}},
+        {"lmkv": {"handoff_id": "r\nforged", "decode_instance": "d"}},
+        {"lmkv": {"handoff_id": "\ud800", "decode_instance": "d"}},
+        {"lmkv": {"handoff_id": "r", "decode_instance": ["d"]}},
+        {"lmkv": {"handoff_id": "r", "decode_address": "10.6.6.6:1"}},
+        {"lmkv": {"handoff_id": "r", "decode_instance": "d", "prompt_token_count": "many"}},
+        {"lmkv": {"handoff_id": "r", "decode_instance": "d", "prompt_token_count": -1}},
+        {"lmkv": {"handoff_id": "r", "decode_instance": "d", "prompt_token_count": True}},
+        {"lmkv": {"handoff_id": "r"}},
     ],
 )
 def test_parameters_that_make_no_sense_cost_the_request_its_handoff_and_no_more(
@@ -370,5 +370,5 @@ def test_parameters_of_others_say_nothing(params: dict[str, Any] | None) -> None
 
 
 def test_both_parts_are_read() -> None:
-    assert handoff_of(PREFILL, OPEN) == HandoffParams(request_id="r", decode_instance="decode")
-    assert handoff_of(DECODE, OPEN) == HandoffParams(request_id="r", decode_instance="node", prompt_token_count=200)
+    assert handoff_of(PREFILL, OPEN) == HandoffParams(handoff_id="r", decode_instance="decode")
+    assert handoff_of(DECODE, OPEN) == HandoffParams(handoff_id="r", decode_instance="node", prompt_token_count=200)

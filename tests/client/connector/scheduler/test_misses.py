@@ -20,7 +20,7 @@ FULL = len(PROMPT) - REST
 def spans(engine: SimulatedEngine, request_id: str) -> list[tuple[str, int]]:
     """What the engine has reported of a request."""
     engine.settle()
-    (report,) = (report for report in engine.node.reports if report.request_id == request_id)
+    (report,) = (report for report in engine.node.reports if report.engine_request_id == request_id)
     assert sum(span.token_count for span in report.spans) == len(PROMPT)
     return [(reason_name(span.reason) or span.tier, span.token_count) for span in report.spans]
 
@@ -175,5 +175,5 @@ def test_an_aborted_request_that_has_not_begun_is_not_counted(make_engine: MakeE
     engine.step()
     engine.abort("a")
     engine.settle()
-    assert not [report for report in engine.node.reports if report.request_id == "a"]
+    assert not [report for report in engine.node.reports if report.engine_request_id == "a"]
     assert all(engine.count(miss_tokens(reason)) == 0 for reason in MissReason)

@@ -355,7 +355,7 @@ def longest_hit_of(engine: SimulatedEngine, keys: list[ChunkKey] | None = None) 
 def test_a_decode_loads_what_a_prefill_has_stored_of_each_part(make_engine: MakeEngine, name: str, length: int) -> None:
     prompt, chunk_count = PROMPT[:length], hit_of(length) // CHUNK
     prefill = engine_of(make_engine, name)
-    prefill.add("a", prompt, output=1, transfer={"lmkv": {"request_id": "r", "decode_instance": "decode"}})
+    prefill.add("a", prompt, output=1, transfer={"lmkv": {"handoff_id": "r", "decode_instance": "decode"}})
     prefill.run("a")
     prefill.settle()
     (handoff,) = prefill.node.handoffs
@@ -365,7 +365,7 @@ def test_a_decode_loads_what_a_prefill_has_stored_of_each_part(make_engine: Make
 
     decode = engine_of(make_engine, name)
     decode.node.peer_chunks = dict(prefill.node.chunks)
-    to_decode = {"request_id": "r", "decode_instance": "node", "prompt_token_count": length}
+    to_decode = {"handoff_id": "r", "decode_instance": "node", "prompt_token_count": length}
     decode.add("b", prompt, output=5, transfer={"lmkv": to_decode})
     decode.run("b")
     decode.check_answer("b")

@@ -175,7 +175,7 @@ def test_weights_that_change_before_a_tail_is_stored_cost_the_tail_only(make_eng
 def test_a_handed_prompt_is_stored_to_its_end_by_the_step_that_computes_it(make_engine: MakeEngine) -> None:
     engine = make_engine(save_partial_chunks=True)
     engine.node.pool_is_full = True
-    engine.add("a", PROMPT, output=OUTPUT, transfer={"lmkv": {"request_id": "r", "decode_instance": "decode"}})
+    engine.add("a", PROMPT, output=OUTPUT, transfer={"lmkv": {"handoff_id": "r", "decode_instance": "decode"}})
     until(engine, lambda: len(engine.said["a"]) > 0)
     assert [engine.node.chunks[key].token_count for key in engine.node.commits] == [CHUNK] * 3 + [REST]
     engine.run("a")

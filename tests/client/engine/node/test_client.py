@@ -112,10 +112,10 @@ def test_a_link_starts_a_node_and_talks_to_it(make_link: MakeLink, runtime_dir: 
     link = make_link()
     line = attachment(link)
     assert line.pool_socket == str(connector_config(runtime_dir).pool_socket)
-    lookup = pb.LookupChunks(request_id="1", chunk_keys=bytes(32), reserve_count=2)
+    lookup = pb.LookupChunks(lookup_id="1", chunk_keys=bytes(32), reserve_count=2)
     link.send(line, pb.AttachRequest(lookups=[lookup]))
     said = answer(link)
-    assert [found.request_id for found in said.found] == ["1"]
+    assert [found.lookup_id for found in said.found] == ["1"]
     while not said.settled_reserve_count:
         said = answer(link)
     assert (len(said.credits), said.settled_reserve_count) == (2, 2)
@@ -199,11 +199,11 @@ def test_many_messages_sent_at_once_are_carried_out_in_order(make_link: MakeLink
     link = make_link()
     line = attachment(link)
     for number in range(500):
-        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=bytes(16))]))
-        link.send(line, pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=str(number))]))
+        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=str(number), chunk_keys=bytes(16))]))
+        link.send(line, pb.AttachRequest(releases=[pb.ReleaseChunks(lookup_id=str(number))]))
     found: list[str] = []
     while len(found) < 500:
-        found += [one.request_id for one in answer(link).found]
+        found += [one.lookup_id for one in answer(link).found]
     assert found == [str(number) for number in range(500)]
 
 
@@ -412,21 +412,21 @@ def messages(draw: st.DrawFn) -> pb.AttachRequest:
     number = draw(st.integers(1, 9))
     values: dict[str, object] = {
         "served_models": [ServedModel(name=str(number))],
-        "releases": [pb.ReleaseChunks(request_id=str(number))],
+        "releases": [pb.ReleaseChunks(lookup_id=str(number))],
         "commits": [pb.CommitChunk(offset=number)],
         "damaged_keys": [bytes([number]) * 16],
         "returned_credits": [number],
-        "lookups": [pb.LookupChunks(request_id=str(number))],
-        "loads": [pb.LoadChunks(request_id=str(number), chunk_count=1)],
+        "lookups": [pb.LookupChunks(lookup_id=str(number))],
+        "loads": [pb.LoadChunks(lookup_id=str(number), chunk_count=1)],
         "reserve_count": number,
-        "handoffs": [pb.HandChunks(request_id=str(number))],
+        "handoffs": [pb.HandChunks(handoff_id=str(number))],
         "ended_handoffs": [str(number)],
-        "dropped_handoffs": [pb.DropHandoff(request_id=str(number))],
+        "dropped_handoffs": [pb.DropHandoff(handoff_id=str(number))],
         "reset": True,
         "part_reserve_counts": [number, 2 * number],
         "weight_version": str(number),
         "hints": [pb.HintChunks(hint_id=str(number))],
-        "reports": [RequestReport(request_id=str(number))],
+        "reports": [RequestReport(engine_request_id=str(number))],
         "partial_reserves": [number % 3 + 1],
         "optional_partial_reserves": [number % 5 + 1],
     }
@@ -443,9 +443,7 @@ def test_merged_messages_mean_what_they_meant_one_after_the_other(sent: list[pb.
 
 def test_neighbours_are_merged_up_to_the_message_limit() -> None:
     keys = join_keys([ChunkKey(bytes(16))] * 10_000)
-    sent = [
-        pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=keys)]) for number in range(20)
-    ]
+    sent = [pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=str(number), chunk_keys=keys)]) for number in range(20)]
     merged = list(merging(sent))
     assert 1 < len(merged) < 20
     assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in merged)
@@ -493,10 +491,10 @@ def test_a_wait_delivers_on_the_thread_that_waits(make_link: MakeLink) -> None:
     link = make_link()
     line = attachment(link)
     for number in range(50):
-        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(request_id=str(number), chunk_keys=bytes(16))]))
+        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=str(number), chunk_keys=bytes(16))]))
         while not link.inbox:
             link.wait(10.0)
-        assert [found.request_id for found in answer(link).found] == [str(number)]
+        assert [found.lookup_id for found in answer(link).found] == [str(number)]
 
 
 def test_a_wait_ends_when_the_node_is_killed(make_link: MakeLink, runtime_dir: Path) -> None:

@@ -32,7 +32,7 @@ FULL = Status(code=8, message="the pool is full")
 def test_a_handoff_is_logged_as_it_was(
     handed: pb.HandedChunks, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    handed.request_id, handed.engine_request_id = "r-1", "cmpl-7"
+    handed.handoff_id, handed.engine_request_id = "r-1", "cmpl-7"
     with caplog.at_level(logging.INFO):
         log_handoff(handed)
     assert [record.getMessage() for record in caplog.records] == lines

@@ -70,9 +70,11 @@ async def test_keys_are_looked_for_under_each_spec_of_an_instance(make: Make, ca
 
 async def test_requests_are_found_by_a_part_of_their_ids(make: Make, cache: Any) -> None:
     async with make("a") as a, make("b"):
-        a.reports = [RequestReport(request_id=name, spans=[PromptSpan(token_count=3)]) for name in ("cmpl-1", "chat-2")]
-        of_a, of_b = await explain(cache, request_id="cmpl")
-    assert [report.request_id for report in of_a.explanation.requests] == ["cmpl-1"]
+        a.reports = [
+            RequestReport(engine_request_id=name, spans=[PromptSpan(token_count=3)]) for name in ("cmpl-1", "chat-2")
+        ]
+        of_a, of_b = await explain(cache, engine_request_id="cmpl")
+    assert [report.engine_request_id for report in of_a.explanation.requests] == ["cmpl-1"]
     assert not of_b.explanation.requests
 
 
@@ -81,8 +83,8 @@ async def test_instances_whose_answers_have_no_room_are_named(
 ) -> None:
     monkeypatch.setattr(explanations, "ANSWER_BYTES", 1500)
     async with make("a") as a, make("b") as b:
-        a.reports = b.reports = [RequestReport(request_id="r" * 1000)]
-        of_a, of_b = await explain(cache, request_id="r")
+        a.reports = b.reports = [RequestReport(engine_request_id="r" * 1000)]
+        of_a, of_b = await explain(cache, engine_request_id="r")
     assert (len(of_a.explanation.requests), of_a.HasField("error")) == (1, False)
     assert (of_b.HasField("explanation"), from_status(of_b.error).reason) == (False, "FULL")
 

@@ -32,9 +32,9 @@ def hello(engine_id: str = "engine", **fields: Any) -> pb.AttachRequest:
     return pb.AttachRequest(hello=pb.Hello(engine_id=engine_id, spec=SPEC.to_proto(), worker_count=1, **fields))
 
 
-def lookup(request_id: str) -> pb.AttachRequest:
+def lookup(lookup_id: str) -> pb.AttachRequest:
     keys = join_keys(chunk_keys(0, 1, 2))
-    return pb.AttachRequest(lookups=[pb.LookupChunks(request_id=request_id, chunk_keys=keys)])
+    return pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=lookup_id, chunk_keys=keys)])
 
 
 def framed(message: pb.AttachRequest) -> bytes:
@@ -78,7 +78,7 @@ class FrameEngine:
         """The ids of the next answers to lookups."""
         ids: list[str] = []
         while len(ids) < count:
-            ids += [one.request_id for one in (await self.message()).found]
+            ids += [one.lookup_id for one in (await self.message()).found]
         return ids
 
     async def ending(self) -> LmkvError:
@@ -250,7 +250,7 @@ async def test_an_engine_that_sends_and_never_reads_is_detached(node: Node, monk
     monkeypatch.setattr(attach_socket, "KEEPALIVE_TIMEOUT_SECONDS", 0.2)
     ids = [f"{number:0>64}" for number in range(500)]
     lookups = pb.AttachRequest(lookups=[one for number in ids for one in lookup(number).lookups])
-    releases = pb.AttachRequest(releases=[pb.ReleaseChunks(request_id=number) for number in ids])
+    releases = pb.AttachRequest(releases=[pb.ReleaseChunks(lookup_id=number) for number in ids])
     async with FrameEngine(node) as engine:
         engine.send(hello())
         await engine.message()

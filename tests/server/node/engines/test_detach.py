@@ -105,7 +105,7 @@ async def main():
     async with rpc.open_channel("unix:" + sys.argv[1]) as channel:
         call = EngineServiceStub(channel).Attach()
         hello = pb.Hello(engine_id="killed", spec=small_spec().to_proto(), worker_count=1)
-        lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
+        lookup = pb.LookupChunks(lookup_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
         await call.write(pb.AttachRequest(hello=hello, lookups=[lookup], reserve_count=3))
         welcome = (await call.read()).welcome
         pool = attach(welcome.pool_socket, "killed", 0, welcome.epoch, 60.0)

@@ -22,9 +22,9 @@ from tests.server.node.engines.pool_checks import SPEC, is_clean
 from tests.waiting import until
 
 
-async def explain(node: Node, *numbers: int, request_id: str = "") -> PromptExplanation:
+async def explain(node: Node, *numbers: int, engine_request_id: str = "") -> PromptExplanation:
     order = ExplainOrder(
-        fingerprint=SPEC.fingerprint, chunk_keys=join_keys(hashed_keys(*numbers)), request_id=request_id
+        fingerprint=SPEC.fingerprint, chunk_keys=join_keys(hashed_keys(*numbers)), engine_request_id=engine_request_id
     )
     return await node._service.explainer.explain(order)
 
@@ -53,24 +53,30 @@ async def test_a_spec_of_no_engine_is_refused(node: Node) -> None:
 async def test_the_last_requests_are_kept_and_found_by_a_part_of_their_ids(node: Node, engine: EngineClient) -> None:
     names = [f"chat-{number}" for number in range(MAX_REPORTS + 1)]
     for start in range(0, len(names), 100):
-        reports = [RequestReport(request_id=name, spans=[PromptSpan(token_count=9)]) for name in names[start:][:100]]
+        reports = [
+            RequestReport(engine_request_id=name, spans=[PromptSpan(token_count=9)]) for name in names[start:][:100]
+        ]
         await engine.say(reports=reports)
     kept = node._service.explainer._reports
-    await until(lambda: len(kept) == MAX_REPORTS and kept[-1].request_id == names[-1])
-    found = await explain(node, request_id="chat-")
-    assert [report.request_id for report in found.requests] == names[: -MAX_LISTED - 1 : -1]
-    assert [report.request_id for report in (await explain(node, request_id="at-77")).requests] == [
+    await until(lambda: len(kept) == MAX_REPORTS and kept[-1].engine_request_id == names[-1])
+    found = await explain(node, engine_request_id="chat-")
+    assert [report.engine_request_id for report in found.requests] == names[: -MAX_LISTED - 1 : -1]
+    assert [report.engine_request_id for report in (await explain(node, engine_request_id="at-77")).requests] == [
         *[f"chat-{number}" for number in range(779, 769, -1)],
         "chat-77",
     ]
-    assert not (await explain(node, request_id="chat-0")).requests, "it was the first"
-    assert not (await explain(node, request_id="other")).requests
+    assert not (await explain(node, engine_request_id="chat-0")).requests, "it was the first"
+    assert not (await explain(node, engine_request_id="other")).requests
 
 
 async def test_reports_that_are_too_large_are_not_kept(node: Node, engine: EngineClient) -> None:
-    await engine.say(reports=[RequestReport(request_id="large" * 1000), RequestReport(request_id="small")])
+    await engine.say(
+        reports=[RequestReport(engine_request_id="large" * 1000), RequestReport(engine_request_id="small")]
+    )
     await until(lambda: len(node._service.explainer._reports) == 1)
-    assert [report.request_id for report in (await explain(node, request_id="small")).requests] == ["small"]
+    assert [report.engine_request_id for report in (await explain(node, engine_request_id="small")).requests] == [
+        "small"
+    ]
 
 
 @pytest.mark.usefixtures("engine")

@@ -23,7 +23,7 @@ async def messages_of(outbox: Outbox) -> AsyncIterator[pb.AttachResponse]:
 async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
     outbox = Outbox()
     for number in range(40):
-        found = pb.FoundChunks(request_id=str(number), peer_instance_id="x" * 100_000)
+        found = pb.FoundChunks(lookup_id=str(number), peer_instance_id="x" * 100_000)
         outbox.put(pb.AttachResponse(found=[found], settled_reserve_count=1))
     outbox.end()
     messages = []
@@ -31,7 +31,7 @@ async def test_queued_answers_are_merged_up_to_the_message_limit() -> None:
         messages.append(message)
     assert 1 < len(messages) <= 40 // (MERGED_BYTES // 110_000)
     assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in messages)
-    assert [found.request_id for message in messages for found in message.found] == [str(n) for n in range(40)]
+    assert [found.lookup_id for message in messages for found in message.found] == [str(n) for n in range(40)]
     assert sum(message.settled_reserve_count for message in messages) == 40
     assert await outbox.take() is None
 

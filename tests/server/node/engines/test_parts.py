@@ -83,7 +83,7 @@ async def test_what_is_found_makes_no_credit_fewer(runtime_dir: Path) -> None:
     async with engine_at_node(runtime_dir) as (_, engine):
         await engine.store_hits(3)
         lookup = pb.LookupChunks(
-            request_id="1", chunk_keys=join_keys(PROMPT[:4]), reserve_count=4, part_reserve_counts=[2, 1]
+            lookup_id="1", chunk_keys=join_keys(PROMPT[:4]), reserve_count=4, part_reserve_counts=[2, 1]
         )
         await engine.say(lookups=[lookup])
         (found,) = await engine.hear("found")
@@ -235,11 +235,11 @@ async def test_tools_look_up_and_load_by_the_keys_of_chunks(runtime_dir: Path) -
         await engine.store_hits(4)
         await on_disk(node, 7)
         node.tier.drop([item_key(FULL, 2), item_key(WINDOW, 3)])
-        request = pb.EngineServiceLookupRequest(fingerprint=HYBRID.fingerprint, chunk_keys=join_keys(PROMPT))
+        request = pb.EngineServiceLookupRequest(fingerprint=HYBRID.fingerprint, chunk_keys=PROMPT)
         answer = await engine.stub.Lookup(request)
         assert (answer.hit_chunk_count, answer.own_chunk_count) == (4, 2)
         assert places(answer) == [("disk", 1), ("own", 2), ("disk", 1), ("own", 1)]
-        order = pb.LoadRequest(fingerprint=HYBRID.fingerprint, chunk_keys=join_keys(PROMPT))
+        order = pb.LoadRequest(fingerprint=HYBRID.fingerprint, chunk_keys=PROMPT)
         assert (await engine.stub.Load(order)).chunk_count == 4
         assert len(node.tier) == 7
         assert await until_free(node)
@@ -258,7 +258,7 @@ async def test_a_handoff_to_an_unknown_instance_fails(
     runtime_dir: Path, enable_p2p: bool, reason: type[Exception]
 ) -> None:
     async with engine_at_node(runtime_dir, enable_p2p=enable_p2p) as (_, engine):
-        hand = pb.HandChunks(request_id="h", chunk_keys=join_keys(PROMPT), token_count=256, decode_instance_id="other")
+        hand = pb.HandChunks(handoff_id="h", chunk_keys=join_keys(PROMPT), token_count=256, decode_instance_id="other")
         await engine.say(handoffs=[hand])
         (handed,) = await engine.hear("handed")
         assert isinstance(rpc.from_status(handed.status), reason)
@@ -272,11 +272,11 @@ async def test_items_are_handed_off_and_loaded(runtime_dir: Path) -> None:
     ):
         keys = join_keys(PROMPT[:5])
         await decode.store_items([PartItem(FULL, 1)])
-        lookup = pb.LookupChunks(request_id="1", chunk_keys=keys, handoff_id="h")
+        lookup = pb.LookupChunks(lookup_id="1", chunk_keys=keys, handoff_id="h")
         await decode.say(lookups=[lookup])
         (found,) = await decode.hear("found")
         assert (found.hit_chunk_count, places(found)) == (5, [("handoff", 1), ("own", 1), ("handoff", 6)])
-        hand = pb.HandChunks(request_id="h", chunk_keys=keys, token_count=160, decode_instance_id="decode")
+        hand = pb.HandChunks(handoff_id="h", chunk_keys=keys, token_count=160, decode_instance_id="decode")
         await prefill.say(handoffs=[hand])
         await prefill.store_hits(5)
         await prefill.say(ended_handoffs=["h"])

@@ -109,9 +109,9 @@ async def test_everything_in_one_message_is_carried_out_in_the_order_of_the_fiel
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0))
     first, second = await engine.reserve(2)
-    lookup = pb.LookupChunks(request_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
+    lookup = pb.LookupChunks(lookup_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
     await engine.say(
-        releases=[pb.ReleaseChunks(request_id="1")],
+        releases=[pb.ReleaseChunks(lookup_id="1")],
         commits=[engine.commit(chunk_key(1), first)],
         returned_credits=[second.offset],
         lookups=[lookup],
@@ -284,7 +284,7 @@ async def test_returning_a_foreign_credit_is_rejected_and_the_stream_continues(
 async def test_a_load_of_what_no_lookup_found_ends_at_once(engine: EngineClient, first_chunk: int) -> None:
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0, 1))
-    load = pb.LoadChunks(request_id="1" if not first_chunk else "2", first_chunk=first_chunk, chunk_count=1)
+    load = pb.LoadChunks(lookup_id="1" if not first_chunk else "2", first_chunk=first_chunk, chunk_count=1)
     await engine.say(loads=[load])
     (loaded,) = await engine.hear("loaded")
     assert loaded.done
@@ -295,11 +295,11 @@ async def test_a_load_of_what_no_lookup_found_ends_at_once(engine: EngineClient,
 async def test_a_load_without_holders_ends_at_once(engine: EngineClient) -> None:
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0, 1))
-    load = pb.LoadChunks(request_id="1", first_chunk=1, chunk_count=1)
+    load = pb.LoadChunks(lookup_id="1", first_chunk=1, chunk_count=1)
     load.timeout.FromSeconds(600)
     await engine.say(loads=[load])
     (loaded,) = await engine.hear("loaded")
-    assert (loaded.request_id, loaded.done, len(loaded.extents)) == ("1", True, 0)
+    assert (loaded.lookup_id, loaded.done, len(loaded.extents)) == ("1", True, 0)
     assert loaded.status.code
 
 
@@ -340,7 +340,7 @@ BAD_STREAMS: dict[str, tuple[type[LmkvError], list[pb.AttachRequest]]] = {
         BadChunkKey,
         [
             pb.AttachRequest(
-                hello=hello(), lookups=[pb.LookupChunks(request_id="1", chunk_keys=b"short")], reserve_count=3
+                hello=hello(), lookups=[pb.LookupChunks(lookup_id="1", chunk_keys=b"short")], reserve_count=3
             )
         ],
     ),
@@ -351,7 +351,7 @@ BAD_STREAMS: dict[str, tuple[type[LmkvError], list[pb.AttachRequest]]] = {
     "a bad damaged key": (BadChunkKey, [pb.AttachRequest(hello=hello(), damaged_keys=[b"short"])]),
     "a ticket in use": (
         BadMessage,
-        [pb.AttachRequest(hello=hello(), lookups=[pb.LookupChunks(request_id="1", chunk_keys=PACKED)] * 2)],
+        [pb.AttachRequest(hello=hello(), lookups=[pb.LookupChunks(lookup_id="1", chunk_keys=PACKED)] * 2)],
     ),
 }
 

@@ -257,7 +257,7 @@ async def test_a_lookup_without_tokens_finds_no_tail(node: Node, engine: EngineC
 async def test_tokens_that_cannot_be_used_end_the_stream(
     node: Node, engine: EngineClient, fields: dict[str, bytes], error: type[LmkvError]
 ) -> None:
-    await engine.say(lookups=[pb.LookupChunks(**({"request_id": "1", "root_key": ROOT} | fields))])  # type: ignore[arg-type]
+    await engine.say(lookups=[pb.LookupChunks(**({"lookup_id": "1", "root_key": ROOT} | fields))])  # type: ignore[arg-type]
     assert isinstance(await engine.ending(), error)
     await until(lambda: node.engines.attached_count == 0)
     assert is_clean(node)
@@ -270,7 +270,7 @@ async def test_hostile_tokens_and_extras_cost_nothing_and_find_nothing(node: Nod
     assert (await look_up(engine, "1", tokens, chunk_extras=extras)).partial_token_count == 8
     assert (await look_up(engine, "2", tokens, chunk_extras={0: b"image"})).partial_token_count == 0
     many = as_tokens([*tokens, *[7] * (200_000 - len(tokens))])
-    lookup = pb.LookupChunks(request_id="3", tokens=many.tobytes(), root_key=ROOT)
+    lookup = pb.LookupChunks(lookup_id="3", tokens=many.tobytes(), root_key=ROOT)
     await engine.say(lookups=[lookup])
     (found,) = await engine.hear("found")
     assert found.partial_token_count == 8

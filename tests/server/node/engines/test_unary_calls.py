@@ -10,7 +10,6 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import BadChunkKey, EngineNotFound, LmkvError, ModelNotFound
-from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_keys
@@ -27,7 +26,7 @@ async def failure(call: Awaitable[Any]) -> LmkvError:
 async def test_people_may_look_without_being_granted_anything(node: Node, engine: EngineClient) -> None:
     await engine.store(chunk_keys(0, 1))
     await engine.lookup("sync", chunk_keys(9))
-    request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1, 2)))
+    request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=chunk_keys(0, 1, 2))
     answer = await engine.stub.Lookup(request, timeout=ANSWER_SECONDS)
     assert (answer.own_chunk_count, absent_count(answer), answer.peer_instance_id) == (2, 0, "")
     assert is_clean(node)
@@ -36,7 +35,7 @@ async def test_people_may_look_without_being_granted_anything(node: Node, engine
 async def test_a_unary_load_without_peers_says_what_is_there(node: Node, engine: EngineClient) -> None:
     await engine.store(chunk_keys(0))
     await engine.lookup("sync", chunk_keys(9))
-    request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(chunk_keys(0, 1)))
+    request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=chunk_keys(0, 1))
     answer = await engine.stub.Load(request, timeout=ANSWER_SECONDS)
     assert (answer.chunk_count, answer.transferred_bytes) == (1, 0)
     assert is_clean(node)
@@ -45,7 +44,7 @@ async def test_a_unary_load_without_peers_says_what_is_there(node: Node, engine:
 async def test_a_unary_release_takes_back_what_a_request_was_granted(node: Node, engine: EngineClient) -> None:
     await engine.store(chunk_keys(0, 1))
     await engine.lookup("1", chunk_keys(0, 1))
-    request = pb.EngineServiceReleaseRequest(engine_id="engine", request_id="1")
+    request = pb.EngineServiceReleaseRequest(engine_id="engine", lookup_id="1")
     assert (await engine.stub.Release(request, timeout=ANSWER_SECONDS)).chunk_count == 2
     assert (await engine.stub.Release(request, timeout=ANSWER_SECONDS)).chunk_count == 0
     assert is_clean(node)
@@ -55,24 +54,24 @@ BAD_CALLS: dict[str, tuple[type[LmkvError], str, Any]] = {
     "lookup of an unknown spec": (
         ModelNotFound,
         "Lookup",
-        pb.EngineServiceLookupRequest(fingerprint=bytes(16), chunk_keys=join_keys(chunk_keys(0))),
+        pb.EngineServiceLookupRequest(fingerprint=bytes(16), chunk_keys=chunk_keys(0)),
     ),
     "lookup of a short key": (
         BadChunkKey,
         "Lookup",
-        pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=b"short"),
+        pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=[b"short"]),
     ),
     "an empty lookup": (ModelNotFound, "Lookup", pb.EngineServiceLookupRequest()),
     "load of an unknown spec": (
         ModelNotFound,
         "Load",
-        pb.LoadRequest(fingerprint=b"x", chunk_keys=join_keys(chunk_keys(0))),
+        pb.LoadRequest(fingerprint=b"x", chunk_keys=chunk_keys(0)),
     ),
-    "load of a short key": (BadChunkKey, "Load", pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=b"short")),
+    "load of a short key": (BadChunkKey, "Load", pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=[b"short"])),
     "release of an unknown engine": (
         EngineNotFound,
         "Release",
-        pb.EngineServiceReleaseRequest(engine_id="unknown", request_id="1"),
+        pb.EngineServiceReleaseRequest(engine_id="unknown", lookup_id="1"),
     ),
 }
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lmkv.config import NodeConfig
-from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.process import ServerProcess
 from lmkv_kernels import checksum
@@ -74,7 +73,7 @@ async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
             return sum(peer.chunk_count for peer in side.pipeline.stats().traffic if peer.instance_id == name)
 
         async def load() -> int:
-            request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(KEYS))
+            request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS)
             return int((await engine.stub.Load(request, timeout=120.0)).chunk_count)
 
         async def holder_count() -> int:

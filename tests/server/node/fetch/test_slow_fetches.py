@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from lmkv.config import NodeConfig
-from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.chunk_pb2 import MISS_REASON_SLOWER
@@ -58,7 +57,7 @@ class Pair:
 
     async def fetch(self) -> None:
         """Brings everything, and forgets it again."""
-        request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=join_keys(KEYS))
+        request = pb.LoadRequest(fingerprint=SPEC.fingerprint, chunk_keys=KEYS)
         answer = await self.engine.stub.Load(request, timeout=120.0)
         assert answer.transferred_bytes == len(KEYS) * SPEC.chunk_bytes
         assert self.node.tier.drop(KEYS) == len(KEYS)

@@ -58,7 +58,7 @@ async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
     engine = EngineHandoffs(lambda: SMALL, prefill.senders, lambda _: None)
     engine.begin(
         engine_pb.HandChunks(
-            request_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
+            handoff_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
         )
     )
     await until(lambda: state_of(decode) is HandoffState.ALLOCATED)
@@ -67,7 +67,7 @@ async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
     await until(lambda: len(decode.tier.find(KEYS[:arrived])) == arrived)
     if arrived == len(KEYS):
         await until(lambda: len(prefill.senders) == 0)
-    engine.drop(engine_pb.DropHandoff(request_id="r", decode_instance_id="decode"))
+    engine.drop(engine_pb.DropHandoff(handoff_id="r", decode_instance_id="decode"))
     await until(lambda: len(decode.receiver.handoffs) == 0)
     decode.check_nothing_left()
     assert decode.receiver.handoffs.stats().abandoned_count == 0
@@ -90,7 +90,7 @@ async def test_a_handoff_ends_if_its_connection_is_replaced_by_another(prefill: 
 
 async def test_a_decode_may_drop_a_handoff_before_it_is_announced(prefill: Parts, decode: Parts) -> None:
     engine = EngineHandoffs(lambda: SMALL, None, lambda _: None, decode.receiver.drop)
-    engine.drop(engine_pb.DropHandoff(request_id="r"))
+    engine.drop(engine_pb.DropHandoff(handoff_id="r"))
     prefill.put(KEYS[0])
     assert isinstance((await prefill.hand("r", "decode", KEYS[:1])).error, GrantNotFound)
     decode.check_nothing_left()
@@ -125,7 +125,7 @@ async def test_a_request_for_several_answers_ends_its_handoff_with_the_last(pref
 
 async def test_a_name_is_one_handoff_of_one_engine_however_often_it_asks(prefill: Parts, decode: Parts) -> None:
     message = engine_pb.HandChunks(
-        request_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
+        handoff_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
     )
     answers: list[engine_pb.AttachResponse] = []
     refusals: list[engine_pb.AttachResponse] = []

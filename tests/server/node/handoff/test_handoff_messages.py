@@ -12,7 +12,6 @@ from lmkv.errors import (
     BadMessage,
     GrantNotFound,
 )
-from lmkv.keys import join_keys
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
@@ -44,9 +43,9 @@ def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.Allocat
         "instance_id": "prefill",
         "epoch": prefill.epoch,
         "peer_epoch": decode.epoch,
-        "request_id": "r",
+        "handoff_id": "r",
         "fingerprint": SMALL.fingerprint,
-        "chunk_keys": join_keys(KEYS),
+        "chunk_keys": KEYS,
         "token_count": 8 * SMALL.chunk_size,
     }
     return pb.AllocateRequest(**(fields | changes))  # type: ignore[arg-type]
@@ -56,16 +55,17 @@ def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.Allocat
     ("changes", "reason"),
     [
         ({"peer_epoch": 1}, "WRONG_INSTANCE"),
-        ({"request_id": ""}, "BAD_MESSAGE"),
+        ({"handoff_id": ""}, "BAD_MESSAGE"),
         ({"token_count": 1}, "BAD_MESSAGE"),
         ({"token_count": -5}, "BAD_MESSAGE"),
-        ({"chunk_keys": b"123"}, "BAD_CHUNK_KEY"),
-        ({"chunk_keys": b""}, "BAD_MESSAGE"),
+        ({"chunk_keys": [b"123"]}, "BAD_CHUNK_KEY"),
+        ({"chunk_keys": [KEYS[0][:8], KEYS[0][8:], *KEYS[1:]]}, "BAD_CHUNK_KEY"),
+        ({"chunk_keys": []}, "BAD_MESSAGE"),
         ({"fingerprint": b"?" * 16}, "KV_SPEC_MISMATCH"),
         ({"instance_id": "stranger"}, "INSTANCE_NOT_FOUND"),
         ({"epoch": 1}, "INSTANCE_NOT_FOUND"),
-        ({"request_id": "r" * (MAX_NAME + 1)}, "BAD_MESSAGE"),
-        ({"request_id": "r\n"}, "BAD_MESSAGE"),
+        ({"handoff_id": "r" * (MAX_NAME + 1)}, "BAD_MESSAGE"),
+        ({"handoff_id": "r\n"}, "BAD_MESSAGE"),
         ({"instance_id": "decode"}, "BAD_MESSAGE"),
     ],
 )

@@ -80,7 +80,7 @@ class HandoffsMachine(RuleBasedStateMachine):
         if is_sound:
             commit(self.tier, handoff, index, reserved)
             if handoff.destination in (self.tier, self.buffer):
-                self.landed[handoff.request_id].add(index)
+                self.landed[handoff.handoff_id].add(index)
         else:
             handoff.destination.give_back(reserved.offset)
             handoff.fail([index])
@@ -156,7 +156,7 @@ class HandoffsMachine(RuleBasedStateMachine):
         dropped = {id(chunk): chunk for handoff in self.handoffs for chunk in handoff.chunks if chunk.dropped}
         for tier in (self.tier, self.buffer):
             tier.check(chunk for chunk in dropped.values() if chunk.tier is tier)
-        assert {handoff.request_id for handoff in self.handoffs} == set(self.known)
+        assert {handoff.handoff_id for handoff in self.handoffs} == set(self.known)
         for name, handoff in self.known.items():
             here = {chunk.key for chunk in handoff.chunks}
             assert here == {handoff.keys[index] for index in self.landed[name]}

@@ -70,14 +70,13 @@ async def nodes(coordinator: Coordinator, tokens: str) -> AsyncIterator[dict[str
         yield nodes
 
 
-async def handed(engine: EngineClient, instance_id: str, **more: Any) -> pb.HandedChunks:
+async def handed(engine: EngineClient, instance_id: str) -> pb.HandedChunks:
     """How the handoff of one stored chunk went."""
     handoff = pb.HandChunks(
-        request_id=f"to {instance_id}",
+        handoff_id=f"to {instance_id}",
         decode_instance_id=instance_id,
         chunk_keys=join_keys([chunk_key(1)]),
         token_count=SPEC.chunk_size,
-        **more,
     )
     await engine.say(handoffs=[handoff])
     (one,) = await engine.hear("handed")
@@ -96,10 +95,10 @@ async def test_a_prompt_is_handed_to_registered_instances_and_to_no_address(node
         ):
             await store(engine, nodes["prefill"].pool, 1)
             for name in (address, "foreign", "unknown"):
-                refused = await handed(engine, name, decode_address=address)
+                refused = await handed(engine, name)
                 assert refused.status.code == grpc.StatusCode.NOT_FOUND.value[0]
                 assert "coordinator_address" in refused.status.message
-            arrived = await handed(engine, "decode", decode_address=address)
+            arrived = await handed(engine, "decode")
             assert (arrived.status.code, arrived.chunk_count) == (0, 1)
         with pytest.raises(BlockingIOError):
             stranger.accept()

@@ -13,7 +13,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.transfer import Channel, Copy, channels, choice, open_channel
 from lmkv.transfer.nixl.channel import NixlChannel
 from lmkv.v1 import peer_service_pb2 as pb
@@ -205,7 +205,7 @@ class Stranger:
             session_id=self.session_id,
             peer_epoch=self.owner.epoch,
             fingerprint=SMALL.fingerprint,
-            chunk_keys=join_keys(keys),
+            chunk_keys=keys,
         )
         return (await self.stub.Acquire(request, timeout=WAIT_SECONDS)).grant.grant_id
 

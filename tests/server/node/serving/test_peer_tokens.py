@@ -16,7 +16,6 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError, LmkvError, SessionNotFound
-from lmkv.keys import join_keys
 from lmkv.v1.peer_service_pb2 import AcquireRequest, InitRequest, ReleaseRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -93,7 +92,7 @@ async def test_what_one_token_was_granted_is_unknown_to_another_that_knows_the_i
         stub, thief = PeerServiceStub(engine), PeerServiceStub(admin)
         session = (await stub.Init(InitRequest(instance_id="x", epoch=1, spec=SMALL.to_proto()))).session_id
         request = AcquireRequest(
-            session_id=session, peer_epoch=owner.epoch, fingerprint=SMALL.fingerprint, chunk_keys=join_keys(KEYS)
+            session_id=session, peer_epoch=owner.epoch, fingerprint=SMALL.fingerprint, chunk_keys=KEYS
         )
         grant_id = (await stub.Acquire(request)).grant.grant_id
         await thief.Release(ReleaseRequest(grant_id=grant_id, session_id=session))

@@ -25,7 +25,7 @@ from lmkv.errors import (
     SessionNotFound,
     WrongInstance,
 )
-from lmkv.keys import KEY_BYTES, join_keys
+from lmkv.keys import KEY_BYTES
 from lmkv.transfer.access import PeerReader
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
@@ -80,7 +80,7 @@ def acquisition(owner: Parts, session: str, **changes: object) -> pb.AcquireRequ
         "session_id": session,
         "peer_epoch": owner.epoch,
         "fingerprint": SMALL.fingerprint,
-        "chunk_keys": join_keys(KEYS),
+        "chunk_keys": KEYS,
     }
     return pb.AcquireRequest(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -187,8 +187,8 @@ async def test_acquire_of_nothing_grants_nothing(
     owner: Parts, stub: pb_grpc.PeerServiceAsyncStub, session: str
 ) -> None:
     others = (
-        acquisition(owner, session, chunk_keys=join_keys(KEYS[4:])),
-        acquisition(owner, session, chunk_keys=b""),
+        acquisition(owner, session, chunk_keys=KEYS[4:]),
+        acquisition(owner, session, chunk_keys=[]),
         acquisition(owner, session, fingerprint=b"x" * 16),
     )
     for request in others:
@@ -203,9 +203,9 @@ async def test_bad_requests_get_their_status_and_the_server_keeps_serving(
     assert isinstance(
         await error_of(stub.Acquire(acquisition(owner, session, peer_epoch=1), timeout=WAIT_SECONDS)), WrongInstance
     )
-    for packed in (b"x" * 15, b"x" * KEY_BYTES * (MAX_ACQUIRE_KEYS + 1)):
+    for keys in ([bytes(15)], [bytes(8)] * 2, [bytes(KEY_BYTES)] * (MAX_ACQUIRE_KEYS + 1)):
         assert isinstance(
-            await error_of(stub.Acquire(acquisition(owner, session, chunk_keys=packed), timeout=WAIT_SECONDS)),
+            await error_of(stub.Acquire(acquisition(owner, session, chunk_keys=keys), timeout=WAIT_SECONDS)),
             BadChunkKey,
         )
     await stub.Release(pb.ReleaseRequest(grant_id="never was", session_id=session), timeout=WAIT_SECONDS)
@@ -224,7 +224,7 @@ async def test_a_peer_beyond_its_share_gets_a_retry_delay(
     more = [owner.put(key) for key in keys_of(9)[8:]]
     first = await stub.Acquire(acquisition(owner, session), timeout=WAIT_SECONDS)
     assert len(first.present) == 8  # a quarter of the pool
-    other = acquisition(owner, session, chunk_keys=join_keys([chunk.key for chunk in more]))
+    other = acquisition(owner, session, chunk_keys=[chunk.key for chunk in more])
     assert isinstance(await error_of(stub.Acquire(other, timeout=WAIT_SECONDS)), Full)
     await stub.Release(pb.ReleaseRequest(grant_id=first.grant.grant_id, session_id=session), timeout=WAIT_SECONDS)
     assert len((await stub.Acquire(other, timeout=WAIT_SECONDS)).present) == 1
@@ -274,7 +274,7 @@ async def test_names_that_a_caller_gives_itself_add_nothing_to_its_share(
     for number in range(32):
         introduced = introduction(owner, instance_id=f"reader-{number}", channels=[])
         name = (await stub.Init(introduced, timeout=WAIT_SECONDS)).session_id
-        wanted = acquisition(owner, name, chunk_keys=join_keys(keys[granted:]))
+        wanted = acquisition(owner, name, chunk_keys=keys[granted:])
         with suppress(grpc.RpcError):
             granted += len((await stub.Acquire(wanted, timeout=WAIT_SECONDS)).present)
     assert granted == 16, "all of them together may keep half of the pool in place"

@@ -63,8 +63,8 @@ def test_as_many_extents_as_a_message_may_have_fit_whatever_their_numbers() -> N
         generation=2**63 - 1,
         token_count=2**31 - 1,
     )
-    found = pb.FoundChunks(request_id="1" * 64, own=[largest] * MAX_EXTENTS, peer_instance_id="p" * 256)
-    loaded = pb.LoadedChunks(request_id="1" * 64, extents=[largest] * MAX_EXTENTS)
+    found = pb.FoundChunks(lookup_id="1" * 64, own=[largest] * MAX_EXTENTS, peer_instance_id="p" * 256)
+    loaded = pb.LoadedChunks(lookup_id="1" * 64, extents=[largest] * MAX_EXTENTS)
     for message in (pb.AttachResponse(found=[found]), pb.AttachResponse(loaded=[loaded])):
         assert message.ByteSize() < rpc.MAX_MESSAGE_BYTES
 

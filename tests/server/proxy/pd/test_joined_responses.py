@@ -266,7 +266,7 @@ def test_a_response_of_two_engines_is_one(path: str, text: str, whole: str) -> N
         choice = choice_of(path, text, [4, 5])
         response: dict[str, Any] = {**OTHER_HEAD, "choices": [choice], "usage": dict(USAGE)}
         (response if path == CHAT else choice)["prompt_token_ids"] = [1, 2, 3]
-        return response | {"kv_transfer_params": {"lmkv": {"request_id": "r"}}}
+        return response | {"kv_transfer_params": {"lmkv": {"handoff_id": "r"}}}
 
     response = json.loads(joined(path).merge(continuation()))
     (choice,) = response["choices"]

@@ -110,7 +110,7 @@ def test_an_answer_without_tokens_cannot_be_continued(answer: dict[str, Any]) ->
 def test_vllm_accepts_the_requests_of_engines_and_the_responses_of_clients() -> None:
     completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
-    handoff = {"request_id": "r", "decode_instance": "d-1"}
+    handoff = {"handoff_id": "r", "decode_instance": "d-1"}
     shapes = (
         (COMPLETIONS, COMPLETION, completion.CompletionRequest, completion.CompletionStreamResponse),
         (CHAT, CONVERSATION, chat.ChatCompletionRequest, chat.ChatCompletionStreamResponse),
@@ -122,7 +122,7 @@ def test_vllm_accepts_the_requests_of_engines_and_the_responses_of_clients() -> 
         expected = {"max_tokens": 1, "min_tokens": 1, "stream": False, "return_token_ids": True}
         assert expected.items() <= understood.items()
         assert understood["kv_transfer_params"] == {"lmkv": handoff}
-        rest = request_type.model_validate(decode_body(asked, path, [1, 2], [3], {"request_id": "r"}))
+        rest = request_type.model_validate(decode_body(asked, path, [1, 2], [3], {"handoff_id": "r"}))
         assert {"max_tokens": 8, "min_tokens": 1, "return_token_ids": True}.items() <= rest.model_dump().items()
         assert not (unknown := set(rest.model_extra or {}) | set(first.model_extra or {})), unknown
         joiner = ResponseJoiner(path, asked | {"max_tokens": 1}, first_answer(path, [1, 2], 3, "x"))

@@ -143,7 +143,7 @@ def test_the_prefill_request_has_one_token_and_no_expensive_parameter() -> None:
         "max_completion_tokens": 8,
         "kv_transfer_params": {"other": 1},
     }
-    assert prefill_body(body, {"request_id": "r"}, with_tokens=True) == {
+    assert prefill_body(body, {"handoff_id": "r"}, with_tokens=True) == {
         "model": "m",
         "prompt": "p",
         "max_tokens": 1,
@@ -151,21 +151,21 @@ def test_the_prefill_request_has_one_token_and_no_expensive_parameter() -> None:
         "min_tokens": 1,
         "stream": False,
         "return_token_ids": True,
-        "kv_transfer_params": {"other": 1, "lmkv": {"request_id": "r"}},
+        "kv_transfer_params": {"other": 1, "lmkv": {"handoff_id": "r"}},
     }
     assert "return_token_ids" not in prefill_body(body, {}, with_tokens=False)
 
 
 def test_the_decode_request_has_the_remaining_tokens() -> None:
     body = COMPLETION | {"min_tokens": 4, "truncate_prompt_tokens": 3, "add_special_tokens": False, "top_p": 0.5}
-    assert decode_body(body, COMPLETIONS, [1, 2], [3, 4, 5], {"request_id": "r"}) == {
+    assert decode_body(body, COMPLETIONS, [1, 2], [3, 4, 5], {"handoff_id": "r"}) == {
         "model": "m",
         "prompt": [1, 2, 3, 4, 5],
         "max_tokens": 6,
         "min_tokens": 1,
         "top_p": 0.5,
         "return_token_ids": True,
-        "kv_transfer_params": {"lmkv": {"request_id": "r"}},
+        "kv_transfer_params": {"lmkv": {"handoff_id": "r"}},
     }
 
 
@@ -174,10 +174,10 @@ def test_hints_are_for_the_decode_and_no_reason_to_repeat() -> None:
     body = COMPLETION | {"kv_transfer_params": {"lmkv": hints}}
     assert repeat_reason(body, COMPLETIONS) == ""
     assert repeat_reason(body | {"kv_transfer_params": {"lmkv": hints, "x": 1}}, COMPLETIONS) == "kv_transfer_params"
-    prefill = prefill_body(body, {"request_id": "r"}, with_tokens=True)
-    assert prefill["kv_transfer_params"] == {"lmkv": {"request_id": "r"}}
-    decode = decode_body(body, COMPLETIONS, [1], [2], {"request_id": "r"})
-    assert decode["kv_transfer_params"] == {"lmkv": {"request_id": "r", **hints}}
+    prefill = prefill_body(body, {"handoff_id": "r"}, with_tokens=True)
+    assert prefill["kv_transfer_params"] == {"lmkv": {"handoff_id": "r"}}
+    decode = decode_body(body, COMPLETIONS, [1], [2], {"handoff_id": "r"})
+    assert decode["kv_transfer_params"] == {"lmkv": {"handoff_id": "r", **hints}}
 
 
 def test_words_on_hand_overs_are_the_proxys_alone() -> None:
@@ -185,7 +185,7 @@ def test_words_on_hand_overs_are_the_proxys_alone() -> None:
     assert without_handoff({"kv_transfer_params": {"lmkv": {}, "x": 1}}) == {"kv_transfer_params": {"x": 1}}
     assert without_handoff({"kv_transfer_params": {"lmkv": {}}}) == {"kv_transfer_params": None}
     assert without_handoff({"kv_transfer_params": "odd"}) == {"kv_transfer_params": "odd"}
-    hinted = {"kv_transfer_params": {"lmkv": {"request_id": "r", "kv_hints": {"actions": []}}}}
+    hinted = {"kv_transfer_params": {"lmkv": {"handoff_id": "r", "kv_hints": {"actions": []}}}}
     assert without_handoff(hinted) == {"kv_transfer_params": {"lmkv": {"kv_hints": {"actions": []}}}}
     assert without_handoff({"kv_transfer_params": {"lmkv": "kv_hints"}}) == {"kv_transfer_params": None}
     assert with_handoff({"a": 1}, None) == {"a": 1}

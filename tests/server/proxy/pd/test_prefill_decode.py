@@ -190,7 +190,7 @@ async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_t
     assert rest["prompt"] == [*tokens, next_token(tokens)]
     assert (rest["max_tokens"], rest["min_tokens"]) == (19, 1)
     assert rest["kv_transfer_params"]["lmkv"] == {
-        "request_id": handoff["request_id"],
+        "handoff_id": handoff["handoff_id"],
         "decode_instance": "d-1",
         "prompt_token_count": len(tokens),
     }
@@ -200,7 +200,7 @@ async def test_the_first_token_is_the_prefill_engines_and_nothing_is_generated_t
 async def test_every_handoff_has_its_own_id(front: Front, prefiller: ScriptedEngine) -> None:
     for _ in range(3):
         await front.ask(COMPLETIONS, completion(PLAIN), **{"x-request-id": "same"})
-    names = {body["kv_transfer_params"]["lmkv"]["request_id"] for body in prefiller.bodies()}
+    names = {body["kv_transfer_params"]["lmkv"]["handoff_id"] for body in prefiller.bodies()}
     assert len(names) == 3
     assert all(len(name) == 32 for name in names)
 
@@ -263,7 +263,7 @@ async def test_a_limit_beyond_the_model_returns_the_error_of_the_engine(front: F
 async def test_clients_neither_control_nor_see_handoffs(
     front: Front, prefiller: ScriptedEngine, decoder: ScriptedEngine
 ) -> None:
-    forged = {"request_id": "mine", "decode_address": "10.6.6.6:1", "decode_instance": "evil"}
+    forged = {"handoff_id": "mine", "decode_address": "10.6.6.6:1", "decode_instance": "evil"}
     for more in ({}, {"presence_penalty": 1.0}):
         body = completion(PLAIN, **more)
         response = await front.ask(COMPLETIONS, body | {"kv_transfer_params": {"lmkv": forged}})
@@ -303,7 +303,7 @@ async def test_handoffs_are_vouched_for_with_what_the_fleet_shares(
     engine = HandoffKeys("of the fleet", NO_TOKEN)
     for body in prefiller.bodies() + decoder.bodies() + [{"kv_transfer_params": {"lmkv": decoder.ended[0]}}]:
         said = body["kv_transfer_params"]["lmkv"]
-        proof = said["request_id"], said["decode_instance"], said["expire_time"], said["mac"]
+        proof = said["handoff_id"], said["decode_instance"], said["expire_time"], said["mac"]
         assert engine.refusal(*proof) == ""
 
 
@@ -338,8 +338,8 @@ async def test_a_handoff_is_ended_when_the_first_token_is_the_last(
     await front.ask(COMPLETIONS, completion(ENDS_AT_ONCE, **stream), authorization="Bearer key")
     await until(lambda: len(decoder.ended) == 1)
     (asked,) = prefiller.bodies()
-    named = asked["kv_transfer_params"]["lmkv"]["request_id"]
-    assert decoder.ended == [{"request_id": named, "decode_instance": "d-1", "prompt_token_count": 0}]
+    named = asked["kv_transfer_params"]["lmkv"]["handoff_id"]
+    assert decoder.ended == [{"handoff_id": named, "decode_instance": "d-1", "prompt_token_count": 0}]
     assert decoder.bodies() == []
 
 
@@ -355,8 +355,8 @@ async def test_the_handoff_of_a_prefill_that_fails_is_ended(
 ) -> None:
     prefiller.refusals.append(500)
     await front.ask(COMPLETIONS, completion(PLAIN))
-    named = prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["request_id"]
-    await until(lambda: [one["request_id"] for one in decoder.ended] == [named])
+    named = prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["handoff_id"]
+    await until(lambda: [one["handoff_id"] for one in decoder.ended] == [named])
     assert "lmkv" not in json.dumps(decoder.bodies())
 
 
@@ -371,8 +371,8 @@ async def test_the_handoff_of_a_client_that_leaves_is_ended(
     asking.cancel()
     await until(lambda: held_back.cut_count == 1)
     decoder.going.set()  # it answers what it is asked next
-    named = prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["request_id"]
-    await until(lambda: [one["request_id"] for one in decoder.ended] == [named])
+    named = prefiller.bodies()[0]["kv_transfer_params"]["lmkv"]["handoff_id"]
+    await until(lambda: [one["handoff_id"] for one in decoder.ended] == [named])
 
 
 async def test_a_handoff_that_the_prefill_refuses_is_not_named_to_the_decode(

@@ -50,7 +50,7 @@ async def test_a_request_fails_over_to_another_prefill_engine(
         prefiller.refusals = [status] if prefiller is prefillers[0] else []
     assert answer_of(await front.ask(COMPLETIONS, BODY)) == await alone(decoders[0], COMPLETIONS, BODY)
     first, second = prefillers[0].bodies()[0], prefillers[1].bodies()[0]
-    assert first["kv_transfer_params"]["lmkv"]["request_id"] != second["kv_transfer_params"]["lmkv"]["request_id"]
+    assert first["kv_transfer_params"]["lmkv"]["handoff_id"] != second["kv_transfer_params"]["lmkv"]["handoff_id"]
     await front.counts("lmkv_proxy_retries_total", 1, role="prefill")
     await front.counts("lmkv_proxy_requests_total", 1, strategy="continue", outcome="ok")
 

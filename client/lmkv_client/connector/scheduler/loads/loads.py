@@ -92,7 +92,7 @@ class Loads:
 
     def handle_loaded(self, loaded: pb.LoadedChunks) -> bool:
         """Handles chunks that have arrived in the pool; returns False if no load waits for them."""
-        load_state = next((one for one in self._load_states.values() if one.lookup_id == loaded.request_id), None)
+        load_state = next((one for one in self._load_states.values() if one.lookup_id == loaded.lookup_id), None)
         if load_state is None:
             return False
         load_state.add_extents(loaded.first_chunk, loaded.extents)

@@ -111,7 +111,7 @@ async def test_a_load_without_a_timeout_ends_at_once(runtime_dir: Path) -> None:
         await written(node, 1)
         node.tier.drop(chunk_keys(0))
         assert runs(await engine.lookup("1", chunk_keys(0))) == {"disk": 1}
-        await engine.say(loads=[engine_service_pb2.LoadChunks(request_id="1", first_chunk=0, chunk_count=1)])
+        await engine.say(loads=[engine_service_pb2.LoadChunks(lookup_id="1", first_chunk=0, chunk_count=1)])
         (loaded,) = await engine.hear("loaded")
         assert (loaded.done, len(loaded.extents)) == (True, 0)
         assert isinstance(rpc.from_status(loaded.status), ChunkNotFound)
@@ -188,7 +188,7 @@ async def test_peers_get_what_is_only_on_disk(runtime_dir: Path) -> None:
 
         await eventually(found, ("holder", 3))  # once the coordinator knows
         last = await asking.lookup("last", chunk_keys(0, 1, 2))
-        assert await load(asking, asker.pool, last.request_id, 0, 3) == [0, 1, 2]
+        assert await load(asking, asker.pool, last.lookup_id, 0, 3) == [0, 1, 2]
         assert await until_free(holder)
 
 

@@ -134,9 +134,7 @@ async def test_a_prompt_may_be_in_memory_on_disk_and_in_the_store(runtime_dir: P
         node.disk.forget(chunk_keys(4, 5))
         found = await engine.lookup("1", chunk_keys(*range(6)))
         assert (len(found.own), runs(found)) == (2, {"disk": 2, "remote": 2})
-        request = pb.EngineServiceLookupRequest(
-            fingerprint=engine.spec.fingerprint, chunk_keys=join_keys(chunk_keys(*range(7)))
-        )
+        request = pb.EngineServiceLookupRequest(fingerprint=engine.spec.fingerprint, chunk_keys=chunk_keys(*range(7)))
         asked = await engine.stub.Lookup(request, timeout=WAIT_SECONDS)
         assert (asked.own_chunk_count, runs(asked)) == (2, {"disk": 2, "remote": 2})
         counts = node._service.lookups.stats().found_chunks
@@ -280,7 +278,7 @@ async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
                     async def source() -> str:
                         found = await engine.lookup(str(next(numbers)), chunk_keys(0, 1, 2))
                         if found.peer_instance_id != "a":
-                            await engine.release(found.request_id)
+                            await engine.release(found.lookup_id)
                         return found.peer_instance_id
 
                     await eventually(source, "a")  # once the coordinator has heard
