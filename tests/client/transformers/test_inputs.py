@@ -226,3 +226,30 @@ def test_only_tokens_that_were_computed_are_stored(
     assert f"{len(output) - 1 - 70} of {len(output) - 1} tokens are not stored" in caplog.text
     assert cache.load(torch.tensor([other])).get_seq_length() == 70
     assert generate(cache, torch.tensor([other])) == compute(gpt2, torch.tensor([other]))
+
+
+def test_kv_that_is_computed_again_belongs_to_the_later_tokens(gpt2: Any, make_cache: MakeCache) -> None:
+    """As after drafts that were refused: the cache is cut, and other tokens take the place of the first ones."""
+    cache, prompt, other = make_cache(gpt2), make_prompt(1, PROMPT), make_prompt(2, PROMPT)
+    mixed = torch.cat([prompt[:, :CHUNK], other[:, CHUNK:]], dim=1)
+    past = cache.load(prompt)
+    with torch.no_grad():
+        gpt2(prompt, past_key_values=past)
+        past.crop(CHUNK - PROMPT)
+        gpt2(mixed[:, CHUNK:], past_key_values=past)
+    assert cache.store(mixed, past) == PROMPT
+    assert cache.load(prompt).get_seq_length() == CHUNK
+    assert generate(cache, mixed) == compute(gpt2, mixed)
+
+
+def test_kv_that_another_model_has_begun_is_not_stored(gpt2: Any, make_cache: MakeCache) -> None:
+    """The tokens of this model's part are also the first of the prompt, so that only their number shows it."""
+    cache, half = make_cache(gpt2), make_prompt(1, 2 * CHUNK)
+    prompt = torch.cat([half, half], dim=1)
+    other = GPT2LMHeadModel(gpt2.config).eval()
+    past = cache.load(prompt)
+    with torch.no_grad():
+        other(half, past_key_values=past)
+        gpt2(half, past_key_values=past)
+    assert cache.store(prompt, past) == 0
+    assert generate(cache, prompt) == compute(gpt2, prompt)

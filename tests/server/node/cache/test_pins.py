@@ -157,6 +157,18 @@ def test_the_ids_of_a_bounded_number_of_ended_pins_are_remembered() -> None:
         pins.unpin("p0")
 
 
+def test_of_ended_pins_the_one_that_ended_first_is_forgotten_first() -> None:
+    """A pin that is made and ended again has ended last."""
+    _, pins = filled()
+    for number in [*range(MAX_ENDED), 0, MAX_ENDED]:
+        pins.pin(f"p{number}", chunk_keys(0), 0.0, 10)
+        assert pins.unpin(f"p{number}")
+        pins.check()
+    assert pins.unpin("p0") is None
+    with pytest.raises(PinNotFound):
+        pins.unpin("p1")
+
+
 @pytest.mark.parametrize("pin_id", ["", "x" * (MAX_ID_BYTES + 1), "é" * MAX_ID_BYTES])
 def test_an_id_that_cannot_travel_is_refused(pin_id: str) -> None:
     _, pins = filled()

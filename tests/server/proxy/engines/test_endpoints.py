@@ -259,6 +259,12 @@ async def test_engines_follow_the_file_and_a_bad_file_changes_nothing(
     await until(lambda: not states(front))
     replace(path, listed(engines[0]))
     await only(front, engines[0])
+    await change(front, "remove", engines[0])
+    await until(lambda: not states(front))
+    replace(path, listed(engines[1]))
+    await only(front, engines[1])
+    replace(path, listed(*engines[:2]))  # what was removed returns once it is listed again
+    await only(front, *engines[:2])
 
 
 def replace(path: Path, text: str) -> None:
