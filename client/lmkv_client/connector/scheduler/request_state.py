@@ -43,6 +43,27 @@ class PartialChunk:
     token_count: int
 
 
+class StoredTokens:
+    """What the workers have stored of one request, for one line of the log."""
+
+    def __init__(self) -> None:
+        self._tokens_by_chunk: dict[int, int] = {}
+        self.size_bytes = 0
+        """Bytes of all chunks, shorter ones that a longer one has superseded included."""
+        self.seconds = 0.0
+        self.is_all_planned = False
+        """Whether the request has finished, so that no other chunk of it will be written."""
+
+    def add_chunk(self, index: int, token_count: int) -> None:
+        """Adds a full or a partial chunk."""
+        self._tokens_by_chunk[index] = max(token_count, self._tokens_by_chunk.get(index, 0))
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the request that can be loaded now. Those of superseded chunks count once."""
+        return sum(self._tokens_by_chunk.values())
+
+
 class RequestState:
     """Keys, search and store progress of one request."""
 
@@ -86,6 +107,7 @@ class RequestState:
         "sources",
         "state_chunks",
         "store_failures",
+        "stored",
         "stored_count",
         "tail_is_lost",
         "token_count",
@@ -170,6 +192,7 @@ class RequestState:
         """Whether its load is part of the step that computes the rest of the prompt."""
         self.preemption_count = 0
         """Number of the request's preemptions when it was last looked up."""
+        self.stored = StoredTokens()
         self.stored_count = 0
         """Number of the first full chunks that need not be stored any more."""
         self.passed_count = 0

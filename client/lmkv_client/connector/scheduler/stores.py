@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -356,14 +357,10 @@ class Stores:
         self._undo(failed)
         if not written:
             return False
-        commits = [self._commit(offset, store) for offset, store in written.items()]
-        self._send(pb.AttachRequest(commits=commits))
-        stored: dict[RequestState, int] = {}
+        self._send(pb.AttachRequest(commits=[self._commit(offset, store) for offset, store in written.items()]))
         for store in written.values():
-            tokens = 0 if store.part else store.token_count  # part 0 stands for the chunk
-            stored[store.state] = stored.get(store.state, 0) + tokens
             self._events.committed(store.key, store.part, store.blocks)
-        self._count(stored, sum(commit.size_bytes for commit in commits), report.store_seconds)
+        self._count(written.values(), report.store_seconds)
         return True
 
     def _commit(self, offset: int, store: PendingStore) -> pb.CommitChunk:
@@ -380,7 +377,7 @@ class Stores:
         )
 
     def finished(self, state: RequestState) -> None:
-        """Counts chunks of a finished request that were not stored."""
+        """Counts chunks of a finished request that were not stored, and logs what was."""
         skipped = state.skipped_chunks
         if state.lacked_credit or state.store_failures:
             skipped |= set(range(state.stored_count, state.full_count)) if state.may_store else set()
@@ -392,6 +389,8 @@ class Stores:
             keys.append(state.partial_key)
         for key in keys:
             self._skipped.add(key, OWN, MissReason.SKIPPED, time.time())
+        state.stored.is_all_planned = True
+        self._log_if_complete(state)
 
     def settle(self, states: Collection[RequestState]) -> None:
         """Returns credits that are not needed, and requests those that finished requests lack; `states` are of the
@@ -441,20 +440,34 @@ class Stores:
         for state in {store.state for store in stores}:
             state.store_failures += 1
 
-    def _count(self, stored: dict[RequestState, int], size_bytes: int, seconds: float) -> None:
-        tokens = sum(stored.values())
-        self._counters.add("stored_tokens", tokens)
-        self._counters.add("stored_bytes", size_bytes)
+    def _count(self, stores: Collection[PendingStore], seconds: float) -> None:
+        """Counts what the workers have written in this time, and logs it of requests that have finished."""
+        tokens, sizes = Counter[RequestState](), Counter[RequestState]()
+        for store in stores:
+            sizes[store.state] += self._spec.part_bytes(store.part, store.token_count)
+            if store.part == 0:  # which stands for the chunk
+                tokens[store.state] += store.token_count
+                store.state.stored.add_chunk(store.index, store.token_count)
+        self._counters.add("stored_tokens", tokens.total())
+        self._counters.add("stored_bytes", sizes.total())
         self._counters.add("store_seconds", seconds)
-        for state, token_count in stored.items():
-            share = token_count / tokens if tokens else 1 / len(stored)
-            telemetry.record("lmkv.store", seconds, parent=state.traceparent, stored_tokens=token_count)
-            logger.info(
-                "[%s] Stored %d tokens (prompt: %d), %s, %s, %s",
-                state.request_id,
-                token_count,
-                state.token_count,
-                format_bytes(round(size_bytes * share)),
-                format_duration(seconds * share),
-                format_rate(size_bytes, seconds),
-            )
+        for state, size_bytes in sizes.items():
+            telemetry.record("lmkv.store", seconds, parent=state.traceparent, stored_tokens=tokens[state])
+            state.stored.size_bytes += size_bytes
+            state.stored.seconds += seconds * size_bytes / sizes.total()
+            self._log_if_complete(state)
+
+    def _log_if_complete(self, state: RequestState) -> None:
+        """Logs once what was stored of a request: when it has finished, and its last chunk is written."""
+        stored = state.stored
+        if not stored.size_bytes or not stored.is_all_planned or self._pending.has_any_of(state):
+            return
+        logger.info(
+            "[%s] Stored %d tokens (prompt: %d), %s, %s, %s",
+            state.request_id,
+            stored.token_count,
+            state.token_count,
+            format_bytes(stored.size_bytes),
+            format_duration(stored.seconds),
+            format_rate(stored.size_bytes, stored.seconds),
+        )

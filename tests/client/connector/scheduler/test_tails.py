@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -415,3 +416,23 @@ def test_without_partial_chunks_lookups_have_keys_only(make_engine: MakeEngine) 
     assert (lookup.tokens, lookup.root_key) == (b"", b"")
     engine.run("a")
     engine.check_nothing_is_left()
+
+
+def test_the_log_has_one_line_for_all_that_is_stored_of_a_request(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stored in several steps; the end of the prompt is superseded by what was generated behind it."""
+    caplog.set_level(logging.INFO, "vllm.lmkv")
+    engine = make_engine(save_partial_chunks=True)
+    engine.serve("a", PROMPT, output=OUTPUT)
+    assert not stores_in(caplog), "its end is not written yet"
+    engine.settle()
+    (line,) = stores_in(caplog)
+    assert line.startswith(f"[a] Stored {STORED} tokens (prompt: {len(PROMPT)}), ")
+    assert engine.count("stored_tokens") > STORED
+    engine.check_nothing_is_left()
+
+
+def stores_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines about stores."""
+    return [text for record in caplog.records if "Stored" in (text := record.getMessage())]
