@@ -5,7 +5,7 @@ STAMP := .venv/.lmkv-setup
 RAY_STAMP := .venv-ray/.lmkv-setup
 SGLANG_STAMP := .venv-sglang/.lmkv-setup
 VLLM_PREVIOUS_STAMP := .venv-vllm-previous/.lmkv-setup
-PROTOS := $(wildcard protos/lmkv/v1/*.proto)
+PROTOS := $(wildcard protos/lmkv/v1/*.proto protos/lmkv/internal/v1/*.proto)
 NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
 IMAGES ?= ghcr.io/lmkv
@@ -180,7 +180,7 @@ cluster-first-image:
 	@if [ "$$(id -u)" = 0 ]; then python3 scripts/images --builder buildah --registry $(IMAGES) --version $(VERSION) lmkv; fi \
 		>build/cluster/images/first.log 2>&1 || true
 
-protos: fix-protos ## generate the Python stubs in lmkv/v1, TypeScript's, and docs/reference/api.md from protos/
+protos: fix-protos ## generate the Python stubs in lmkv/v1 and lmkv/internal/v1, TypeScript's, and docs/reference/api.md from protos/
 
 verify: verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows ## run all checks below
 

@@ -14,15 +14,12 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import Full, LmkvError
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
+from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import KEY_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2 import (
-    ChunkChange,
-    Instance,
-    RegisterRequest,
-    ReportRequest,
-)
+from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_client.demo.cluster import CoordinatorProcess
 
@@ -64,7 +61,8 @@ class SimulatedInstance:
         )
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await _register(stub, RegisterRequest(instance=said))
-        self._call = stub.Report()
+        reports: Any = ReportServiceStub(channel)
+        self._call = reports.Report()
         self._sequence = len(self._reports)
         async with asyncio.timeout(TIMEOUT_SECONDS):
             for report in self._reports:

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import compare
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
 from lmkv_server.coordinator.registry.registry import Registry

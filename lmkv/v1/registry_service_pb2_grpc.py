@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RegistryServiceStub:
-    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances. Served by the coordinator; called by nodes, and by all who want to know which there are.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -43,11 +43,6 @@ class RegistryServiceStub:
                 '/lmkv.v1.RegistryService/Register',
                 request_serializer=lmkv_dot_v1_dot_registry__service__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=lmkv_dot_v1_dot_registry__service__pb2.RegisterResponse.FromString,
-                _registered_method=True)
-        self.Report = channel.stream_stream(
-                '/lmkv.v1.RegistryService/Report',
-                request_serializer=lmkv_dot_v1_dot_registry__service__pb2.ReportRequest.SerializeToString,
-                response_deserializer=lmkv_dot_v1_dot_registry__service__pb2.ReportResponse.FromString,
                 _registered_method=True)
         self.Deregister = channel.unary_unary(
                 '/lmkv.v1.RegistryService/Deregister',
@@ -67,7 +62,7 @@ class RegistryServiceStub:
 
 
 class RegistryServiceServicer:
-    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances. Served by the coordinator; called by nodes, and by all who want to know which there are.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -91,30 +86,6 @@ class RegistryServiceServicer:
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
         * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
         adapters; retry after the delay in `RetryInfo`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Report(self, request_iterator, context):
-        """Reports changes on one instance and renews its lease; the responses carry orders.
-
-        The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
-        sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
-        `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
-        only.
-
-        Errors:
-        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
-        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
-        * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
-        register again and open a new stream with a snapshot.
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
-        limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
-        tenant's instances are too large; retry after the delay in `RetryInfo`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,11 +132,6 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     request_deserializer=lmkv_dot_v1_dot_registry__service__pb2.RegisterRequest.FromString,
                     response_serializer=lmkv_dot_v1_dot_registry__service__pb2.RegisterResponse.SerializeToString,
             ),
-            'Report': grpc.stream_stream_rpc_method_handler(
-                    servicer.Report,
-                    request_deserializer=lmkv_dot_v1_dot_registry__service__pb2.ReportRequest.FromString,
-                    response_serializer=lmkv_dot_v1_dot_registry__service__pb2.ReportResponse.SerializeToString,
-            ),
             'Deregister': grpc.unary_unary_rpc_method_handler(
                     servicer.Deregister,
                     request_deserializer=lmkv_dot_v1_dot_registry__service__pb2.DeregisterRequest.FromString,
@@ -190,7 +156,7 @@ def add_RegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RegistryService:
-    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances. Served by the coordinator; called by nodes, and by all who want to know which there are.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -214,33 +180,6 @@ class RegistryService:
             '/lmkv.v1.RegistryService/Register',
             lmkv_dot_v1_dot_registry__service__pb2.RegisterRequest.SerializeToString,
             lmkv_dot_v1_dot_registry__service__pb2.RegisterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Report(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/lmkv.v1.RegistryService/Report',
-            lmkv_dot_v1_dot_registry__service__pb2.ReportRequest.SerializeToString,
-            lmkv_dot_v1_dot_registry__service__pb2.ReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

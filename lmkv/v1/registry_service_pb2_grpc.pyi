@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RegistryServiceStub:
-    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances. Served by the coordinator; called by nodes, and by all who want to know which there are.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -56,26 +56,6 @@ class RegistryServiceStub:
     * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
       adapters; retry after the delay in `RetryInfo`.
     """
-    Report: _grpc.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]
-    """Reports changes on one instance and renews its lease; the responses carry orders.
-
-    The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
-    sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
-    `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
-    only.
-
-    Errors:
-    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
-    * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
-      register again and open a new stream with a snapshot.
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
-      limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
-      tenant's instances are too large; retry after the delay in `RetryInfo`.
-    """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
     """Removes an instance and all its chunks from the layout map.
 
@@ -100,7 +80,7 @@ class RegistryServiceStub:
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
-    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances. Served by the coordinator; called by nodes, and by all who want to know which there are.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -126,26 +106,6 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
       adapters; retry after the delay in `RetryInfo`.
     """
-    Report: _aio.StreamStreamMultiCallable[_registry_service_pb2.ReportRequest, _registry_service_pb2.ReportResponse]  # type: ignore[assignment]
-    """Reports changes on one instance and renews its lease; the responses carry orders.
-
-    The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
-    sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
-    `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
-    only.
-
-    Errors:
-    * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-    * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
-    * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
-    * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
-      register again and open a new stream with a snapshot.
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
-      limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
-    * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
-      tenant's instances are too large; retry after the delay in `RetryInfo`.
-    """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Removes an instance and all its chunks from the layout map.
 
@@ -169,7 +129,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Registration of instances, and reports of what they hold. Served by the coordinator; called by nodes.
+    """Registration of instances. Served by the coordinator; called by nodes, and by all who want to know which there are.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -198,32 +158,6 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
         * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
           adapters; retry after the delay in `RetryInfo`.
-        """
-
-    @_abc_1.abstractmethod
-    def Report(
-        self,
-        request_iterator: _MaybeAsyncIterator[_registry_service_pb2.ReportRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_registry_service_pb2.ReportResponse], _abc.AsyncIterator[_registry_service_pb2.ReportResponse]]:
-        """Reports changes on one instance and renews its lease; the responses carry orders.
-
-        The first reports of a stream are a snapshot, which replaces the known chunks atomically; changes follow, in
-        sequence. A stream with `reported_elsewhere` has neither. A report without content is a heartbeat. The lease expires
-        `lease_ttl` after the last report. A report is acknowledged at once, or with the next response if it contains changes
-        only.
-
-        Errors:
-        * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered; register and open a new stream.
-        * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): the secret differs from the one of the registration.
-        * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
-        * `FAILED_PRECONDITION` (`RESYNC_REQUIRED`): a report was lost, a digest differs, or the layout map changed;
-          register again and open a new stream with a snapshot.
-        * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the report is of another instance, has an invalid tier or index, or exceeds a
-          limit: 4,096 changes, 16,384 outcomes, 1,000 records or pins, 16 tiers or digests, 64 KiB of statistics.
-        * `RESOURCE_EXHAUSTED` (`FULL`): the map has chunks of too many specs, or the registrations, statistics and pins of this
-          tenant's instances are too large; retry after the delay in `RetryInfo`.
         """
 
     @_abc_1.abstractmethod

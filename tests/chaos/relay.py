@@ -19,6 +19,7 @@ from typing import Any, Self, cast
 import grpc
 
 from lmkv import rpc
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
@@ -26,7 +27,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStrea
 from tests.chaos.schedule import Kind
 
 REGISTER = "/lmkv.v1.RegistryService/Register"
-REPORT = "/lmkv.v1.RegistryService/Report"
+REPORT = "/lmkv.internal.v1.ReportService/Report"
 LOOKUP = "/lmkv.v1.CacheService/Lookup"
 LOOKUP_STREAM = "/lmkv.v1.CacheService/LookupStream"
 INIT = "/lmkv.v1.PeerService/Init"
@@ -157,7 +158,7 @@ class CoordinatorRelay(Relay):
         first = await anext(reports, None)
         if first is None:
             return
-        opening = registry_pb.ReportRequest.FromString(first)
+        opening = report_pb.ReportRequest.FromString(first)
         node = opening.instance_id
         self._streams[call] = node, not opening.reported_elsewhere
         context.add_done_callback(lambda _: self._streams.pop(call, None))
@@ -175,7 +176,7 @@ class CoordinatorRelay(Relay):
 
     def _ordered(self, node: str, answer: bytes) -> bytes:
         """The answer, with the link's address in orders to fetch."""
-        said = registry_pb.ReportResponse.FromString(answer)
+        said = report_pb.ReportResponse.FromString(answer)
         for order in said.orders:
             if order.HasField("fetch"):
                 order.fetch.peer_address = self._address_of(node, order.fetch.instance_id)

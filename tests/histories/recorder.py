@@ -18,9 +18,9 @@ from typing import Any, Self, cast
 import grpc
 
 from lmkv import rpc
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.pool.pool import Pool
 from lmkv.v1 import cache_service_pb2 as cache_pb
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from tests.chaos.engine import Engine
 from tests.chaos.tap import ACTOR, Tap
 from tests.histories import summaries
@@ -303,7 +303,7 @@ class ReportStream:
 
     def sent(self, message: bytes) -> None:
         """A report arrived, which is passed on now."""
-        report = registry_pb.ReportRequest.FromString(message)
+        report = report_pb.ReportRequest.FromString(message)
         self._node = report.instance_id
         map_id = self._recorder.map_ids.get((self._coordinator, self._node), "")
         asked = summaries.report_request(report, map_id)
@@ -317,7 +317,7 @@ class ReportStream:
 
     def received(self, message: bytes) -> None:
         """The coordinator's response arrived, which is passed on now."""
-        response = registry_pb.ReportResponse.FromString(message)
+        response = report_pb.ReportResponse.FromString(message)
         if sequence := response.acked_sequence:
             answer = {"acked_sequence": sequence, "revision": response.revision}
             self._recorder.open("Acknowledge", self._coordinator, {}, self._node, self._name).end(answer)

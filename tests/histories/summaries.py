@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import split_keys
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import peer_service_pb2 as peer_pb
@@ -86,7 +87,7 @@ def operation_answer(operation: operations_pb2.Operation) -> Summary:
     return {"done": True, "result": {}}
 
 
-def report_request(report: registry_pb.ReportRequest, layout_map_id: str) -> Summary:
+def report_request(report: report_pb.ReportRequest, layout_map_id: str) -> Summary:
     """The chunks that a report states."""
     return {
         "instance": report.instance_id,
@@ -102,7 +103,7 @@ def report_request(report: registry_pb.ReportRequest, layout_map_id: str) -> Sum
     }
 
 
-def order_request(order: registry_pb.Order) -> tuple[str, Summary] | None:
+def order_request(order: report_pb.Order) -> tuple[str, Summary] | None:
     """The call and request of an order that moves or drops chunks; None for all others."""
     if order.HasField("fetch"):
         call, keys = "Fetch", order.fetch.chunk_keys
@@ -113,7 +114,7 @@ def order_request(order: registry_pb.Order) -> tuple[str, Summary] | None:
     return call, {"id": order.order_id, "operation": order.operation_name, "keys": key_names(keys)}
 
 
-def outcome_answer(outcome: registry_pb.OrderOutcome, keys: list[str]) -> Summary:
+def outcome_answer(outcome: report_pb.OrderOutcome, keys: list[str]) -> Summary:
     """The keys for which an order failed: all if it does not account for each of them."""
     failed = [name for failure in outcome.failures for name in key_names(failure.chunk_keys)]
     is_whole = outcome.chunk_count + len(failed) == len(keys)

@@ -12,11 +12,11 @@ from google.longrunning import operations_pb2
 
 from lmkv import rpc
 from lmkv.errors import ChunkNotFound, Unreachable
+from lmkv.internal.v1 import report_service_pb2 as report_pb
+from lmkv.internal.v1 import report_service_pb2_grpc as report_grpc
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
-from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv.v1 import registry_service_pb2_grpc as registry_grpc
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from tests.chaos.relay import CoordinatorRelay
 from tests.histories.history import NEVER, Outcome, Record, dump, load
@@ -29,7 +29,7 @@ ANSWER = pb.LookupResponse(
 FOUND = {"revision": 7, "partial": False, "holders": {"node-1": [2, 2]}}
 
 
-class Scripted(pb_grpc.CacheServiceServicer, registry_grpc.RegistryServiceServicer):
+class Scripted(pb_grpc.CacheServiceServicer, report_grpc.ReportServiceServicer):
     """Answers as a coordinator may."""
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802
@@ -48,12 +48,12 @@ class Scripted(pb_grpc.CacheServiceServicer, registry_grpc.RegistryServiceServic
         yield pb.WatchResponse(revision=7, snapshot=True, changes=[change])
         yield pb.WatchResponse(revision=8, changes=[pb.LayoutChange(instance_id="node-1", instance_gone=True)])
 
-    async def Report(self, request_iterator: Any, context: Any) -> AsyncIterator[registry_pb.ReportResponse]:  # noqa: N802
-        drop = registry_pb.DropOrder(tier=TIER_HOST, chunk_keys=KEYS)
+    async def Report(self, request_iterator: Any, context: Any) -> AsyncIterator[report_pb.ReportResponse]:  # noqa: N802
+        drop = report_pb.DropOrder(tier=TIER_HOST, chunk_keys=KEYS)
         async for report in request_iterator:
             if report.sequence == 2:
-                order = registry_pb.Order(order_id="o1", operation_name="move-1", drop=drop)
-                yield registry_pb.ReportResponse(acked_sequence=2, revision=9, orders=[order])
+                order = report_pb.Order(order_id="o1", operation_name="move-1", drop=drop)
+                yield report_pb.ReportResponse(acked_sequence=2, revision=9, orders=[order])
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def address() -> AsyncIterator[str]:
     server = await rpc.make_server([])
     scripted = cast(Any, Scripted)()
     pb_grpc.add_CacheServiceServicer_to_server(scripted, server)
-    registry_grpc.add_RegistryServiceServicer_to_server(scripted, server)
+    report_grpc.add_ReportServiceServicer_to_server(scripted, server)
     port = rpc.add_port(server, "127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
@@ -129,15 +129,15 @@ async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outc
 ) -> None:
     relay = CoordinatorRelay(recorder.relay_channel(address, "coordinator-1"), lambda _, peer: peer)
     async with relay, rpc.open_channel(f"127.0.0.1:{relay.port}") as channel:
-        call: Any = registry_grpc.RegistryServiceStub(channel).Report()  # type: ignore[call-arg]
-        change = registry_pb.ChunkChange(tier=TIER_HOST, admitted_keys=KEYS)
+        call: Any = report_grpc.ReportServiceStub(channel).Report()  # type: ignore[call-arg]
+        change = report_pb.ChunkChange(tier=TIER_HOST, admitted_keys=KEYS)
         for sequence in (1, 2):
-            await call.write(registry_pb.ReportRequest(instance_id="node-1", sequence=sequence, changes=[change]))
+            await call.write(report_pb.ReportRequest(instance_id="node-1", sequence=sequence, changes=[change]))
         assert (await call.read()).acked_sequence == 2
-        outcome = registry_pb.OrderOutcome(order_id="o1", chunk_count=2)
-        await call.write(registry_pb.ReportRequest(instance_id="node-1", sequence=3, outcomes=[outcome]))
+        outcome = report_pb.OrderOutcome(order_id="o1", chunk_count=2)
+        await call.write(report_pb.ReportRequest(instance_id="node-1", sequence=3, outcomes=[outcome]))
         await call.done_writing()
-        assert not isinstance(await call.read(), registry_pb.ReportResponse)
+        assert not isinstance(await call.read(), report_pb.ReportResponse)
     records = recorded(recorder)
     reports = {record.request["sequence"]: record for record in records if record.call == "Report"}
     assert [reports[number].outcome for number in (1, 2, 3)] == [Outcome.OK, Outcome.OK, Outcome.UNKNOWN]

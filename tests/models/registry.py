@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, ResyncRequired, StaleEpoch
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.registry.registry import Registry

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkv.config.remote_url import parse_remote_url
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower

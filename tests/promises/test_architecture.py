@@ -21,13 +21,14 @@ SHARED_NAMES = {
     "Engine": "an engine, as it attaches itself to a node, and as the proxy knows it",
     "LookupStream": "clients with and without an event loop",
     "Operation": "at the coordinator, and clients with and without an event loop",
-    "ReportStream": "the two ends of RegistryService.Report",
+    "ReportStream": "the two ends of ReportService.Report",
 }
 """Class names that stand for one thing on two sides of the wire, or in two forms of one API."""
 IMPURE = (
     "asyncio",
     "google",
     "grpc",
+    "lmkv.internal",
     "lmkv.rpc",
     "lmkv.telemetry",
     "lmkv.v1",

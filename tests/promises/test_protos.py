@@ -22,13 +22,17 @@ ERROR = re.compile(r"`([A-Z_]+)` \(`([A-Z_]+)`\)")
 """How comments name an error: its code and, in parentheses, its reason."""
 
 
+def own_protos(root: Path) -> list[str]:
+    """The protos of lmkv, public and internal, by their paths in the repository."""
+    return [str(path.relative_to(root)) for path in sorted((root / "protos/lmkv").rglob("*.proto"))]
+
+
 def test_the_committed_stubs_are_what_protoc_makes_of_the_protos_now(root: Path, run: Run, tmp_path: Path) -> None:
     options = [f"--{plugin}_out={tmp_path}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    protos = sorted((root / "protos/lmkv/v1").glob("*.proto"))
-    run(sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", *options, *(path.relative_to(root) for path in protos))
+    run(sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", *options, *own_protos(root))
     envoy = "-Ilmkv/ext_proc=protos/envoy/service/ext_proc/v3"
     run(sys.executable, "-m", "grpc_tools.protoc", envoy, *options, "lmkv/ext_proc/external_processor.proto")
-    packages = ("lmkv/v1", "lmkv/ext_proc")
+    packages = ("lmkv/v1", "lmkv/internal/v1", "lmkv/ext_proc")
     made = {path.name: path.read_text() for package in packages for path in (tmp_path / package).iterdir()}
     committed = {path.name: path.read_text() for package in packages for path in (root / package).glob("*_pb2*")}
     assert made.keys() == committed.keys(), "run `make protos`, and remove stubs that no proto makes"
@@ -58,9 +62,10 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescri
     """The descriptors of our protos, with comments, and of those that they import."""
     root = Path(__file__).parents[2]
     path = tmp_path_factory.mktemp("image") / "image.binpb"
-    protos = [str(path.relative_to(root)) for path in sorted((root / "protos/lmkv/v1").glob("*.proto"))]
     options = ["-Iprotos", "--include_source_info", "--include_imports", f"--descriptor_set_out={path}"]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], cwd=root, check=True, timeout=150)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", *options, *own_protos(root)], cwd=root, check=True, timeout=150
+    )
     return descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
 
 
@@ -110,7 +115,7 @@ KEYS = {"lease_ttl", "retry_seconds", "enable_p2p"}
 
 
 def names_of(image: descriptor_pb2.FileDescriptorSet) -> set[str]:
-    """All names in our protos, short and with that of what contains them, and the messages that they import."""
+    """All names in our protos, short and with what contains them, their packages, and imported messages."""
     names: set[str] = set()
 
     def add_message(message: descriptor_pb2.DescriptorProto) -> None:
@@ -123,6 +128,7 @@ def names_of(image: descriptor_pb2.FileDescriptorSet) -> set[str]:
             add_message(nested)
 
     for file in image.file:
+        names.add(file.package)
         for message in file.message_type:
             if file.name.startswith("lmkv/"):
                 add_message(message)

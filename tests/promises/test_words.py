@@ -35,7 +35,13 @@ EXCEPTIONS = {
 """Files that may contain the words, each with the reason."""
 
 GENERATED = (
-    *("lmkv/v1/", "client/typescript/src/gen/", "client/typescript/package-lock.json", "benchmarks/results/"),
+    *(
+        "lmkv/v1/",
+        "lmkv/internal/v1/",
+        "client/typescript/src/gen/",
+        "client/typescript/package-lock.json",
+        "benchmarks/results/",
+    ),
     "server/lmkv_server/coordinator/http/static/swagger-ui",
     "docs/javascripts/",
 )

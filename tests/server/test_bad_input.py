@@ -23,18 +23,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lmkv import rpc
 from lmkv.config import NodeConfig
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, small_spec
 from tests.support.promised_errors import promises
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-COORDINATOR_SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
 NODE_SERVICES = ("lmkv.v1.EngineService", "lmkv.v1.PeerService")
 
 SPEC = small_spec()
@@ -70,7 +71,7 @@ async def running(runtime_dir: Path) -> AsyncIterator[Servers]:
     """An engine is attached to the node, and `reporter` is registered at the coordinator."""
     config = NodeConfig(instance_id="node", runtime_dir=str(runtime_dir), max_local_cpu_size=1 / 64)
     async with Coordinator(port=0, lease_ttl=3600.0) as coordinator, Node(config) as node:
-        addresses = dict.fromkeys(COORDINATOR_SERVICES, coordinator.address)
+        addresses = dict.fromkeys(SERVICE_NAMES, coordinator.address)
         addresses |= {"lmkv.v1.EngineService": f"unix:{config.engine_socket}", "lmkv.v1.PeerService": node.peer_address}
         channels = {name: rpc.open_channel(address) for name, address in addresses.items()}
         stream: Any = engine_service_pb2_grpc.EngineServiceStub(channels["lmkv.v1.EngineService"]).Attach()  # type: ignore[call-arg]
@@ -136,7 +137,7 @@ async def serves(servers: Servers, service: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-ALL_METHODS = methods([*COORDINATOR_SERVICES, *NODE_SERVICES])
+ALL_METHODS = methods([*SERVICE_NAMES, *NODE_SERVICES])
 COMMON_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 """Services that every server has."""
 
@@ -240,7 +241,7 @@ class Nonsense:
         """Makes a stream's first message one after which its server continues."""
         if isinstance(request, engine_pb.AttachRequest):
             request.hello.CopyFrom(hello("".join(self.random.choices(string.ascii_letters, k=12))))
-        if isinstance(request, registry_pb.ReportRequest):
+        if isinstance(request, report_pb.ReportRequest):
             request.instance_id, request.epoch, request.sequence = "reporter", 1, 1
 
     def _fill(self, made: Message, field: FieldDescriptor, depth: int) -> None:

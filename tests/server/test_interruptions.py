@@ -22,7 +22,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.services.cache import CacheService
 from lmkv_server.coordinator.services.operations import OperationsService
-from lmkv_server.coordinator.services.registry import RegistryService
+from lmkv_server.coordinator.services.reports import ReportService
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.fetch.holder_reader import HolderReader
@@ -197,7 +197,7 @@ async def use_coordinator(coordinator: Coordinator, channel: grpc.aio.Channel, n
 @pytest.mark.parametrize(
     "methods",
     [
-        ((RegistryService, "Report"),),
+        ((ReportService, "Report"),),
         ((CacheService, "Lookup"), (CacheService, "LookupStream")),
         ((CacheService, "Watch"),),
         ((CacheService, "Move"), (OperationsService, "WaitOperation")),
@@ -218,10 +218,10 @@ async def test_calls_of_a_coordinator_leave_nothing_counted_locked_or_pending(
             for instance in list(services.core.instances):  # ends operations that wait for them
                 services.core.deregister(instance.info.instance_id, instance.info.epoch)
             await until(lambda: services.watch.watcher_count == 0, "no watch is open")
-            await until(lambda: not services.registry._outboxes, "no stream of reports is open")
+            await until(lambda: not services.reports._outboxes, "no stream of reports is open")
             await until(lambda: not services.fleet_operations.table.running(), "no operation runs")
             await until(lambda: coordinator._calls.in_flight_count == 0, "no call is in flight")
-            assert len(services.registry._orders) == 0
+            assert len(services.reports._orders) == 0
             assert not services.fleet_operations.moves._locks._locked
             assert services.cache._selector._waiting_count == 0
             services.core.check()

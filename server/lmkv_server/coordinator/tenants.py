@@ -13,6 +13,7 @@ import grpc
 from google.longrunning import operations_pb2_grpc
 
 from lmkv.auth.caller import current_caller
+from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv_server.coordinator.services.services import Services
 
@@ -58,6 +59,7 @@ class Tenants:
         """Adds the services to a gRPC server."""
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer("cache"), server)
         registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer("registry"), server)
+        report_service_pb2_grpc.add_ReportServiceServicer_to_server(self._servicer("reports"), server)
         operations_pb2_grpc.add_OperationsServicer_to_server(self._servicer("operations"), server)
 
     def _servicer(self, service: str) -> Any:

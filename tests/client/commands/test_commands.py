@@ -26,13 +26,7 @@ from lmkv.rpc.endpoints import make_server
 from lmkv.v1.cache_service_pb2 import Holder, LookupRequest, LookupResponse, TierRun
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, KvSpec
-from lmkv.v1.registry_service_pb2 import (
-    Instance,
-    ListInstancesRequest,
-    ListInstancesResponse,
-    SpecConflict,
-    TierUsage,
-)
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse, SpecConflict, TierUsage
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from lmkv_client import Coordinator
 from lmkv_client.commands import instances as instances_command

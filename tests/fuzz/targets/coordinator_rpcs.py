@@ -10,6 +10,7 @@ from typing import Any
 from google.longrunning import operations_pb2
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
@@ -38,14 +39,14 @@ NAMED: dict[str, Any] = {"tokens": PROMPT, "model_name": "llama"}
 INSTANCE = registry_pb.Instance(
     instance_id="a", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto(), HYBRID.to_proto()]
 )
-SNAPSHOT = registry_pb.ReportRequest(
+SNAPSHOT = report_pb.ReportRequest(
     instance_id="a",
     epoch=1,
     sequence=1,
     snapshot=True,
     snapshot_end=True,
     changes=[
-        registry_pb.ChunkChange(
+        report_pb.ChunkChange(
             tier=HOST,
             fingerprint=LLAMA.fingerprint,
             admitted_keys=join_keys(KEYS),
@@ -96,7 +97,9 @@ async def _run(source: Input) -> None:
     services = make_services(lease_ttl=30.0, cluster_secret=b"hush")
     try:
         await _prepare(services)
-        servicers = dict(zip(SERVICE_NAMES, (services.cache, services.registry, services.operations), strict=True))
+        servicers = dict(
+            zip(SERVICE_NAMES, (services.cache, services.registry, services.reports, services.operations), strict=True)
+        )
         for number, message in source.calls(MAX_CALLS):
             await call(servicers, METHODS[number % len(METHODS)], [message])
             services.core.check()

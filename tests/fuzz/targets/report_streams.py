@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncRequired, StaleEpoch
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import ChunkKey, digest, join_keys, split_keys
 from lmkv.rpc.requests import checked
 from lmkv.v1 import chunk_pb2
-from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.layout_map import TIER_COUNT
 from lmkv_server.coordinator.registry.registry import Registry

@@ -16,6 +16,12 @@ from grpc_status import rpc_status
 
 from lmkv import rpc
 from lmkv.errors import BadTokens, Full, LmkvError, NoFreeExtents, Unreachable
+from lmkv.internal.v1.report_service_pb2 import ReportRequest, ReportResponse
+from lmkv.internal.v1.report_service_pb2_grpc import (
+    ReportServiceServicer,
+    ReportServiceStub,
+    add_ReportServiceServicer_to_server,
+)
 from lmkv.rpc.endpoints import (
     CHANNEL_OPTIONS,
     MAX_CALLS_PER_CONNECTION,
@@ -27,16 +33,10 @@ from lmkv.rpc.endpoints import (
 from lmkv.rpc.error_status import DOMAIN, from_rpc_error, from_status, to_status
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
-from lmkv.v1.registry_service_pb2 import ReportRequest, ReportResponse
-from lmkv.v1.registry_service_pb2_grpc import (
-    RegistryServiceServicer,
-    RegistryServiceStub,
-    add_RegistryServiceServicer_to_server,
-)
 from tests.chaos.link import Link
 from tests.waiting import until
 
-SERVICES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService")
+SERVICES = ("lmkv.v1.CacheService", "lmkv.internal.v1.ReportService")
 DEADLINE = 40.0
 HALF_OPEN_SECONDS = 40.0
 """Less than the minute that gRPC waits for a ping by itself."""
@@ -65,7 +65,7 @@ class Cache(CacheServiceServicer):
         yield WatchResponse(revision=2)
 
 
-class Registry(RegistryServiceServicer):
+class Reports(ReportServiceServicer):
     """Acknowledges reports; refuses one without an instance."""
 
     async def Report(  # noqa: N802
@@ -82,7 +82,7 @@ async def serving(cache: Cache) -> AsyncIterator[str]:
     """A real server on a free port of the loopback."""
     server = await make_server(SERVICES)
     add_CacheServiceServicer_to_server(cache, server)
-    add_RegistryServiceServicer_to_server(Registry(), server)  # type: ignore[abstract]  # one RPC is enough here
+    add_ReportServiceServicer_to_server(Reports(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -160,7 +160,7 @@ async def test_an_error_ends_a_stream_both_ways(address: str) -> None:
         yield ReportRequest(sequence=2)
 
     async with open_channel(address) as channel:
-        call: Any = RegistryServiceStub(channel).Report(reports(), timeout=DEADLINE)
+        call: Any = ReportServiceStub(channel).Report(reports(), timeout=DEADLINE)
         assert (await call.read()).acked_sequence == 1
         _, error = await failure_of(call.read)
     assert error.metadata == {"sequence": "2"}

@@ -10,11 +10,12 @@ import pytest
 
 from lmkv import rpc
 from lmkv.spec import KvSpec
-from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
+from lmkv.v1 import cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears, drains
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
+from tests.support.node_stub import NodeStub
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ async def boundless(coordinator: Coordinator) -> AsyncIterator[grpc.aio.Channel]
 
 @pytest.fixture
 def registry(channel: grpc.aio.Channel) -> Any:
-    return registry_service_pb2_grpc.RegistryServiceStub(channel)
+    return NodeStub(channel)
 
 
 @pytest.fixture

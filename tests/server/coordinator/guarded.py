@@ -17,10 +17,10 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.node_stub import NodeStub
 from tests.support.tokens import Entry, entry, write
 
 ROLES = ("engine", "operator", "reader", "admin", "client")
@@ -47,7 +47,7 @@ class Guarded:
         return CacheServiceStub(await self.channel(token))
 
     async def registry(self, token: str) -> Any:
-        return RegistryServiceStub(await self.channel(token))
+        return NodeStub(await self.channel(token))
 
     async def operations(self, token: str) -> Any:
         return operations_pb2_grpc.OperationsStub(await self.channel(token))

@@ -16,18 +16,19 @@ from google.protobuf.message import Message
 
 from lmkv import rpc
 from lmkv.errors import ChunkArrived, ChunkNotFound, ChunkPinned, LmkvError, NoFreeExtents, OperationCancelled
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
-from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.node.commands.arrivals import Arrivals
+from tests.support.node_stub import NodeStub
 from tests.waiting import until as until
 
 HOST = chunk_pb2.TIER_HOST
 _EPOCHS = itertools.count(1)
-Hook = Callable[["ScriptedInstance", pb.Order], None]
+Hook = Callable[["ScriptedInstance", report_pb.Order], None]
 
 
 class ScriptedInstance:
@@ -57,7 +58,7 @@ class ScriptedInstance:
         """Of chunks that orders brought; shared by those that stand for one node at several coordinators."""
         self.leaving: list[float] = []
         """For how many seconds each order said that it is going to stop."""
-        self.orders: list[pb.Order] = []
+        self.orders: list[report_pb.Order] = []
         """All that came but those to leave, repeats too."""
         self.before: Hook | None = None
         self.going = asyncio.Event()
@@ -74,7 +75,7 @@ class ScriptedInstance:
         self.epoch = next(_EPOCHS)
         self.coordinator_count = 0
         """Coordinators that it says it reports to."""
-        self._registry: Any = RegistryServiceStub(channel)
+        self._registry: Any = NodeStub(channel)
         self._fleet = fleet
         self._stream: Any = None
         self._sequence = 0
@@ -124,7 +125,7 @@ class ScriptedInstance:
             engine_count=1,
             stats=self.stats,
         )
-        await self._report(pins=pb.PinList(pins=self.pins.values()))
+        await self._report(pins=report_pb.PinList(pins=self.pins.values()))
         self._settled.clear()
         self._task = asyncio.create_task(self._obey(self._sequence))
         await asyncio.wait_for(self._settled.wait(), 5)
@@ -147,7 +148,7 @@ class ScriptedInstance:
         """Loses chunks, as if for room."""
         gone = [key for key in keys if self.chunks.pop(key, None)]
         await self._report(
-            changes=[pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
+            changes=[report_pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
         )
 
     async def store(self, chunks: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> None:
@@ -158,12 +159,12 @@ class ScriptedInstance:
 
     async def replace_each(self, pairs: Iterable[tuple[ChunkKey, ChunkKey]]) -> None:
         """Gains the first chunk of each pair and loses the second: two changes of one chunk each, in one report."""
-        changes: list[pb.ChunkChange] = []
+        changes: list[report_pb.ChunkChange] = []
         for gained, lost in pairs:
             self.chunks[gained] = self.spec.chunk_size
             self.chunks.pop(lost, None)
             changes.append(self._change({gained: self.spec.chunk_size}))
-            changes.append(pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=lost))
+            changes.append(report_pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=lost))
         await self._report(changes=changes)
 
     async def report_stats(self) -> None:
@@ -174,7 +175,7 @@ class ScriptedInstance:
         """Reports chunks that it holds."""
         await self._report(changes=[self._change({key: self.chunks[key] for key in keys})])
 
-    async def report_outcomes(self, outcomes: Iterable[pb.OrderOutcome]) -> None:
+    async def report_outcomes(self, outcomes: Iterable[report_pb.OrderOutcome]) -> None:
         """Reports outcomes of orders, also of others."""
         await self._report(outcomes=outcomes)
 
@@ -182,8 +183,8 @@ class ScriptedInstance:
         """Sends a report with further bytes behind its fields."""
         async with self._writing:
             self._sequence += 1
-            report = pb.ReportRequest(instance_id=self.instance_id, epoch=self.epoch, sequence=self._sequence)
-            await self._stream.write(pb.ReportRequest.FromString(report.SerializeToString() + more))
+            report = report_pb.ReportRequest(instance_id=self.instance_id, epoch=self.epoch, sequence=self._sequence)
+            await self._stream.write(report_pb.ReportRequest.FromString(report.SerializeToString() + more))
 
     async def report_leaving(self, seconds: int) -> None:
         """Reports that it is going to stop, as another coordinator has ordered."""
@@ -195,7 +196,7 @@ class ScriptedInstance:
 
     async def _write(self, **fields: Any) -> None:
         self._sequence += 1
-        request = pb.ReportRequest(
+        request = report_pb.ReportRequest(
             instance_id=self.instance_id,
             epoch=self.epoch,
             sequence=self._sequence,
@@ -204,8 +205,8 @@ class ScriptedInstance:
         )
         await self._stream.write(request)
 
-    def _change(self, admitted: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> pb.ChunkChange:
-        return pb.ChunkChange(
+    def _change(self, admitted: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> report_pb.ChunkChange:
+        return report_pb.ChunkChange(
             tier=tier,
             fingerprint=self.spec.fingerprint,
             admitted_keys=join_keys(admitted),
@@ -215,7 +216,7 @@ class ScriptedInstance:
         )
 
     async def _obey(self, opening: int) -> None:
-        done: dict[str, pb.OrderOutcome] = {}
+        done: dict[str, report_pb.OrderOutcome] = {}
         pending: set[asyncio.Task[None]] = set()
         try:
             with suppress(grpc.RpcError):
@@ -225,7 +226,7 @@ class ScriptedInstance:
                     for order in response.orders:
                         if order.HasField("leave"):
                             self.leaving.append(order.leave.ttl.ToNanoseconds() / 1e9)
-                            await self._report(outcomes=[pb.OrderOutcome(order_id=order.order_id)])
+                            await self._report(outcomes=[report_pb.OrderOutcome(order_id=order.order_id)])
                             continue
                         self.orders.append(order)
                         if order.WhichOneof("action") == "cancel":
@@ -238,14 +239,14 @@ class ScriptedInstance:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
-    async def _carry_out(self, order: pb.Order, done: dict[str, pb.OrderOutcome]) -> None:
+    async def _carry_out(self, order: report_pb.Order, done: dict[str, report_pb.OrderOutcome]) -> None:
         if self.before:
             self.before(self, order)
         kind = order.WhichOneof("action")
         if kind != "cancel":
             await until(lambda: self.going.is_set() or order.order_id in self.cancelled)
         if order.order_id not in done:
-            outcome = pb.OrderOutcome(order_id=order.order_id)
+            outcome = report_pb.OrderOutcome(order_id=order.order_id)
             done[order.order_id] = outcome
             if order.order_id in self.cancelled:
                 outcome.status.CopyFrom(rpc.to_status(OperationCancelled("cancelled")))
@@ -254,7 +255,7 @@ class ScriptedInstance:
                 await getattr(self, f"_{kind}")(getattr(order, kind), outcome)
         await self._report(outcomes=[done[order.order_id]])
 
-    async def _fetch(self, order: pb.FetchOrder, outcome: pb.OrderOutcome) -> None:
+    async def _fetch(self, order: report_pb.FetchOrder, outcome: report_pb.OrderOutcome) -> None:
         source = self._fleet[order.instance_id]
         gained = {}
         missing, refused = [], []
@@ -285,7 +286,7 @@ class ScriptedInstance:
         traffic.chunk_count += chunk_count
         traffic.transferred_bytes += transferred_bytes
 
-    async def _drop(self, order: pb.DropOrder, outcome: pb.OrderOutcome) -> None:
+    async def _drop(self, order: report_pb.DropOrder, outcome: report_pb.OrderOutcome) -> None:
         assert order.chunk_keys or order.fingerprint or order.all, "nodes refuse it"
         named = split_keys(order.chunk_keys) if order.chunk_keys else list(self.chunks)
         if order.fingerprint not in (b"", self.spec.fingerprint) or order.tier not in (0, HOST):
@@ -305,7 +306,7 @@ class ScriptedInstance:
         if not order.dry_run:
             await self.evict(gone)
 
-    async def _pin(self, order: pb.PinOrder, outcome: pb.OrderOutcome) -> None:
+    async def _pin(self, order: report_pb.PinOrder, outcome: report_pb.OrderOutcome) -> None:
         held = list(itertools.takewhile(self.chunks.__contains__, split_keys(order.chunk_keys)))
         if not held:
             outcome.status.CopyFrom(rpc.to_status(ChunkNotFound("none of them is held")))
@@ -321,20 +322,20 @@ class ScriptedInstance:
         pin.expire_time.FromNanoseconds(time.time_ns() + order.ttl.ToNanoseconds())
         self.pins[order.pin_id] = pin
         self.pinned[order.pin_id] = held
-        await self._report(pins=pb.PinList(pins=self.pins.values()))
+        await self._report(pins=report_pb.PinList(pins=self.pins.values()))
 
-    async def _hint(self, order: pb.HintOrder, outcome: pb.OrderOutcome) -> None:
+    async def _hint(self, order: report_pb.HintOrder, outcome: report_pb.OrderOutcome) -> None:
         """Does nothing, and says that it was done for what is held."""
         count = sum(key in self.chunks for key in split_keys(order.chunk_keys))
         done = chunk_pb2.HINT_OUTCOME_ACCEPTED if count else chunk_pb2.HINT_OUTCOME_MISSING
         outcome.hint.CopyFrom(chunk_pb2.HintResult(outcome=done, chunk_count=count, ttl=order.ttl))
 
-    async def _unpin(self, order: pb.UnpinOrder, outcome: pb.OrderOutcome) -> None:
+    async def _unpin(self, order: report_pb.UnpinOrder, outcome: report_pb.OrderOutcome) -> None:
         self.pins.pop(order.pin_id, None)
         self.pinned.pop(order.pin_id, None)
-        await self._report(pins=pb.PinList(pins=self.pins.values()))
+        await self._report(pins=report_pb.PinList(pins=self.pins.values()))
 
-    async def _explain(self, order: pb.ExplainOrder, outcome: pb.OrderOutcome) -> None:
+    async def _explain(self, order: report_pb.ExplainOrder, outcome: report_pb.OrderOutcome) -> None:
         outcome.explanation.start_time.FromNanoseconds(self.epoch)
         if order.engine_request_id:
             outcome.explanation.requests.extend(
@@ -348,14 +349,14 @@ class ScriptedInstance:
                 span.chunk_count, span.token_count = count, count * self.spec.chunk_size
                 outcome.explanation.spans.append(span)
 
-    async def _cancel(self, order: pb.CancelOrder, outcome: pb.OrderOutcome) -> None: ...
+    async def _cancel(self, order: report_pb.CancelOrder, outcome: report_pb.OrderOutcome) -> None: ...
 
 
 Make = Callable[..., ScriptedInstance]
 """Makes an instance by its id, chunks and spec."""
 
 
-def _fail(outcome: pb.OrderOutcome, keys: list[ChunkKey], error: LmkvError) -> None:
+def _fail(outcome: report_pb.OrderOutcome, keys: list[ChunkKey], error: LmkvError) -> None:
     if keys:
         outcome.failures.add(chunk_keys=join_keys(keys), status=rpc.to_status(error))
 

@@ -12,12 +12,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lmkv import rpc
 from lmkv.errors import ConfigError
+from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest, ReportRequest
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
+from tests.support.node_stub import NodeStub
 from tests.waiting import WAIT_SECONDS, eventually
 
 
@@ -75,7 +77,7 @@ async def test_closing_is_idempotent_and_frees_the_port() -> None:
 async def test_lookups_are_partial_until_all_instances_could_have_reported() -> None:
     async with Coordinator(port=0, lease_ttl=4.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
-        registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
+        registry = NodeStub(channel)
         request = LookupRequest(chunk_keys=bytes(16))
         assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
 

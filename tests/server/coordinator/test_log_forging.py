@@ -15,9 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.server.coordinator.cases import LLAMA
+from tests.support.node_stub import NodeStub
 
 FORGED = "\n2026-01-01 00:00:00,000 CRITICAL instance b is gone\x1b[2J\u2028\u202e"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
@@ -47,7 +48,7 @@ def coordinator(log_format: str) -> Iterator[tuple[str, list[str]]]:
 def attack(address: str) -> None:
     """Every RPC whose name or id is logged, with text that would be a record of its own."""
     with grpc.insecure_channel(address) as channel:
-        stub: Any = RegistryServiceStub(channel)
+        stub: Any = NodeStub(channel)
         spec = LLAMA.to_proto()
         spec.model_name = f"m{FORGED}"
         good = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:1", specs=[spec], version=f"1{FORGED}")
@@ -56,7 +57,11 @@ def attack(address: str) -> None:
                 stub.Register(pb.RegisterRequest(instance=instance), timeout=60)
         for instance_id in (f"a{FORGED}", "x" * 900_000):
             with suppress(grpc.RpcError):
-                list(stub.Report(iter([pb.ReportRequest(instance_id=instance_id, epoch=1, sequence=1)]), timeout=60))
+                list(
+                    stub.Report(
+                        iter([report_pb.ReportRequest(instance_id=instance_id, epoch=1, sequence=1)]), timeout=60
+                    )
+                )
             with suppress(grpc.RpcError):
                 stub.Deregister(pb.DeregisterRequest(instance_id=instance_id, epoch=1), timeout=60)
 

@@ -16,6 +16,7 @@ from google.longrunning import operations_pb2
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import (
@@ -31,14 +32,7 @@ from lmkv.v1.cache_service_pb2 import (
     WatchRequest,
 )
 from lmkv.v1.chunk_pb2 import HINT_ACTION_EVICT, HINT_OUTCOME_ACCEPTED, TIER_HOST, Position
-from lmkv.v1.registry_service_pb2 import (
-    ChunkChange,
-    DeregisterRequest,
-    Instance,
-    ListInstancesRequest,
-    RegisterRequest,
-    ReportRequest,
-)
+from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest, RegisterRequest
 from lmkv_server.coordinator.services.cache import CacheService
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of

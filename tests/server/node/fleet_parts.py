@@ -17,12 +17,7 @@ from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv.v1.registry_service_pb2 import (
-    Instance,
-    ListInstancesRequest,
-    SpecConflict,
-    TierUsage,
-)
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, SpecConflict, TierUsage
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.runner import OrderRunner

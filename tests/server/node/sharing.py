@@ -12,12 +12,14 @@ import grpc
 
 from lmkv import rpc
 from lmkv.errors import BadMessage, Full, ResyncRequired
+from lmkv.internal.v1 import report_service_pb2 as report_pb
+from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 
 
-class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
+class Sharing(registry_service_pb2_grpc.RegistryServiceServicer, report_service_pb2_grpc.ReportServiceServicer):
     """Records what one instance reports, by the rules of the protos. An async context manager."""
 
     def __init__(self, map_id: str = "", *, lease_seconds: float = 2.0) -> None:
@@ -74,6 +76,7 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
         self.held.clear()
         self._server = await rpc.make_server(["lmkv.v1.RegistryService"])
         registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self, self._server)
+        report_service_pb2_grpc.add_ReportServiceServicer_to_server(self, self._server)
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(_Cache(self), self._server)
         self._port = rpc.add_port(self._server, f"127.0.0.1:{self._port}")
         await self._server.start()
@@ -112,14 +115,14 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
         return pb.DeregisterResponse()
 
     async def Report(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.ReportRequest], context: Any
-    ) -> AsyncIterator[pb.ReportResponse]:
+        self, request_iterator: AsyncIterator[report_pb.ReportRequest], context: Any
+    ) -> AsyncIterator[report_pb.ReportResponse]:
         stream = _Stream(self)
         resyncing = asyncio.Event()
         self._resyncing.add(resyncing)
         self.counts["stream"] += 1
         asked = asyncio.ensure_future(resyncing.wait())
-        reading: asyncio.Future[pb.ReportRequest | None] | None = None
+        reading: asyncio.Future[report_pb.ReportRequest | None] | None = None
         try:
             while True:
                 reading = asyncio.ensure_future(anext(request_iterator, None))
@@ -132,7 +135,7 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
                 stream.apply(report)
                 if self.acking:
-                    yield pb.ReportResponse(acked_sequence=report.sequence)
+                    yield report_pb.ReportResponse(acked_sequence=report.sequence)
         finally:
             asked.cancel()
             if reading is not None:
@@ -183,7 +186,7 @@ class _Stream:
         self._reported_elsewhere = False
         self._is_synced = False
 
-    def apply(self, report: pb.ReportRequest) -> None:
+    def apply(self, report: report_pb.ReportRequest) -> None:
         """Raises what a coordinator would."""
         here = self._coordinator
         self._sequence += 1

@@ -18,18 +18,13 @@ import grpc
 from lmkv import __version__
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, LmkvError, PermissionDenied, Unreachable
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
+from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, page_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv.units import format_duration
 from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2 import (
-    ChunkChange,
-    DeregisterRequest,
-    Instance,
-    RegisterRequest,
-    RegisterResponse,
-    ReportRequest,
-)
+from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, RegisterRequest, RegisterResponse
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import node_runs
@@ -225,8 +220,8 @@ class _Visitor:
             snapshot_end=True,
             changes=[change],
         )
-        registry: Any = self._connection.registry  # its types know no stream that is written to
-        stream = registry.Report(timeout=ANSWER_SECONDS)
+        reports: Any = ReportServiceStub(self._connection.channel)  # its types know no stream that is written to
+        stream = reports.Report(timeout=ANSWER_SECONDS)
         try:
             await stream.write(report)
             await stream.read()

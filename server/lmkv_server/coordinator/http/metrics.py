@@ -112,7 +112,7 @@ class CoordinatorMetrics(Collector):
         seconds.add_metric([], list(zip(bounds, counts, strict=True)), lookups.seconds)
         yield seconds
         yield _counter("lookup_hits", "Lookups that found at least one holder.", lookups.hits)
-        yield _counter("reports", "Reports of nodes that were applied.", self._services.registry.report_count)
+        yield _counter("reports", "Reports of nodes that were applied.", self._services.reports.report_count)
         watchers = _gauge("watchers", "Open watches.")
         watchers.add_metric([], self._services.watch.watcher_count)
         yield watchers

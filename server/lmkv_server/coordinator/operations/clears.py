@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from lmkv import rpc
 from lmkv.errors import BadSelection, LmkvError, OperationCancelled
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 60.0
 class _Drop(NamedTuple):
     """What each instance is to drop."""
 
-    order: registry_pb.DropOrder
+    order: report_pb.DropOrder
     has_tokens: bool = True
     """Whether the tokens of these chunks count: those of a prompt count with part 0."""
 
@@ -74,7 +74,7 @@ class Clears:
 
     async def _drops(self, request: pb.ClearRequest) -> list[_Drop]:
         """The orders for each instance."""
-        common = registry_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
+        common = report_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
         drops = []
         names_prompt = bool(request.tokens or request.chunk_keys)
         if (request.weight_version or request.kept_weight_version) and (names_prompt or not request.model_name):
@@ -82,9 +82,9 @@ class Clears:
         if names_prompt:
             drops = await self._drops_of_prompt(request)
         elif request.model_name:
-            drops = [_Drop(registry_pb.DropOrder(fingerprint=spec.fingerprint)) for spec in self._specs(request)]
+            drops = [_Drop(report_pb.DropOrder(fingerprint=spec.fingerprint)) for spec in self._specs(request)]
         elif request.all:
-            drops = [_Drop(registry_pb.DropOrder(all=True))]
+            drops = [_Drop(report_pb.DropOrder(all=True))]
         else:
             raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
         for drop in drops:
@@ -122,9 +122,7 @@ class Clears:
             layout = self._registry.layout
             columns = [one.parts.all_keys if one.parts else (one.with_beginnings(layout),) for one in selections]
         return [
-            _Drop(
-                registry_pb.DropOrder(chunk_keys=keys[start : start + BATCH_CHUNKS * KEY_BYTES]), has_tokens=part == 0
-            )
+            _Drop(report_pb.DropOrder(chunk_keys=keys[start : start + BATCH_CHUNKS * KEY_BYTES]), has_tokens=part == 0)
             for column in columns
             for part, keys in enumerate(column)
             for start in range(0, len(keys), BATCH_CHUNKS * KEY_BYTES)
@@ -186,7 +184,7 @@ class _Clear:
         failure = pb.ClearFailure(instance_id=instance_id)
         for drop in self._drops:
             try:
-                order = registry_pb.Order(drop=drop.order, operation_name=operation.name)
+                order = report_pb.Order(drop=drop.order, operation_name=operation.name)
                 outcome = await self._orders.execute(
                     instance_id, order, self._deadline - time.monotonic(), operation.cancelled
                 )
@@ -200,7 +198,7 @@ class _Clear:
             self._result.failures.append(failure)
         self._progress.done_instance_count += 1
 
-    def _add_outcome(self, outcome: registry_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
+    def _add_outcome(self, outcome: report_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
         self._result.chunk_count += outcome.chunk_count
         self._result.pinned_chunk_count += outcome.pinned_chunk_count
         for part in outcome.failures:

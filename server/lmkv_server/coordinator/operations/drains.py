@@ -25,10 +25,10 @@ from lmkv.errors import (
     OperationCancelled,
     Unreachable,
 )
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.operations.moves import check_p2p, spec_message
 from lmkv_server.coordinator.operations.operation import Operation
@@ -192,9 +192,9 @@ class _Drain:
         """
         self._check_source()
         self._source.drained_until = time.monotonic() + seconds if seconds else 0.0
-        leave = registry_pb.LeaveOrder()
+        leave = report_pb.LeaveOrder()
         leave.ttl.FromNanoseconds(round(seconds * 1e9))
-        order = registry_pb.Order(leave=leave, operation_name=name)
+        order = report_pb.Order(leave=leave, operation_name=name)
         await self._orders.execute(self._instance_id, order, ANNOUNCE_SECONDS)
 
     async def _announce_end(self, operation: Operation) -> None:
@@ -245,7 +245,7 @@ class _Drain:
         """Has a destination fetch chunks; returns those that another one may be able to take."""
         self._check_source()
         source = self._source.info
-        fetch = registry_pb.FetchOrder(
+        fetch = report_pb.FetchOrder(
             instance_id=source.instance_id,
             epoch=source.epoch,
             peer_address=source.peer_address,
@@ -255,7 +255,7 @@ class _Drain:
             keep_others=not self._request.evict,
             spec=spec_message(self._instances, fingerprint),
         )
-        order = registry_pb.Order(fetch=fetch, operation_name=operation.name)
+        order = report_pb.Order(fetch=fetch, operation_name=operation.name)
         seconds = min(self._deadline - time.monotonic(), ORDER_SECONDS)
         place = (destination.info.instance_id, fingerprint)
         try:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from lmkv import rpc
 from lmkv.errors import BadSelection, Full, InstanceNotFound, LmkvError
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry
@@ -39,7 +39,7 @@ class Explanations:
         instances = self._instances(request.instance_id)
         if request.engine_request_id and not (request.tokens or request.chunk_keys):
             wanted = [
-                (one.instance_id, registry_pb.ExplainOrder(engine_request_id=request.engine_request_id))
+                (one.instance_id, report_pb.ExplainOrder(engine_request_id=request.engine_request_id))
                 for one in instances
             ]
         else:
@@ -64,13 +64,13 @@ class Explanations:
 
     async def _prompt_orders(
         self, request: pb.ExplainRequest, instances: Sequence[InstanceInfo]
-    ) -> list[tuple[str, registry_pb.ExplainOrder]]:
+    ) -> list[tuple[str, report_pb.ExplainOrder]]:
         """One order per instance and spec; keys without a known spec are asked for under each spec of an instance."""
         selections = await self._selector.required(request)
         if any(len(chosen) > MAX_KEYS for chosen in selections):
             raise BadSelection(f"at most {MAX_KEYS} chunks of a prompt can be explained")
         return [
-            (info.instance_id, registry_pb.ExplainOrder(fingerprint=spec.fingerprint, chunk_keys=chosen.keys))
+            (info.instance_id, report_pb.ExplainOrder(fingerprint=spec.fingerprint, chunk_keys=chosen.keys))
             for info in instances
             for chosen in (one.held_at(self._registry.layout, info.instance_id, ANY_TIER) for one in selections)
             for spec in info.specs
@@ -78,12 +78,12 @@ class Explanations:
         ]
 
     async def _ask(
-        self, instance_id: str, order: registry_pb.ExplainOrder, slots: asyncio.Semaphore
+        self, instance_id: str, order: report_pb.ExplainOrder, slots: asyncio.Semaphore
     ) -> pb.InstanceExplanation:
         found = pb.InstanceExplanation(instance_id=instance_id, fingerprint=order.fingerprint)
         try:
             async with slots:
-                outcome = await self._orders.execute(instance_id, registry_pb.Order(explain=order), TIMEOUT_SECONDS)
+                outcome = await self._orders.execute(instance_id, report_pb.Order(explain=order), TIMEOUT_SECONDS)
         except LmkvError as error:
             found.error.CopyFrom(rpc.to_status(error))
             return found

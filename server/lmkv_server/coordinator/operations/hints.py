@@ -10,11 +10,11 @@ from lmkv import rpc
 from lmkv.auth.caller import Caller, current_caller
 from lmkv.errors import BadSelection
 from lmkv.hints import DEFAULT_PRIORITY, DEFAULT_TTL_SECONDS, MAX_PRIORITY, HintAction
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.tail_match import keys_with_tail
 from lmkv_server.coordinator.operations.moves import check_spec
@@ -48,7 +48,7 @@ class FleetHints:
             raise BadSelection(f"{len(chosen)} chunks are named; a hint covers at most {MAX_HINT_KEYS}")
         if not chosen.fingerprint:  # no instance holds a chunk of these keys, so their spec is not known
             return pb.HintResponse(result=chunk_pb2.HintResult(outcome=chunk_pb2.HINT_OUTCOME_MISSING))
-        order = registry_pb.HintOrder(
+        order = report_pb.HintOrder(
             hint_id=_hint_id(request.request_id),
             action=request.action,
             fingerprint=chosen.fingerprint,
@@ -58,7 +58,7 @@ class FleetHints:
         )
         if action in (HintAction.PIN, HintAction.RETAIN):
             order.ttl.FromNanoseconds(ttl_nanoseconds)
-        outcome = await self._orders.execute(request.instance_id, registry_pb.Order(hint=order), TIMEOUT_SECONDS)
+        outcome = await self._orders.execute(request.instance_id, report_pb.Order(hint=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
         is_pinned = action is HintAction.PIN and outcome.hint.chunk_count > 0

@@ -23,10 +23,10 @@ from lmkv.errors import (
     P2pDisabled,
     Unreachable,
 )
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
@@ -218,7 +218,7 @@ class _Move:
         """Has the destination fetch a batch; returns the chunks that it committed."""
         try:
             source = self._instances.named(self._source.instance_id, "old_position").info
-            fetch = registry_pb.FetchOrder(
+            fetch = report_pb.FetchOrder(
                 instance_id=source.instance_id,
                 epoch=source.epoch,
                 peer_address=source.peer_address,
@@ -227,7 +227,7 @@ class _Move:
                 tier=self._destination.tier,
                 spec=spec_message(self._instances, self._fingerprint),
             )
-            order = registry_pb.Order(fetch=fetch)
+            order = report_pb.Order(fetch=fetch)
             outcome = await self._order(self._destination.instance_id, order, operation, operation.cancelled)
         except LmkvError as error:
             return self._fail(batch, rpc.to_status(error))
@@ -254,14 +254,14 @@ class _Move:
 
         Those stay that another operation has brought to the source since: it may drop them at the destination.
         """
-        drop = registry_pb.DropOrder(
+        drop = report_pb.DropOrder(
             tier=self._source.tier,
             chunk_keys=arrived.tobytes(),
             fingerprint=self._fingerprint,
             fetch_serial=serial,
         )
         try:
-            outcome = await self._order(self._source.instance_id, registry_pb.Order(drop=drop), operation)
+            outcome = await self._order(self._source.instance_id, report_pb.Order(drop=drop), operation)
         except LmkvError as error:
             self._fail(arrived, rpc.to_status(error))
             return
@@ -269,15 +269,15 @@ class _Move:
         self._result.dropped_chunk_count += outcome.chunk_count
 
     async def _order(
-        self, instance_id: str, order: registry_pb.Order, operation: Operation, cancelled: asyncio.Event | None = None
-    ) -> registry_pb.OrderOutcome:
+        self, instance_id: str, order: report_pb.Order, operation: Operation, cancelled: asyncio.Event | None = None
+    ) -> report_pb.OrderOutcome:
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise Unreachable(f"the move took longer than {TIMEOUT_SECONDS:g} s")
         order.operation_name = operation.name
         return await self._orders.execute(instance_id, order, seconds, cancelled)
 
-    def _add_failures(self, outcome: registry_pb.OrderOutcome) -> NDArray[np.void]:
+    def _add_failures(self, outcome: report_pb.OrderOutcome) -> NDArray[np.void]:
         for failure in outcome.failures:
             add_failure(self._result.failures, failure.chunk_keys, failure.status)
         return np.frombuffer(b"".join(failure.chunk_keys for failure in outcome.failures), dtype=f"V{KEY_BYTES}")

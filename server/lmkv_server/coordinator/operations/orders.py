@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from lmkv import telemetry
 from lmkv.errors import Full, InstanceNotFound, Unreachable
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.telemetry import SpanKind
-from lmkv.v1 import registry_service_pb2 as pb
 
 MAX_PENDING = 1024
 """PendingPending orders of one instance."""

@@ -11,10 +11,10 @@ import numpy as np
 
 from lmkv import rpc
 from lmkv.errors import BadSelection, ChunkNotFound, PinNotFound
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.core.instance_info import ReportedPin
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.operations.positions import resolve_position
@@ -58,13 +58,13 @@ class FleetPins:
                 )
         if len(keys) > MAX_PINNED_CHUNKS * KEY_BYTES:
             raise BadSelection(f"{len(keys) // KEY_BYTES} chunks are named; a pin covers at most {MAX_PINNED_CHUNKS}")
-        order = registry_pb.PinOrder(
+        order = report_pb.PinOrder(
             pin_id=_pin_id(instance_id, request.request_id),
             tier=chunk_pb2.Tier.ValueType(tier),
             chunk_keys=keys,
         )
         order.ttl.FromNanoseconds(_ttl_nanoseconds(request))
-        outcome = await self._orders.execute(instance_id, registry_pb.Order(pin=order), TIMEOUT_SECONDS)
+        outcome = await self._orders.execute(instance_id, report_pb.Order(pin=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
         pin = ReportedPin(
@@ -93,8 +93,8 @@ class FleetPins:
                 "registered; the pins of an instance end with it",
                 pin_id=pin_id,
             )
-        order = registry_pb.UnpinOrder(pin_id=pin_id)
-        outcome = await self._orders.execute(instance_id, registry_pb.Order(unpin=order), TIMEOUT_SECONDS)
+        order = report_pb.UnpinOrder(pin_id=pin_id)
+        outcome = await self._orders.execute(instance_id, report_pb.Order(unpin=order), TIMEOUT_SECONDS)
         if outcome.status.code:
             raise rpc.from_status(outcome.status)
         instance.pins.pop(pin_id, None)

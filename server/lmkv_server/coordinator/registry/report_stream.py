@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lmkv.errors import BadChunkKey, BadMessage, ResyncRequired
+from lmkv.internal.v1 import report_service_pb2
 from lmkv.keys import KEY_BYTES, Digest, check_keys, check_prefix_digests
-from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change, LayoutMap, Snapshot
 from lmkv_server.coordinator.layout_store.chunk_records import FINGERPRINT_BYTES
@@ -34,7 +35,7 @@ class ReportStream:
         self.sequence = 0
         """Sequence of the last report that was applied."""
 
-    def apply(self, report: registry_service_pb2.ReportRequest, now: float) -> None:
+    def apply(self, report: report_service_pb2.ReportRequest, now: float) -> None:
         """Applies a report and renews the instance's lease. A repeated report only renews the lease.
 
         Raises `InstanceNotFound`, `StaleEpoch`, `ResyncRequired`, `BadChunkKey`, `BadMessage`, `Full`; the stream
@@ -66,14 +67,14 @@ class ReportStream:
         if self._instance.stream is self:
             self._instance.stream = None
 
-    def _apply_content(self, report: registry_service_pb2.ReportRequest) -> None:
+    def _apply_content(self, report: report_service_pb2.ReportRequest) -> None:
         if self._reported_elsewhere:
             if report.snapshot or report.snapshot_end or report.changes:
                 raise BadMessage("a stream with reported_elsewhere contains chunks")
         else:
             self._apply_chunks(report)
 
-    def _apply_chunks(self, report: registry_service_pb2.ReportRequest) -> None:
+    def _apply_chunks(self, report: report_service_pb2.ReportRequest) -> None:
         if report.reported_elsewhere:
             raise BadMessage("reported_elsewhere is allowed in a stream's first report only")
         if (report.snapshot or report.snapshot_end) != (self._staged is not None):
@@ -96,7 +97,7 @@ class ReportStream:
             if report.snapshot_end:
                 self._publication.publish_complete()
 
-    def _apply_change(self, change: registry_service_pb2.ChunkChange) -> Change:
+    def _apply_change(self, change: report_service_pb2.ChunkChange) -> Change:
         if not 1 <= change.tier <= TIER_COUNT:
             raise BadMessage(f"tier {change.tier} is unknown", tier=change.tier)
         if len(change.fingerprint) not in (0, FINGERPRINT_BYTES):
@@ -115,7 +116,7 @@ class ReportStream:
         self._layout.apply(self._staged or self._instance.info.instance_id, applied)
         return applied
 
-    def _compare(self, claimed: registry_service_pb2.TierDigest) -> None:
+    def _compare(self, claimed: report_service_pb2.TierDigest) -> None:
         known = self._layout.digest(self._instance.info.instance_id, claimed.tier)
         if known != Digest(chunk_count=claimed.chunk_count, key_sum=claimed.key_sum):
             tier = chunk_pb2.Tier.Name(claimed.tier) if 0 <= claimed.tier <= TIER_COUNT else str(claimed.tier)
@@ -128,7 +129,7 @@ class ReportStream:
             )
 
 
-def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[int, int]:
+def _partial_token_counts(change: report_service_pb2.ChunkChange) -> Mapping[int, int]:
     counts = dict(change.partial_token_counts)
     admitted_count = len(change.admitted_keys) // KEY_BYTES
     for index, tokens in counts.items():
@@ -137,7 +138,7 @@ def _partial_token_counts(change: registry_service_pb2.ChunkChange) -> Mapping[i
     return counts
 
 
-def _partial_parents(change: registry_service_pb2.ChunkChange, partials: Mapping[int, int]) -> dict[int, bytes]:
+def _partial_parents(change: report_service_pb2.ChunkChange, partials: Mapping[int, int]) -> dict[int, bytes]:
     parents = dict(change.partial_parent_keys)
     for index, parent in parents.items():
         if index not in partials and index not in change.prefix_digests:
@@ -150,7 +151,7 @@ def _partial_parents(change: registry_service_pb2.ChunkChange, partials: Mapping
 
 
 def _prefix_digests(
-    change: registry_service_pb2.ChunkChange, partials: Mapping[int, int], chunk_size: int
+    change: report_service_pb2.ChunkChange, partials: Mapping[int, int], chunk_size: int
 ) -> dict[int, bytes]:
     digests = dict(change.prefix_digests)
     for index, found in digests.items():

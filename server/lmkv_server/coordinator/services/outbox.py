@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from lmkv.errors import LmkvError, ResyncRequired
-from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.internal.v1 import report_service_pb2 as pb
 
 _CHANGES = frozenset(("instance_id", "epoch", "sequence", "changes"))
 """Fields of a report that contains changes only."""

@@ -1,4 +1,4 @@
-"""Checks what nodes send when they register and report. Used by `RegistryService`."""
+"""Checks what nodes send when they register and report. Used by `RegistryService` and `ReportService`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from lmkv.errors import BadInstance, BadKvSpec, BadMessage
+from lmkv.auth.callers import TenantQuota
+from lmkv.errors import BadInstance, BadKvSpec, BadMessage, QuotaExceeded
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.parts import MAX_PARTS
 from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2
@@ -33,6 +35,8 @@ MAX_CHANGES = 4096
 MAX_OUTCOMES = 16_384
 MAX_TIERS = 16
 MAX_STATS_BYTES = 64 << 10
+QUOTA_RETRY_SECONDS = 5.0
+"""Retry delay after a tenant reached its quota."""
 
 
 def instance_info(message: pb.Instance) -> InstanceInfo:
@@ -75,7 +79,7 @@ def _is_address(text: str) -> bool:
     return bool(host and colon and is_port and host.isprintable() and len(host) <= MAX_ID_BYTES)
 
 
-def check_report(report: pb.ReportRequest) -> None:
+def check_report(report: report_pb.ReportRequest) -> None:
     """Raises `BadMessage`, which names the field, if a report exceeds a limit."""
     for name, count, limit in (
         ("changes", len(report.changes), MAX_CHANGES),
@@ -87,6 +91,18 @@ def check_report(report: pb.ReportRequest) -> None:
     ):
         if count > limit:
             raise BadMessage(f"{name} of a report: {count}; at most {limit} are allowed", limit=limit)
+
+
+def check_quota(quota: TenantQuota, limit: str, count: int) -> None:
+    """Raises `QuotaExceeded` if the count exceeds the tenant's limit of this name."""
+    most = getattr(quota, limit)
+    if most and count > most:
+        raise QuotaExceeded(
+            f"{limit} of this tenant is {most}; reduce usage, or raise it in the file of auth_tokens",
+            limit=limit,
+            most=most,
+            retry_seconds=QUOTA_RETRY_SECONDS,
+        )
 
 
 def check_secret(secret: bytes, instance_id: str) -> None:
@@ -136,7 +152,7 @@ MAX_TIME_NS = 253_402_300_799 * 1_000_000_000
 """The last second that a `Timestamp` may have: the end of the year 9999."""
 
 
-def set_state(instance: Instance, message: pb.Instance | pb.ReportRequest) -> None:
+def set_state(instance: Instance, message: pb.Instance | report_pb.ReportRequest) -> None:
     """Keeps what a registration or a report says of the instance besides its chunks and pins."""
     if message.tiers or message.engine_count:
         instance.tiers = tuple(ReportedTier(**_values(usage)) for usage in message.tiers)
@@ -176,7 +192,7 @@ def stats_message(stats: ReportedStats) -> pb.InstanceStats:
     return message
 
 
-def reported_pins(pins: pb.PinList) -> dict[str, ReportedPin]:
+def reported_pins(pins: report_pb.PinList) -> dict[str, ReportedPin]:
     """The pins in a report, by id."""
     return {
         pin.pin_id: ReportedPin(

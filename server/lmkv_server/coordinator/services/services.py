@@ -18,8 +18,14 @@ from lmkv_server.coordinator.services.cache import CacheService
 from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.operations import OperationsService
 from lmkv_server.coordinator.services.registry import RegistryService
+from lmkv_server.coordinator.services.reports import ReportService
 
-SERVICE_NAMES = ("lmkv.v1.CacheService", "lmkv.v1.RegistryService", "google.longrunning.Operations")
+SERVICE_NAMES = (
+    "lmkv.v1.CacheService",
+    "lmkv.v1.RegistryService",
+    "lmkv.internal.v1.ReportService",
+    "google.longrunning.Operations",
+)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -33,11 +39,12 @@ class Services:
     watch: LayoutWatch
     cache: CacheService
     registry: RegistryService
+    reports: ReportService
     operations: OperationsService
 
     def resync(self, reason: str, instance_id: str = "") -> None:
         """Ends the report streams of one instance, or of all: they register again and open new ones."""
-        self.registry.resync(reason, instance_id)
+        self.reports.resync(reason, instance_id)
 
     async def aclose(self) -> None:
         """Stops the operations that run here."""
@@ -84,6 +91,7 @@ def make_services(
             fleet.explanations,
             watch,
         ),
-        registry=RegistryService(core, orders, quota, layout_store),
+        registry=RegistryService(core, quota, layout_store),
+        reports=ReportService(core, orders, quota, layout_store),
         operations=OperationsService(fleet.table),
     )

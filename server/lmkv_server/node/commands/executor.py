@@ -19,12 +19,12 @@ from lmkv.errors import (
     TierUnsupported,
     Unreachable,
 )
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.tiers import NAMES
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from lmkv import rpc
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import KEY_BYTES
 from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, OUTCOMES_BY_NUMBER
 from lmkv.units import format_bytes, format_duration
-from lmkv.v1 import registry_service_pb2 as pb
 
 logger = logging.getLogger(__name__)
 

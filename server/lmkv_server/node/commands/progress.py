@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from lmkv import rpc
 from lmkv.errors import ChunkNotFound, LmkvError
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.base import Dropped
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
 from lmkv.hints import HintResult
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import KEY_BYTES
 from lmkv.rpc.hint_messages import to_proto
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.commands.arrivals import Arrivals

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from lmkv.errors import Full, KvSpecMismatch
+from lmkv.internal.v1.report_service_pb2 import ExplainOrder
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
 from lmkv.tiers import NAMES, OWN
 from lmkv.v1.chunk_pb2 import TIER_HOST, PromptExplanation, PromptSpan, RequestReport
-from lmkv.v1.registry_service_pb2 import ExplainOrder
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookups import missed_span
 from lmkv_server.node.sessions.session import HOLD_SHARE

@@ -12,9 +12,9 @@ import grpc
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, ResyncRequired, Unreachable
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.registration import InstanceLease
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports

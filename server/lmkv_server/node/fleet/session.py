@@ -29,6 +29,7 @@ from lmkv.errors import (
     ResyncRequired,
     StaleEpoch,
 )
+from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
@@ -71,6 +72,7 @@ class CoordinatorSession:
         self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
         self._registry: Any = None
+        self._reports: Any = None
         self._cache: Any = None
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -92,6 +94,7 @@ class CoordinatorSession:
     async def __aenter__(self) -> Self:
         self._channel = rpc.open_channel(self.coordinator_address, self._credentials)
         self._registry = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
+        self._reports = report_service_pb2_grpc.ReportServiceStub(self._channel)
         self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
         self._task = asyncio.create_task(self._run(), name=f"lmkv-session-{self.coordinator_address}")
         return self
@@ -277,7 +280,7 @@ class CoordinatorSession:
                     await self._hooks.settled()
         reports_chunks = self._hooks.reports_chunks(self.coordinator_address)
         self._role = StreamRole(map_id=lease.layout_map_id, reports_chunks=reports_chunks)
-        await stream.run(self._registry.Report(), reports_chunks=reports_chunks)
+        await stream.run(self._reports.Report(), reports_chunks=reports_chunks)
 
     async def _register(self) -> InstanceLease:
         """Registers the node as it is now. Raises the coordinator's error, or `Unreachable`."""

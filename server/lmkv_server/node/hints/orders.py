@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv.errors import BadChunkKey, BadMessage
 from lmkv.hints import HintAction, HintOutcome, HintReason, HintResult, reject
-from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.hints.prompt_hint import PromptHint
 from lmkv_server.node.sessions.sessions import EngineSessions

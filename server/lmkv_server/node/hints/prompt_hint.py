@@ -8,11 +8,11 @@ from typing import Self
 
 from lmkv.errors import BadMessage
 from lmkv.hints import MAX_PRIORITY, HintAction, HintOutcome, HintReason, HintResult, reject
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as engine_pb
-from lmkv.v1 import registry_service_pb2 as registry_pb
 
 MAX_ID_BYTES = 64
 TIMED = (HintAction.PIN, HintAction.RETAIN)
@@ -39,7 +39,7 @@ class PromptHint:
     @classmethod
     def read(
         cls,
-        message: engine_pb.HintChunks | registry_pb.HintOrder,
+        message: engine_pb.HintChunks | report_pb.HintOrder,
         spec: KvSpec,
         *,
         engine_id: str = "",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.errors import Full
-from lmkv.v1.registry_service_pb2 import ReportRequest
+from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.join_admission import (

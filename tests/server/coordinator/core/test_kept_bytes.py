@@ -10,6 +10,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -103,7 +104,9 @@ async def error_of(call: Any) -> LmkvError:
 
 async def refused(registry: Any, **fields: Any) -> LmkvError:
     stream = registry.Report()
-    report = pb.ReportRequest(instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, **fields)
+    report = report_pb.ReportRequest(
+        instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, **fields
+    )
     await stream.write(report)
     return await error_of(stream.read())
 
@@ -119,14 +122,17 @@ async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance:
     ("field", "fields"),
     [
         ("tiers", {"tiers": [pb.TierUsage(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
-        ("digests", {"digests": [pb.TierDigest(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
-        ("pins", {"pins": pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id=f"evil/{n}") for n in range(MAX_PINS + 1)])}),
+        ("digests", {"digests": [report_pb.TierDigest(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
+        (
+            "pins",
+            {"pins": report_pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id=f"evil/{n}") for n in range(MAX_PINS + 1)])},
+        ),
         (
             "stats",
             {"stats": pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="p" * MAX_STATS_BYTES)])},
         ),
-        ("changes", {"changes": [pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * (MAX_CHANGES + 1)}),
-        ("outcomes", {"outcomes": [pb.OrderOutcome()] * 20_000}),
+        ("changes", {"changes": [report_pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * (MAX_CHANGES + 1)}),
+        ("outcomes", {"outcomes": [report_pb.OrderOutcome()] * 20_000}),
     ],
 )
 @pytest.mark.usefixtures("instance")
@@ -144,9 +150,11 @@ async def test_what_instances_say_of_themselves_is_counted_and_forgotten_with_th
     budget = coordinator.tenants.unnamed.core.instances.budget
     registered = budget.used_bytes
     assert registered >= instance.ByteSize()
-    pins = pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id="p" * 900) for _ in range(900)])
+    pins = report_pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id="p" * 900) for _ in range(900)])
     stream = registry.Report()
-    report = pb.ReportRequest(instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, pins=pins)
+    report = report_pb.ReportRequest(
+        instance_id="evil", epoch=1, sequence=1, snapshot=True, snapshot_end=True, pins=pins
+    )
     await stream.write(report)
     assert (await stream.read()).acked_sequence == 1
     assert registered + pins.ByteSize() <= budget.used_bytes <= MAX_OWNER_BYTES

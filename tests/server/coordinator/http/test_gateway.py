@@ -102,7 +102,11 @@ async def test_wrong_methods_and_paths_say_what_is_right(http: httpx.AsyncClient
     wrong_method = await http.get(LOOKUP)
     assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
     assert "takes POST" in wrong_method.json()["message"]
-    for path in ("/lmkv.v1.CacheService/Find", "/lmkv.v1.RegistryService/Register", "/lmkv.v1.RegistryService/Report"):
+    for path in (
+        "/lmkv.v1.CacheService/Find",
+        "/lmkv.v1.RegistryService/Register",
+        "/lmkv.internal.v1.ReportService/Report",
+    ):
         response = await http.post(path, json={})
         assert response.status_code == 404
         assert path in response.json()["message"]

@@ -12,12 +12,13 @@ from typing import Any, Self
 import grpc
 
 from lmkv import rpc
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.server.coordinator.cases import LLAMA
+from tests.support.node_stub import NodeStub
 
 HOST = chunk_pb2.TIER_HOST
 PART = 500
@@ -93,17 +94,17 @@ class ScriptedNode:
         for stream in self._streams.values():
             if stream.has_chunks:
                 part = digest(list(self.chunks))
-                message = pb.TierDigest(tier=HOST, chunk_count=part.chunk_count, key_sum=part.key_sum)
-                stream.add(pb.ReportRequest(digests=[message]))
+                message = report_pb.TierDigest(tier=HOST, chunk_count=part.chunk_count, key_sum=part.key_sum)
+                stream.add(report_pb.ReportRequest(digests=[message]))
 
     def _report_changes(self, admitted: Mapping[ChunkKey, int] | None = None, evicted: Iterable[ChunkKey] = ()) -> None:
         change = self._change(admitted or {}, evicted)
         for stream in self._streams.values():
             if stream.has_chunks:
-                stream.add(pb.ReportRequest(changes=[change]))
+                stream.add(report_pb.ReportRequest(changes=[change]))
 
-    def _change(self, admitted: Mapping[ChunkKey, int], evicted: Iterable[ChunkKey] = ()) -> pb.ChunkChange:
-        return pb.ChunkChange(
+    def _change(self, admitted: Mapping[ChunkKey, int], evicted: Iterable[ChunkKey] = ()) -> report_pb.ChunkChange:
+        return report_pb.ChunkChange(
             tier=HOST,
             fingerprint=self.spec.fingerprint,
             admitted_keys=join_keys(admitted),
@@ -123,7 +124,7 @@ class ScriptedNode:
         while True:
             with suppress(grpc.RpcError, asyncio.InvalidStateError):
                 async with rpc.open_channel(address) as channel:
-                    await self._report(address, RegistryServiceStub(channel))
+                    await self._report(address, NodeStub(channel))
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _report(self, address: str, registry: Any) -> None:
@@ -155,10 +156,10 @@ class ScriptedNode:
             held = list(self.chunks.items())
             parts = [dict(held[start : start + PART]) for start in range(0, len(held), PART)]
             for part in parts:
-                stream.add(pb.ReportRequest(snapshot=True, changes=[self._change(part)]))
-            stream.add(pb.ReportRequest(snapshot=True, snapshot_end=True))
+                stream.add(report_pb.ReportRequest(snapshot=True, changes=[self._change(part)]))
+            stream.add(report_pb.ReportRequest(snapshot=True, snapshot_end=True))
         else:
-            stream.add(pb.ReportRequest(reported_elsewhere=True))
+            stream.add(report_pb.ReportRequest(reported_elsewhere=True))
         self._streams[address] = stream
         writing = asyncio.create_task(stream.write(self.instance_id, self.epoch, beat_seconds))
         try:
@@ -184,10 +185,10 @@ class _Stream:
     def __init__(self, call: Any, has_chunks: bool) -> None:
         self.call = call
         self.has_chunks = has_chunks
-        self._waiting: list[pb.ReportRequest] = []
+        self._waiting: list[report_pb.ReportRequest] = []
         self._wake = asyncio.Event()
 
-    def add(self, report: pb.ReportRequest) -> None:
+    def add(self, report: report_pb.ReportRequest) -> None:
         self._waiting.append(report)
         self._wake.set()
 
@@ -198,7 +199,7 @@ class _Stream:
                 async with asyncio.timeout(beat_seconds):
                     await self._wake.wait()
             self._wake.clear()
-            waiting, self._waiting = self._waiting or [pb.ReportRequest()], []
+            waiting, self._waiting = self._waiting or [report_pb.ReportRequest()], []
             for report in waiting:
                 sequence += 1
                 report.instance_id, report.epoch, report.sequence = instance_id, epoch, sequence

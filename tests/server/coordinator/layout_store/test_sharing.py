@@ -17,10 +17,10 @@ import pytest
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.callers import read_callers
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store import publisher as publisher_module
@@ -38,6 +38,7 @@ from tests.server.coordinator.layout_store.parts import (
     until,
 )
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
+from tests.support.node_stub import NodeStub
 from tests.support.redis_server import RedisServer
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
@@ -121,14 +122,16 @@ async def test_a_late_coordinator_knows_all_chunks_without_direct_reports(start:
         await all_know(node, first)
         late = await start()
         async with rpc.open_channel(late.address) as channel:
-            registry = RegistryServiceStub(channel)
+            registry = NodeStub(channel)
             said = pb.Instance(
                 instance_id="a", epoch=node.epoch, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()]
             )
             answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
             assert answer.layout_map_id == map_id(first)
-            stream: Any = registry.Report()  # type: ignore[call-arg]
-            await stream.write(pb.ReportRequest(instance_id="a", epoch=node.epoch, sequence=1, reported_elsewhere=True))
+            stream: Any = registry.Report()
+            await stream.write(
+                report_pb.ReportRequest(instance_id="a", epoch=node.epoch, sequence=1, reported_elsewhere=True)
+            )
             assert (await stream.read()).acked_sequence == 1
             await all_know(node, late)
             node.admit(chunks_of("more", 10))
@@ -203,7 +206,7 @@ async def test_who_leaves_at_its_home_is_gone_there_and_elsewhere_when_its_lease
     for coordinator in pair:
         async with rpc.open_channel(coordinator.address) as channel:
             farewell = pb.DeregisterRequest(instance_id="a", epoch=node.epoch)
-            await RegistryServiceStub(channel).Deregister(farewell, timeout=60)
+            await NodeStub(channel).Deregister(farewell, timeout=60)
     for coordinator in pair:
         assert not coordinator.tenants.unnamed.core.followers
         assert not coordinator.tenants.unnamed.core.publications
@@ -450,15 +453,15 @@ async def test_tenants_with_instances_of_one_name_do_not_mix(server: RedisServer
 
 async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple[Coordinator, Coordinator]) -> None:
     async with rpc.open_channel(pair[0].address) as channel:
-        registry = RegistryServiceStub(channel)
+        registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
         await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
-        stream: Any = registry.Report()  # type: ignore[call-arg]
-        change = pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
-        first = pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True)
+        stream: Any = registry.Report()
+        change = report_pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
+        first = report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True)
         await stream.write(first)
         await stream.read()
-        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=2, changes=[change]))
+        await stream.write(report_pb.ReportRequest(instance_id="a", epoch=1, sequence=2, changes=[change]))
         with pytest.raises(grpc.RpcError) as caught:
             await stream.read()
         assert rpc.from_rpc_error(caught.value).reason == "BAD_MESSAGE"
@@ -466,12 +469,12 @@ async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple
 
 async def test_a_coordinator_without_a_shared_map_needs_its_own_reports() -> None:
     async with Coordinator(port=0) as alone, rpc.open_channel(alone.address) as channel:
-        registry = RegistryServiceStub(channel)
+        registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
         answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
         assert answer.layout_map_id == ""
-        stream: Any = registry.Report()  # type: ignore[call-arg]
-        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
+        stream: Any = registry.Report()
+        await stream.write(report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
         with pytest.raises(grpc.RpcError) as caught:
             await stream.read()
         assert rpc.from_rpc_error(caught.value).reason == "RESYNC_REQUIRED"
@@ -484,11 +487,11 @@ async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(sta
     now = time.monotonic() + LEASE_SECONDS
     assert not core.is_partial(now)
     async with rpc.open_channel(late.address) as channel:
-        registry = RegistryServiceStub(channel)
+        registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
         await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
-        stream: Any = registry.Report()  # type: ignore[call-arg]
-        await stream.write(pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
+        stream: Any = registry.Report()
+        await stream.write(report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
         await stream.read()
         assert core.is_partial(now)
         store = await connected(server.url)

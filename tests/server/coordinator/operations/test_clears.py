@@ -10,10 +10,10 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv.errors import LmkvError
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -211,12 +211,12 @@ async def test_a_node_ends_no_order_of_another_node_and_starts_nothing(
         a.going.clear()
         operation = await cache.Clear(ClearRequest(instance_id="a", all=True), timeout=60)
         await until(lambda: bool(a.orders))
-        before = coordinator.tenants.unnamed.registry.report_count
+        before = coordinator.tenants.unnamed.reports.report_count
         forged = [pb.OrderOutcome(order_id=name, chunk_count=99) for name in (a.orders[0].order_id, operation.name)]
         await evil.report_outcomes(forged)
         # As earlier versions reported that another coordinator's clear has no owner: the field has another type now.
         await evil.report_bytes(b"\x6a\x20" + b"an orphaned record of an operation"[:32])
-        await until(lambda: coordinator.tenants.unnamed.registry.report_count >= before + 2)
+        await until(lambda: coordinator.tenants.unnamed.reports.report_count >= before + 2)
         found = await operations.GetOperation(operations_pb2.GetOperationRequest(name=operation.name), timeout=60)
         assert not found.done
         a.going.set()

@@ -11,12 +11,12 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import LmkvError
+from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1.cache_service_pb2 import DrainProgress, DrainRequest, DrainResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from lmkv.v1.registry_service_pb2 import Order
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import drains
 from lmkv_server.coordinator.operations.operation_table import MAX_REQUEST_ID_BYTES

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.tiers import format_position
@@ -22,7 +23,6 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveProgress, MoveRequest, MoveResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from lmkv.v1.registry_service_pb2 import Order
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import moves
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, keys_of

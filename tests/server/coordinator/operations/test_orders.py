@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lmkv.errors import ResyncRequired, Unreachable
-from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv_server.coordinator.operations import orders as orders_module
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.services import outbox as outbox_module

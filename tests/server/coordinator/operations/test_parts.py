@@ -9,6 +9,7 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv.errors import ChunkNotFound, LmkvError
+from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.v1.cache_service_pb2 import (
@@ -24,7 +25,6 @@ from lmkv.v1.cache_service_pb2 import (
 )
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import PinnedChunks, Position
-from lmkv.v1.registry_service_pb2 import Order
 from lmkv_server.coordinator.operations import drains
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items

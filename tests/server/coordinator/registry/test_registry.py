@@ -1,4 +1,4 @@
-"""Streams of reports change the layout map as `RegistryService.Report` says, and nothing stays lost."""
+"""Streams of reports change the layout map as `ReportService.Report` says, and nothing stays lost."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hashlib import sha256
 import pytest
 
 from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncRequired, StaleEpoch
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
-from lmkv.v1.registry_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.join_admission import JoinAdmission

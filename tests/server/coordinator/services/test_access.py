@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
 from lmkv.auth.roles import ROLES, Role
+from lmkv.internal.v1 import report_service_pb2
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
@@ -155,7 +156,7 @@ async def test_a_token_that_is_moved_to_another_tenant_loses_its_streams(
     await engine.Register(registry_service_pb2.RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
     reports, lookups = engine.Report(), cache.LookupStream()
     await reports.write(
-        registry_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=1, snapshot=True, snapshot_end=True)
+        report_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=1, snapshot=True, snapshot_end=True)
     )
     await reports.read()
     request = LookupRequest(chunk_keys=b"".join(KEYS))
@@ -164,10 +165,10 @@ async def test_a_token_that_is_moved_to_another_tenant_loses_its_streams(
     moved = entry("engine", before)
     rest = [each for each in ENTRIES if each["name"] != moved["name"]]
     write(fleet.tokens, *rest, moved | {"tenant": after})
-    change = registry_service_pb2.ChunkChange(
+    change = report_service_pb2.ChunkChange(
         tier=chunk_pb2.TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=b"".join(KEYS)
     )
-    await reports.write(registry_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=2, changes=[change]))
+    await reports.write(report_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=2, changes=[change]))
     await lookups.write(LookupStreamRequest(requests=[request]))
     for stream in (reports, lookups):
         with pytest.raises(grpc.RpcError) as refusal:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from lmkv.errors import LmkvError
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import (
     KEY_BYTES,
     MAX_KEYS,
@@ -31,7 +32,7 @@ from lmkv.v1.cache_service_pb2 import (
     LookupStreamRequest,
 )
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
+from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES
 from lmkv_server.coordinator.services.cache import MAX_ALTERNATIVES, MAX_ANSWERS
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of

@@ -14,11 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lmkv import rpc
 from lmkv.errors import BadInstance, BadTokens, Full, LmkvError
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2 import ChunkChange, Instance, RegisterRequest, ReportRequest
+from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES, MAX_WAITING
 from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.guarded import Guarded, guarded, token_of

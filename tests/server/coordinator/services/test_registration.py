@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv_server.coordinator.core.instance_info import (
@@ -22,22 +23,22 @@ from lmkv_server.coordinator.services.registration import reported_pins, reporte
 def test_any_time_that_a_node_reports_as_its_end_can_be_listed(seconds: int) -> None:
     instance = Instance(InstanceInfo(instance_id="a", epoch=1, peer_address=""), now=0, expire_time=3)
     usage = pb.TierUsage(name="host", tier=TIER_HOST)
-    set_state(instance, pb.ReportRequest(tiers=[usage], end_time=Timestamp(seconds=seconds)))
+    set_state(instance, report_pb.ReportRequest(tiers=[usage], end_time=Timestamp(seconds=seconds)))
     Timestamp().FromNanoseconds(instance.end_time_ns)
-    set_state(instance, pb.ReportRequest(tiers=[usage]))
+    set_state(instance, report_pb.ReportRequest(tiers=[usage]))
     assert instance.end_time_ns == 0, "an engine has attached"
 
 
 def test_usage_and_statistics_are_kept_until_a_report_carries_others() -> None:
     instance = Instance(InstanceInfo(instance_id="a", epoch=1, peer_address=""), now=0, expire_time=3)
-    report = pb.ReportRequest(
+    report = report_pb.ReportRequest(
         tiers=[pb.TierUsage(name="host", tier=TIER_HOST, capacity_bytes=100, used_bytes=10)], engine_count=2
     )
     report.stats.CopyFrom(
         pb.InstanceStats(asked_chunks=5, traffic=[pb.PeerTraffic(instance_id="b", chunk_count=1, transferred_bytes=7)])
     )
     set_state(instance, report)
-    set_state(instance, pb.ReportRequest())
+    set_state(instance, report_pb.ReportRequest())
     assert instance.engine_count == 2
     assert instance.tiers == (ReportedTier(name="host", tier=TIER_HOST, capacity_bytes=100, used_bytes=10),)
     traffic = (ReportedTraffic(instance_id="b", chunk_count=1, transferred_bytes=7),)
@@ -56,7 +57,7 @@ def test_every_number_of_the_statistics_is_kept() -> None:
 
 
 def test_pins_are_kept_by_their_ids() -> None:
-    pins = pb.PinList()
+    pins = report_pb.PinList()
     pin = pins.pins.add(pin_id="a/1", chunk_count=3, token_count=768)
     pin.position.tier = TIER_HOST
     pin.expire_time.FromNanoseconds(5)

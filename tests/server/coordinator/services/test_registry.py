@@ -13,13 +13,13 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import KEY_BYTES, MAX_KEYS
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2, registry_service_pb2_grpc
+from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import (
-    ChunkChange,
     DeregisterRequest,
     Instance,
     InstanceStats,
@@ -28,8 +28,6 @@ from lmkv.v1.registry_service_pb2 import (
     PeerTraffic,
     RegisterRequest,
     RegisterResponse,
-    ReportRequest,
-    TierDigest,
     TierUsage,
 )
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -37,6 +35,7 @@ from lmkv_server.coordinator.core.join_admission import MAX_JOINING_OF_TENANT
 from lmkv_server.coordinator.services.registration import MAX_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.node_stub import NodeStub
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 CLOCK_SECONDS = 1.0
@@ -234,7 +233,7 @@ async def test_a_silent_instance_expires_though_its_stream_is_open(registry: Any
 @pytest.mark.parametrize("lease_ttl", [2.0])
 async def test_a_cut_connection_expires_within_its_lease(coordinator: Coordinator, registry: Any, cache: Any) -> None:
     async with rpc.open_channel(coordinator.address) as doomed:
-        stub: Any = registry_service_pb2_grpc.RegistryServiceStub(doomed)
+        stub = NodeStub(doomed)
         await register(stub, "a", 1, 7000, LLAMA)
         stream = stub.Report()
         last_report = time.monotonic()
@@ -283,7 +282,7 @@ async def test_a_broken_key_list_is_refused_and_the_server_keeps_serving(registr
 async def test_an_oversized_report_ends_its_stream_only(registry: Any, boundless: grpc.aio.Channel) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))
-    stub: Any = registry_service_pb2_grpc.RegistryServiceStub(boundless)
+    stub = NodeStub(boundless)
     stream = stub.Report(timeout=WAIT_SECONDS)
     await stream.write(report(changes=[bad]))
     with pytest.raises(grpc.RpcError) as caught:
@@ -388,7 +387,7 @@ async def test_the_end_of_an_earlier_stream_leaves_the_later_one_reachable(
         earlier.cancel()
         await until(earlier.done)
         await first.evict([])  # a later message, so that the coordinator has noticed
-        assert "a" in services.registry._outboxes
+        assert "a" in services.reports._outboxes
         services.resync("a test", "a")
         await until(first._stream.done)
         assert "a test; register again" in await first._stream.details()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
 from lmkv_server.node.commands import arrivals as module
 from lmkv_server.node.commands.arrivals import Arrivals
 from tests.server.node.commands.order_parts import KEYS, Coordinating, Shelf, claimed, failed, fetch, order
 from tests.server.node.peer_parts import Parts
-
-from lmkv.v1 import registry_service_pb2 as pb  # isort: skip
 
 
 def test_the_last_arrival_of_each_chunk_counts() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from tests.server.node.commands.order_parts import (
     GIVER,

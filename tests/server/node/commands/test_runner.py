@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys, split_keys
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.commands.executor import MAX_ORDER_KEYS
 from lmkv_server.node.commands.runner import MAX_FETCHES, MAX_RUNNING, OrderRunner
 from lmkv_server.node.fleet.context import FleetContext

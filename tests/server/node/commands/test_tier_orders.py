@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
 from lmkv.v1 import chunk_pb2
-from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.executor import DROP_BATCH_CHUNKS
 from lmkv_server.node.commands.runner import OrderRunner

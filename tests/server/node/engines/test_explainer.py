@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from lmkv.errors import Full, KvSpecMismatch
+from lmkv.internal.v1.report_service_pb2 import ExplainOrder
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.misses.messages import reason_name
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
-from lmkv.v1.registry_service_pb2 import ExplainOrder
 from lmkv_server.node.engines.explainer import MAX_LISTED, MAX_REPORTS, MAX_RUNNING
 from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.hit import Hit

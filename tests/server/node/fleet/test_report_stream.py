@@ -10,14 +10,14 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, ResyncRequired, Unreachable
-from lmkv.keys import ChunkKey
-from lmkv.v1 import registry_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2_grpc import (
-    RegistryServiceServicer,
-    RegistryServiceStub,
-    add_RegistryServiceServicer_to_server,
+from lmkv.internal.v1 import report_service_pb2 as pb
+from lmkv.internal.v1.report_service_pb2_grpc import (
+    ReportServiceServicer,
+    ReportServiceStub,
+    add_ReportServiceServicer_to_server,
 )
+from lmkv.keys import ChunkKey
+from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv_server.node.fleet import report_stream
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.registration import InstanceLease
@@ -27,7 +27,7 @@ from tests.server.node.fleet_parts import Shelf
 from tests.server.node.ordering import until
 
 
-class Coordinator(RegistryServiceServicer):
+class Coordinator(ReportServiceServicer):
     """Ends every call at once: with an error, if it has one."""
 
     def __init__(self, error: LmkvError | None) -> None:
@@ -83,13 +83,13 @@ async def test_a_report_on_a_call_that_is_over_fails_as_the_call_did(
     error: LmkvError | None, expected: type[LmkvError]
 ) -> None:
     server = await rpc.make_server([])
-    coordinator = Coordinator(error)  # type: ignore[abstract]  # the other methods are not called
-    add_RegistryServiceServicer_to_server(coordinator, server)
+    coordinator = Coordinator(error)
+    add_ReportServiceServicer_to_server(coordinator, server)
     port = rpc.add_port(server, "127.0.0.1:0")
     await server.start()
     try:
         async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
-            stub: Any = RegistryServiceStub(channel)
+            stub: Any = ReportServiceStub(channel)
             call = stub.Report()
             await until(call.done)
             with pytest.raises(expected):

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
+from lmkv.internal.v1.report_service_pb2 import DropOrder
 from lmkv.keys import join_keys
-from lmkv.v1.registry_service_pb2 import DropOrder
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.shard import primaries
 from tests.server.node.fleet_parts import KEYS, Shelf, Wire

@@ -18,15 +18,9 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv.runtime.folder import Folder
-from lmkv.v1.registry_service_pb2 import (
-    DeregisterRequest,
-    Instance,
-    ListInstancesRequest,
-    RegisterRequest,
-    ReportRequest,
-)
-from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
+from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest, RegisterRequest
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.instance_lock import instance_secret
@@ -34,6 +28,7 @@ from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import NodeProcess
 from tests.server.node.whole_nodes import mapped, store
+from tests.support.node_stub import NodeStub
 from tests.waiting import WAIT_SECONDS, eventually
 
 
@@ -53,7 +48,7 @@ class Fleet:
 
     def __init__(self, coordinator: Coordinator, channel: grpc.aio.Channel) -> None:
         self.address = coordinator.address
-        self.registry: Any = RegistryServiceStub(channel)
+        self.registry: Any = NodeStub(channel)
 
     async def listed(self) -> dict[str, Instance]:
         response = await self.registry.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)

@@ -11,9 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.hints import HintOutcome, HintReason
+from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
 from lmkv_server.node.hints.orders import carry_out
 from tests.server.node.cases import chunk_keys, small_spec
@@ -92,7 +92,7 @@ async def test_an_order_that_a_coordinator_would_not_send_is_rejected(fleet: Two
         "priority": 5,
         "owner": bytes(16),
     }
-    assert (await carry_out(registry_pb.HintOrder(**good), hints, engines)).outcome is HintOutcome.MISSING
+    assert (await carry_out(report_pb.HintOrder(**good), hints, engines)).outcome is HintOutcome.MISSING
     for change in (
         {"hint_id": ""},
         {"action": 99},
@@ -102,7 +102,7 @@ async def test_an_order_that_a_coordinator_would_not_send_is_rejected(fleet: Two
         {"priority": 101},
         {"owner": b""},
     ):
-        result = await carry_out(registry_pb.HintOrder(**(good | change)), hints, engines)
+        result = await carry_out(report_pb.HintOrder(**(good | change)), hints, engines)
         assert (result.outcome, result.reason) == (HintOutcome.REJECTED, HintReason.MALFORMED), change
-    unknown = await carry_out(registry_pb.HintOrder(**(good | {"fingerprint": b"f" * 16})), hints, engines)
+    unknown = await carry_out(report_pb.HintOrder(**(good | {"fingerprint": b"f" * 16})), hints, engines)
     assert unknown.outcome is HintOutcome.MISSING

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, async_playwright
 
+from lmkv.internal.v1.report_service_pb2 import ChunkChange
 from lmkv.v1 import chunk_pb2
-from lmkv.v1.registry_service_pb2 import ChunkChange, TierUsage
+from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
 from tests.server.coordinator.http.page.visitor import GIB, Visitor, report

@@ -1,0 +1,147 @@
+"""ReportService: reports of nodes, and orders to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv.errors import LmkvError, ResyncRequired
+from lmkv.internal.v1 import report_service_pb2 as pb
+from lmkv.internal.v1 import report_service_pb2_grpc as pb_grpc
+from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
+from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.services.outbox import ReportOutbox
+from lmkv_server.coordinator.services.registration import check_quota, check_report, reported_pins, set_state
+
+logger = logging.getLogger(__name__)
+
+MAX_LEAVING_SECONDS = 3600.0
+"""Longest time for which an instance may report that it is about to stop."""
+
+
+class ReportService(pb_grpc.ReportServiceServicer):
+    """Handlers of one tenant. One event loop runs them all, and owns the registry."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        orders: PendingOrders,
+        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        layout_store: LayoutStore | None = None,
+    ) -> None:
+        self._registry = registry
+        self._orders = orders
+        self._quota = quota
+        self._layout_store = layout_store or NoSharedStore()
+        self._outboxes: dict[str, ReportOutbox] = {}
+        """The outbox of each instance's newest stream."""
+        self._log = LimitedLogger(logger)
+        self.report_count = 0
+        """Reports that were applied since the process started, heartbeats included."""
+
+    async def Report(
+        self,
+        request_iterator: AsyncIterator[pb.ReportRequest],
+        context: Any,
+    ) -> AsyncIterator[pb.ReportResponse]:
+        outbox = ReportOutbox()
+        reading = asyncio.create_task(self._read(request_iterator, outbox, context))
+        # Called also when the connection breaks while a response is being sent, unlike `finally`.
+        context.add_done_callback(lambda _: reading.cancel())
+        reading.add_done_callback(outbox.close)
+        while True:
+            await outbox.wake.wait()
+            if outbox.error is not None:
+                reading.cancel()
+                raise outbox.error
+            if response := outbox.take(self._registry.layout.revision):
+                yield response
+            elif reading.done():
+                reading.result()
+                return
+
+    async def _read(self, reports: AsyncIterator[pb.ReportRequest], outbox: ReportOutbox, context: Any) -> None:
+        """Applies the reports of one call until it ends or breaks."""
+        stream: ReportStream | None = None
+        instance_id = ""
+        try:
+            async for report in reports:
+                if stream is None:
+                    instance_id = report.instance_id
+                    self._registry.instances.get(instance_id, report.epoch)
+                    self._registry.instances.check_secret(instance_id, report.secret)
+                    self._outboxes[instance_id] = outbox
+                    stream = await self._open_stream(report, outbox)
+                    self._orders.connect(instance_id, outbox.send)
+                check_report(report)
+                stream.apply(report, time.monotonic())
+                if report.changes:
+                    check_quota(self._quota(), "max_chunks", len(self._registry.layout))
+                    await self._layout_store.wait_for_room()
+                self.report_count += 1
+                self._apply_state(report)
+                outbox.acknowledge(stream.sequence, report)
+        except LmkvError as error:
+            if instance_id:  # empty if its first message could not be decoded
+                # The caller of a stream that never opened may not be an instance: its log lines are limited.
+                (self._log if stream is None else logger).warning(
+                    "report stream of instance %s ended: %s", instance_id, error
+                )
+            raise
+        finally:
+            if self._outboxes.get(instance_id) is outbox:
+                del self._outboxes[instance_id]
+            if stream is not None:
+                stream.close()
+                self._orders.disconnect(instance_id, outbox.send)
+
+    async def _open_stream(self, report: pb.ReportRequest, outbox: ReportOutbox) -> ReportStream:
+        """Opens the stream of a first report. Raises the errors of `Report`."""
+        instance_id, epoch = report.instance_id, report.epoch
+        instance = self._registry.instances.get(instance_id, epoch)
+        if instance.layout_map_id != self._layout_store.map_id:
+            raise ResyncRequired("the coordinator's layout map changed; register again")
+        if report.reported_elsewhere:
+            if not self._layout_store.map_id:
+                raise ResyncRequired("this coordinator shares no layout map; report the chunks to it")
+            return self._registry.follow(instance_id, epoch, time.monotonic(), self._layout_store.load)
+        publication = await self._layout_store.publish(instance_id, epoch)
+        if self._outboxes.get(instance_id) is not outbox:
+            raise ResyncRequired(f"another stream of instance {instance_id!r} replaced this one")
+        return self._registry.open_stream(instance_id, epoch, time.monotonic(), publication)
+
+    def resync(self, reason: str, instance_id: str = "") -> None:
+        """Ends the report streams of one instance, or of all: they register again and open new ones."""
+        outboxes = [self._outboxes.get(instance_id)] if instance_id else list(self._outboxes.values())
+        for outbox in outboxes:
+            if outbox is not None:
+                outbox.fail(ResyncRequired(f"{reason}; register again"))
+
+    def _apply_state(self, report: pb.ReportRequest) -> None:
+        """Applies what a report contains besides chunks."""
+        instance = self._registry.instances.find(report.instance_id)
+        if instance:
+            self._charge(report)
+            set_state(instance, report)
+            if report.fetch_serial:
+                instance.fetch_serial = report.fetch_serial
+                seconds = min(max(report.leaving.ToNanoseconds() / 1e9, 0.0), MAX_LEAVING_SECONDS)
+                instance.leaving_until = time.monotonic() + seconds if seconds else 0.0
+            if report.HasField("pins"):
+                instance.pins = reported_pins(report.pins)
+        for outcome in report.outcomes:
+            self._orders.complete(report.instance_id, outcome)
+
+    def _charge(self, report: pb.ReportRequest) -> None:
+        """Charges the budget for what a report makes this coordinator store. Raises `Full`."""
+        sizes = {"tiers": sum(tier.ByteSize() for tier in report.tiers)} if report.tiers else {}
+        sizes |= {name: getattr(report, name).ByteSize() for name in ("stats", "pins") if report.HasField(name)}
+        for item, size_bytes in sizes.items():
+            self._registry.instances.budget.charge(report.instance_id, item, size_bytes)
