@@ -148,6 +148,10 @@ class P2pDisabled(Conflict):
     """Transfers between nodes are disabled at this node (`enable_p2p`)."""
 
 
+class VersionMismatch(Conflict):
+    """Node and coordinator do not speak the same version of `lmkv.internal.v1`."""
+
+
 class StaleEpoch(Conflict):
     """A newer process has registered this instance id."""
 

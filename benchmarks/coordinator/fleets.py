@@ -14,6 +14,7 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import Full, LmkvError
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import KEY_BYTES
@@ -60,7 +61,7 @@ class SimulatedInstance:
             specs=[spec.to_proto() for spec in specs],
         )
         async with asyncio.timeout(TIMEOUT_SECONDS):
-            await _register(stub, RegisterRequest(instance=said))
+            await _register(stub, RegisterRequest(instance=said, protocol_version=PROTOCOL_VERSION))
         reports: Any = ReportServiceStub(channel)
         self._call = reports.Report()
         self._sequence = len(self._reports)

@@ -289,10 +289,13 @@ class RegisterRequest(_message.Message):
 
     INSTANCE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     secret: _builtins.bytes
     """Proves that later calls come from the same node: 16 to 64 random bytes that it stores across restarts. No call
     returns it. Empty: the id is not protected.
     """
+    protocol_version: _builtins.int
+    """Version of `lmkv.internal.v1` that the node speaks; the coordinator refuses any other than its own."""
     @_builtins.property
     def instance(self) -> Global___Instance:
         """The node that registers."""
@@ -302,10 +305,11 @@ class RegisterRequest(_message.Message):
         *,
         instance: Global___Instance | None = ...,
         secret: _builtins.bytes = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "protocol_version", b"protocol_version", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,10 +324,16 @@ class RegisterResponse(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     LAYOUT_MAP_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     layout_map_id: _builtins.str
     """Id of the layout map that the coordinator shares with others; empty if it shares none. An instance reports its
     chunks to one of the coordinators that share a map.
     """
+    protocol_version: _builtins.int
+    """Version of `lmkv.internal.v1` that the coordinator speaks; a node leaves a coordinator with any other than its own."""
+    version: _builtins.str
+    """The coordinator's version of lmkv."""
     @_builtins.property
     def instance(self) -> Global___Instance:
         """The registered instance, with `conflicts`."""
@@ -338,10 +348,12 @@ class RegisterResponse(_message.Message):
         instance: Global___Instance | None = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
         layout_map_id: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "lease_ttl", b"lease_ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layout_map_id", b"layout_map_id", "lease_ttl", b"lease_ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layout_map_id", b"layout_map_id", "lease_ttl", b"lease_ttl", "protocol_version", b"protocol_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

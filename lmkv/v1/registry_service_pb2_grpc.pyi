@@ -53,6 +53,8 @@ class RegistryServiceStub:
     * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
       expires `lease_ttl` after its last report.
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+    * `FAILED_PRECONDITION` (`VERSION_MISMATCH`): node and coordinator do not speak the same `protocol_version`; the message
+      names both versions of lmkv.
     * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
       adapters; retry after the delay in `RetryInfo`.
     """
@@ -103,6 +105,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
       expires `lease_ttl` after its last report.
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+    * `FAILED_PRECONDITION` (`VERSION_MISMATCH`): node and coordinator do not speak the same `protocol_version`; the message
+      names both versions of lmkv.
     * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
       adapters; retry after the delay in `RetryInfo`.
     """
@@ -156,6 +160,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         * `ALREADY_EXISTS` (`INSTANCE_ID_IN_USE`): another node holds this id; the metadata contains its address. Its lease
           expires `lease_ttl` after its last report.
         * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
+        * `FAILED_PRECONDITION` (`VERSION_MISMATCH`): node and coordinator do not speak the same `protocol_version`; the message
+          names both versions of lmkv.
         * `RESOURCE_EXHAUSTED` (`FULL`): too many instances are joining at once, or a model would have more than 64 specs and
           adapters; retry after the delay in `RetryInfo`.
         """

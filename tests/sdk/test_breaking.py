@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from tests.sdk.buf import ROOT, find_buf
 
 TIMEOUT_SECONDS = 300.0
 PUBLIC = "protos/lmkv/v1/registry_service.proto"
 INTERNAL = "protos/lmkv/internal/v1/report_service.proto"
+PROTOCOL = "lmkv/internal/protocol.py"
 FIELD = "  string next_page_token = 2;\n"
 
 pytestmark = pytest.mark.timeout(600)  # on a busy host
@@ -28,6 +30,8 @@ def clone(tmp_path: Path) -> Path:
     for name in ("protos", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "buf.yaml", tmp_path)
+    (tmp_path / PROTOCOL).parent.mkdir(parents=True)
+    shutil.copy(ROOT / PROTOCOL, tmp_path / PROTOCOL)
     return tmp_path
 
 
@@ -58,11 +62,11 @@ def breaking(clone: Path) -> tuple[int, str]:
 
 
 def change(clone: Path, old: str, new: str, file: str = PUBLIC) -> None:
-    """Replaces a text once in a proto."""
-    proto = clone / file
-    text = proto.read_text()
+    """Replaces a text once in a file."""
+    path = clone / file
+    text = path.read_text()
     assert old in text
-    proto.write_text(text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1))
 
 
 def test_nothing_is_broken_now() -> None:
@@ -92,9 +96,17 @@ def test_then_clients_of_the_newest_tag_are_understood(clone: Path, git: Git) ->
     assert 'field "60" with name "added"' in said
 
 
-def test_what_coordinators_and_nodes_say_to_each_other_may_change_with_every_version(clone: Path, git: Git) -> None:
+def test_what_coordinators_and_nodes_say_to_each_other_may_change_with_its_version(clone: Path, git: Git) -> None:
     git("add", "--all")
     git("commit", "--quiet", "--message", "v0.9.0")
     git("tag", "v0.9.0")
+    assert breaking(clone)[0] == 0
     change(clone, "  bool snapshot_end = 5 [(google.api.field_behavior) = OPTIONAL];\n", "", INTERNAL)
+    code, said = breaking(clone)
+    assert code != 0
+    assert said.endswith(
+        f"nodes of v0.9.0 would misunderstand lmkv.internal.v1: raise PROTOCOL_VERSION in {PROTOCOL}\n"
+    )
+    version = f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n"
+    change(clone, version, f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}\n", PROTOCOL)
     assert breaking(clone)[0] == 0

@@ -32,6 +32,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, small_spec
+from tests.support.node_stub import registration
 from tests.support.promised_errors import promises
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -78,7 +79,7 @@ async def running(runtime_dir: Path) -> AsyncIterator[Servers]:
         await stream.write(engine_pb.AttachRequest(hello=hello("engine")))
         assert (await stream.read()).HasField("welcome")
         registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channels["lmkv.v1.RegistryService"])
-        await registry.Register(registry_pb.RegisterRequest(instance=REPORTER), timeout=TIMEOUT_SECONDS)
+        await registry.Register(registration(REPORTER), timeout=TIMEOUT_SECONDS)
         yield Servers(coordinator=coordinator, node=node, addresses=addresses, channels=channels)
         stream.cancel()
         for channel in channels.values():

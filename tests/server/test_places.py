@@ -21,7 +21,7 @@ from lmkv.transfer import Copy
 from lmkv.transfer.tcp import server as tcp
 from lmkv.v1.cache_service_pb2 import WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
+from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
@@ -35,6 +35,7 @@ from tests.server.coordinator.guarded import guarded, token_of
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.picker.published import Gateway
 from tests.server.proxy.scripted_engine import ScriptedEngine
+from tests.support.node_stub import registration
 from tests.waiting import WAIT_SECONDS, until
 
 HOG, HONEST = "127.0.0.2", "127.0.0.3"
@@ -164,7 +165,7 @@ async def streams_at_the_picker(_: Path) -> AsyncIterator[Honest]:
 
 async def register(registry: Any, instance_id: str, epoch: int = 1) -> None:
     instance = Instance(instance_id=instance_id, epoch=epoch, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
-    await registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+    await registry.Register(registration(instance), timeout=WAIT_SECONDS)
 
 
 async def refused(calls: Sequence[Awaitable[None]]) -> int:

@@ -6,7 +6,9 @@ from typing import Any
 
 import grpc
 
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
+from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 
 
@@ -21,3 +23,8 @@ class NodeStub:
         self.LocateInstance = registry.LocateInstance
         reports: Any = ReportServiceStub(channel)
         self.Report = reports.Report
+
+
+def registration(instance: Instance, secret: bytes = b"") -> RegisterRequest:
+    """The request by which a node of this version registers."""
+    return RegisterRequest(instance=instance, secret=secret, protocol_version=PROTOCOL_VERSION)

@@ -14,7 +14,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message
 
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
-from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.http import gateway, lmcache
 from lmkv_server.coordinator.http.app import ONLY, _refusal
 from lmkv_server.coordinator.http.paths import routes
@@ -26,6 +25,7 @@ from tests.fuzz.promises import MAX_STATUS_BYTES
 from tests.fuzz.targets.coordinator_rpcs import INSTANCE, SNAPSHOT
 from tests.fuzz.virtual_loop import run as run_virtually
 from tests.server.coordinator.cases import PROMPT
+from tests.support.node_stub import registration
 
 COVERS = (
     "lmkv_server.coordinator.http.bodies",
@@ -92,7 +92,7 @@ def run(data: bytes) -> None:
 async def _run(source: Input) -> None:
     services = make_services(lease_ttl=30.0, cluster_secret=b"hush")
     try:
-        await services.registry.Register(registry_pb.RegisterRequest(instance=INSTANCE), None)
+        await services.registry.Register(registration(INSTANCE), None)
         stream = services.core.open_stream("a", 1, 0)
         stream.apply(SNAPSHOT, 0)
         stream.close()

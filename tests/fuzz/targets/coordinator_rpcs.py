@@ -20,6 +20,7 @@ from tests.fuzz.inputs import Input, calls
 from tests.fuzz.rpcs import call, methods_of
 from tests.fuzz.virtual_loop import run as run_virtually
 from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT
+from tests.support.node_stub import registration
 
 COVERS = (
     "lmkv_server.coordinator.services",
@@ -76,7 +77,7 @@ SEEDS = [
     _calls(
         ("Hint", pb.HintRequest(instance_id="a", action=chunk_pb2.HINT_ACTION_PIN, ttl=Duration(seconds=9), **NAMED))
     ),
-    _calls(("Register", registry_pb.RegisterRequest(instance=INSTANCE, secret=bytes(16)))),
+    _calls(("Register", registration(INSTANCE, bytes(16)))),
     _calls(("Report", SNAPSHOT), ("ListInstances", registry_pb.ListInstancesRequest(page_size=1))),
     _calls(("LocateInstance", registry_pb.LocateInstanceRequest(instance_id="a"))),
     _calls(
@@ -109,7 +110,7 @@ async def _run(source: Input) -> None:
 
 async def _prepare(services: Services) -> None:
     context: Any = None
-    await services.registry.Register(registry_pb.RegisterRequest(instance=INSTANCE), context)
+    await services.registry.Register(registration(INSTANCE), context)
     stream = services.core.open_stream("a", 1, 0)
     stream.apply(SNAPSHOT, 0)
     stream.close()

@@ -23,7 +23,7 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
 from lmkv_server.node.commands.arrivals import Arrivals
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 from tests.waiting import until as until
 
 HOST = chunk_pb2.TIER_HOST
@@ -106,7 +106,7 @@ class ScriptedInstance:
                 for name, identity in self.served.items()
             ],
         )
-        await self._registry.Register(pb.RegisterRequest(instance=instance), timeout=60)
+        await self._registry.Register(registration(instance), timeout=60)
         self._stream = self._registry.Report()
         self._sequence = 0
         await self._report(

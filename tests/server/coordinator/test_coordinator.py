@@ -15,11 +15,11 @@ from lmkv.errors import ConfigError
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, RegisterRequest
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 from tests.waiting import WAIT_SECONDS, eventually
 
 
@@ -86,7 +86,7 @@ async def test_lookups_are_partial_until_all_instances_could_have_reported() -> 
 
         await eventually(is_partial, expected=False)
         instance = Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-        await registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+        await registry.Register(registration(instance), timeout=WAIT_SECONDS)
         assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
         stream = registry.Report()
         await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=1, snapshot=True))

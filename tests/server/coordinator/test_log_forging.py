@@ -18,7 +18,7 @@ import pytest
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.v1 import registry_service_pb2 as pb
 from tests.server.coordinator.cases import LLAMA
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 
 FORGED = "\n2026-01-01 00:00:00,000 CRITICAL instance b is gone\x1b[2J\u2028\u202e"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
@@ -54,7 +54,7 @@ def attack(address: str) -> None:
         good = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:1", specs=[spec], version=f"1{FORGED}")
         for instance in (good, pb.Instance(instance_id=f"a{FORGED}", epoch=1), pb.Instance(instance_id="x" * 900_000)):
             with suppress(grpc.RpcError):
-                stub.Register(pb.RegisterRequest(instance=instance), timeout=60)
+                stub.Register(registration(instance), timeout=60)
         for instance_id in (f"a{FORGED}", "x" * 900_000):
             with suppress(grpc.RpcError):
                 list(

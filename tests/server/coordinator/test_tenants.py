@@ -32,10 +32,11 @@ from lmkv.v1.cache_service_pb2 import (
     WatchRequest,
 )
 from lmkv.v1.chunk_pb2 import HINT_ACTION_EVICT, HINT_OUTCOME_ACCEPTED, TIER_HOST, Position
-from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest, RegisterRequest
+from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest
 from lmkv_server.coordinator.services.cache import CacheService
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+from tests.support.node_stub import registration
 from tests.support.tokens import entry
 
 BY_TOKENS = LookupRequest(tokens=PROMPT)
@@ -271,7 +272,7 @@ async def test_a_tenant_has_no_more_chunks_than_its_quota(tmp_path: Path) -> Non
         await fleet.instance("a", "fits-too", KEYS[:2])  # they are the same chunks
         registry = await fleet.registry(token_of("engine", "a"))
         greedy = Instance(instance_id="greedy", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto()])
-        await registry.Register(RegisterRequest(instance=greedy), timeout=60)
+        await registry.Register(registration(greedy), timeout=60)
         stream = registry.Report()
         change = ChunkChange(tier=TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=join_keys(KEYS))
         report = ReportRequest(instance_id="greedy", epoch=1, sequence=1, snapshot=True, changes=[change])

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lmkv import rpc
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey, split_keys
@@ -32,10 +33,13 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer, report_service
         """What it said to hold when the outcome came, by order id."""
         self.report_count = 0
         self.stream_count = 0
+        self.farewell_count = 0
         self.acking = True
         """Whether reports are acknowledged."""
         self.lease_seconds = 2.0
         self.map_id = ""
+        self.protocol_version = PROTOCOL_VERSION
+        self.version = "9.9"
         self._orders: asyncio.Queue[report_pb.Order | None] = asyncio.Queue()
 
     ListInstances: Any = None
@@ -69,11 +73,17 @@ class Ordering(registry_service_pb2_grpc.RegistryServiceServicer, report_service
         return outcome
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
-        response = pb.RegisterResponse(instance=request.instance, layout_map_id=self.map_id)
+        response = pb.RegisterResponse(
+            instance=request.instance,
+            layout_map_id=self.map_id,
+            protocol_version=self.protocol_version,
+            version=self.version,
+        )
         response.lease_ttl.FromMilliseconds(round(1e3 * self.lease_seconds) if self.acking else 5000)
         return response
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:  # noqa: N802
+        self.farewell_count += 1
         return pb.DeregisterResponse()
 
     async def Report(  # noqa: N802

@@ -12,6 +12,7 @@ import grpc
 
 from lmkv import rpc
 from lmkv.errors import BadMessage, Full, ResyncRequired
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey, split_keys
@@ -104,7 +105,9 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer, report_service_
         self.register_times.append(time.monotonic())
         if self.put_off_seconds:
             raise Full("others are first", retry_seconds=self.put_off_seconds)
-        response = pb.RegisterResponse(instance=request.instance, layout_map_id=self.map_id)
+        response = pb.RegisterResponse(
+            instance=request.instance, layout_map_id=self.map_id, protocol_version=PROTOCOL_VERSION
+        )
         response.lease_ttl.FromMilliseconds(round(1e3 * self.lease_seconds))
         if self.turns_off:
             self.turns_off, self.map_id = False, ""

@@ -18,6 +18,7 @@ import grpc
 from lmkv import __version__
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, LmkvError, PermissionDenied, Unreachable
+from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, page_keys, root_key
@@ -170,12 +171,13 @@ class _Visitor:
         visitor = cls(config, connection, instance)
         try:
             before = time.time()
-            response: RegisterResponse = await connection.call(
-                connection.registry.Register, RegisterRequest(instance=instance)
-            )
+            request = RegisterRequest(instance=instance, protocol_version=PROTOCOL_VERSION)
+            response: RegisterResponse = await connection.call(connection.registry.Register, request)
             middle = (before + time.time()) / 2
             visitor.clock_offset_seconds = response.instance.register_time.ToNanoseconds() / 1e9 - middle
             try:
+                theirs = Build(version=response.version, protocol_version=response.protocol_version)
+                check_builds(node=OWN_BUILD, coordinator=theirs)
                 yield visitor
             finally:
                 goodbye = DeregisterRequest(instance_id=instance.instance_id, epoch=instance.epoch)

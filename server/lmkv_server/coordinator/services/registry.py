@@ -10,9 +10,12 @@ from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
+from lmkv import __version__
 from lmkv.auth.callers import NO_QUOTA, TenantQuota
-from lmkv.errors import Full, InstanceNotFound, LmkvError
+from lmkv.errors import Full, InstanceNotFound, LmkvError, VersionMismatch
+from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.safe_text import safe_text
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
@@ -52,6 +55,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         now = time.monotonic()
+        self._check_build(request)
         info = instance_info(request.instance)
         check_secret(request.secret, info.instance_id)
         before = self._registry.instances.find(info.instance_id)
@@ -71,11 +75,24 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
             instance=self._to_proto(instance, now),
             lease_ttl=duration_pb2.Duration(),
             layout_map_id=instance.layout_map_id,
+            protocol_version=PROTOCOL_VERSION,
+            version=__version__,
         )
         response.lease_ttl.FromNanoseconds(round(self._registry.instances.lease_ttl * 1e9))
         if is_new:
             _log_registered(response.instance)
         return response
+
+    def _check_build(self, request: pb.RegisterRequest) -> None:
+        """Refuses a node that speaks another protocol. Its other fields may mean something else: they are not read."""
+        said = request.instance
+        try:
+            check_builds(
+                node=Build(version=said.version, protocol_version=request.protocol_version), coordinator=OWN_BUILD
+            )
+        except VersionMismatch as error:
+            self._log.warning("refused instance %s: %s", safe_text(said.instance_id, MAX_SHOWN), error)
+            raise
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
         self._registry.instances.check_secret(request.instance_id, request.secret)

@@ -28,6 +28,7 @@ from lmkv.errors import (
     LmkvError,
     ResyncRequired,
     StaleEpoch,
+    VersionMismatch,
 )
 from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey
@@ -254,6 +255,10 @@ class CoordinatorSession:
         except Full as error:
             can_look_up, self._map_id = True, None
             self._backoff.request(error.retry_seconds)
+            self._log_failure(error)
+        except VersionMismatch as error:
+            self._map_id = None
+            self._backoff.request(REFUSED_DELAY_SECONDS)
             self._log_failure(error)
         except LmkvError as error:
             self._log_failure(error)

@@ -24,6 +24,7 @@ from lmkv_server.coordinator.operations.pins import MAX_PINS
 from lmkv_server.coordinator.services.registration import MAX_CHANGES, MAX_STATS_BYTES, MAX_TIERS
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.node_stub import registration
 from tests.waiting import WAIT_SECONDS, until
 
 
@@ -92,7 +93,7 @@ async def test_orders_that_an_instance_does_not_carry_out_are_bounded_in_bytes(
 @pytest.fixture
 async def instance(registry: Any) -> pb.Instance:
     said = pb.Instance(instance_id="evil", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
-    await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
+    await registry.Register(registration(said), timeout=60)
     return said
 
 
@@ -113,7 +114,7 @@ async def refused(registry: Any, **fields: Any) -> LmkvError:
 
 async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance: pb.Instance) -> None:
     instance.version = "v" * (600 << 10)
-    error = await error_of(registry.Register(pb.RegisterRequest(instance=instance), timeout=60))
+    error = await error_of(registry.Register(registration(instance), timeout=60))
     assert isinstance(error, BadInstance)
     assert error.metadata["field"] == "instance"
 
@@ -174,7 +175,7 @@ async def test_the_names_of_models_in_a_fleet_are_bounded(registry: Any) -> None
             served_models=served,
         )
         try:
-            await registry.Register(pb.RegisterRequest(instance=instance), timeout=60)
+            await registry.Register(registration(instance), timeout=60)
         except grpc.RpcError as caught:
             error = rpc.from_rpc_error(caught)
     assert isinstance(error, Full)

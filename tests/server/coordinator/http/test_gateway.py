@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import json_format
 
 from lmkv.v1 import registry_service_pb2
+from tests.support.node_stub import registration
 
 LOOKUP = "/lmkv.v1.CacheService/Lookup"
 INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
@@ -17,7 +18,7 @@ INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
 
 async def test_an_rpc_answers_what_grpc_answers(http: httpx.AsyncClient, registry: Any) -> None:
     said = registry_service_pb2.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-    await registry.Register(registry_service_pb2.RegisterRequest(instance=said), timeout=60)
+    await registry.Register(registration(said), timeout=60)
     response = await http.post(INSTANCES, json={"page_size": 5})
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"

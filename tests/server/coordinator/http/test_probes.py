@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lmkv.v1 import registry_service_pb2
 from tests.server.coordinator.cases import CHUNKS, PROMPT
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.node_stub import registration
 
 
 async def scraped(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
@@ -39,7 +40,7 @@ async def test_it_is_ready_once_all_instances_could_have_joined(http: httpx.Asyn
 
 async def test_it_names_whom_it_waits_for(http: httpx.AsyncClient, registry: Any) -> None:
     said = registry_service_pb2.Instance(instance_id="late", epoch=1, peer_address="127.0.0.1:7000")
-    await registry.Register(registry_service_pb2.RegisterRequest(instance=said), timeout=60)
+    await registry.Register(registration(said), timeout=60)
     response = await http.get("/readyz")
     assert response.status_code == 503
     assert response.json()["detail"] == "the layout map is being rebuilt: waiting for late"

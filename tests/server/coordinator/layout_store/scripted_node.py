@@ -18,7 +18,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from tests.server.coordinator.cases import LLAMA
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 
 HOST = chunk_pb2.TIER_HOST
 PART = 500
@@ -137,7 +137,7 @@ class ScriptedNode:
         try:
             while True:
                 answer = await registry.Register(
-                    pb.RegisterRequest(instance=said), timeout=60, wait_for_ready=True, metadata=self._metadata
+                    registration(said), timeout=60, wait_for_ready=True, metadata=self._metadata
                 )
                 self._map_ids[address] = answer.layout_map_id
                 self._choose()

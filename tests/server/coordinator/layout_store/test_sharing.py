@@ -38,7 +38,7 @@ from tests.server.coordinator.layout_store.parts import (
     until,
 )
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 from tests.support.redis_server import RedisServer
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
@@ -126,7 +126,7 @@ async def test_a_late_coordinator_knows_all_chunks_without_direct_reports(start:
             said = pb.Instance(
                 instance_id="a", epoch=node.epoch, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()]
             )
-            answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
+            answer = await registry.Register(registration(said), timeout=60)
             assert answer.layout_map_id == map_id(first)
             stream: Any = registry.Report()
             await stream.write(
@@ -455,7 +455,7 @@ async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple
     async with rpc.open_channel(pair[0].address) as channel:
         registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
-        await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
+        await registry.Register(registration(said), timeout=60)
         stream: Any = registry.Report()
         change = report_pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
         first = report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True)
@@ -471,7 +471,7 @@ async def test_a_coordinator_without_a_shared_map_needs_its_own_reports() -> Non
     async with Coordinator(port=0) as alone, rpc.open_channel(alone.address) as channel:
         registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-        answer = await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
+        answer = await registry.Register(registration(said), timeout=60)
         assert answer.layout_map_id == ""
         stream: Any = registry.Report()
         await stream.write(report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
@@ -489,7 +489,7 @@ async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(sta
     async with rpc.open_channel(late.address) as channel:
         registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
-        await registry.Register(pb.RegisterRequest(instance=said), timeout=60)
+        await registry.Register(registration(said), timeout=60)
         stream: Any = registry.Report()
         await stream.write(report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True))
         await stream.read()

@@ -27,6 +27,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import moves
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
+from tests.support.node_stub import registration
 
 
 class Asker:
@@ -364,7 +365,7 @@ async def test_an_instance_that_has_yet_to_report_what_it_holds_is_not_moved_fro
 ) -> None:
     async with make("b"):
         instance = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
-        await registry.Register(pb.RegisterRequest(instance=instance), timeout=60)
+        await registry.Register(registration(instance), timeout=60)
         error = await asker.refusal()
         assert error.reason == "UNREACHABLE"
         assert "instance 'a' has not reported what it holds yet" in str(error)

@@ -35,6 +35,7 @@ from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
+from tests.support.node_stub import registration
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 
@@ -103,7 +104,7 @@ async def test_the_same_holds_over_http(fleet: Guarded, role: str) -> None:
 async def test_probes_need_no_token_and_see_no_names(fleet: Guarded) -> None:
     engines = await fleet.registry(token_of("engine"))
     instance = registry_service_pb2.Instance(instance_id="secretive", epoch=1, peer_address="10.0.0.1:1")
-    await engines.Register(registry_service_pb2.RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+    await engines.Register(registration(instance), timeout=WAIT_SECONDS)
     async with fleet.http("") as http:
         assert (await http.get("/healthz")).status_code == 200
         ready = await http.get("/readyz")
@@ -153,7 +154,7 @@ async def test_a_token_that_is_moved_to_another_tenant_loses_its_streams(
     instance = registry_service_pb2.Instance(
         instance_id="i", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto()]
     )
-    await engine.Register(registry_service_pb2.RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+    await engine.Register(registration(instance), timeout=WAIT_SECONDS)
     reports, lookups = engine.Report(), cache.LookupStream()
     await reports.write(
         report_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=1, snapshot=True, snapshot_end=True)

@@ -32,10 +32,11 @@ from lmkv.v1.cache_service_pb2 import (
     LookupStreamRequest,
 )
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
+from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES
 from lmkv_server.coordinator.services.cache import MAX_ALTERNATIVES, MAX_ANSWERS
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
+from tests.support.node_stub import registration
 
 ROOT = root_key(LLAMA.fingerprint, secret=b"hush")
 
@@ -64,7 +65,7 @@ async def holds(
             for name, identity in (served or {}).items()
         ],
     )
-    await registry.Register(RegisterRequest(instance=instance), timeout=60)
+    await registry.Register(registration(instance), timeout=60)
     change = ChunkChange(
         tier=chunk_pb2.TIER_HOST,
         fingerprint=spec.fingerprint,
@@ -311,7 +312,7 @@ async def test_served_models_are_bounded_and_of_the_instance(
         instance_id="a", epoch=1, peer_address="127.0.0.1:1", specs=[LLAMA.to_proto()], served_models=served
     )
     with pytest.raises(grpc.RpcError) as caught:
-        await registry.Register(RegisterRequest(instance=instance), timeout=60)
+        await registry.Register(registration(instance), timeout=60)
     error = from_rpc_error(caught.value)
     assert error.reason == "BAD_KV_SPEC"
     assert said in str(error)

@@ -19,10 +19,11 @@ from lmkv.keys import join_keys
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST
-from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
+from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES, MAX_WAITING
 from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
+from tests.support.node_stub import registration
 
 LONG = LookupRequest(tokens=range(65_000), model_name="attacked")
 
@@ -47,7 +48,7 @@ async def join(fleet: Guarded, own: Sequence[KvSpec], name: str = "evil") -> Any
     instance = Instance(
         instance_id=name, epoch=1, peer_address="127.0.0.1:7000", specs=[spec.to_proto() for spec in own]
     )
-    await registry.Register(RegisterRequest(instance=instance), timeout=120)
+    await registry.Register(registration(instance), timeout=120)
     return registry
 
 
@@ -90,7 +91,7 @@ async def test_a_part_with_a_long_text_is_refused(fleet: Guarded, field: str) ->
     setattr(message.more_parts[1], field, "x" * 600)
     registry = await fleet.registry(token_of("engine", "a"))
     instance = Instance(instance_id="evil", epoch=1, specs=[message])
-    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=120))
+    error = await error_of(registry.Register(registration(instance), timeout=120))
     assert isinstance(error, BadInstance)
     assert f"specs.more_parts.{field} has 600 bytes" in str(error)
 
@@ -100,7 +101,7 @@ async def test_a_spec_with_too_many_parts_is_refused(fleet: Guarded) -> None:
     message.more_parts.extend([message.more_parts[0]] * 1000)
     registry = await fleet.registry(token_of("engine", "a"))
     instance = Instance(instance_id="evil", epoch=1, specs=[message])
-    error = await error_of(registry.Register(RegisterRequest(instance=instance), timeout=120))
+    error = await error_of(registry.Register(registration(instance), timeout=120))
     assert isinstance(error, BadInstance)
     assert "specs.more_parts has 1002 parts; at most 7 are allowed" in str(error)
 

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from lmkv import rpc
+from lmkv import __version__, rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import KEY_BYTES, MAX_KEYS
 from lmkv.rpc.error_status import from_rpc_error
@@ -35,7 +36,7 @@ from lmkv_server.coordinator.core.join_admission import MAX_JOINING_OF_TENANT
 from lmkv_server.coordinator.services.registration import MAX_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS
 from tests.server.coordinator.scripted_instance import Make
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 CLOCK_SECONDS = 1.0
@@ -63,7 +64,7 @@ async def register(
         specs=[spec.to_proto() for spec in specs],
         **fields,
     )
-    response: RegisterResponse = await registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS)
+    response: RegisterResponse = await registry.Register(registration(instance), timeout=WAIT_SECONDS)
     return response
 
 
@@ -128,7 +129,7 @@ async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> 
     ],
 )
 async def test_a_bad_instance_is_refused(registry: Any, instance: Instance) -> None:
-    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS))
+    error = await refusal(registry.Register(registration(instance), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_INSTANCE")
     assert not (await listed(registry)).instances
 
@@ -137,8 +138,37 @@ async def test_a_spec_that_lies_is_refused(registry: Any) -> None:
     spec = LLAMA.to_proto()
     spec.kv_dtype = "float32"
     instance = Instance(instance_id="a", epoch=1, peer_address="host:1", specs=[spec])
-    error = await refusal(registry.Register(RegisterRequest(instance=instance), timeout=WAIT_SECONDS))
+    error = await refusal(registry.Register(registration(instance), timeout=WAIT_SECONDS))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_KV_SPEC")
+
+
+@pytest.mark.parametrize(
+    ("version", "protocol_version", "said"),
+    [
+        ("", 0, "lmkv of an unknown version (protocol 0)"),
+        ("0.0.9", 0, "lmkv 0.0.9 (protocol 0)"),  # from before there was a number
+        ("7.1.0", PROTOCOL_VERSION + 1, f"lmkv 7.1.0 (protocol {PROTOCOL_VERSION + 1})"),
+        ("1\nready", -1, r"lmkv 1\nready (protocol -1)"),
+    ],
+)
+async def test_a_node_of_another_version_is_refused_in_one_sentence(
+    registry: Any, caplog: pytest.LogCaptureFixture, version: str, protocol_version: int, said: str
+) -> None:
+    instance = Instance(instance_id="a", version=version)  # other fields are not read: they may mean something else
+    request = RegisterRequest(instance=instance, protocol_version=protocol_version)
+    for _ in range(20):
+        error = await refusal(registry.Register(request, timeout=WAIT_SECONDS))
+        assert (error.code, error.reason) == ("FAILED_PRECONDITION", "VERSION_MISMATCH")
+    assert str(error) == (
+        f"the node runs {said}, the coordinator runs lmkv {__version__} (protocol {PROTOCOL_VERSION}); the node shares "
+        "nothing until both run the same version: upgrade coordinators and nodes together"
+    )
+    assert not (await listed(registry)).instances
+    lines = [record.getMessage() for record in caplog.records if "refused instance a" in record.getMessage()]
+    assert lines[0] == f"refused instance a: {error}"
+    assert len(lines) < 20, "the lines are limited"
+    answer = await register(registry)
+    assert (answer.protocol_version, answer.version) == (PROTOCOL_VERSION, __version__)
 
 
 async def test_an_id_in_use_is_refused_and_the_error_says_where(registry: Any) -> None:

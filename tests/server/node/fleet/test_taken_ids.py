@@ -20,7 +20,7 @@ from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv.runtime.folder import Folder
-from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest, RegisterRequest
+from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.instance_lock import instance_secret
@@ -28,7 +28,7 @@ from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import NodeProcess
 from tests.server.node.whole_nodes import mapped, store
-from tests.support.node_stub import NodeStub
+from tests.support.node_stub import NodeStub, registration
 from tests.waiting import WAIT_SECONDS, eventually
 
 
@@ -69,7 +69,7 @@ class Fleet:
                 await asyncio.sleep(0.05)
 
     async def register(self, instance: Instance, secret: bytes = b"") -> None:
-        await self.registry.Register(RegisterRequest(instance=instance, secret=secret), timeout=WAIT_SECONDS)
+        await self.registry.Register(registration(instance, secret), timeout=WAIT_SECONDS)
 
     @asynccontextmanager
     async def taken(self, instance: Instance, secret: bytes) -> AsyncIterator[None]:
