@@ -1,7 +1,8 @@
 """Loads return what was stored, and only to clients that may have it.
 
 `owner` starts the node, all others attach to it too: `checker` and `halting-checker` verify what they load, the latter
-synchronously; `stranger` has another cluster secret; `writer` and `reader` have vLLM's roles of that kind.
+synchronously, and the former applies adapters in part; `stranger` has another cluster secret; `writer` and `reader`
+have vLLM's roles of that kind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,8 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         fleet.start()
         fleet.add("stranger", shared | {"cluster_secret": "another"})
         shared["cluster_secret"] = "one"
-        fleet.add("checker", shared | {"verify_loads": "true"})
+        partly: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["o_proj"]}
+        fleet.add("checker", shared | {"verify_loads": "true"}, **partly)
         fleet.add("halting-checker", shared | {"verify_loads": "true", "enable_async_loading": "false"})
         for name, role in (("writer", "kv_producer"), ("reader", "kv_consumer")):
             fleet.add(name, shared, transfer_config={"kv_connector": "LMKVConnector", "kv_role": role})
@@ -148,6 +151,22 @@ def test_adapters_that_differ_in_their_scale_only_are_different(
         assert (first.cached_tokens, first.stored_tokens) == (0, 768)
         completions.append(first.token_ids)
     assert completions[0] != completions[1], "the scale makes no difference"
+
+
+def test_an_adapter_of_which_an_engine_applies_a_part_is_another_one_there(
+    fleet: LlmFleet, owner: LlmProcess, tmp_path: Path, prompt: list[int]
+) -> None:
+    """`lora_target_modules` leaves nothing of this adapter."""
+    lora = ("partly", "41", str(make_adapter(tmp_path / "adapter", 1)))
+    whole = owner.ask_again(prompt, lora=lora)
+    assert (whole.cached_tokens, whole.stored_tokens) == (0, 768)
+    checker = fleet.engines["checker"]
+    right = checker.compute(prompt)
+    assert whole.token_ids != right, "the adapter makes no difference"
+    partly = checker.ask_again(prompt, lora=lora)
+    assert (partly.token_ids, partly.cached_tokens, partly.stored_tokens) == (right, 0, 768)
+    again = checker.ask_again(prompt, lora=lora)
+    assert (again.token_ids, again.loaded_tokens) == (right, 768)
 
 
 def test_an_adapter_is_what_the_engine_has_loaded_and_not_what_is_on_the_disk(

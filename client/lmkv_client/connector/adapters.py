@@ -31,8 +31,8 @@ logger = init_logger("vllm.lmkv")
 class Adapter:
     """One adapter, with its files as they were before vLLM loaded it."""
 
-    def __init__(self, lora: LoRARequest, folder: Path, dtype: str) -> None:
-        """Begins to compute the digest. `dtype` is that of adapters in memory. Raises `OSError` without files."""
+    def __init__(self, lora: LoRARequest, folder: Path, options: str) -> None:
+        """Begins to compute the digest. `options` are those of the engine. Raises `OSError` without files."""
         self.number = lora.lora_int_id
         self.path = lora.lora_path
         self.name = lora.lora_name
@@ -44,7 +44,7 @@ class Adapter:
         """Whether vLLM may have loaded other files under the same number."""
         self._config, self._weights = folder / ADAPTER_CONFIG, weight_files(folder)
         self._stamped = stamps([self._config, *self._weights, *_branch(folder)])
-        self._fields = (dtype, str(lora.is_3d_lora_weight))
+        self._fields = (options, str(lora.is_3d_lora_weight))
         if sum(stamp.size_bytes for stamp in self._stamped.values()) <= REMEMBERED_BYTES:
             self._identify()
         else:
@@ -74,9 +74,9 @@ class Adapter:
 class Adapters:
     """The adapters of one engine, by vLLM's numbers."""
 
-    def __init__(self, dtype: str = "", kept_count: int = 0) -> None:
-        """`dtype`: of adapters in memory. `kept_count`: how many vLLM keeps there at most."""
-        self._dtype = dtype
+    def __init__(self, options: str = "", kept_count: int = 0) -> None:
+        """`options` decide how the engine applies adapters. `kept_count`: how many vLLM keeps there at most."""
+        self._options = options
         self._limit = max(MAX_ADAPTERS, kept_count)
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()
         self._absent: set[int] = set()
@@ -145,7 +145,7 @@ class Adapters:
             return None
         self._absent.discard(number)
         try:
-            adapter = Adapter(lora, folder, self._dtype)
+            adapter = Adapter(lora, folder, self._options)
         except OSError as error:  # vLLM will report it
             logger.debug("adapter %s: %s", lora.lora_name, error)
             return None

@@ -32,6 +32,7 @@ from lmkv_client.connector.vllm_api import (
     SlidingWindowSpec,
     VllmConfig,
     attention_isa,
+    envs,
     hash_block_size,
     hit_alignment,
     init_logger,
@@ -254,6 +255,9 @@ def _check_engine(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         ),
         "use_mla: vLLM's CPU backend reads MLA that was not computed in the same step inexactly, and switches its own "
         "prefix cache off for it": model.use_mla and device == "cpu",
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT: pages hold the elements of their tokens in an order of their own": (
+            envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT
+        ),
         "kv_format: native tiles are for CPUs; use token_major": config.kv_format == "native" and device != "cpu",
         "share_across_engines: only vLLM reads native tiles; use kv_format token_major": (
             config.share_across_engines and config.kv_format == "native"

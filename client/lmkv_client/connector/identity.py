@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
-from lmkv_client.connector.vllm_api import LoadConfig, ModelConfig, VllmConfig
+from lmkv_client.connector.vllm_api import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, envs
 from lmkv_client.file_digests import process_start
 from lmkv_client.model_identity import (
     architecture,
@@ -33,6 +36,46 @@ COMPUTED_BY = ("code_revision", "disable_sliding_window", "model_class_overrides
 """Attributes of vLLM's `ModelConfig` that decide which code computes, and to how many tokens it attends."""
 ENCODED_BY = ("mm_encoder_attn_dtype", "video_pruning_method", "video_pruning_rate")
 """Attributes of `MultiModalConfig` that decide what encoders make of the processed media."""
+ADAPTED_BY = ("enable_moe_shared_loras", "enable_tower_connector_lora", "lora_dtype", "target_modules")
+"""Attributes of `LoRAConfig` that decide what an adapter changes."""
+
+VARIABLES: Mapping[str, object] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_BATCH_INVARIANT": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION": False,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
+    "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM": False,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_USE_AITER": False,
+    "VLLM_ROCM_USE_AITER_FP4BMM": True,
+    "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM": False,
+    "VLLM_ROCM_USE_AITER_FP8BMM": True,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2": "auto",
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+}
+"""Environment variables of vLLM that decide how precisely it computes, or what; and the values that enter no identity,
+which are vLLM's own."""
+OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "attention_config": {
+        "disable_flashinfer_q_quantization": False,
+        "indexer_kv_dtype": "auto",
+        "indexer_sparse_logits": False,
+        "use_prefill_query_quantization": False,
+    },
+    "cache_config": {"kv_sharing_fast_prefill": False},
+    "mamba_config": {"enable_stochastic_rounding": False},
+}
+"""Options of vLLM that do the same, by the attributes of `VllmConfig` that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +113,25 @@ def engine_identity(vllm_config: VllmConfig) -> str:
     models = [model_identity(vllm_config.model_config, load, after)]
     if (draft := _draft_model(vllm_config)) is not None:
         models.append(model_identity(draft, vllm_config.speculative_config.draft_load_config or load, after))
-    if vllm_config.cache_config.kv_sharing_fast_prefill:
-        models.append("kv_sharing_fast_prefill")
-    return models[0] if len(models) == 1 else digest_of(*models)
+    modes = changed_modes(vllm_config)
+    return models[0] if len(models) == 1 and not modes else digest_of(*models, *modes)
+
+
+def changed_modes(vllm_config: VllmConfig) -> list[str]:
+    """The variables and options of this engine that change its KV, as `name=value`."""
+    found = {name: (getattr(envs, name, usual), usual) for name, usual in VARIABLES.items()}
+    for attribute, options in OPTIONS.items():
+        config = getattr(vllm_config, attribute)
+        found |= {name: (getattr(config, name, usual), usual) for name, usual in options.items()}
+    return [f"{name}={value}" for name, (value, usual) in sorted(found.items()) if value != usual]
+
+
+def adapter_options(lora: LoRAConfig) -> str:
+    """What decides how this engine applies adapters, beside their files."""
+    options: dict[str, Any] = {name: getattr(lora, name) for name in ADAPTED_BY}
+    if options["target_modules"] is not None:
+        options["target_modules"] = sorted(options["target_modules"])
+    return str(options)
 
 
 def model_identity(model: ModelConfig, load: LoadConfig, after: float) -> str:
@@ -110,6 +169,8 @@ def _how(model: ModelConfig) -> list[str]:
 
 def _check_source(model: ModelConfig, load: LoadConfig) -> None:
     """Raises `ConfigError` if vLLM reads the weights elsewhere than where the model's name says."""
+    if envs.VLLM_USE_MODELSCOPE and not Path(model.model).exists():
+        raise unknown_weights(f"the weights of {model.model} are ModelScope's, whose revisions are not commits")
     if elsewhere := getattr(model, "model_weights", ""):
         raise unknown_weights(f"the weights are at {elsewhere}")
     if load.load_format not in FORMATS:
@@ -126,6 +187,10 @@ def identity_across_engines(vllm_config: VllmConfig, *, kv_dtype: str, model_id:
         raise ConfigError(
             "share_across_engines: the chunks of this engine have the layers of a draft model too",
             key="share_across_engines",
+        )
+    if modes := changed_modes(vllm_config):
+        raise ConfigError(
+            f"share_across_engines: other engines do not compute with {', '.join(modes)}", key="share_across_engines"
         )
     if not model_id:
         _check_source(model, vllm_config.load_config)

@@ -10,7 +10,8 @@ in each of its processes, so it imports two names when it is called. An import c
 | `KVConnectorTransferResults` | the same | failed loads, by request |
 | `KVConnectorMetadata`, `KVConnectorWorkerMetadata` | the same | messages between the connector's two sides |
 | `KVConnectorStats`, `KVConnectorPromMetrics` | `distributed.kv_transfer.kv_connector.v1.metrics` | statistics |
-| `VllmConfig`, `ModelConfig`, `LoadConfig` | `config` | what the engine is |
+| `VllmConfig`, `ModelConfig`, `LoadConfig`, `LoRAConfig` | `config` | what the engine is |
+| `envs` | `envs` | environment variables that change what it computes |
 | `KVCacheConfig`, the `...Spec` classes | `v1.kv_cache_interface` | KV-cache groups and their kinds |
 | `get_tensor_model_parallel_rank`, `get_pp_group` | `distributed.parallel_state` | the ranks of a worker |
 | `get_pp_indices` | `distributed.utils` | the layers of a pipeline stage |
@@ -49,7 +50,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as VLLM_VERSION  # noqa: N812  # a constant here
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm import envs
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -115,6 +117,7 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "LoRAConfig",
     "LoRARequest",
     "LoadConfig",
     "MLAAttentionSpec",
@@ -130,6 +133,7 @@ __all__ = [
     "attention_isa",
     "cpu_store_kv",
     "engine_core",
+    "envs",
     "generate_block_hash_extra_keys",
     "get_pp_group",
     "get_pp_indices",

@@ -17,7 +17,7 @@ from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import engine_kv
-from lmkv_client.connector.identity import head_shares, loaded_after, served_names
+from lmkv_client.connector.identity import adapter_options, head_shares, loaded_after, served_names
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.scheduler.side import SchedulerSide
@@ -292,7 +292,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _adapters(vllm_config: VllmConfig) -> Adapters:
     lora = vllm_config.lora_config
-    return Adapters(str(lora.lora_dtype), lora.max_cpu_loras or 0) if lora else Adapters()
+    return Adapters(adapter_options(lora), lora.max_cpu_loras or 0) if lora else Adapters()
 
 
 def scheduler_sides(core: Any) -> list[SchedulerSide]:

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
 from lmkv_client.connector import adapters as module
 from lmkv_client.connector.adapters import Adapter, Adapters
+from lmkv_client.connector.identity import adapter_options
 from lmkv_client.connector.vllm_api import adapter_pages
 from lmkv_client.file_digests import REMEMBERED_BYTES, Stamp
 from tests.waiting import wait_until
@@ -34,7 +37,7 @@ def request(folder: Path | str, number: int = 1, name: str = "adapter", **option
 
 
 def identity(folder: Path, **options: Any) -> str:
-    found = Adapters(options.pop("dtype", "float32")).of_request(request(folder, **options))
+    found = Adapters(options.pop("engine", "")).of_request(request(folder, **options))
     return found.identity if found else ""
 
 
@@ -72,7 +75,30 @@ def test_all_of_the_configuration_that_changes_the_result_counts(tmp_path: Path,
 
 def test_what_vllm_makes_of_an_adapter_counts(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "one")
-    assert len({identity(folder), identity(folder, dtype="float16"), identity(folder, is_3d_lora_weight=True)}) == 3
+    assert (
+        len({identity(folder), identity(folder, engine="of other options"), identity(folder, is_3d_lora_weight=True)})
+        == 3
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_dtype": torch.float16},
+        {"target_modules": ["o_proj"]},
+        {"target_modules": []},
+        {"enable_tower_connector_lora": True},
+        {"enable_moe_shared_loras": True},
+    ],
+    ids=str,
+)
+def test_options_of_the_engine_that_change_what_an_adapter_does_count(options: dict[str, Any]) -> None:
+    assert adapter_options(LoRAConfig(**options)) != adapter_options(LoRAConfig())
+
+
+def test_the_order_of_target_modules_and_sizes_do_not_count() -> None:
+    one = LoRAConfig(target_modules=["q_proj", "v_proj"], max_loras=2, max_lora_rank=64)
+    assert adapter_options(one) == adapter_options(LoRAConfig(target_modules=["v_proj", "q_proj"]))
 
 
 def test_further_weights_count(tmp_path: Path) -> None:
@@ -227,7 +253,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_adapter_of_a_hub_is_what_was_downloaded(hub: Path) -> None:
     publish(hub, "a" * 40, b"1")
-    adapters = Adapters("float32")
+    adapters = Adapters()
     first = adapters.of_request(request("org/tuned"))
     assert first is not None
     assert first.identity == identity(hub / "models--org--tuned" / "snapshots" / ("a" * 40))

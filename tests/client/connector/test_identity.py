@@ -10,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.config import MultiModalConfig
 
 from lmkv.errors import ConfigError
 from lmkv_client.connector.identity import (
     ENCODED_BY,
+    OPTIONS,
+    VARIABLES,
     HeadShare,
     engine_identity,
     identity_across_engines,
@@ -84,11 +87,60 @@ def test_what_else_decides_how_weights_compute_is_part_of_the_identity(
     assert engine_identity(config) != before
 
 
-def test_a_prefill_that_skips_layers_has_another_identity(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CHANGED = {
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VLLM_FLOAT32_MATMUL_PRECISION": "medium",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "int4"}',
+    "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": "0",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
+    "VLLM_ROCM_USE_AITER_FP4BMM": "0",
+    "VLLM_ROCM_USE_AITER_FP8BMM": "0",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2": "a16w4",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+}
+"""Values of variables for which `1` is none, or nothing new."""
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_that_change_what_is_computed_are_part_of_the_identity(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     config = make_vllm_config(tiny_model)
     before = engine_identity(config)
-    monkeypatch.setattr(config.cache_config, "kv_sharing_fast_prefill", True)
+    if name not in envs.environment_variables:
+        pytest.skip(f"this vLLM has no {name}")
+    monkeypatch.setenv(name, CHANGED.get(name, "1"))
     assert engine_identity(config) != before
+    with pytest.raises(ConfigError, match=f"share_across_engines: other engines do not compute with {name}="):
+        identity_across_engines(config, kv_dtype="float32", model_id="llama@7")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "name"), [(attribute, name) for attribute, options in OPTIONS.items() for name in options]
+)
+def test_options_that_change_what_is_computed_are_part_of_the_identity(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, name: str
+) -> None:
+    config = make_vllm_config(tiny_model)
+    before = engine_identity(config)
+    monkeypatch.setattr(getattr(config, attribute), name, "fp8" if name == "indexer_kv_dtype" else True)
+    assert engine_identity(config) != before
+
+
+def test_weights_of_modelscope_are_not_those_of_that_name_at_hugging_face(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_vllm_config(tiny_model)
+    before = engine_identity(config)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert engine_identity(config) == before, "a folder is what it is"
+    monkeypatch.setattr(config.model_config, "model", "organization/model")
+    monkeypatch.setattr(config.model_config.hf_config, "_commit_hash", "1" * 40, raising=False)
+    with pytest.raises(ConfigError, match=r"organization/model are ModelScope's.*: set model_id"):
+        engine_identity(config)
 
 
 def test_scales_of_an_encoder_in_a_file_of_their_own_need_a_name(

@@ -43,13 +43,16 @@ ATTRIBUTES = {
     f"{CONNECTOR}.v1.metrics.KVConnectorPromMetrics": "_counter_cls _gauge_cls _labelnames",
     f"{CONNECTOR}.factory.KVConnectorFactory": "_registry",
     "vllm.config.VllmConfig": "attention_config cache_config device_config kv_events_config load_config lora_config "
-    "model_config observability_config parallel_config scheduler_config speculative_config",
-    "vllm.config.AttentionConfig": "use_non_causal",
+    "mamba_config model_config observability_config parallel_config scheduler_config speculative_config",
+    "vllm.config.AttentionConfig": "disable_flashinfer_q_quantization indexer_kv_dtype indexer_sparse_logits "
+    "use_non_causal use_prefill_query_quantization",
     "vllm.config.CacheConfig": "cache_dtype kv_sharing_fast_prefill",
     "vllm.config.DeviceConfig": "device_type",
     "vllm.config.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.KVTransferConfig": "is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy",
-    "vllm.config.LoRAConfig": "lora_dtype max_cpu_loras",
+    "vllm.config.LoRAConfig": "enable_moe_shared_loras enable_tower_connector_lora lora_dtype max_cpu_loras "
+    "target_modules",
+    "vllm.config.MambaConfig": "enable_stochastic_rounding",
     "vllm.config.LoadConfig": "download_dir load_format model_loader_extra_config",
     "vllm.config.ModelConfig": "attn_type code_revision disable_sliding_window dtype hf_config hf_config_path "
     "hf_text_config is_diffusion is_prefix_caching_supported max_model_len model model_class_overrides model_impl "
