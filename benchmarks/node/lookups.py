@@ -122,13 +122,14 @@ async def store(socket: Path, seed: int) -> None:
     async with rpc.open_channel(f"unix:{socket}") as channel:
         call: Any = engine_service_pb2_grpc.EngineServiceStub(channel).Attach()  # type: ignore[call-arg]
         hello = pb.Hello(engine_id=f"filler-{seed}", spec=SPEC.to_proto(), worker_count=1)
-        await call.write(pb.AttachRequest(hello=hello))
+        await call.write(pb.AttachRequest(acts=[pb.Act(hello=hello)]))
         await call.read()
         while keys:
-            await call.write(pb.AttachRequest(reserve_count=min(len(keys), 100)))
+            wanted = pb.ReserveCredits(counts=[min(len(keys), 100)])
+            await call.write(pb.AttachRequest(acts=[pb.Act(reserve=wanted)]))
             granted: list[Any] = []
             while not granted:
-                granted = list((await call.read()).credits)
+                granted = [one for event in (await call.read()).events for one in event.granted.credits]
             commits = [
                 pb.CommitChunk(
                     chunk_key=key, offset=one.offset, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
@@ -136,7 +137,7 @@ async def store(socket: Path, seed: int) -> None:
                 for key, one in zip(keys, granted, strict=False)
             ]
             del keys[: len(commits)]
-            await call.write(pb.AttachRequest(commits=commits))
+            await call.write(pb.AttachRequest(acts=[pb.Act(commit=pb.CommitChunks(chunks=commits))]))
         await call.done_writing()
         while isinstance(await call.read(), pb.AttachResponse):
             pass
@@ -188,16 +189,14 @@ class EngineLookup:
         self._number += 1
         ticket = f"{self._name}-{self._number}"
         lookup = pb.LookupChunks(lookup_id=ticket, chunk_keys=join_keys(self._keys))
-        self._link.send(self._attachment, pb.AttachRequest(lookups=[lookup]))
+        self._link.send(self._attachment, pb.Act(lookup=lookup))
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
             while self._link.inbox:
                 event = self._link.inbox.popleft()
-                for found in event.found if isinstance(event, pb.AttachResponse) else ():
-                    if found.lookup_id == ticket:
-                        self._link.send(
-                            self._attachment, pb.AttachRequest(releases=[pb.ReleaseChunks(lookup_id=ticket)])
-                        )
+                for one in event.events if isinstance(event, pb.AttachResponse) else ():
+                    if (found := one.found).lookup_id == ticket:
+                        self._link.send(self._attachment, pb.Act(release=pb.ReleaseChunks(lookup_id=ticket)))
                         return len(found.own), sum(run.chunk_count for run in found.runs)
             self._link.wait(deadline - time.monotonic())
         raise LmkvError(f"the node did not answer {self._name} within {ANSWER_SECONDS:.0f} s")

@@ -24,235 +24,500 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """Request for `EngineService.Attach`: any number of acts. The node carries out the acts of one message in the order of
-    their field numbers, and the acts of one field in the order of its values.
-    """
+    """Request for `EngineService.Attach`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HELLO_FIELD_NUMBER: _builtins.int
-    SERVED_MODELS_FIELD_NUMBER: _builtins.int
-    RELEASES_FIELD_NUMBER: _builtins.int
-    COMMITS_FIELD_NUMBER: _builtins.int
-    DAMAGED_KEYS_FIELD_NUMBER: _builtins.int
-    RETURNED_CREDITS_FIELD_NUMBER: _builtins.int
-    LOOKUPS_FIELD_NUMBER: _builtins.int
-    LOADS_FIELD_NUMBER: _builtins.int
-    RESERVE_COUNT_FIELD_NUMBER: _builtins.int
-    HANDOFFS_FIELD_NUMBER: _builtins.int
-    ENDED_HANDOFFS_FIELD_NUMBER: _builtins.int
-    DROPPED_HANDOFFS_FIELD_NUMBER: _builtins.int
-    RESET_FIELD_NUMBER: _builtins.int
-    PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
-    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
-    REPORTS_FIELD_NUMBER: _builtins.int
-    HINTS_FIELD_NUMBER: _builtins.int
-    PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
-    OPTIONAL_PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
-    reserve_count: _builtins.int
-    """Write credits wanted besides those that lookups ask for."""
-    reset: _builtins.bool
-    """Drop every chunk of this engine's spec."""
-    weight_version: _builtins.str
-    """The weights have changed: `weight_version` of the engine's spec from now on, at most 512 bytes. All later acts are of
-    this spec. Handoffs that the engine sends end, `tier_changes` begin again; leases and write credits stay valid.
-    """
+    ACTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hello(self) -> Global___Hello:
-        """Who attaches; in the first message only."""
-
-    @_builtins.property
-    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
-        """Further names under which the engine serves, such as a LoRA adapter that was loaded since. A name that was sent
-        before with another `lora_identity` has this one now.
-        """
-
-    @_builtins.property
-    def releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReleaseChunks]:
-        """Lookups whose chunks the engine no longer needs."""
-
-    @_builtins.property
-    def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitChunk]:
-        """Written chunks to make visible."""
-
-    @_builtins.property
-    def damaged_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys of chunks whose bytes did not match their checksum, 16 bytes each: the node drops them."""
-
-    @_builtins.property
-    def returned_credits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Write credits returned unused: offsets of their extents."""
-
-    @_builtins.property
-    def lookups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupChunks]:
-        """Prompts to look up."""
-
-    @_builtins.property
-    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChunks]:
-        """Chunks to bring into the pool."""
-
-    @_builtins.property
-    def handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandChunks]:
-        """Prompts to send to the node of a decode engine, chunk by chunk as they are committed."""
-
-    @_builtins.property
-    def ended_handoffs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Handoffs, by `handoff_id`, of which no further chunk will be committed."""
-
-    @_builtins.property
-    def dropped_handoffs(self) -> _containers.RepeatedCompositeFieldContainer[Global___DropHandoff]:
-        """Handoffs that no request will load; they end at once, whatever their state."""
-
-    @_builtins.property
-    def part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Write credits wanted for parts 1, 2, ... of chunks; `reserve_count` is for part 0."""
-
-    @_builtins.property
-    def reports(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.RequestReport]:
-        """Where the prompts of ended requests came from; the node keeps the last ones."""
-
-    @_builtins.property
-    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___HintChunks]:
-        """Hints about prompts. A request whose lookup or commits are in the same message has them first."""
-
-    @_builtins.property
-    def partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Write credits wanted for partial chunks: the tokens of each, from 1 to one fewer than a full chunk has. Only if chunks
-        have one part.
-        """
-
-    @_builtins.property
-    def optional_partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As `partial_reserves`, for partial chunks that a longer one is likely to supersede. They are granted only while the
-        pool has free memory for a full chunk: nothing is evicted for them.
-        """
+    def acts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Act]:
+        """What the node is to do, in this order."""
 
     def __init__(
         self,
         *,
-        hello: Global___Hello | None = ...,
-        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
-        releases: _abc.Iterable[Global___ReleaseChunks] | None = ...,
-        commits: _abc.Iterable[Global___CommitChunk] | None = ...,
-        damaged_keys: _abc.Iterable[_builtins.bytes] | None = ...,
-        returned_credits: _abc.Iterable[_builtins.int] | None = ...,
-        lookups: _abc.Iterable[Global___LookupChunks] | None = ...,
-        loads: _abc.Iterable[Global___LoadChunks] | None = ...,
-        reserve_count: _builtins.int = ...,
-        handoffs: _abc.Iterable[Global___HandChunks] | None = ...,
-        ended_handoffs: _abc.Iterable[_builtins.str] | None = ...,
-        dropped_handoffs: _abc.Iterable[Global___DropHandoff] | None = ...,
-        reset: _builtins.bool = ...,
-        part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
-        weight_version: _builtins.str = ...,
-        reports: _abc.Iterable[_chunk_pb2.RequestReport] | None = ...,
-        hints: _abc.Iterable[Global___HintChunks] | None = ...,
-        partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
-        optional_partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
+        acts: _abc.Iterable[Global___Act] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "damaged_keys", b"damaged_keys", "dropped_handoffs", b"dropped_handoffs", "ended_handoffs", b"ended_handoffs", "handoffs", b"handoffs", "hello", b"hello", "hints", b"hints", "loads", b"loads", "lookups", b"lookups", "optional_partial_reserves", b"optional_partial_reserves", "part_reserve_counts", b"part_reserve_counts", "partial_reserves", b"partial_reserves", "releases", b"releases", "reports", b"reports", "reserve_count", b"reserve_count", "reset", b"reset", "returned_credits", b"returned_credits", "served_models", b"served_models", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
+class Act(_message.Message):
+    """One act of an engine. A node ends the stream at an act that it does not know: the engine is of a later version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    SERVE_MODELS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    DROP_DAMAGED_FIELD_NUMBER: _builtins.int
+    RETURN_CREDITS_FIELD_NUMBER: _builtins.int
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    HAND_FIELD_NUMBER: _builtins.int
+    END_HANDOFF_FIELD_NUMBER: _builtins.int
+    DROP_HANDOFF_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    CHANGE_WEIGHTS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___Hello:
+        """Who attaches; the first act of the first message, and no other."""
+
+    @_builtins.property
+    def serve_models(self) -> Global___ServeModels:
+        """Further names under which the engine serves."""
+
+    @_builtins.property
+    def release(self) -> Global___ReleaseChunks:
+        """A lookup whose chunks the engine no longer needs."""
+
+    @_builtins.property
+    def commit(self) -> Global___CommitChunks:
+        """Written chunks to make visible."""
+
+    @_builtins.property
+    def drop_damaged(self) -> Global___DropDamagedChunks:
+        """Chunks whose bytes did not match their checksum."""
+
+    @_builtins.property
+    def return_credits(self) -> Global___ReturnCredits:
+        """Write credits that were not used."""
+
+    @_builtins.property
+    def lookup(self) -> Global___LookupChunks:
+        """A prompt to look up."""
+
+    @_builtins.property
+    def load(self) -> Global___LoadChunks:
+        """Chunks to bring into the pool."""
+
+    @_builtins.property
+    def reserve(self) -> Global___ReserveCredits:
+        """Write credits wanted besides those that lookups ask for."""
+
+    @_builtins.property
+    def hand(self) -> Global___HandChunks:
+        """A prompt to send to the node of a decode engine, chunk by chunk as it is committed."""
+
+    @_builtins.property
+    def end_handoff(self) -> Global___EndHandoff:
+        """A handoff of which no further chunk will be committed."""
+
+    @_builtins.property
+    def drop_handoff(self) -> Global___DropHandoff:
+        """A handoff that no request will load; it ends at once, whatever its state."""
+
+    @_builtins.property
+    def reset(self) -> Global___ResetChunks:
+        """Drop every chunk of this engine's spec."""
+
+    @_builtins.property
+    def change_weights(self) -> Global___ChangeWeights:
+        """The weights have changed."""
+
+    @_builtins.property
+    def report(self) -> _chunk_pb2.RequestReport:
+        """Where the prompt of an ended request came from; the node keeps the last ones."""
+
+    @_builtins.property
+    def hint(self) -> Global___HintChunks:
+        """A hint about a prompt."""
+
+    def __init__(
+        self,
+        *,
+        hello: Global___Hello | None = ...,
+        serve_models: Global___ServeModels | None = ...,
+        release: Global___ReleaseChunks | None = ...,
+        commit: Global___CommitChunks | None = ...,
+        drop_damaged: Global___DropDamagedChunks | None = ...,
+        return_credits: Global___ReturnCredits | None = ...,
+        lookup: Global___LookupChunks | None = ...,
+        load: Global___LoadChunks | None = ...,
+        reserve: Global___ReserveCredits | None = ...,
+        hand: Global___HandChunks | None = ...,
+        end_handoff: Global___EndHandoff | None = ...,
+        drop_handoff: Global___DropHandoff | None = ...,
+        reset: Global___ResetChunks | None = ...,
+        change_weights: Global___ChangeWeights | None = ...,
+        report: _chunk_pb2.RequestReport | None = ...,
+        hint: Global___HintChunks | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "change_weights", b"change_weights", "commit", b"commit", "drop_damaged", b"drop_damaged", "drop_handoff", b"drop_handoff", "end_handoff", b"end_handoff", "hand", b"hand", "hello", b"hello", "hint", b"hint", "load", b"load", "lookup", b"lookup", "release", b"release", "report", b"report", "reserve", b"reserve", "reset", b"reset", "return_credits", b"return_credits", "serve_models", b"serve_models"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "change_weights", b"change_weights", "commit", b"commit", "drop_damaged", b"drop_damaged", "drop_handoff", b"drop_handoff", "end_handoff", b"end_handoff", "hand", b"hand", "hello", b"hello", "hint", b"hint", "load", b"load", "lookup", b"lookup", "release", b"release", "report", b"report", "reserve", b"reserve", "reset", b"reset", "return_credits", b"return_credits", "serve_models", b"serve_models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_act: _TypeAlias = _typing.Literal["hello", "serve_models", "release", "commit", "drop_damaged", "return_credits", "lookup", "load", "reserve", "hand", "end_handoff", "drop_handoff", "reset", "change_weights", "report", "hint"]  # noqa: Y015
+    _WhichOneofArgType_act: _TypeAlias = _typing.Literal["act", b"act"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_act) -> _WhichOneofReturnType_act | None: ...
+
+Global___Act: _TypeAlias = Act  # noqa: Y015
+
+@_typing.final
 class AttachResponse(_message.Message):
-    """Response for `EngineService.Attach`: any number of answers and events."""
+    """Response for `EngineService.Attach`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """Answers to acts, and what the node reports by itself, in this order. Answers to different requests come in any order."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """What a node says to an engine. An engine ignores an event that it does not know."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
-    CREDITS_FIELD_NUMBER: _builtins.int
-    REJECTED_COMMITS_FIELD_NUMBER: _builtins.int
-    RESET_COUNTS_FIELD_NUMBER: _builtins.int
-    SETTLED_RESERVE_COUNT_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
+    REJECTED_COMMIT_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     CONFLICTS_FIELD_NUMBER: _builtins.int
     HANDED_FIELD_NUMBER: _builtins.int
-    SETTLED_PART_RESERVE_COUNTS_FIELD_NUMBER: _builtins.int
-    TIER_CHANGES_FIELD_NUMBER: _builtins.int
+    TIER_CHANGE_FIELD_NUMBER: _builtins.int
     HINTED_FIELD_NUMBER: _builtins.int
-    SETTLED_PARTIAL_RESERVES_FIELD_NUMBER: _builtins.int
-    settled_reserve_count: _builtins.int
-    """Number of requested write credits, by lookups or by `reserve_count`, that this message answers, granted or not."""
     @_builtins.property
     def welcome(self) -> Global___Welcome:
-        """Answer to `hello`."""
+        """Answer to `hello`; the first event of the first message."""
 
     @_builtins.property
-    def found(self) -> _containers.RepeatedCompositeFieldContainer[Global___FoundChunks]:
-        """Answers to lookups."""
+    def found(self) -> Global___FoundChunks:
+        """Answer to `lookup`."""
 
     @_builtins.property
-    def loaded(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedChunks]:
-        """Chunks that have arrived, and ends of loads."""
+    def loaded(self) -> Global___LoadedChunks:
+        """Answer to `load`: chunks that have arrived, or the end of the load."""
 
     @_builtins.property
-    def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Write credits: extents for one part of one full chunk each, or, if `token_count` is set, for a partial chunk of that
-        number of tokens.
-        """
+    def granted(self) -> Global___GrantedCredits:
+        """Answer to `reserve`, and to the credits that a lookup asks for."""
 
     @_builtins.property
-    def rejected_commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RejectedCommit]:
-        """Commits that were refused. A commit of a chunk that is held already is not refused."""
+    def rejected_commit(self) -> Global___RejectedCommit:
+        """Answer to a chunk of `commit` that is refused. A commit of a chunk that is held already is not refused."""
 
     @_builtins.property
-    def reset_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Answer to `reset`: chunks dropped."""
+    def reset(self) -> Global___ResetResult:
+        """Answer to `reset`."""
 
     @_builtins.property
     def conflicts(self) -> Global___SpecConflicts:
         """Instances of the engine's model whose chunks it cannot share, and why; sent whole when that changes."""
 
     @_builtins.property
-    def handed(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandedChunks]:
-        """Handoffs that have ended."""
+    def handed(self) -> Global___HandedChunks:
+        """Answer to `hand`: the handoff has ended."""
 
     @_builtins.property
-    def settled_part_reserve_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As `settled_reserve_count`, for parts 1, 2, ..."""
+    def tier_change(self) -> Global___TierChange:
+        """Chunks of the engine's spec that the node has gained and lost; only if `Hello.wants_tier_changes` is set."""
 
     @_builtins.property
-    def tier_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierChange]:
-        """Chunks of the engine's spec that the node has gained and lost; only if `Hello.wants_tier_changes` is set. In order."""
-
-    @_builtins.property
-    def hinted(self) -> _containers.RepeatedCompositeFieldContainer[Global___HintedChunks]:
-        """Answers to hints, in any order."""
-
-    @_builtins.property
-    def settled_partial_reserves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The values of `partial_reserves` and of `optional_partial_reserves` that this message answers, granted or not."""
+    def hinted(self) -> Global___HintedChunks:
+        """Answer to `hint`, in any order."""
 
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
-        found: _abc.Iterable[Global___FoundChunks] | None = ...,
-        loaded: _abc.Iterable[Global___LoadedChunks] | None = ...,
-        credits: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
-        rejected_commits: _abc.Iterable[Global___RejectedCommit] | None = ...,
-        reset_counts: _abc.Iterable[_builtins.int] | None = ...,
-        settled_reserve_count: _builtins.int = ...,
+        found: Global___FoundChunks | None = ...,
+        loaded: Global___LoadedChunks | None = ...,
+        granted: Global___GrantedCredits | None = ...,
+        rejected_commit: Global___RejectedCommit | None = ...,
+        reset: Global___ResetResult | None = ...,
         conflicts: Global___SpecConflicts | None = ...,
-        handed: _abc.Iterable[Global___HandedChunks] | None = ...,
-        settled_part_reserve_counts: _abc.Iterable[_builtins.int] | None = ...,
-        tier_changes: _abc.Iterable[Global___TierChange] | None = ...,
-        hinted: _abc.Iterable[Global___HintedChunks] | None = ...,
-        settled_partial_reserves: _abc.Iterable[_builtins.int] | None = ...,
+        handed: Global___HandedChunks | None = ...,
+        tier_change: Global___TierChange | None = ...,
+        hinted: Global___HintedChunks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "credits", b"credits", "found", b"found", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commits", b"rejected_commits", "reset_counts", b"reset_counts", "settled_part_reserve_counts", b"settled_part_reserve_counts", "settled_partial_reserves", b"settled_partial_reserves", "settled_reserve_count", b"settled_reserve_count", "tier_changes", b"tier_changes", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "found", "loaded", "granted", "rejected_commit", "reset", "conflicts", "handed", "tier_change", "hinted"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class ServeModels(_message.Message):
+    """Further names under which the engine serves, such as a LoRA adapter that was loaded since."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVED_MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ServedModel]:
+        """The names. One that was sent before with another `lora_identity` has this one now."""
+
+    def __init__(
+        self,
+        *,
+        served_models: _abc.Iterable[_chunk_pb2.ServedModel] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["served_models", b"served_models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+Global___ServeModels: _TypeAlias = ServeModels  # noqa: Y015
+
+@_typing.final
+class CommitChunks(_message.Message):
+    """Chunks that every worker has written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitChunk]:
+        """The chunks, committed in this order."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___CommitChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitChunks: _TypeAlias = CommitChunks  # noqa: Y015
+
+@_typing.final
+class DropDamagedChunks(_message.Message):
+    """Chunks whose bytes did not match their checksum: the node drops them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
+    chunk_keys: _builtins.bytes
+    """Their keys, 16 bytes each, one after another."""
+    def __init__(
+        self,
+        *,
+        chunk_keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropDamagedChunks: _TypeAlias = DropDamagedChunks  # noqa: Y015
+
+@_typing.final
+class ReturnCredits(_message.Message):
+    """Write credits returned unused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Offsets of their extents."""
+
+    def __init__(
+        self,
+        *,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReturnCredits: _TypeAlias = ReturnCredits  # noqa: Y015
+
+@_typing.final
+class ReserveCredits(_message.Message):
+    """Write credits wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    OPTIONAL_PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number for full chunks, by part: for part 0, 1, ..."""
+
+    @_builtins.property
+    def partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Credits for partial chunks: the tokens of each, from 1 to one fewer than a full chunk has. Only if chunks have one part."""
+
+    @_builtins.property
+    def optional_partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As `partial_token_counts`, for partial chunks that a longer one is likely to supersede. They are granted only while the
+        pool has free memory for a full chunk: nothing is evicted for them.
+        """
+
+    def __init__(
+        self,
+        *,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        optional_partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "optional_partial_token_counts", b"optional_partial_token_counts", "partial_token_counts", b"partial_token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveCredits: _TypeAlias = ReserveCredits  # noqa: Y015
+
+@_typing.final
+class GrantedCredits(_message.Message):
+    """Write credits that are granted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CREDITS_FIELD_NUMBER: _builtins.int
+    SETTLED_COUNTS_FIELD_NUMBER: _builtins.int
+    SETTLED_PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
+        """Extents for one part of one full chunk each, or, if `token_count` is set, for a partial chunk of that number of tokens."""
+
+    @_builtins.property
+    def settled_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of requested credits, by part, that this answers, granted or not."""
+
+    @_builtins.property
+    def settled_partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The values of `partial_token_counts` and of `optional_partial_token_counts` that this answers, granted or not."""
+
+    def __init__(
+        self,
+        *,
+        credits: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
+        settled_counts: _abc.Iterable[_builtins.int] | None = ...,
+        settled_partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "settled_counts", b"settled_counts", "settled_partial_token_counts", b"settled_partial_token_counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantedCredits: _TypeAlias = GrantedCredits  # noqa: Y015
+
+@_typing.final
+class EndHandoff(_message.Message):
+    """A handoff of which no further chunk will be committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    handoff_id: _builtins.str
+    """The handoff."""
+    def __init__(
+        self,
+        *,
+        handoff_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndHandoff: _TypeAlias = EndHandoff  # noqa: Y015
+
+@_typing.final
+class ResetChunks(_message.Message):
+    """Drops every chunk of the engine's spec that is not pinned, on the node and in shared stores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetChunks: _TypeAlias = ResetChunks  # noqa: Y015
+
+@_typing.final
+class ResetResult(_message.Message):
+    """The end of a reset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_COUNT_FIELD_NUMBER: _builtins.int
+    chunk_count: _builtins.int
+    """Chunks that the node has dropped."""
+    def __init__(
+        self,
+        *,
+        chunk_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetResult: _TypeAlias = ResetResult  # noqa: Y015
+
+@_typing.final
+class ChangeWeights(_message.Message):
+    """The weights have changed. All later acts are of the spec with this version. Handoffs that the engine sends end,
+    `TierChange` events begin again; leases and write credits stay valid.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    """`weight_version` of the engine's spec from now on, at most 512 bytes."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeWeights: _TypeAlias = ChangeWeights  # noqa: Y015
 
 @_typing.final
 class HintChunks(_message.Message):
@@ -440,7 +705,7 @@ class Hello(_message.Message):
     worker_count: _builtins.int
     """Worker processes that will map the pool."""
     wants_tier_changes: _builtins.bool
-    """Whether the node reports which chunks of the spec it holds: `AttachResponse.tier_changes`."""
+    """Whether the node reports which chunks of the spec it holds: `TierChange`."""
     @_builtins.property
     def spec(self) -> _chunk_pb2.KvSpec:
         """The format of its chunks; engines of one spec share chunks."""

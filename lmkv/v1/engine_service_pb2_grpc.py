@@ -87,7 +87,8 @@ class EngineServiceServicer:
     def Attach(self, request_iterator, context):
         """Binds an engine to the node for as long as the stream lives.
 
-        The first message must carry `hello`; the first answer carries `welcome`.
+        The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
+        sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
 
         The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
         there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
@@ -96,11 +97,11 @@ class EngineServiceServicer:
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
         chunks fit into the pool; or the name of a served model is empty or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-        hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
-        in use; its `tokens` are not whole ids, or too many;
-        `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
-        or chunks have several parts.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first act is not `hello`, or does not arrive within 5 s; a later one is;
+        an act is unset, or of a kind that the node does not know; on attach.sock, a frame is of an unknown kind; `engine_id`
+        is empty or in use; the `lookup_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+        `partial_token_counts` or `optional_partial_token_counts` has a value that no partial chunk has, or more than 1,024
+        of them, or chunks have several parts.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
         lookup with `tokens` has another length than 16.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names

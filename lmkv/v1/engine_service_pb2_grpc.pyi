@@ -46,7 +46,8 @@ class EngineServiceStub:
     Attach: _grpc.StreamStreamMultiCallable[_engine_service_pb2.AttachRequest, _engine_service_pb2.AttachResponse]
     """Binds an engine to the node for as long as the stream lives.
 
-    The first message must carry `hello`; the first answer carries `welcome`.
+    The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
+    sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
 
     The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
     there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
@@ -55,11 +56,11 @@ class EngineServiceStub:
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
       chunks fit into the pool; or the name of a served model is empty or too long.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
-      in use; its `tokens` are not whole ids, or too many;
-      `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
-      or chunks have several parts.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first act is not `hello`, or does not arrive within 5 s; a later one is;
+      an act is unset, or of a kind that the node does not know; on attach.sock, a frame is of an unknown kind; `engine_id`
+      is empty or in use; the `lookup_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+      `partial_token_counts` or `optional_partial_token_counts` has a value that no partial chunk has, or more than 1,024
+      of them, or chunks have several parts.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
       lookup with `tokens` has another length than 16.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
@@ -120,7 +121,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     Attach: _aio.StreamStreamMultiCallable[_engine_service_pb2.AttachRequest, _engine_service_pb2.AttachResponse]  # type: ignore[assignment]
     """Binds an engine to the node for as long as the stream lives.
 
-    The first message must carry `hello`; the first answer carries `welcome`.
+    The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
+    sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
 
     The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
     there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
@@ -129,11 +131,11 @@ class EngineServiceAsyncStub(EngineServiceStub):
     Errors:
     * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
       chunks fit into the pool; or the name of a served model is empty or too long.
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-      hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
-      in use; its `tokens` are not whole ids, or too many;
-      `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
-      or chunks have several parts.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first act is not `hello`, or does not arrive within 5 s; a later one is;
+      an act is unset, or of a kind that the node does not know; on attach.sock, a frame is of an unknown kind; `engine_id`
+      is empty or in use; the `lookup_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+      `partial_token_counts` or `optional_partial_token_counts` has a value that no partial chunk has, or more than 1,024
+      of them, or chunks have several parts.
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
       lookup with `tokens` has another length than 16.
     * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names
@@ -197,7 +199,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.AttachResponse], _abc.AsyncIterator[_engine_service_pb2.AttachResponse]]:
         """Binds an engine to the node for as long as the stream lives.
 
-        The first message must carry `hello`; the first answer carries `welcome`.
+        The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
+        sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
 
         The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
         there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
@@ -206,11 +209,11 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
         * `INVALID_ARGUMENT` (`BAD_KV_SPEC`): the spec's fingerprint is not the digest of its fields, or fewer than two of its
           chunks fit into the pool; or the name of a served model is empty or too long.
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first message has no hello, or does not arrive within 5 s; a later one has
-          hello; on attach.sock, a frame is of an unknown kind; `engine_id` is empty or in use; the `lookup_id` of a lookup is
-          in use; its `tokens` are not whole ids, or too many;
-          `partial_reserves` or `optional_partial_reserves` has a value that no partial chunk has, or more than 1,024 of them,
-          or chunks have several parts.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): the first act is not `hello`, or does not arrive within 5 s; a later one is;
+          an act is unset, or of a kind that the node does not know; on attach.sock, a frame is of an unknown kind; `engine_id`
+          is empty or in use; the `lookup_id` of a lookup is in use; its `tokens` are not whole ids, or too many;
+          `partial_token_counts` or `optional_partial_token_counts` has a value that no partial chunk has, or more than 1,024
+          of them, or chunks have several parts.
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key list is not a multiple of 16 bytes, or too long; the `root_key` of a
           lookup with `tokens` has another length than 16.
         * `FAILED_PRECONDITION` (`CONFIG_CONFLICT`): the engine expects a node of another configuration; the metadata names

@@ -181,7 +181,7 @@ async def contents(node: Node, keys: set[ChunkKey]) -> int:
                 engine.check(key, extent)
                 assert extent.checksum == checksum(words_of(key).data, 0, SPEC.chunk_bytes)
                 count += 1
-            await engine.client.say(releases=[pb.ReleaseChunks(lookup_id=key.hex()) for key in some])
+            await engine.client.say(release=[pb.ReleaseChunks(lookup_id=key.hex()) for key in some])
     assert count == len(keys) == (await node.metrics())["chunks"], f"of {len(keys)} chunks {node.name} has {count}"
     return count
 
@@ -193,7 +193,7 @@ def batched(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
 
 async def looked_up(engine: Engine, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Extent]]:
     """Those of the keys that the node has in memory, each looked up by itself, all at once."""
-    await engine.client.say(lookups=[pb.LookupChunks(lookup_id=key.hex(), chunk_keys=key) for key in keys])
+    await engine.client.say(lookup=[pb.LookupChunks(lookup_id=key.hex(), chunk_keys=key) for key in keys])
     found: list[pb.FoundChunks] = []
     while len(found) < len(keys):
         found += await engine.client.hear("found")

@@ -62,7 +62,7 @@ class EngineActor(Actor):
             engine.client.commit(key, extent, checksum=engine.write(key, extent))
             for key, extent in zip(missing, extents, strict=False)
         ]
-        await engine.client.say(commits=commits, releases=[pb.ReleaseChunks(lookup_id=str(self._ticket))])
+        await engine.client.say(commit=commits, release=[pb.ReleaseChunks(lookup_id=str(self._ticket))])
         self.counts["chunks stored"] += len(commits)
 
     async def _load(self, engine: Engine, prompt: list[ChunkKey]) -> None:
@@ -85,11 +85,11 @@ class EngineActor(Actor):
         await asyncio.sleep(self.chance.choice([0, 0.001, 0.005, 0.02, 0.1]))
         await engine.client.release(str(self._ticket))
         await engine.client.lookup("nothing", [NOBODYS])  # what was said before the answer has been heard then
-        engine.client.heard.ClearField("loaded")
+        engine.client.heard.take("loaded")
         self.counts["loads given up"] += 1
 
     async def _begin(self, engine: Engine, found: pb.FoundChunks) -> None:
         load = pb.LoadChunks(lookup_id=str(self._ticket), first_chunk=len(found.own), chunk_count=absent_count(found))
         load.timeout.FromMilliseconds(round(1000 * self.chance.choice([0.05, 0.3, 1, 3])))
         if absent_count(found):
-            await engine.client.say(loads=[load])
+            await engine.client.say(load=[load])

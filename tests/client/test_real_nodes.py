@@ -54,7 +54,7 @@ async def stored(address: str, short_folder: Path) -> AsyncIterator[str]:
         credits_ = await engines[0].reserve(CHUNK_COUNT)
         of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
         commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, credits_, strict=True)]
-        await engines[0].say(commits=commits)
+        await engines[0].say(commit=commits)
         async with Coordinator(address) as coordinator:
             async for update in coordinator.watch():
                 if any(len(change.admitted_keys) == 16 * CHUNK_COUNT for change in update.changes):

@@ -51,7 +51,7 @@ class NodeParts:
 
         async def dropped(engine: EngineClient) -> None:
             (*_, last) = [held for held in await _held(engine, prompt) if held.item.part == part]
-            await engine.say(damaged_keys=[last.key])
+            await engine.say(drop_damaged=[last.key])
             assert last.key not in [held.key for held in await _held(engine, prompt)]
 
         self._attached(dropped)

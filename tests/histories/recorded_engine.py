@@ -10,6 +10,7 @@ from lmkv.keys import ChunkKey, split_keys
 from lmkv.pool.pool import Pool
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1.chunk_pb2 import Extent
+from tests.attach import events
 from tests.chaos.engine import SPEC, Engine
 from tests.histories import summaries
 from tests.histories.summaries import Summary
@@ -74,25 +75,25 @@ class RecordedEngine(Engine):
         return hashlib.blake2b(memoryview(self._pool.buffer)[extent.offset : extent.offset + size]).hexdigest()[:16]
 
     async def _recorded_say(self, **acts: Any) -> None:
-        for release in acts.get("releases", ()):
+        for release in acts.get("release", ()):
             self._release(release.lookup_id)
-        for lookup in acts.get("lookups", ()):
+        for lookup in acts.get("lookup", ()):
             keys = split_keys(lookup.chunk_keys)
             self._prompts[lookup.lookup_id] = keys
             self._finds[lookup.lookup_id] = self._open("Find", {"keys": summaries.key_names(lookup.chunk_keys)})
-        for load in acts.get("loads", ()):
+        for load in acts.get("load", ()):
             keys = self._prompts[load.lookup_id][load.first_chunk : load.first_chunk + load.chunk_count]
             asked = {"keys": [summaries.key_name(key) for key in keys]}
             asked |= {"timeout": load.timeout.ToNanoseconds() / 1e9}
             self._loads[load.lookup_id], self._loaded[load.lookup_id] = self._open("Load", asked), []
-        for handoff in acts.get("handoffs", ()):
+        for handoff in acts.get("hand", ()):
             asked = {"id": handoff.handoff_id, "keys": summaries.key_names(handoff.chunk_keys)}
             self._handoffs[handoff.handoff_id] = self._open("Handoff", asked | {"to": handoff.decode_instance_id})
         await self._say(**acts)
 
     async def _recorded_read(self) -> engine_pb.AttachResponse:
         answer = await self._read()
-        for found in answer.found:
+        for found in events(answer, "found"):
             prompt = self._prompts[found.lookup_id]
             names = [summaries.key_name(key) for key in prompt]
             at, disk = len(found.own), []
@@ -107,7 +108,7 @@ class RecordedEngine(Engine):
             for call in self._writes:  # acts are carried out in order: their commits were before this lookup
                 call.end({})
             self._writes.clear()
-        for loaded in answer.loaded:
+        for loaded in events(answer, "loaded"):
             if loaded.lookup_id in self._loads:
                 self._hold(loaded.lookup_id, loaded.first_chunk, loaded.extents)
                 names = self._loaded[loaded.lookup_id]
@@ -115,7 +116,7 @@ class RecordedEngine(Engine):
                 names += [summaries.key_name(key) for key, _ in zip(prompt, loaded.extents, strict=False)]
                 if loaded.done:
                     self._loads.pop(loaded.lookup_id).end({"loaded": names, "status": loaded.status.code})
-        for handed in answer.handed:
+        for handed in events(answer, "handed"):
             asked: Summary = {"id": handed.handoff_id, "keys": [], "to": ""}
             handoff = self._handoffs.pop(handed.handoff_id, None) or self._open("Handoff", asked)
             handoff.end({"chunks": handed.chunk_count, "error": handed.status.message})

@@ -149,7 +149,7 @@ async def contents(node: Node) -> dict[str, list[str]]:
     held: defaultdict[int, set[str]] = defaultdict(set)
     async with node.engine(wants_tier_changes=True) as engine:
         while {tier: len(held[tier]) for tier in expected} != expected:
-            for change in await engine.client.hear("tier_changes"):
+            for change in await engine.client.hear("tier_change"):
                 held[change.tier] |= _names(change.stored_keys)
                 held[change.tier] -= _names(change.removed_keys)
     return {str(tier): sorted(keys) for tier, keys in held.items()}

@@ -31,7 +31,7 @@ async def test_writes_and_holds_name_their_extents(tmp_path: Path, runtime_dir: 
                 extents = await client.reserve(len(keys))
                 pairs = list(zip(keys, extents, strict=True))
                 commits = [client.commit(key, one, checksum=engine.write(key, one)) for key, one in pairs]
-                await client.say(commits=commits)
+                await client.say(commit=commits)
                 for lookup_id in ("1", "2"):
                     found = await client.lookup(lookup_id, keys)
                     for key, extent in zip(keys, found.own, strict=True):

@@ -192,7 +192,7 @@ class HandoffActor(Actor):
             chunk_keys=join_keys(keys),
             token_count=HANDOFF_CHUNKS * SPEC.chunk_size,
         )
-        await prefill.client.say(handoffs=[handoff])
+        await prefill.client.say(hand=[handoff])
         computing = asyncio.create_task(self._compute(prefill, name, keys))
         try:
             await self._load(decode, name, keys)
@@ -205,8 +205,8 @@ class HandoffActor(Actor):
     async def _compute(self, engine: Engine, name: str, keys: list[ChunkKey]) -> None:
         extents = await engine.client.reserve(len(keys))
         for key, extent in zip(keys, extents, strict=False):
-            await engine.client.say(commits=[engine.client.commit(key, extent, checksum=engine.write(key, extent))])
-        await engine.client.say(ended_handoffs=[name])
+            await engine.client.say(commit=[engine.client.commit(key, extent, checksum=engine.write(key, extent))])
+        await engine.client.say(end_handoff=name)
         for patience in range(HANDOFF_PATIENCE, 0, -1):
             try:
                 while name not in [handed.handoff_id for handed in await engine.client.hear("handed")]:
@@ -219,13 +219,13 @@ class HandoffActor(Actor):
 
     async def _load(self, engine: Engine, name: str, keys: list[ChunkKey]) -> None:
         lookup = engine_pb.LookupChunks(lookup_id=name, chunk_keys=join_keys(keys), handoff_id=name)
-        await engine.client.say(lookups=[lookup])
+        await engine.client.say(lookup=[lookup])
         (found,) = await engine.client.hear("found")
         done = not absent_count(found)
         load = engine_pb.LoadChunks(lookup_id=name, first_chunk=len(found.own), chunk_count=absent_count(found))
         load.timeout.FromSeconds(3)
         if not done:
-            await engine.client.say(loads=[load])
+            await engine.client.say(load=[load])
         while not done:
             for loaded in await engine.client.hear("loaded"):
                 done |= loaded.done

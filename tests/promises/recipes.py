@@ -13,6 +13,7 @@ from typing import Any
 BLOCKS = re.compile(r"^```(sh|json)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 TOOLS = ("grpcurl", "buf", "curl")
 GRPC_PORT, HTTP_PORT = 9000, 9001
+SOCKET = "/run/lmkv/lmkv-1/engine.sock"
 NAME = re.compile(r"(move|copy|clear|drain)-[0-9a-f]{16}|[a-z0-9-]+/[0-9a-f]{16}|(lookup|health|query)-[0-9a-f]{32}")
 """Names that the coordinator makes up: operations, pins, events."""
 
@@ -61,15 +62,19 @@ def messages(text: str) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where recipes are run: the ports of a coordinator, and whose certificates to trust if it speaks TLS."""
+    """Where recipes are run: the ports of a coordinator, whose certificates to trust if it speaks TLS, and the socket
+    of a node, which never does."""
 
     buf: str
     grpc_port: int
     http_port: int
     ca: str = ""
+    engine_socket: str = ""
 
     def command(self, recipe: Recipe) -> list[str]:
         """What to run instead of what the recipe says: `buf curl` for `grpcurl`, and this place's ports."""
+        if SOCKET in recipe.words:
+            return [self.buf, *(self.engine_socket if word == SOCKET else word for word in recipe.words[1:])]
         words = [self._here(word) for word in recipe.words]
         if words[0] == "curl":
             return [*words, *(("--cacert", self.ca) if self.ca else ())]

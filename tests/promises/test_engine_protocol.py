@@ -10,7 +10,6 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.rpc import code_pb2
 
-from lmkv.attach_order import ATTACH_ORDER
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import as_tokens, chunk_keys, root_key
@@ -84,12 +83,16 @@ def test_a_table_of_fields_has_all_of_its_message_and_no_other(message: str) -> 
     assert sorted(first_names(f"field of `{message}`")) == sorted(OWN[message].fields_by_name)
 
 
-def test_the_acts_are_in_the_order_in_which_they_are_carried_out() -> None:
-    rows = table("act in `AttachRequest`")
-    assert [SPAN.findall(row[0])[0] for row in rows] == ["hello", *ATTACH_ORDER]
-    answers = {name for row in rows for name in SPAN.findall(row[2])}
-    events = {"conflicts", "tier_changes"}
-    assert answers | events == set(OWN["AttachResponse"].fields_by_name)
+def test_the_tables_of_acts_have_all_of_them_and_their_answers_are_events() -> None:
+    rows = table("`Act`")
+    assert [SPAN.findall(row[0])[0] for row in rows] == [field.name for field in OWN["Act"].fields]
+    for row, field in zip(rows, OWN["Act"].fields, strict=True):
+        carried = field.message_type
+        assert carried is not None
+        assert carried.name in SPAN.findall(row[1]), field.name
+    answers = [set(SPAN.findall(row[2])) & set(OWN["Event"].fields_by_name) for row in rows]
+    assert [bool(events) for events in answers] == [not row[2].strip().startswith("none") for row in rows]
+    assert set().union(*answers) | {"conflicts", "tier_change"} == set(OWN["Event"].fields_by_name)
 
 
 def test_limits_are_the_values_of_what_defines_them() -> None:

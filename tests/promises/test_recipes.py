@@ -16,10 +16,12 @@ from google.protobuf.descriptor_pool import Default
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
+from lmkv.config import NodeConfig
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
+from lmkv_server.node.node import Node
 from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
 from tests.sdk.buf import find_buf
 from tests.server.coordinator.cases import LLAMA
@@ -35,8 +37,13 @@ PAGES = sorted(page for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.m
 
 
 @asynccontextmanager
-async def fleet(credentials: Credentials, ca: str, folder: Path) -> AsyncIterator[tuple[Place, list[ScriptedInstance]]]:
-    """A coordinator and the instances that the pages speak of: `lmkv-1` with the prompt and `lmkv-2` with nothing."""
+async def fleet(
+    credentials: Credentials, ca: str, folder: Path, runtime_dir: Path
+) -> AsyncIterator[tuple[Place, list[ScriptedInstance]]]:
+    """A coordinator and the instances that the pages speak of: `lmkv-1` with the prompt and `lmkv-2` with nothing.
+
+    A node serves engines.
+    """
     keys = chunk_keys(as_tokens(PROMPT), root_key(LLAMA.fingerprint), LLAMA.chunk_size, partial=True)
     async with AsyncExitStack() as stack:
         # A short lease, so that the map counts as whole soon; the instances report often enough.
@@ -57,7 +64,10 @@ async def fleet(credentials: Credentials, ca: str, folder: Path) -> AsyncIterato
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         while (await cache.Lookup(cache_service_pb2.LookupRequest(), timeout=60)).partial:
             pass
-        yield Place(find_buf(), coordinator.port, next(iter(coordinator.http_ports.values())), ca), instances
+        config = NodeConfig(instance_id="lmkv-1", runtime_dir=str(runtime_dir), max_local_cpu_size=1 / 64)
+        node = await stack.enter_async_context(Node(config))
+        http_port = next(iter(coordinator.http_ports.values()))
+        yield Place(find_buf(), coordinator.port, http_port, ca, str(node.config.engine_socket)), instances
 
 
 async def beat(instances: list[ScriptedInstance]) -> None:
@@ -116,12 +126,12 @@ async def check(recipe: Recipe, place: Place, names: Names) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_tls", [False, True], ids=["plaintext", "tls"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-async def test_every_recipe_answers_what_the_page_says(page: Path, is_tls: bool, tmp_path: Path) -> None:
+async def test_every_recipe_answers_what_the_page_says(
+    page: Path, is_tls: bool, tmp_path: Path, runtime_dir: Path
+) -> None:
     certificates = issue(tmp_path / "tls")
-    async with fleet(certificates.server if is_tls else Credentials(), certificates.ca if is_tls else "", tmp_path) as (
-        place,
-        instances,
-    ):
+    credentials, ca = (certificates.server, certificates.ca) if is_tls else (Credentials(), "")
+    async with fleet(credentials, ca, tmp_path, runtime_dir) as (place, instances):
         names = Names()
         for recipe in recipes_of(page):
             begins = any("done" not in answer for answer in recipe.answers if "metadata" in answer)
@@ -133,6 +143,7 @@ async def test_every_recipe_answers_what_the_page_says(page: Path, is_tls: bool,
 def test_the_pages_have_a_recipe_for_every_rpc() -> None:
     words = {word for page in PAGES for recipe in recipes_of(page) for word in recipe.words}
     rpcs = [f"{name}/{method.name}" for name in SERVICE_NAMES for method in Default().FindServiceByName(name).methods]
+    rpcs.append("lmkv.v1.EngineService/Attach")
     assert len(rpcs) >= 17
     assert [rpc_ for rpc_ in rpcs if not any(rpc_ in word for word in words)] == []
 

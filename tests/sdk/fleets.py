@@ -89,7 +89,7 @@ async def processes(folder: Path, sockets: Path) -> AsyncIterator[tuple[cluster.
         credits_ = await engines[0].reserve(CHUNK_COUNT)
         of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
         commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(keys, credits_, strict=True)]
-        await engines[0].say(commits=commits)
+        await engines[0].say(commit=commits)
         await _until_known(coordinator.address, len(keys))
         yield (
             coordinator,

@@ -31,6 +31,7 @@ from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from lmkv_server.node.node import Node
+from tests.attach import events, request
 from tests.server.node.cases import chunk_key, small_spec
 from tests.support.node_stub import registration
 from tests.support.promised_errors import promises
@@ -76,8 +77,8 @@ async def running(runtime_dir: Path) -> AsyncIterator[Servers]:
         addresses |= {"lmkv.v1.EngineService": f"unix:{config.engine_socket}", "lmkv.v1.PeerService": node.peer_address}
         channels = {name: rpc.open_channel(address) for name, address in addresses.items()}
         stream: Any = engine_service_pb2_grpc.EngineServiceStub(channels["lmkv.v1.EngineService"]).Attach()  # type: ignore[call-arg]
-        await stream.write(engine_pb.AttachRequest(hello=hello("engine")))
-        assert (await stream.read()).HasField("welcome")
+        await stream.write(request(hello=hello("engine")))
+        assert (await stream.read()).events[0].HasField("welcome")
         registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channels["lmkv.v1.RegistryService"])
         await registry.Register(registration(REPORTER), timeout=TIMEOUT_SECONDS)
         yield Servers(coordinator=coordinator, node=node, addresses=addresses, channels=channels)
@@ -233,7 +234,10 @@ class Nonsense:
         if kind.full_name == "lmkv.v1.KvSpec" and self.random.random() < 0.5:
             made.CopyFrom(SPEC.to_proto())
             return made
+        chosen = {oneof.name: self.random.choice(oneof.fields) for oneof in kind.oneofs}
         for field in kind.fields:
+            if field.containing_oneof and field is not chosen[field.containing_oneof.name]:
+                continue
             if self.random.random() < 0.67 and depth < 4:
                 self._fill(made, field, depth)
         return made
@@ -241,7 +245,10 @@ class Nonsense:
     def begin_well(self, request: Message) -> None:
         """Makes a stream's first message one after which its server continues."""
         if isinstance(request, engine_pb.AttachRequest):
-            request.hello.CopyFrom(hello("".join(self.random.choices(string.ascii_letters, k=12))))
+            first = engine_pb.Act(hello=hello("".join(self.random.choices(string.ascii_letters, k=12))))
+            others = [first, *request.acts]
+            del request.acts[:]
+            request.acts.extend(others)
         if isinstance(request, report_pb.ReportRequest):
             request.instance_id, request.epoch, request.sequence = "reporter", 1, 1
 
@@ -315,32 +322,36 @@ LIE.layer_count += 1
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
-        ([engine_pb.AttachRequest(reserve_count=1)], "BAD_MESSAGE"),
-        ([engine_pb.AttachRequest(hello=hello(""))], "BAD_MESSAGE"),
-        ([engine_pb.AttachRequest(hello=hello("engine"))], "BAD_MESSAGE"),
-        ([engine_pb.AttachRequest(hello=hello("b")), engine_pb.AttachRequest(hello=hello("b"))], "BAD_MESSAGE"),
-        ([engine_pb.AttachRequest(hello=engine_pb.Hello(engine_id="b", spec=LIE))], "BAD_KV_SPEC"),
-        ([engine_pb.AttachRequest(hello=hello("b", small_spec(layer_count=4096)))], "BAD_KV_SPEC"),
+        ([request(reserve=1)], "BAD_MESSAGE"),
+        ([request(hello=hello(""))], "BAD_MESSAGE"),
+        ([request(hello=hello("engine"))], "BAD_MESSAGE"),
+        ([request(hello=hello("b")), request(hello=hello("b"))], "BAD_MESSAGE"),
+        ([request(hello=[hello("b")] * 2)], "BAD_MESSAGE"),
+        ([request(reserve=1, hello=hello("b"))], "BAD_MESSAGE"),
+        ([engine_pb.AttachRequest()], "BAD_MESSAGE"),
+        ([request(hello=hello("b")), engine_pb.AttachRequest(acts=[engine_pb.Act()])], "BAD_MESSAGE"),
+        ([request(hello=engine_pb.Hello(engine_id="b", spec=LIE))], "BAD_KV_SPEC"),
+        ([request(hello=hello("b", small_spec(layer_count=4096)))], "BAD_KV_SPEC"),
         (
-            [engine_pb.AttachRequest(hello=hello("b"), lookups=[engine_pb.LookupChunks(chunk_keys=bytes(15))])],
+            [request(hello=hello("b"), lookup=[engine_pb.LookupChunks(chunk_keys=bytes(15))])],
             "BAD_CHUNK_KEY",
         ),
         (
-            [engine_pb.AttachRequest(hello=hello("b"), commits=[engine_pb.CommitChunk(chunk_key=b"short")])],
+            [request(hello=hello("b"), commit=[engine_pb.CommitChunk(chunk_key=b"short")])],
             "BAD_CHUNK_KEY",
         ),
         (
             [
-                engine_pb.AttachRequest(
+                request(
                     hello=hello("b"),
-                    commits=[engine_pb.CommitChunk(chunk_key=chunk_key(1), parent_key=b"short")],
+                    commit=[engine_pb.CommitChunk(chunk_key=chunk_key(1), parent_key=b"short")],
                 )
             ],
             "BAD_CHUNK_KEY",
         ),
         (
             [
-                engine_pb.AttachRequest(
+                request(
                     hello=engine_pb.Hello(
                         engine_id="b", spec=SPEC.to_proto(), expected_config={"LMKV_MAX_LOCAL_CPU_SIZE": "1TB"}
                     )
@@ -372,11 +383,12 @@ async def test_foreign_credits_are_refused_one_by_one_and_the_stream_continues(
     commit = engine_pb.CommitChunk(
         chunk_key=chunk_key(1), offset=4096, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
     )
-    await stream.write(engine_pb.AttachRequest(hello=hello("b"), commits=[commit]))
-    assert (await stream.read()).HasField("welcome")
-    (rejected,) = (await stream.read()).rejected_commits
+    await stream.write(request(hello=hello("b"), commit=[commit]))
+    assert (await stream.read()).events[0].HasField("welcome")
+    (rejected,) = events(await stream.read(), "rejected_commit")
     assert rejected.chunk_key == chunk_key(1)
     assert rpc.from_status(rejected.status).reason == "GRANT_NOT_FOUND"
-    await stream.write(engine_pb.AttachRequest(returned_credits=[4096], reserve_count=2))
-    assert len((await stream.read()).credits) == 2
+    await stream.write(request(return_credits=[4096], reserve=2))
+    (granted,) = events(await stream.read(), "granted")
+    assert len(granted.credits) == 2
     stream.cancel()

@@ -42,7 +42,7 @@ class Fleet(NamedTuple):
             part = keys[start : start + 50]
             credits_ = await engine.reserve(len(part))
             await engine.say(
-                commits=[engine.commit(key, one, checksum=of_zeros) for key, one in zip(part, credits_, strict=True)]
+                commit=[engine.commit(key, one, checksum=of_zeros) for key, one in zip(part, credits_, strict=True)]
             )
 
     async def held(self, name: str, keys: Iterable[ChunkKey]) -> set[ChunkKey]:

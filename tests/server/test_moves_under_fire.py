@@ -52,7 +52,7 @@ async def store(engine: EngineClient) -> None:
         keys = KEYS[start : start + 50]
         credits_ = await engine.reserve(len(keys))
         commits = [engine.commit(key, one, checksum=of_zeros) for key, one in zip(keys, credits_, strict=True)]
-        await engine.say(commits=commits)
+        await engine.say(commit=commits)
 
 
 async def held(engine: EngineClient) -> set[ChunkKey]:

@@ -127,7 +127,7 @@ async def stored(manual: Manual) -> AsyncIterator[Manual]:
         of_zeros = checksum(bytearray(size_bytes), 0, size_bytes)  # as fresh memory is
         commit = first.commit(key, credit, checksum=of_zeros)
         commit.size_bytes, commit.token_count = size_bytes, len(TOKENS)
-        await first.say(commits=[commit])
+        await first.say(commit=[commit])
         deadline = time.monotonic() + WAIT_SECONDS
         while not manual.curl("/lookup", {"tokens": TOKENS}).get("lmcache_instance_1"):
             assert time.monotonic() < deadline

@@ -99,7 +99,7 @@ async def world(tmp_path: Path, short_folder: Path) -> AsyncIterator[World]:
         of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
         credits_ = await engines[0].reserve(CHUNK_COUNT)
         commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, credits_, strict=True)]
-        await engines[0].say(commits=commits)
+        await engines[0].say(commit=commits)
         made = World(coordinators, nodes, engines)
         for address in made.addresses:
             await known(made, address, {"node-1": CHUNK_COUNT})

@@ -191,7 +191,9 @@ class Dispatcher:
                 map(attached.reservations.is_written, extents)
             ):
                 raise ValueError("a chunk is not in an extent that was reserved, or was committed or put back before")
-            self._client.send(attached.attachment, pb.AttachRequest(commits=[commit for commit, _ in valid]))
+            act = pb.Act()
+            act.commit.chunks.extend(commit for commit, _ in valid)
+            self._client.send(attached.attachment, act)
             self._counts.add("committed_chunks", len(valid))
             self._counts.add("committed_bytes", sum(commit.size_bytes for commit, _ in valid))
             attached.reservations.committed(extents)
@@ -282,21 +284,24 @@ class Dispatcher:
             self._counts.add("node_losses")
             self._lose()
         elif isinstance(event, pb.AttachResponse):
-            self._answer(event)
+            for one in event.events:
+                self._answer(one)
 
-    def _answer(self, answer: pb.AttachResponse) -> None:
-        if answer.HasField("welcome"):
-            self._credit_limit = answer.welcome.credit_limit
+    def _answer(self, event: pb.Event) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "welcome":
+            self._credit_limit = event.welcome.credit_limit
         if (attached := self._attached) is None:
             return
-        for found in answer.found:
-            attached.lookups.found(found)
-        for loaded in answer.loaded:
-            attached.lookups.loaded(loaded, time.monotonic())
-        if answer.credits or answer.settled_reserve_count:
-            granted = [extent.offset for extent in answer.credits]
-            attached.reservations.settle(answer.settled_reserve_count, granted)
-        for rejected in answer.rejected_commits:
+        if kind == "found":
+            attached.lookups.found(event.found)
+        elif kind == "loaded":
+            attached.lookups.loaded(event.loaded, time.monotonic())
+        elif kind == "granted":
+            offsets = [extent.offset for extent in event.granted.credits]
+            attached.reservations.settle(sum(event.granted.settled_counts), offsets)
+        elif kind == "rejected_commit":
+            rejected = event.rejected_commit
             self._counts.add("rejected_commits")
             logger.warning("chunk %s was not stored: %s", rejected.chunk_key.hex(), rpc.from_status(rejected.status))
 
@@ -307,8 +312,8 @@ class Dispatcher:
         attachment, pool = self._attachment, MappedPool(mapped)
         self._mapping = self._attachment = None
 
-        def send(message: pb.AttachRequest) -> None:
-            self._client.send(attachment, message)
+        def send(*acts: pb.Act) -> None:
+            self._client.send(attachment, *acts)
 
         name = attachment.engine_id
         lookups = Lookups(pool, send, self._outcomes, self._counts, self._is_intact, self._accounts, name)

@@ -11,6 +11,7 @@ from lmkv.misses.reason import MissReason
 from lmkv.runtime.patience import Suspicion
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent as ExtentMessage
+from lmkv_client.engine.attachment import Send
 from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
 from lmkv_client.engine.outcomes import Outcomes
@@ -74,7 +75,7 @@ class Lookups:
     def __init__(
         self,
         pool: MappedPool,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         outcomes: Outcomes,
         counts: EngineCounts,
         is_intact: Callable[[Extent], bool],
@@ -109,7 +110,7 @@ class Lookups:
         if lookup.record:
             lookup.record.engine_request_id = lookup.record.engine_request_id or f"{self._name}/{lookup_id}"
             message.traceparent = lookup.record.lookup_traceparent
-        self._send(pb.AttachRequest(lookups=[message]))
+        self._send(pb.Act(lookup=message))
 
     def found(self, found: pb.FoundChunks) -> None:
         """Handles the answer to a lookup; one that arrives too late is released."""
@@ -217,7 +218,7 @@ class Lookups:
         if held.record:
             load.traceparent = held.record.load_traceparent
         held.requested_count = held.wanted_count
-        self._send(pb.AttachRequest(loads=[load]))
+        self._send(pb.Act(load=load))
 
     def _serve(self, held: HeldChunks, now: float) -> None:
         """Answers the callers whose chunks are in the pool, and those that have waited long enough."""
@@ -233,7 +234,7 @@ class Lookups:
             extent = self._pool.extent(message.offset, message.size_bytes, message.token_count, message.checksum)
             if not self._is_intact(extent):
                 self._counts.add("damaged_chunks")
-                self._send(pb.AttachRequest(damaged_keys=[key]))
+                self._send(pb.Act(drop_damaged=pb.DropDamagedChunks(chunk_keys=key)))
                 break
             intact.append(extent)
         return intact
@@ -252,4 +253,4 @@ class Lookups:
     def _send_release(self, lookup_id: str) -> None:
         """Also sends the reports of prompts that have ended."""
         release, reports = pb.ReleaseChunks(lookup_id=lookup_id), self._accounts.take_reports()
-        self._send(pb.AttachRequest(releases=[release], reports=reports))
+        self._send(pb.Act(release=release), *(pb.Act(report=report) for report in reports))

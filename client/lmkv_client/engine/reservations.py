@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.engine.attachment import Send
 from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
 from lmkv_client.engine.outcomes import Outcomes
@@ -41,7 +42,7 @@ class Reservations:
         pool: MappedPool,
         spec: KvSpec,
         limit: int,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         outcomes: Outcomes,
         counts: EngineCounts,
         undo: Callable[[Sequence[Extent]], None],
@@ -97,7 +98,7 @@ class Reservations:
             self._waiting.remove(reservation)
             self._end(reservation)
         if now - self._used_at > IDLE_SECONDS and (surplus := self._credits.take_surplus()):
-            self._send(pb.AttachRequest(returned_credits=surplus))
+            self._send(pb.Act(return_credits=pb.ReturnCredits(offsets=surplus)))
 
     def lost(self) -> None:
         """Ends all reservations without extents: the node is lost."""
@@ -118,7 +119,7 @@ class Reservations:
             self._end(first)
         missing_count = sum(one.missing_count for one in self._waiting)
         if missing_count and not refused and (count := self._credits.request(missing_count)):
-            self._send(pb.AttachRequest(reserve_count=count))
+            self._send(pb.Act(reserve=pb.ReserveCredits(counts=[count])))
         if self._credits.requested_count:
             return
         # Nothing is on its way: who has something takes that; who has nothing waits only for what others return.

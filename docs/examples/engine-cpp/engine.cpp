@@ -29,8 +29,10 @@
 
 namespace {
 
+using lmkv::v1::Act;
 using lmkv::v1::AttachRequest;
 using lmkv::v1::AttachResponse;
+using lmkv::v1::Event;
 using lmkv::v1::Extent;
 using lmkv::v1::FoundChunks;
 using lmkv::v1::KvSpec;
@@ -197,14 +199,13 @@ class Attachment {
     context_.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(timeout_seconds));
     stream_ = stub_->Attach(&context_);
     const auto now = std::chrono::system_clock::now().time_since_epoch().count();
-    AttachRequest request;
-    request.mutable_hello()->set_engine_id("cpp-" + std::to_string(getpid()) + "-" + std::to_string(now));
-    *request.mutable_hello()->mutable_spec() = spec;
-    request.mutable_hello()->set_worker_count(1);
-    send(request);
-    while (!received_.has_welcome()) receive();
-    const auto& welcome = received_.welcome();
-    pool_ = std::make_unique<Pool>(welcome.pool_socket(), request.hello().engine_id(), welcome.epoch(),
+    Act act;
+    act.mutable_hello()->set_engine_id("cpp-" + std::to_string(getpid()) + "-" + std::to_string(now));
+    *act.mutable_hello()->mutable_spec() = spec;
+    act.mutable_hello()->set_worker_count(1);
+    send(act);
+    const auto welcome = await(&Event::has_welcome).welcome();
+    pool_ = std::make_unique<Pool>(welcome.pool_socket(), act.hello().engine_id(), welcome.epoch(),
                                    static_cast<std::size_t>(welcome.pool_size_bytes()));
   }
 
@@ -212,79 +213,93 @@ class Attachment {
 
   // Looks a prompt up. One request runs at a time here, so that the next answer is its own.
   FoundChunks lookup(const string& lookup_id, const string& keys, int reserve_count) {
-    AttachRequest request;
-    auto* lookup = request.add_lookups();
+    Act act;
+    auto* lookup = act.mutable_lookup();
     lookup->set_lookup_id(lookup_id);
     lookup->set_chunk_keys(keys);
     lookup->set_reserve_count(reserve_count);
-    send(request);
-    for (received_.clear_found(); received_.found().empty();) receive();
-    return received_.found(0);
+    send(act);
+    return await(&Event::has_found).found();
   }
 
   // The first write credit, once the node has answered the request for it.
   Extent credit() {
-    while (settled_count_ == 0) receive();
-    if (received_.credits().empty()) fail("the node has no room");
-    return received_.credits(0);
+    const Event event = await(&Event::has_granted);
+    if (event.granted().credits().empty()) fail("the node has no room");
+    return event.granted().credits(0);
   }
 
   // The first chunk behind those in the pool, once it has arrived there.
   Extent load(const string& lookup_id, int first_chunk) {
-    AttachRequest request;
-    auto* load = request.add_loads();
+    Act act;
+    auto* load = act.mutable_load();
     load->set_lookup_id(lookup_id);
     load->set_first_chunk(first_chunk);
     load->set_chunk_count(1);
     load->mutable_timeout()->set_seconds(timeout_seconds / 2);
-    send(request);
-    while (received_.loaded().empty()) receive();
-    const auto& loaded = received_.loaded(0);
-    if (loaded.extents().empty()) fail("not loaded: " + loaded.status().message());
-    return loaded.extents(0);
+    send(act);
+    const Event event = await(&Event::has_loaded);
+    if (event.loaded().extents().empty()) fail("not loaded: " + event.loaded().status().message());
+    return event.loaded().extents(0);
   }
 
   void commit(const string& key, const Extent& credit) {
-    AttachRequest request;
-    auto* commit = request.add_commits();
+    Act act;
+    auto* commit = act.mutable_commit()->add_chunks();
     commit->set_chunk_key(key);
     commit->set_offset(credit.offset());
     commit->set_size_bytes(chunk_bytes);  // that of the credit is rounded up
     commit->set_checksum(checksum(pool_->at(credit), chunk_bytes));
     commit->set_token_count(chunk_size);
-    send(request);  // has no answer, unless it is refused
+    send(act);  // has no answer, unless it is refused
   }
 
   void release(const string& lookup_id) {
-    AttachRequest request;
-    request.add_releases()->set_lookup_id(lookup_id);
-    send(request);
+    Act act;
+    act.mutable_release()->set_lookup_id(lookup_id);
+    send(act);
   }
 
   // Ends the stream; the destructor then gives the pool back.
   void end() {
     stream_->WritesDone();
-    for (AttachResponse rest; stream_->Read(&rest);) received_.MergeFrom(rest);
+    for (AttachResponse rest; stream_->Read(&rest);) keep(rest);
     if (const grpc::Status status = stream_->Finish(); !status.ok()) fail(status.error_message());
-    if (!received_.rejected_commits().empty()) fail(received_.rejected_commits(0).status().message());
+    for (const Event& event : events_)
+      if (event.has_rejected_commit()) fail(event.rejected_commit().status().message());
   }
 
  private:
   // A write that fails is followed by the end of what can be read.
-  void send(const AttachRequest& request) { stream_->Write(request); }
+  void send(const Act& act) {
+    AttachRequest request;
+    *request.add_acts() = act;
+    stream_->Write(request);
+  }
 
-  void receive() {
-    AttachResponse response;
-    if (!stream_->Read(&response)) fail("the stream has ended: " + stream_->Finish().error_message());
-    settled_count_ += response.settled_reserve_count();
-    received_.MergeFrom(response);
+  void keep(const AttachResponse& response) {
+    events_.insert(events_.end(), response.events().begin(), response.events().end());
+  }
+
+  // Removes the first event of a kind, once it is there. Events of other kinds stay, also unknown ones.
+  Event await(bool (Event::*is_wanted)() const) {
+    while (true) {
+      for (auto event = events_.begin(); event != events_.end(); ++event) {
+        if (!((*event).*is_wanted)()) continue;
+        Event wanted = *event;
+        events_.erase(event);
+        return wanted;
+      }
+      AttachResponse response;
+      if (!stream_->Read(&response)) fail("the stream has ended: " + stream_->Finish().error_message());
+      keep(response);
+    }
   }
 
   std::unique_ptr<lmkv::v1::EngineService::Stub> stub_;
   grpc::ClientContext context_;
   std::unique_ptr<grpc::ClientReaderWriter<AttachRequest, AttachResponse>> stream_;
-  AttachResponse received_;
-  int settled_count_ = 0;
+  std::vector<Event> events_;
   std::unique_ptr<Pool> pool_;
 };
 

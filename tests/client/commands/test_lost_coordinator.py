@@ -88,7 +88,7 @@ async def running(tmp_path: Path, short_folder: Path) -> AsyncIterator[Running]:
         credits_ = await engines[0].reserve(CHUNK_COUNT)
         of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)  # as fresh memory is
         commits = [engines[0].commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, credits_, strict=True)]
-        await engines[0].say(commits=commits)
+        await engines[0].say(commit=commits)
         made = Running(coordinator, nodes)
 
         await eventually(made.holders, {FIRST: CHUNK_COUNT})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from google.rpc import code_pb2
@@ -90,7 +91,7 @@ class ScriptedNode:
         self.credits_out: dict[int, int] = {}
         """The part that each granted extent is for, by offset."""
         self.fetches: list[Fetch] = []
-        self.unanswered: deque[pb.AttachRequest] = deque()
+        self.unanswered: deque[pb.Act] = deque()
         self.releases: list[pb.ReleaseChunks] = []
         self.reports: list[RequestReport] = []
         self.miss_reason = MISS_REASON_NEVER_STORED
@@ -117,11 +118,11 @@ class ScriptedNode:
 
     # ---- what the scheduler side sees
 
-    def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
-        """Takes a message, as `NodeClient.send` does. What is meant for an attachment that has ended is dropped."""
+    def send(self, attachment: Attachment, *acts: pb.Act) -> None:
+        """Takes acts, as `NodeClient.send` does. What is meant for an attachment that has ended is dropped."""
         if not self.attached or attachment.engine_id != f"engine-{self.attach_count}":
             return
-        self.unanswered.append(message)
+        self.unanswered.extend(acts)
         if self.prompt:
             self.answer()
 
@@ -160,12 +161,12 @@ class ScriptedNode:
             weight_version=self.hello_version if self.hello_version is not None else self.spec.weight_version,
         )
         self.inbox.append(attachment)
-        self.inbox.append(pb.AttachResponse(welcome=self._welcome()))
+        self.say(pb.Event(welcome=self._welcome()))
         self._changed(pb.TierChange(tier=TIER_HOST, stored_keys=list(self.chunks)))
 
     def _changed(self, change: pb.TierChange) -> None:
         if self.attached:
-            self.inbox.append(pb.AttachResponse(tier_changes=[change]))
+            self.say(pb.Event(tier_change=change))
 
     def _welcome(self) -> pb.Welcome:
         return pb.Welcome(instance_id="node", peer_address="node:1", epoch=self.epoch, credit_limit=self.credit_limit)
@@ -188,7 +189,7 @@ class ScriptedNode:
         self.orphans.clear()
 
     def answer(self) -> None:
-        """Carries out every message that waits, in order."""
+        """Carries out every act that waits, in order."""
         while self.unanswered:
             self._act(self.unanswered.popleft())
 
@@ -215,14 +216,14 @@ class ScriptedNode:
         )
         if not fetch.indexes:
             self.fetches.pop(0)
-        self.inbox.append(pb.AttachResponse(loaded=[loaded]))
+        self.say(pb.Event(loaded=loaded))
 
     def fail(self, error: LmkvError | None = None) -> None:
         """Ends the oldest fetch without the rest of its chunks."""
         fetch = self.fetches.pop(0)
         loaded = pb.LoadedChunks(lookup_id=fetch.ticket, done=True)
         loaded.status.CopyFrom(rpc.to_status(error or ChunkNotFound("no longer there")))
-        self.inbox.append(pb.AttachResponse(loaded=[loaded]))
+        self.say(pb.Event(loaded=loaded))
 
     def move_to_peer(self, part: int | None = None) -> None:
         """From now on only a peer has what was in the pool, or one part of the chunks there."""
@@ -240,43 +241,64 @@ class ScriptedNode:
 
     # ---- its own affairs
 
-    def _act(self, message: pb.AttachRequest) -> None:
-        assert not message.HasField("hello")
-        for release in message.releases:
-            self.releases.append(release)
-            self._release(release.lookup_id)
-        self.commit_messages += message.commits
-        for commit in message.commits:
+    def say(self, event: pb.Event) -> None:
+        """Sends an event."""
+        self.inbox.append(pb.AttachResponse(events=[event]))
+
+    def _act(self, act: pb.Act) -> None:
+        kind = act.WhichOneof("act")
+        assert kind is not None
+        self._handlers[kind](getattr(act, kind))
+
+    @property
+    def _handlers(self) -> dict[str, Callable[[Any], None]]:
+        return {
+            "serve_models": lambda _: None,
+            "release": self._release,
+            "commit": self._commit_all,
+            "drop_damaged": lambda _: None,
+            "return_credits": self._take_back,
+            "lookup": self._lookup,
+            "load": self._load,
+            "reserve": self._reserve_all,
+            "hand": self.handoffs.append,
+            "end_handoff": self._end_handoff,
+            "drop_handoff": self.dropped_handoffs.append,
+            "reset": self._reset,
+            "change_weights": lambda change: self.weight_versions.append(change.weight_version),
+            "report": self.reports.append,
+            "hint": self._hint,
+        }
+
+    def _commit_all(self, commits: pb.CommitChunks) -> None:
+        self.commit_messages += commits.chunks
+        for commit in commits.chunks:
             self.parents[ChunkKey(commit.chunk_key)] = commit.parent_key
             self._commit(commit)
-        for offset in message.returned_credits:
+
+    def _take_back(self, returned: pb.ReturnCredits) -> None:
+        for offset in returned.offsets:
             del self.credits_out[offset]
-        for lookup in message.lookups:
-            self._lookup(lookup)
-        for load in message.loads:
-            self._load(load)
-        wanted = [message.reserve_count, *message.part_reserve_counts]
-        if any(wanted):
-            self._reserve(wanted, wanted)
-        self.handoffs += message.handoffs
-        for handoff_id in message.ended_handoffs:
-            assert handoff_id not in self.ended_handoffs, "a handoff is ended twice"
-            self.ended_handoffs[handoff_id] = list(self.commits)
-        self.dropped_handoffs += message.dropped_handoffs
-        if message.reset:
-            count = len(self.chunks)
-            self.evict()
-            self.chunks.clear()
-            self.inbox.append(pb.AttachResponse(reset_counts=[count]))
-        self._reserve_partial(list(message.partial_reserves), is_granted=self.grants_partial)
-        self._reserve_partial(list(message.optional_partial_reserves), is_granted=not self.pool_is_full)
-        self.reports += message.reports
-        if message.weight_version:
-            self.weight_versions.append(message.weight_version)
-        for hint in message.hints:
-            self.hints.append(hint)
-            if answer := self.on_hint(hint):
-                self.inbox.append(pb.AttachResponse(hinted=[answer]))
+
+    def _reserve_all(self, wanted: pb.ReserveCredits) -> None:
+        self._reserve(wanted.counts, wanted.counts)
+        self._reserve_partial(list(wanted.partial_token_counts), is_granted=self.grants_partial)
+        self._reserve_partial(list(wanted.optional_partial_token_counts), is_granted=not self.pool_is_full)
+
+    def _end_handoff(self, ended: pb.EndHandoff) -> None:
+        assert ended.handoff_id not in self.ended_handoffs, "a handoff is ended twice"
+        self.ended_handoffs[ended.handoff_id] = list(self.commits)
+
+    def _reset(self, _: pb.ResetChunks) -> None:
+        count = len(self.chunks)
+        self.evict()
+        self.chunks.clear()
+        self.say(pb.Event(reset=pb.ResetResult(chunk_count=count)))
+
+    def _hint(self, hint: pb.HintChunks) -> None:
+        self.hints.append(hint)
+        if answer := self.on_hint(hint):
+            self.say(pb.Event(hinted=answer))
 
     def _lookup(self, lookup: pb.LookupChunks) -> None:
         assert lookup.lookup_id not in self.tickets, "a ticket is used twice"
@@ -312,7 +334,7 @@ class ScriptedNode:
             found.partial_token_count = (peer or own)[-1].token_count
         if own or peer:
             self._hold(lookup.lookup_id, keys, own)
-        self.inbox.append(pb.AttachResponse(found=[found]))
+        self.say(pb.Event(found=found))
         self._reserve([lookup.reserve_count - len(own) - len(peer)], [lookup.reserve_count])
 
     def _partial_key(self, lookup: pb.LookupChunks, keys: list[ChunkKey]) -> ChunkKey | None:
@@ -353,12 +375,12 @@ class ScriptedNode:
         )
         if hit:
             self._hold(lookup.lookup_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])
-        self.inbox.append(pb.AttachResponse(found=[found]))
+        self.say(pb.Event(found=found))
         wanted = [lookup.reserve_count, *lookup.part_reserve_counts]
         self._reserve(wanted, wanted)
 
-    def _hold(self, request_id: str, keys: list[ChunkKey], own: list[Stored], held: list[Stored] | None = None) -> None:
-        ticket = self.tickets[request_id] = Ticket(keys, len(own), list(own) if held is None else held)
+    def _hold(self, lookup_id: str, keys: list[ChunkKey], own: list[Stored], held: list[Stored] | None = None) -> None:
+        ticket = self.tickets[lookup_id] = Ticket(keys, len(own), list(own) if held is None else held)
         for chunk in ticket.held:
             chunk.holds += 1
 
@@ -374,9 +396,10 @@ class ScriptedNode:
         if self.fetches_at_once:
             self.deliver()
 
-    def _release(self, request_id: str) -> None:
-        self.fetches = [fetch for fetch in self.fetches if fetch.ticket != request_id]
-        if ticket := self.tickets.pop(request_id, None):
+    def _release(self, release: pb.ReleaseChunks) -> None:
+        self.releases.append(release)
+        self.fetches = [fetch for fetch in self.fetches if fetch.ticket != release.lookup_id]
+        if ticket := self.tickets.pop(release.lookup_id, None):
             self._unhold(ticket)
 
     def _unhold(self, ticket: Ticket) -> None:
@@ -396,11 +419,7 @@ class ScriptedNode:
                 self.credits_out[offset] = part
                 granted.append(Extent(offset=offset, size_bytes=self.spec.part_bytes(part), part=part))
         if any(settled):
-            self.inbox.append(
-                pb.AttachResponse(
-                    credits=granted, settled_reserve_count=settled[0], settled_part_reserve_counts=settled[1:]
-                )
-            )
+            self.say(pb.Event(granted=pb.GrantedCredits(credits=granted, settled_counts=settled)))
 
     def _reserve_partial(self, token_counts: list[int], *, is_granted: bool) -> None:
         """Grants write credits for partial chunks."""
@@ -414,7 +433,7 @@ class ScriptedNode:
             size_bytes = self.spec.part_bytes(0, token_count)
             granted.append(Extent(offset=offset, size_bytes=size_bytes, token_count=token_count))
         if token_counts:
-            self.inbox.append(pb.AttachResponse(credits=granted, settled_partial_reserves=token_counts))
+            self.say(pb.Event(granted=pb.GrantedCredits(credits=granted, settled_partial_token_counts=token_counts)))
 
     def _commit(self, commit: pb.CommitChunk) -> None:
         assert max(0, self.credits_out.pop(commit.offset)) == commit.part, "the credit is for another part"
@@ -426,7 +445,7 @@ class ScriptedNode:
         if self.refuses_commits:
             rejected = pb.RejectedCommit(chunk_key=key)
             rejected.status.code = code_pb2.NOT_FOUND
-            self.inbox.append(pb.AttachResponse(rejected_commits=[rejected]))
+            self.say(pb.Event(rejected_commit=rejected))
             return
         chunk = Stored(commit.token_count, self.memory[commit.offset], commit.offset, part=commit.part)
         self.on_commit(commit, chunk)

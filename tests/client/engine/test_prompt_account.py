@@ -8,7 +8,7 @@ from lmkv.misses.messages import reason_name, reason_to_proto
 from lmkv.misses.reason import MissReason
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1.chunk_pb2 import PromptSpan
-from lmkv.v1.engine_service_pb2 import AttachRequest
+from lmkv.v1.engine_service_pb2 import Act, AttachRequest
 from lmkv_client.engine.prompts.prompt_account import MAX_REPORTS, PromptAccount, PromptAccounts
 
 CHUNK = 4
@@ -129,6 +129,6 @@ def test_reports_that_wait_fit_into_a_message_whatever_ids_clients_choose() -> N
         prompt = account(12, 8, (MissReason.NEVER_STORED, 1))
         prompt.take(0, {"own": 8})
         accounts.close("\N{GRINNING FACE}" * 100_000, prompt)
-    message = AttachRequest(reports=accounts.take_reports())
-    assert len(message.reports) == MAX_REPORTS
+    message = AttachRequest(acts=[Act(report=report) for report in accounts.take_reports()])
+    assert len(message.acts) == MAX_REPORTS
     assert message.ByteSize() < MAX_MESSAGE_BYTES // 2

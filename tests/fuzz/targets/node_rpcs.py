@@ -26,6 +26,7 @@ from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.serving.service import PeerService
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
+from tests.attach import request
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.rpcs import call, methods_of
 from tests.fuzz.virtual_loop import run as run_virtually
@@ -71,18 +72,18 @@ def _calls(*parts: tuple[str, Any]) -> bytes:
 
 _HELLO = engine_pb.Hello(engine_id="e", spec=SPEC.to_proto(), worker_count=1)
 _ACTS: list[dict[str, Any]] = [
-    {"commits": [engine_pb.CommitChunk(chunk_key=KEYS[0], offset=8192, size_bytes=8192, token_count=32)]},
-    {"lookups": [engine_pb.LookupChunks(lookup_id="r", chunk_keys=join_keys(KEYS), reserve_count=2)]},
+    {"commit": [engine_pb.CommitChunk(chunk_key=KEYS[0], offset=8192, size_bytes=8192, token_count=32)]},
+    {"lookup": [engine_pb.LookupChunks(lookup_id="r", chunk_keys=join_keys(KEYS), reserve_count=2)]},
     {
-        "loads": [engine_pb.LoadChunks(lookup_id="r", chunk_count=2, timeout=Duration(seconds=2))],
-        "releases": [engine_pb.ReleaseChunks(lookup_id="r", avoided_prefill_duration=Duration(seconds=1))],
+        "load": [engine_pb.LoadChunks(lookup_id="r", chunk_count=2, timeout=Duration(seconds=2))],
+        "release": [engine_pb.ReleaseChunks(lookup_id="r", avoided_prefill_duration=Duration(seconds=1))],
     },
-    {"reserve_count": 3, "returned_credits": [0, 4096], "damaged_keys": KEYS[2:], "part_reserve_counts": [1]},
+    {"reserve": [3, 1], "return_credits": [0, 4096], "drop_damaged": KEYS[2:]},
     {
         "reset": True,
-        "weight_version": "v2",
-        "ended_handoffs": ["h"],
-        "served_models": [chunk_pb2.ServedModel(name="m")],
+        "change_weights": "v2",
+        "end_handoff": "h",
+        "serve_models": [chunk_pb2.ServedModel(name="m")],
     },
 ]
 _INIT = peer_pb.InitRequest(
@@ -90,21 +91,18 @@ _INIT = peer_pb.InitRequest(
 )
 _NAMED: dict[str, Any] = {"peer_epoch": EPOCH, "fingerprint": SPEC.fingerprint, "chunk_keys": KEYS}
 SEEDS = [
-    *(
-        _calls(("EngineService.Attach", [engine_pb.AttachRequest(hello=_HELLO), engine_pb.AttachRequest(**acts)]))
-        for acts in _ACTS
-    ),
+    *(_calls(("EngineService.Attach", [request(hello=_HELLO), request(**named)])) for named in _ACTS),
     _calls(
         (
             "EngineService.Attach",
             [
-                engine_pb.AttachRequest(hello=_HELLO, **_ACTS[1]),
-                engine_pb.AttachRequest(**_ACTS[2]),
-                engine_pb.AttachRequest(
-                    hints=[
+                request(hello=_HELLO, **_ACTS[1]),
+                request(**_ACTS[2]),
+                request(
+                    hint=[
                         engine_pb.HintChunks(hint_id="h", action=chunk_pb2.HINT_ACTION_PIN, chunk_keys=join_keys(KEYS))
                     ],
-                    reports=[chunk_pb2.RequestReport(engine_request_id="r")],
+                    report=[chunk_pb2.RequestReport(engine_request_id="r")],
                 ),
             ],
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +17,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv.v1.engine_service_pb2_grpc import EngineServiceStub
 from lmkv_server.node.node import Node
+from tests.attach import Heard, events, request
 from tests.server.node.cases import small_spec
 
 ANSWER_SECONDS = 40.0
@@ -34,7 +34,7 @@ def absent_count(found: pb.FoundChunks | pb.EngineServiceLookupResponse) -> int:
 
 
 class EngineClient:
-    """One attached engine of the node, or of another server at a socket. Answers are merged into `heard`."""
+    """One attached engine of the node, or of another server at a socket. `heard` has what was not read."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EngineClient:
         socket = node if isinstance(node, Path) else node.config.engine_socket
         self.spec = spec or small_spec()
         self.engine_id = engine_id
-        self.heard = pb.AttachResponse()
+        self.heard = Heard()
         self._config = config or {}
         self._worker_count = worker_count
         self._answer_seconds = answer_seconds
@@ -83,34 +83,22 @@ class EngineClient:
 
     async def say(self, **acts: Any) -> None:
         """Sends one message."""
-        await self.call.write(pb.AttachRequest(**acts))
+        await self.call.write(request(**acts))
 
-    async def hear(self, field: str) -> Any:
-        """The value of a field of `AttachResponse`, as soon as it is there; forgets it."""
+    async def hear(self, kind: str) -> list[Any]:
+        """What `Heard.take` has of a kind of events, as soon as there is one."""
         async with asyncio.timeout(self._answer_seconds):
-            while not (getattr(self.heard, field) if field != "conflicts" else self.heard.HasField("conflicts")):
-                answer = await self._read()
-                settled = self.heard.settled_reserve_count + answer.settled_reserve_count
-                pairs = zip_longest(
-                    self.heard.settled_part_reserve_counts[:], answer.settled_part_reserve_counts, fillvalue=0
-                )
-                self.heard.MergeFrom(answer)
-                self.heard.settled_reserve_count = settled
-                self.heard.settled_part_reserve_counts[:] = [sum(pair) for pair in pairs]
-        value = getattr(self.heard, field)
-        if isinstance(value, pb.SpecConflicts):
-            value = value.conflicts
-        if not isinstance(value, int):
-            value = list(value)
-        self.heard.ClearField(field)  # type: ignore[arg-type]
-        return value
+            while kind not in self.heard:
+                self.heard.add(await self._read())
+        return self.heard.take(kind)
 
     async def welcome(self) -> pb.Welcome:
         """What the node says first."""
         async with asyncio.timeout(self._answer_seconds):
             answer = await self._read()
-        assert answer.HasField("welcome")
-        return answer.welcome
+        (welcome,) = events(answer, "welcome")
+        assert isinstance(welcome, pb.Welcome)
+        return welcome
 
     async def _read(self) -> pb.AttachResponse:
         answer = await self.call.read()
@@ -135,7 +123,7 @@ class EngineClient:
         )
         if budget_seconds:
             lookup.budget.FromNanoseconds(int(budget_seconds * 1e9))
-        await self.say(lookups=[lookup])
+        await self.say(lookup=[lookup])
         (found,) = await self.hear("found")
         assert found.lookup_id == ticket
         assert isinstance(found, pb.FoundChunks)
@@ -143,16 +131,14 @@ class EngineClient:
 
     async def reserve(self, count: int) -> list[Extent]:
         """Asks for write credits."""
-        await self.say(reserve_count=count)
-        assert await self.hear("settled_reserve_count") == count
-        granted = list(self.heard.credits)
-        self.heard.ClearField("credits")
-        return granted
+        await self.say(reserve=count)
+        assert await self.hear("settled") == [count]
+        return self.heard.take("credits")
 
     async def store(self, keys: list[ChunkKey]) -> None:
         """Stores chunks whose bytes mean nothing."""
         credits_ = await self.reserve(len(keys))
-        await self.say(commits=[self.commit(key, one) for key, one in zip(keys, credits_, strict=True)])
+        await self.say(commit=[self.commit(key, one) for key, one in zip(keys, credits_, strict=True)])
 
     def commit(self, key: ChunkKey, extent: Extent, *, checksum: int = 0, parent: bytes = b"") -> pb.CommitChunk:
         """A full chunk that was written into a credit."""
@@ -167,7 +153,7 @@ class EngineClient:
 
     async def release(self, ticket: str) -> None:
         """Ends a lookup."""
-        await self.say(releases=[pb.ReleaseChunks(lookup_id=ticket)])
+        await self.say(release=[pb.ReleaseChunks(lookup_id=ticket)])
 
     async def ending(self) -> LmkvError | None:
         """Why the node ends the stream; None if it does so without complaint."""

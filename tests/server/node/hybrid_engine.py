@@ -68,11 +68,9 @@ class HybridEngine(EngineClient):
 
     async def credits(self, *counts: int) -> list[list[Extent]]:
         """Write credits for each part."""
-        await self.say(reserve_count=counts[0], part_reserve_counts=counts[1:])
-        assert await self.hear("settled_part_reserve_counts") == list(counts[1:])
-        assert not counts[0] or await self.hear("settled_reserve_count") == counts[0]
-        granted = list(self.heard.credits)
-        self.heard.ClearField("credits")
+        await self.say(reserve=counts)
+        assert await self.hear("settled") == list(counts)
+        granted = self.heard.take("credits")
         return [[one for one in granted if one.part == part] for part in range(len(counts))]
 
     async def store_items(self, items: Sequence[PartItem], superseded: bytes = b"") -> None:
@@ -81,7 +79,7 @@ class HybridEngine(EngineClient):
         for batch in (items[start : start + at_once] for start in range(0, len(items), at_once)):
             counts = [sum(item.part == part for item in batch) for part in range(len(self.spec.parts))]
             granted = await self.credits(*counts)
-            await self.say(commits=[self.commit_item(item, granted[item.part].pop(0), superseded) for item in batch])
+            await self.say(commit=[self.commit_item(item, granted[item.part].pop(0), superseded) for item in batch])
 
     async def store_hits(self, *chunk_counts: int) -> None:
         """Stores the items of hits of these numbers of chunks."""
@@ -116,7 +114,7 @@ class HybridEngine(EngineClient):
         arrived = len(found.own)
         order = pb.LoadChunks(lookup_id=ticket, first_chunk=arrived, chunk_count=len(items) - arrived)
         order.timeout.FromSeconds(10)
-        await self.say(loads=[order])
+        await self.say(load=[order])
         while True:
             for loaded in await self.hear("loaded"):
                 assert loaded.first_chunk in (arrived, 0 if loaded.done else arrived)

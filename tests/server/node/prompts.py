@@ -65,12 +65,12 @@ async def store_prompt(
                 else b"",
             )
         )
-    await engine.say(commits=commits)
+    await engine.say(commit=commits)
 
 
 async def look_up(engine: EngineClient, ticket: str, tokens: Sequence[int], **fields: object) -> pb.FoundChunks:
     """What the node finds of a prompt."""
-    await engine.say(lookups=[lookup_of(ticket, tokens, **fields)])
+    await engine.say(lookup=[lookup_of(ticket, tokens, **fields)])
     (found,) = await engine.hear("found")
     assert isinstance(found, pb.FoundChunks)
     assert found.lookup_id == ticket
@@ -84,7 +84,7 @@ async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequ
     if wanted := sum(run.chunk_count for run in found.runs):
         order = pb.LoadChunks(lookup_id=ticket, first_chunk=len(found.own), chunk_count=wanted)
         order.timeout.FromSeconds(10)
-        await engine.say(loads=[order])
+        await engine.say(load=[order])
         done = False
         while not done:
             for loaded in await engine.hear("loaded"):

@@ -64,7 +64,7 @@ class TwoNodes:
             words(self.holder, extent.offset)[:] = number
             right = checksum(self.holder.pool.buffer, extent.offset, SPEC.chunk_bytes)
             commits.append(self.storing.commit(chunk_key(number), extent, checksum=right))
-        await self.storing.say(commits=commits)
+        await self.storing.say(commit=commits)
         if not self.holder.peer_address:
             return
         request = pb.EngineServiceLookupRequest(fingerprint=SPEC.fingerprint, chunk_keys=chunk_keys(*numbers))
@@ -80,7 +80,7 @@ class TwoNodes:
         """All that the asker says about a load until it is over."""
         load = pb.LoadChunks(lookup_id=ticket, first_chunk=first_chunk, chunk_count=chunk_count)
         load.timeout.FromSeconds(timeout_seconds)
-        await self.asking.say(loads=[load])
+        await self.asking.say(load=[load])
         heard: list[pb.LoadedChunks] = []
         while not heard or not heard[-1].done:
             heard += await self.asking.hear("loaded")
@@ -166,7 +166,7 @@ async def test_a_load_that_is_released_brings_nothing_more_and_holds_nothing(fle
     await fleet.asking.lookup("1", chunk_keys(0, 1, 2, 3))
     load = pb.LoadChunks(lookup_id="1", first_chunk=0, chunk_count=4)
     load.timeout.FromSeconds(60)
-    await fleet.asking.say(loads=[load], releases=[])
+    await fleet.asking.say(load=[load], release=[])
     await fleet.asking.release("1")
     await fleet.asking.lookup("2", chunk_keys(9))
     await until(lambda: not any(chunk.holds for node in (fleet.asker, fleet.holder) for chunk in node.tier))
@@ -249,7 +249,7 @@ async def test_load_times_and_avoided_computation_are_reported(fleet: TwoNodes) 
     release.load_duration.FromMilliseconds(250)
     release.avoided_prefill_duration.FromMilliseconds(3500)
     for one in (release, pb.ReleaseChunks(lookup_id="2")):
-        await fleet.asking.say(releases=[one])
+        await fleet.asking.say(release=[one])
     await fleet.asking.lookup("3", chunk_keys(7))  # what was said before has been acted on
     stats = fleet.asker.describe().stats
     assert stats.load_count == 1

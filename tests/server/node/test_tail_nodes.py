@@ -300,7 +300,7 @@ async def test_a_tail_that_is_gone_at_the_peer_ends_the_load_before_it(runtime_d
         fleet.holder.tier.drop(keys_of(first)[-1:])
         order = pb.LoadChunks(lookup_id="1", first_chunk=0, chunk_count=2)
         order.timeout.FromSeconds(60)
-        await fleet.asking.say(loads=[order])
+        await fleet.asking.say(load=[order])
         loaded: list[pb.LoadedChunks] = []
         while not loaded or not loaded[-1].done:
             loaded += await fleet.asking.hear("loaded")

@@ -81,7 +81,7 @@ async def store(engine: EngineClient, pool: Pool, *numbers: int) -> int:
         right = checksum(pool.buffer, extent.offset, SPEC.chunk_bytes)
         commits.append(engine.commit(chunk_key(number), extent, checksum=right, parent=parent))
         parent = chunk_key(number)
-    await engine.say(commits=commits)
+    await engine.say(commit=commits)
     return len(commits)
 
 

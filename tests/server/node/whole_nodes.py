@@ -24,14 +24,14 @@ async def store(engine: EngineClient, pool: Pool, *numbers: int) -> None:
         np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)[:] = number
         right = checksum(pool.buffer, extent.offset, SPEC.chunk_bytes)
         commits.append(engine.commit(chunk_key(number), extent, checksum=right))
-    await engine.say(commits=commits)
+    await engine.say(commit=commits)
 
 
 async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count: int) -> list[int]:
     """The numbers of the chunks that came, as their every word says."""
     order = pb.LoadChunks(lookup_id=ticket, first_chunk=first, chunk_count=count)
     order.timeout.FromSeconds(60)
-    await engine.say(loads=[order])
+    await engine.say(load=[order])
     numbers: list[int] = []
     while True:
         for loaded in await engine.hear("loaded"):

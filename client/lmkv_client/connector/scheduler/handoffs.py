@@ -13,6 +13,7 @@ from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefuse
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.connector.vllm_api import Request, init_logger
+from lmkv_client.engine.attachment import Send
 
 logger = init_logger("vllm.lmkv")
 
@@ -26,7 +27,7 @@ class RequestHandoffs:
     def __init__(
         self,
         config: ConnectorConfig,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         counters: ConnectorCounters,
         is_storing: Callable[[RequestState], bool],
     ) -> None:
@@ -91,13 +92,13 @@ class RequestHandoffs:
             token_count=state.tokens_in(len(state.handed_keys)),
             traceparent=state.traceparent,
         )
-        self._send(pb.AttachRequest(handoffs=[message]))
+        self._send(pb.Act(hand=message))
 
     def drop(self, handoff: HandoffParams) -> None:
         """Ends a handoff that no request will load."""
         instance_id = handoff.decode_instance if handoff.is_prefill else ""
         dropped = pb.DropHandoff(handoff_id=handoff.handoff_id, decode_instance_id=instance_id)
-        self._send(pb.AttachRequest(dropped_handoffs=[dropped]))
+        self._send(pb.Act(drop_handoff=dropped))
 
     def finished(self, state: RequestState, *, is_aborted: bool) -> None:
         """Handles the end of a request: `settle` ends its handoff once all is committed; an aborted one ends now."""
@@ -119,7 +120,7 @@ class RequestHandoffs:
         for name in ended:
             del self._finished[name]
         if ended:
-            self._send(pb.AttachRequest(ended_handoffs=ended))
+            self._send(*(pb.Act(end_handoff=pb.EndHandoff(handoff_id=name)) for name in ended))
 
     def handle_ended(self, handed: pb.HandedChunks) -> None:
         """Counts a handoff that has ended."""

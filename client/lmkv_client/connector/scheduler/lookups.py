@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
-from lmkv.keys import ChunkKey
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.misses.memory import LossMemory
 from lmkv.misses.messages import reason_name, reason_to_proto
 from lmkv.misses.reason import MissReason
@@ -16,6 +16,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, PromptSpan
 from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
 from lmkv_client.connector.stats import ConnectorCounters
+from lmkv_client.engine.attachment import Send
 from lmkv_client.engine.prompts.hit_sources import HitSources
 from lmkv_client.engine.prompts.lookup_message import lookup_message
 from lmkv_client.engine.prompts.prefill_rate import PrefillRate
@@ -35,7 +36,7 @@ class RequestLookups:
     def __init__(
         self,
         config: ConnectorConfig,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         counters: ConnectorCounters,
         clock: Callable[[], float],
         prefill: PrefillRate,
@@ -95,7 +96,7 @@ class RequestLookups:
             lookup.budget.FromNanoseconds(int(worth * 1e9))
         if self._config.refuse_slow_fetches:
             lookup.prefill_tokens_per_second = self._prefill.tokens_per_second
-        self._send(pb.AttachRequest(lookups=[lookup]))
+        self._send(pb.Act(lookup=lookup))
 
     def postpone(self, state: RequestState) -> None:
         """Has the request wait for a lookup that `start` sends later."""
@@ -189,11 +190,11 @@ class RequestLookups:
             lookup_id=state.lookup_id, first_chunk=first_chunk, chunk_count=chunk_count, traceparent=traceparent
         )
         load.timeout.FromNanoseconds(int(state.load_timeout * 1e9))
-        self._send(pb.AttachRequest(loads=[load]))
+        self._send(pb.Act(load=load))
 
     def report_damaged(self, keys: Sequence[ChunkKey]) -> None:
         """Asks the node to drop chunks, at least one of which did not match its checksum."""
-        self._send(pb.AttachRequest(damaged_keys=keys))
+        self._send(pb.Act(drop_damaged=pb.DropDamagedChunks(chunk_keys=join_keys(keys))))
 
     def release(self, state: RequestState) -> None:
         """Releases the chunks that the node holds for the request; a pending answer is released when it arrives."""
@@ -213,7 +214,7 @@ class RequestLookups:
             release.load_duration.FromNanoseconds(int(waited_seconds * 1e9))
             release.avoided_prefill_duration.FromNanoseconds(int(avoided_seconds * 1e9))
             self._counters.add("avoided_prefill_seconds", avoided_seconds)
-        self._send(pb.AttachRequest(releases=[release]))
+        self._send(pb.Act(release=release))
 
     def node_lost(self) -> None:
         """Ends all lookups: the node is lost and answers none. The next one is not suspect."""

@@ -1,6 +1,9 @@
-"""What a node's messages mean to the scheduler side: each field goes to the object that waits for it."""
+"""What a node's messages mean to the scheduler side: each event goes to the object that waits for it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from lmkv.keys import ChunkKey
 from lmkv.v1 import engine_service_pb2 as pb
@@ -17,7 +20,7 @@ logger = init_logger("vllm.lmkv")
 
 
 class NodeMessages:
-    """Handles messages of the node, field by field."""
+    """Handles messages of the node, event by event."""
 
     def __init__(
         self,
@@ -32,50 +35,61 @@ class NodeMessages:
         self._lookups = lookups
         self._loads = loads
         self._stores = stores
-        self._handoffs = handoffs
-        self._hints = hints
         self._events = events
         self._counters = counters
+        self._handlers: dict[str, Callable[[Any], object]] = {
+            "welcome": self._handle_welcome,
+            "found": lookups.handle_found,
+            "loaded": self._handle_loaded,
+            "granted": self._handle_granted,
+            "rejected_commit": self._handle_rejected,
+            "reset": self._handle_reset,
+            "conflicts": self._handle_conflicts,
+            "handed": handoffs.handle_ended,
+            "tier_change": self._handle_tier_change,
+            "hinted": hints.handle_answer,
+        }
         self.welcome = pb.Welcome()
         """The latest welcome of a node."""
         self.reset_count = 0
         """Resets that nodes have confirmed."""
 
     def handle(self, message: pb.AttachResponse) -> None:
-        """Hands each field of the message to the object that it concerns."""
-        if message.HasField("welcome"):
-            self.welcome = message.welcome
-            self._stores.reset_credits(message.welcome.credit_limit)
-        self._handle_credits(message)
-        for found in message.found:
-            self._lookups.handle_found(found)
-        for loaded in message.loaded:
-            self._counters.add("peer_bytes", loaded.transferred_bytes)
-            self._counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
-            if not self._loads.handle_loaded(loaded):
-                self._lookups.handle_loaded(loaded)
-        for handed in message.handed:
-            self._handoffs.handle_ended(handed)
-        for hinted in message.hinted:
-            self._hints.handle_answer(hinted)
-        for rejected in message.rejected_commits:
-            logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
-            self._events.refused(ChunkKey(rejected.chunk_key))
-        self._events.apply(message.tier_changes)
-        self.reset_count += len(message.reset_counts)
-        self._handle_conflicts(message)
+        """Hands each event of the message, in order, to the object that it concerns. Others are of later versions."""
+        for event in message.events:
+            kind = event.WhichOneof("event")
+            if kind and (handler := self._handlers.get(kind)):
+                handler(getattr(event, kind))
 
-    def _handle_credits(self, message: pb.AttachResponse) -> None:
-        settled = (message.settled_reserve_count, *message.settled_part_reserve_counts)
-        full = [(extent.part, extent.offset) for extent in message.credits if not extent.token_count]
-        partial = [(extent.token_count, extent.offset) for extent in message.credits if extent.token_count]
-        self._stores.credits.settle(settled, full)
-        self._stores.credits.settle_partial(message.settled_partial_reserves, partial)
+    def _handle_welcome(self, welcome: pb.Welcome) -> None:
+        self.welcome = welcome
+        self._stores.reset_credits(welcome.credit_limit)
 
-    def _handle_conflicts(self, message: pb.AttachResponse) -> None:
-        if message.HasField("conflicts"):
-            self._counters.set(SPEC_CONFLICTS, len(message.conflicts.conflicts))
-        for conflict in message.conflicts.conflicts:
+    def _handle_granted(self, granted: pb.GrantedCredits) -> None:
+        full = [(extent.part, extent.offset) for extent in granted.credits if not extent.token_count]
+        partial = [(extent.token_count, extent.offset) for extent in granted.credits if extent.token_count]
+        self._stores.credits.settle(granted.settled_counts, full)
+        self._stores.credits.settle_partial(granted.settled_partial_token_counts, partial)
+
+    def _handle_loaded(self, loaded: pb.LoadedChunks) -> None:
+        self._counters.add("peer_bytes", loaded.transferred_bytes)
+        self._counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
+        if not self._loads.handle_loaded(loaded):
+            self._lookups.handle_loaded(loaded)
+
+    def _handle_rejected(self, rejected: pb.RejectedCommit) -> None:
+        logger.warning("the node refused chunk %s: %s", rejected.chunk_key.hex(), rejected.status.message)
+        self._events.refused(ChunkKey(rejected.chunk_key))
+
+    def _handle_tier_change(self, change: pb.TierChange) -> None:
+        self._events.apply([change])
+
+    def _handle_reset(self, _: pb.ResetResult) -> None:
+        self.reset_count += 1
+
+    def _handle_conflicts(self, conflicts: pb.SpecConflicts) -> None:
+        self._counters.set(SPEC_CONFLICTS, len(conflicts.conflicts))
+        for conflict in conflicts.conflicts:
             logger.warning(
                 "shares nothing with instance %s, which also serves %s: %s is %s here and %s there",
                 conflict.instance_id,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import as_tokens
@@ -16,6 +14,7 @@ from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.vllm_api import Request, init_logger
+from lmkv_client.engine.attachment import Send
 from lmkv_client.engine.key_space import KeySpace
 from lmkv_client.engine.served_names import ServedNames
 
@@ -30,7 +29,7 @@ class RequestBuilder:
         config: ConnectorConfig,
         spec: KvSpec,
         served: ServedNames,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         adapters: Adapters,
     ) -> None:
         self._config = config
@@ -89,4 +88,4 @@ class RequestBuilder:
         """Has the node learn of an adapter that is used for the first time, or that has other weights now."""
         model = self._served.use(adapter.name, adapter.identity)
         if model is not None:
-            self._send(pb.AttachRequest(served_models=[model]))
+            self._send(pb.Act(serve_models=pb.ServeModels(served_models=[model])))

@@ -357,7 +357,7 @@ class SchedulerSide:
         if self._attachment is None:
             return False
         done = self._node_messages.reset_count
-        self._send(pb.AttachRequest(reset=True))
+        self._send(pb.Act(reset=pb.ResetChunks()))
         deadline = time.monotonic() + RESET_TIMEOUT_SECONDS
         while self._node_messages.reset_count == done and time.monotonic() < deadline:
             time.sleep(RESET_POLL_SECONDS)
@@ -399,7 +399,7 @@ class SchedulerSide:
         self._spec = replace(self._spec, weight_version=version)
         self._builder.spec = self._spec
         self._node_client.change_spec(self._spec)
-        self._send(pb.AttachRequest(weight_version=version))
+        self._send(pb.Act(change_weights=pb.ChangeWeights(weight_version=version)))
         if self._spec.is_private:
             logger.warning(
                 "the weights have changed, or may have: no other engine shares KV with this one until their version is "
@@ -436,9 +436,11 @@ class SchedulerSide:
             if isinstance(event, Attachment):
                 self._attachment = event
                 if event.weight_version != self._spec.weight_version:  # the hello was sent before it changed
-                    self._send(pb.AttachRequest(weight_version=self._spec.weight_version))
+                    change = pb.ChangeWeights(weight_version=self._spec.weight_version)
+                    self._send(pb.Act(change_weights=change))
                 if self._node_client.served.has_adapters:  # adapters may have been loaded since the hello was sent
-                    self._send(pb.AttachRequest(served_models=self._node_client.served.messages))
+                    served = pb.ServeModels(served_models=self._node_client.served.messages)
+                    self._send(pb.Act(serve_models=served))
             elif isinstance(event, Identified):
                 self._identified(event.model_id)
             elif isinstance(event, NodeLost):
@@ -493,9 +495,9 @@ class SchedulerSide:
 
     def _send_reports(self) -> None:
         if reports := self._accounts.take_reports():
-            self._send(pb.AttachRequest(reports=reports))
+            self._send(*(pb.Act(report=report) for report in reports))
 
-    def _send(self, message: pb.AttachRequest) -> None:
-        """Sends to the attached node, if there is one; messages for a lost node are not valid for the next."""
+    def _send(self, *acts: pb.Act) -> None:
+        """Sends to the attached node, if there is one; acts for a lost node are not valid for the next."""
         if self._attachment is not None:
-            self._node_client.send(self._attachment, message)
+            self._node_client.send(self._attachment, *acts)

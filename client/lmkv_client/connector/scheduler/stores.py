@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from lmkv import telemetry
 from lmkv.misses.memory import LossMemory
@@ -23,6 +22,7 @@ from lmkv_client.connector.scheduler.pending_stores import PendingStore, Pending
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.stats import ConnectorCounters
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
+from lmkv_client.engine.attachment import Send
 from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE, PartCredits, WriteCredits
 from lmkv_kernels import ChunkCopy
 
@@ -46,7 +46,7 @@ class Stores:
     def __init__(
         self,
         blocks: BlockMap,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         counters: ConnectorCounters,
         events: BlockEvents,
         *,
@@ -129,29 +129,31 @@ class Stores:
         if copies or self._lacks_credits:
             self._request(states.values())
         else:
-            self._request_partial()
+            self._exchange()
         return copies
 
     def _request(self, states: Collection[RequestState], returned: Sequence[int] = ()) -> None:
         """Requests the credits that these and the finished requests lack, and returns others."""
-        full, *others = wanted = self.reserve_counts(states)
+        wanted = self.reserve_counts(states)
         if any(wanted):
             self._lacks_credits = False
-        self._request_partial(
-            reserve_count=full, part_reserve_counts=others if any(wanted) else (), returned_credits=returned
-        )
+        self._exchange(returned, wanted if any(wanted) else ())
 
-    def _request_partial(self, **others: Any) -> None:
-        """Requests the credits for partial chunks that were asked for, in one message with others."""
-        message = pb.AttachRequest(partial_reserves=self._asked, **others)
-        self._asked = []
-        if message.ByteSize():
-            self._send(message)
+    def _exchange(self, returned: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
+        """Returns credits, requests those for full chunks, by part, and for the partial chunks that were asked for."""
+        acts = []
+        if returned:
+            acts.append(pb.Act(return_credits=pb.ReturnCredits(offsets=returned)))
+        if counts or self._asked:
+            acts.append(pb.Act(reserve=pb.ReserveCredits(counts=counts, partial_token_counts=self._asked)))
+            self._asked = []
+        if acts:
+            self._send(*acts)
 
     def request_end(self, state: RequestState) -> None:
         """Requests a credit for the end of a prompt that a handoff sends: the step that completes it stores it."""
         self._ask_for_end(state)
-        self._request_partial()
+        self._exchange()
 
     def _ask_for_end(self, state: RequestState) -> None:
         """Asks for a credit for the end of a prompt, once."""
@@ -357,7 +359,9 @@ class Stores:
         self._undo(failed)
         if not written:
             return False
-        self._send(pb.AttachRequest(commits=[self._commit(offset, store) for offset, store in written.items()]))
+        act = pb.Act()
+        act.commit.chunks.extend(self._commit(offset, store) for offset, store in written.items())
+        self._send(act)
         for store in written.values():
             self._events.committed(store.key, store.part, store.blocks)
         self._count(written.values(), report.store_seconds)
@@ -406,7 +410,7 @@ class Stores:
         if self._ended.missing_count:
             self._request(states, returned)
         else:
-            self._request_partial(returned_credits=returned)
+            self._exchange(returned)
 
     def check_adapters(self, is_current: Callable[[Adapter], bool]) -> None:
         """Commits nothing that was computed with adapters that are not current any more, and stores no more of it."""

@@ -114,14 +114,14 @@ class NodeClient:
         """Whether a node has accepted the engine."""
         return self._attached is not None
 
-    def send(self, attachment: Attachment, message: pb.AttachRequest) -> None:
-        """Sends a message; messages are sent in order, and merged while they wait. Never blocks.
+    def send(self, attachment: Attachment, *acts: pb.Act) -> None:
+        """Sends acts, in order; those that wait are sent in one message. Never blocks.
 
-        Drops the message if the attachment has ended: its offsets and lookup ids are not valid for the next one.
+        Drops them if the attachment has ended: its offsets and lookup ids are not valid for the next one.
         """
         engine_id, connection = self._attached or ("", None)
         if connection and engine_id == attachment.engine_id:
-            connection.send(message)
+            connection.send(*acts)
 
     def receive(self) -> None:
         """Puts what has arrived into the inbox; never blocks."""
@@ -229,7 +229,7 @@ class NodeClient:
             connection.close()
 
     def _welcome(self, address: str, engine_id: str, weight_version: str, answers: list[pb.AttachResponse]) -> None:
-        welcome = answers[0].welcome
+        welcome = answers[0].events[0].welcome
         attachment = Attachment(
             engine_id=engine_id,
             pool_socket=welcome.pool_socket,
@@ -252,8 +252,9 @@ class NodeClient:
 
     def _deliver(self, message: pb.AttachResponse) -> None:
         self.inbox.append(message)
-        for handed in message.handed:
-            log_handoff(handed)
+        for event in message.events:
+            if event.HasField("handed"):
+                log_handoff(event.handed)
 
     def _translate(self, error: LmkvError) -> LmkvError:
         """The error to raise: a conflict with a running node is a `ConfigError`, unless that node ends now."""

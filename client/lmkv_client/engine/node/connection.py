@@ -14,23 +14,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from lmkv import rpc
-from lmkv.attach_order import can_merge
 from lmkv.errors import BadMessage, LmkvError, MessageTooLarge, Unreachable
 from lmkv.rpc.frames import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, FrameBuffer, FrameKind, to_frame
 from lmkv.v1 import engine_service_pb2 as pb
 
 MAX_UNSENT = 4096
-"""Most messages that wait for a node that does not read; with more of them the node counts as lost."""
+"""Most acts that wait for a node that does not read; with more of them the node counts as lost."""
 IDLE_SECONDS = 0.1
 """Time without a call of the scheduler after which the client's thread receives."""
 RECEIVE_BYTES = 1 << 16
+ACT_FRAMING_BYTES = 5
+"""Bytes of a message besides an act's own: its tag and length."""
 FLUSH_COUNT = 8
 """Most writes at once, while which no other thread can send."""
 
@@ -58,7 +58,7 @@ class AttachConnection:
         self._was_polled = False
         """Whether the scheduler has received since the client's thread last looked."""
         self._send_lock = threading.RLock()
-        self._outbox: deque[pb.AttachRequest] = deque()
+        self._outbox: deque[pb.Act] = deque()
         self._control: deque[FrameKind] = deque()
         """Pings and answers to pings that are to be sent."""
         self._rest = memoryview(b"")
@@ -79,12 +79,12 @@ class AttachConnection:
 
     # ---- on any thread
 
-    def send(self, message: pb.AttachRequest) -> None:
-        """Sends a message, merged with those that wait; never blocks. Dropped if the connection has ended."""
+    def send(self, *acts: pb.Act) -> None:
+        """Sends acts, in one message with those that wait; never blocks. Dropped if the connection has ended."""
         with self._send_lock:
             if self.error is not None:
                 return
-            self._outbox.append(message)
+            self._outbox.extend(acts)
             self._flush()
             if len(self._outbox) <= MAX_UNSENT:
                 return
@@ -124,7 +124,7 @@ class AttachConnection:
         """
         answers: list[pb.AttachResponse] = []
         deliver, self._deliver = self._deliver, answers.append
-        self.send(pb.AttachRequest(hello=hello))
+        self.send(pb.Act(hello=hello))
         deadline = time.monotonic() + timeout_seconds
         while not answers and self.error is None:
             if (left := deadline - time.monotonic()) <= 0:
@@ -253,18 +253,13 @@ class AttachConnection:
             self.end(Unreachable(f"the node has not answered for {now - self._received_at:.0f} s"))
 
 
-def next_message(outbox: deque[pb.AttachRequest]) -> pb.AttachRequest:
-    """Removes messages from the outbox and merges them, as many as one message can carry with the same effect."""
-    message = outbox.popleft()
-    size = message.ByteSize()
-    while outbox and size + (more := outbox[0]).ByteSize() < rpc.MAX_MESSAGE_BYTES // 2:
-        if not can_merge(message, more):
+def next_message(outbox: deque[pb.Act]) -> pb.AttachRequest:
+    """Removes acts from the outbox, as many as one message can carry, at least one."""
+    message = pb.AttachRequest(acts=[outbox.popleft()])
+    size_bytes = message.ByteSize()
+    while outbox:
+        size_bytes += outbox[0].ByteSize() + ACT_FRAMING_BYTES
+        if size_bytes > rpc.MAX_MESSAGE_BYTES // 2:
             break
-        size += more.ByteSize()
-        reserve_count = message.reserve_count + more.reserve_count
-        pairs = zip_longest(message.part_reserve_counts, more.part_reserve_counts, fillvalue=0)
-        part_counts = [one + other for one, other in pairs]
-        message.MergeFrom(outbox.popleft())
-        message.reserve_count = reserve_count
-        message.part_reserve_counts[:] = part_counts
+        message.acts.append(outbox.popleft())
     return message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 from lmkv.errors import Full, KvSpecMismatch
@@ -40,9 +40,10 @@ class PromptExplainer:
         self._reports: deque[RequestReport] = deque(maxlen=MAX_REPORTS)
         self._running_count = 0
 
-    def note(self, reports: Iterable[RequestReport]) -> None:
-        """Keeps what an engine reports of its requests, unless a report is too large."""
-        self._reports.extend(report for report in reports if report.ByteSize() <= MAX_REPORT_BYTES)
+    def note(self, report: RequestReport) -> None:
+        """Keeps what an engine reports of a request, unless that is too large."""
+        if report.ByteSize() <= MAX_REPORT_BYTES:
+            self._reports.append(report)
 
     async def explain(self, order: ExplainOrder) -> PromptExplanation:
         """The spans of the order's chunks, or the requests that it names.

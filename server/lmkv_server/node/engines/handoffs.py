@@ -22,7 +22,7 @@ class EngineHandoffs:
         self,
         spec: Callable[[], KvSpec],
         senders: HandoffSenders | None,
-        answer: Callable[[pb.AttachResponse], None],
+        answer: Callable[[pb.Event], None],
         drop_here: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`spec` is the engine's at the moment. `drop_here` ends a handoff that was to come to this node."""
@@ -53,10 +53,10 @@ class EngineHandoffs:
             traceparent=handoff.traceparent,
         )
 
-    def end(self, handoff_id: str) -> None:
+    def end(self, ended: pb.EndHandoff) -> None:
         """No chunk of it will be committed any more."""
-        if self._senders and handoff_id in self._running:
-            self._senders.end(handoff_id)
+        if self._senders and ended.handoff_id in self._running:
+            self._senders.end(ended.handoff_id)
 
     def drop(self, dropped: pb.DropHandoff) -> None:
         """No request will load it: of the prefill's side if it names the decode's instance, else of the decode's."""
@@ -81,4 +81,4 @@ class EngineHandoffs:
             transfer_duration=Duration(seconds=int(handed.seconds), nanos=int(handed.seconds % 1 * 1e9)),
             status=rpc.to_status(handed.error) if handed.error else None,
         )
-        self._answer(pb.AttachResponse(handed=[message]))
+        self._answer(pb.Event(handed=message))

@@ -52,4 +52,4 @@ class EngineHints:
 
     def _answer(self, message: pb.HintChunks, result: HintResult) -> None:
         answer = pb.HintedChunks(hint_id=message.hint_id[:MAX_ID_BYTES], result=to_proto(result))
-        self._outbox.put(pb.AttachResponse(hinted=[answer]))
+        self._outbox.put(pb.Event(hinted=answer))

@@ -98,7 +98,7 @@ class EngineLoads:
                 first_chunk=first_chunk + start,
                 extents=[extent(chunk) for chunk in chunks[start : start + MAX_EXTENTS]],
             )
-            self._outbox.put(pb.AttachResponse(loaded=[loaded]))
+            self._outbox.put(pb.Event(loaded=loaded))
 
     def _end(
         self,
@@ -118,4 +118,4 @@ class EngineLoads:
             transferred_bytes=size_bytes,
             transfer_duration=Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)),
         )
-        self._outbox.put(pb.AttachResponse(loaded=[loaded]))
+        self._outbox.put(pb.Event(loaded=loaded))

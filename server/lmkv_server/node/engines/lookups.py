@@ -30,7 +30,7 @@ from lmkv_server.node.tiers.item_lookup import ItemLookup
 from lmkv_server.node.tiers.tail_lookup import TailLookup
 
 MAX_PARTIAL_RESERVES = 1024
-"""Most write credits for partial chunks that one message may ask for."""
+"""Most write credits for partial chunks that one act may ask for."""
 TOKEN_BYTES = 4
 MAX_TOKENS = 262_144
 """Most tokens of a prompt that a lookup may carry: as many as a message has room for."""
@@ -75,35 +75,40 @@ class EngineLookups:
         """Forgets what the request's lookup found. Idempotent."""
         self._hits.pop(lookup_id, None)
 
-    def reserve(self, count: int, *, settled: int) -> None:
-        """Grants up to `count` write credits; the answer settles `settled` of those that the engine asked for."""
-        granted = [credit(one) for one in self._session.reserve(count)]
-        self._outbox.put(pb.AttachResponse(credits=granted, settled_reserve_count=settled))
+    def reserve(self, wanted: pb.ReserveCredits) -> None:
+        """Grants write credits.
 
-    def reserve_parts(self, counts: Sequence[int]) -> None:
-        """Grants up to `counts` write credits for parts 1, 2, ...; raises `BadMessage` for an unknown part."""
-        self._check_parts(counts)
-        settled = [max(0, count) for count in counts]
-        granted = [
-            credit(one, part) for part, count in enumerate(settled, 1) for one in self._session.reserve(count, part)
-        ]
-        self._outbox.put(pb.AttachResponse(credits=granted, settled_part_reserve_counts=settled))
-
-    def reserve_partial(self, token_counts: Sequence[int], *, is_optional: bool = False) -> None:
-        """Grants write credits for partial chunks of these lengths, in tokens; raises `BadMessage` for too many, or for
-        a length that no partial chunk has."""
-        if len(token_counts) > MAX_PARTIAL_RESERVES:
-            raise BadMessage(f"{len(token_counts)} credits for partial chunks are too many", field="partial_reserves")
-        granted = [
+        Raises `BadMessage` for an unknown part, for too many partial chunks, or for a length that no partial chunk has.
+        """
+        self._check_parts(wanted.counts, "counts")
+        partial = [(count, False) for count in wanted.partial_token_counts]
+        partial += [(count, True) for count in wanted.optional_partial_token_counts]
+        if len(partial) > MAX_PARTIAL_RESERVES:
+            raise BadMessage(f"{len(partial)} credits for partial chunks are too many", field="partial_token_counts")
+        granted = self._grant(wanted.counts)
+        granted.settled_partial_token_counts.extend(token_count for token_count, _ in partial)
+        granted.credits.extend(
             credit(reserved, token_count=token_count)
-            for token_count in token_counts
+            for token_count, is_optional in partial
             if (reserved := self._session.reserve_partial(token_count, is_optional=is_optional))
-        ]
-        self._outbox.put(pb.AttachResponse(credits=granted, settled_partial_reserves=token_counts))
+        )
+        self._outbox.put(pb.Event(granted=granted))
 
-    def _check_parts(self, counts: Sequence[int]) -> None:
-        if counts and len(counts) >= (part_count := len(self._session.spec.parts)):
-            raise BadMessage(f"chunks of this spec have {part_count} parts", field="part_reserve_counts")
+    def _grant(self, counts: Sequence[int], settled: Sequence[int] = ()) -> pb.GrantedCredits:
+        """Grants up to `counts` write credits, by part, and settles `settled` or as many requested ones."""
+        return pb.GrantedCredits(
+            credits=[
+                credit(one, part)
+                for part, count in enumerate(counts)
+                if count > 0
+                for one in self._session.reserve(count, part)
+            ],
+            settled_counts=[max(0, count) for count in settled or counts],
+        )
+
+    def _check_parts(self, counts: Sequence[int], field: str) -> None:
+        if len(counts) > (part_count := len(self._session.spec.parts)):
+            raise BadMessage(f"{len(counts)} {field}: chunks of this spec have {part_count} parts", field=field)
 
     async def _ask(self, lookup: pb.LookupChunks, lease: LookupLease, prompt: PromptTokens | None, span: Span) -> None:
         with span:
@@ -156,7 +161,7 @@ class EngineLookups:
             partial_key=tail.key if tail else b"",
             partial_token_count=tail.token_count if tail else 0,
         )
-        self._outbox.put(pb.AttachResponse(found=[found]))
+        self._outbox.put(pb.Event(found=found))
         found_count = full_count + (tail is not None)
         self._counters.add(
             asked_count=max(asked_count, found_count),
@@ -170,7 +175,9 @@ class EngineLookups:
             miss_reasons=[run.reason.value for run in missed],
             **{f"{run.tier}_chunks": run.chunk_count for run in runs},
         )
-        self.reserve(lookup.reserve_count - full_count, settled=max(0, lookup.reserve_count))
+        if lookup.reserve_count > 0:
+            granted = self._grant([lookup.reserve_count - full_count], settled=[lookup.reserve_count])
+            self._outbox.put(pb.Event(granted=granted))
         if lease.chunks or runs:
             self._hits[lookup.lookup_id] = hit
         else:
@@ -195,7 +202,7 @@ class EngineLookups:
 
     def _lookup_items(self, lookup: pb.LookupChunks) -> None:
         """As `lookup`."""
-        self._check_parts(lookup.part_reserve_counts)
+        self._check_parts([lookup.reserve_count, *lookup.part_reserve_counts], "part_reserve_counts")
         keys = split_keys(lookup.chunk_keys)
         lease = self._session.begin(lookup.lookup_id)
         lease.handoff_id = lookup.handoff_id
@@ -249,7 +256,7 @@ class EngineLookups:
             hit_chunk_count=found.chunk_count,
             missed=[missed_span(run) for run in missed],
         )
-        self._outbox.put(pb.AttachResponse(found=[message]))
+        self._outbox.put(pb.Event(found=message))
         self._counters.add(
             asked_count=max(asked_count, len(found.own) + found.rest.chunk_count),
             own_count=len(found.own),
@@ -265,9 +272,8 @@ class EngineLookups:
             miss_reasons=[run.reason.value for run in missed],
             **{f"{tier}_chunks": count for tier, count in counts.items()},
         )
-        self.reserve(lookup.reserve_count, settled=max(0, lookup.reserve_count))
-        if lookup.part_reserve_counts:
-            self.reserve_parts(lookup.part_reserve_counts)
+        if any(wanted := [lookup.reserve_count, *lookup.part_reserve_counts]):
+            self._outbox.put(pb.Event(granted=self._grant(wanted)))
         if found.rest.items:
             self._session.hold_items(lease, found.rest.items.keys, found.own, found.behind)
             self._hits[lookup.lookup_id] = found.rest

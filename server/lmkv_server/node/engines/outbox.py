@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from itertools import zip_longest
 
 from lmkv import rpc
 from lmkv.keys import ChunkKey
@@ -18,12 +17,12 @@ MERGED_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 MAX_WAITING_BYTES = 64 << 20
 """Answers that wait for an engine to read them. Beyond it, the node reads nothing more from the engine either, whose
 connection then ends like that of one that does not answer."""
-MAX_COUNT = 2**31 - 1
-"""Largest count that a message can carry; a request for more must not break the answer."""
+EVENT_FRAMING_BYTES = 5
+"""Bytes of a message besides an event's own: its tag and length."""
 
 
 class Outbox:
-    """A queue that merges answers until the stream takes them: a busy stream sends fewer, larger messages."""
+    """A queue of events, merged into messages until the stream takes them: a busy stream sends fewer, larger ones."""
 
     def __init__(self, changes: ChangeFeed | None = None) -> None:
         """`changes` are sent with the answers; None if the engine does not want them."""
@@ -41,24 +40,15 @@ class Outbox:
         """Whether the engine does not read its answers: further ones are dropped, and its stream ends."""
         return sum(self._sizes) > MAX_WAITING_BYTES
 
-    def put(self, part: pb.AttachResponse) -> None:
-        """Adds answers to the last message that waits if its size allows, else to a new one."""
-        size_bytes = part.ByteSize()
+    def put(self, event: pb.Event) -> None:
+        """Adds an event to the last message that waits if its size allows, else to a new one."""
+        size_bytes = event.ByteSize() + EVENT_FRAMING_BYTES
         if not self._pending or self._sizes[-1] + size_bytes > MERGED_BYTES:
             if self.is_full:
                 return
             self._pending.append(pb.AttachResponse())
             self._sizes.append(0)
-        last = self._pending[-1]
-        settled = last.settled_reserve_count + part.settled_reserve_count
-        settled_parts = last.settled_part_reserve_counts[:] if part.settled_part_reserve_counts else ()
-        if part.HasField("conflicts"):
-            last.ClearField("conflicts")
-        last.MergeFrom(part)
-        last.settled_reserve_count = min(settled, MAX_COUNT)
-        if part.settled_part_reserve_counts:
-            pairs = zip_longest(settled_parts, part.settled_part_reserve_counts, fillvalue=0)
-            last.settled_part_reserve_counts[:] = [min(sum(pair), MAX_COUNT) for pair in pairs]
+        self._pending[-1].events.append(event)
         self._sizes[-1] += size_bytes
         self._filled.set()
 
@@ -89,7 +79,7 @@ class Outbox:
             message = self._pending.popleft()
             self._sizes.popleft()
         if self._changes:
-            message.tier_changes.extend(self._changes.take())
+            message.events.extend(pb.Event(tier_change=change) for change in self._changes.take())
         if not self._pending and not self._changes and not self._ended:
             self._filled.clear()
         return message

@@ -87,7 +87,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     def report_conflicts(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Reports to every engine the instances with which its node shares nothing, and why."""
         for stream in self._streams:
-            stream.outbox.put(pb.AttachResponse(conflicts=pb.SpecConflicts(conflicts=conflicts)))
+            stream.outbox.put(pb.Event(conflicts=pb.SpecConflicts(conflicts=conflicts)))
 
     # --- `CacheListener` -----------------------------------------------------------------------------------------
 
@@ -120,9 +120,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def attach(self, requests: AsyncIterator[pb.AttachRequest]) -> AsyncGenerator[pb.AttachResponse, None]:
         """As `Attach`, for any transport. Raises the `LmkvError` with which the stream ends."""
         first = await _first(requests)
-        if first is None or not first.HasField("hello"):
-            raise BadMessage("the first message must carry hello")
-        hello = first.hello
+        if first is None or not (first.acts and first.acts[0].HasField("hello")):
+            raise BadMessage("the first act must be hello", field="acts")
+        hello = first.acts[0].hello
         self._check_config(hello.engine_id, dict(hello.expected_config))
         spec = KvSpec.from_proto(hello.spec)
         served = served_models(hello.served_models, spec)
@@ -137,7 +137,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             self.lookups,
             self._senders,
             on_served=partial(self._serve, session),
-            on_reports=self.explainer.note,
+            on_report=self.explainer.note,
             changes=ChangeFeed(lambda: self._held(session.spec.fingerprint)) if hello.wants_tier_changes else None,
             on_weights=partial(self._change_weights, session),
         )
@@ -153,7 +153,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             welcome.CopyFrom(self._welcome)
             welcome.credit_limit = session.credit_limit
             welcome.device_buffer_bytes = self._buffers.size_bytes if self._buffers else 0
-            yield pb.AttachResponse(welcome=welcome, conflicts=pb.SpecConflicts(conflicts=self._conflicts()))
+            conflicts = pb.SpecConflicts(conflicts=self._conflicts())
+            yield pb.AttachResponse(events=[pb.Event(welcome=welcome), pb.Event(conflicts=conflicts)])
             while message := await stream.outbox.take():
                 yield message
             await reader  # raises what ended it

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from lmkv import rpc
-from lmkv.attach_order import ATTACH_ORDER
 from lmkv.errors import BadChunkKey, BadMessage, Full, GrantNotFound, LmkvError
-from lmkv.keys import KEY_BYTES, ChunkKey, listed_keys
+from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses.reason import MissReason
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
@@ -30,9 +31,12 @@ from lmkv_server.node.stack import TierStack
 
 logger = logging.getLogger(__name__)
 
+ACTS_AT_ONCE = 64
+"""Acts that are carried out before other engines, peers and coordinators have their turn."""
+
 
 class EngineStream:
-    """Carries out messages in the order in which they arrive, and the acts of each in the order of `ATTACH_ORDER`."""
+    """Carries out acts in the order in which they arrive."""
 
     def __init__(
         self,
@@ -45,11 +49,11 @@ class EngineStream:
         *,
         on_served: Callable[[Sequence[chunk_pb2.ServedModel]], None] = lambda _: None,
         on_weights: Callable[[str], None] = lambda _: None,
-        on_reports: Callable[[Sequence[chunk_pb2.RequestReport]], None] = lambda _: None,
+        on_report: Callable[[chunk_pb2.RequestReport], None] = lambda _: None,
         changes: ChangeFeed | None = None,
     ) -> None:
         """`on_served` is called with further names under which the engine serves, `on_weights` with the version of its
-        weights when they have changed, and `on_reports` with what it reports of requests.
+        weights when they have changed, and `on_report` with what it reports of a request.
 
         `changes` are sent to the engine.
         """
@@ -65,26 +69,23 @@ class EngineStream:
         self._on_weights = on_weights
         self._hints = EngineHints(session, hints, self.outbox)
         self._handlers: dict[str, Callable[[Any], object]] = {
-            "served_models": on_served,
-            "releases": each(self._release),
-            "commits": each(self._commit),
-            "damaged_keys": self._drop_damaged,
-            "returned_credits": each(self._return_credit),
-            "lookups": each(self._lookups.lookup),
-            "loads": each(self._loads.load),
-            "reserve_count": self._reserve,
-            "handoffs": each(self._handoffs.begin),
-            "ended_handoffs": each(self._handoffs.end),
-            "dropped_handoffs": each(self._handoffs.drop),
+            "serve_models": lambda act: on_served(act.served_models),
+            "release": self._release,
+            "commit": self._commit_all,
+            "drop_damaged": self._drop_damaged,
+            "return_credits": self._return_credits,
+            "lookup": self._lookups.lookup,
+            "load": self._loads.load,
+            "reserve": self._lookups.reserve,
+            "hand": self._handoffs.begin,
+            "end_handoff": self._handoffs.end,
+            "drop_handoff": self._handoffs.drop,
             "reset": self._reset,
-            "part_reserve_counts": self._lookups.reserve_parts,
-            "weight_version": self._change_weights,
-            "reports": on_reports,
-            "hints": each(self._hints.hint),
-            "partial_reserves": self._lookups.reserve_partial,
-            "optional_partial_reserves": partial(self._lookups.reserve_partial, is_optional=True),
+            "change_weights": self._change_weights,
+            "report": on_report,
+            "hint": self._hints.hint,
         }
-        """Carries out each field of `AttachRequest`."""
+        """Carries out each kind of act but `hello`."""
 
     @property
     def fingerprint(self) -> bytes:
@@ -93,24 +94,25 @@ class EngineStream:
 
     async def read(self, first: pb.AttachRequest, rest: AsyncIterator[pb.AttachRequest]) -> None:
         """Carries out messages until the engine ends the stream."""
-        first.ClearField("hello")
-        self.act(first)
+        await self.act(first.acts[1:])
         async for message in rest:
-            if message.HasField("hello"):
-                raise BadMessage("hello may be sent only once")
-            self.act(message)
+            await self.act(message.acts)
 
-    def act(self, message: pb.AttachRequest) -> None:
-        """Carries out the acts of one message.
+    async def act(self, acts: Sequence[pb.Act]) -> None:
+        """Carries out the acts of one message; others have their turn between them.
 
-        Raises `BadChunkKey` or `BadMessage` if an act is malformed, `Full` if the engine does not read its answers:
-        that ends the stream.
+        Raises `BadChunkKey` or `BadMessage` if an act is malformed or unknown, `Full` if the engine does not read its
+        answers: that ends the stream.
         """
         if self.outbox.is_full:
             raise Full("the engine does not read the answers to its messages", retry_seconds=1)
-        for field in ATTACH_ORDER:
-            if acts := getattr(message, field):
-                self._handlers[field](acts)
+        for number, act in enumerate(acts, 1):
+            kind = act.WhichOneof("act")
+            if kind is None or (handler := self._handlers.get(kind)) is None:
+                raise _refusal(act)
+            handler(getattr(act, kind))
+            if number % ACTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def close(self) -> None:
         """Cancels everything that still runs for the engine."""
@@ -127,6 +129,10 @@ class EngineStream:
                 load_seconds=release.load_duration.ToNanoseconds() / 1e9,
                 avoided_prefill_seconds=release.avoided_prefill_duration.ToNanoseconds() / 1e9,
             )
+
+    def _commit_all(self, commits: pb.CommitChunks) -> None:
+        for commit in commits.chunks:
+            self._commit(commit)
 
     def _commit(self, commit: pb.CommitChunk) -> None:
         key = _key(commit.chunk_key, "chunk_key")
@@ -146,42 +152,44 @@ class EngineStream:
             )
         except LmkvError as error:
             rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))
-            self.outbox.put(pb.AttachResponse(rejected_commits=[rejected]))
+            self.outbox.put(pb.Event(rejected_commit=rejected))
 
-    def _drop_damaged(self, keys: Sequence[bytes]) -> None:
-        dropped_count = self._tier.drop(listed_keys(keys, "damaged_keys"), MissReason.DAMAGED)
+    def _drop_damaged(self, damaged: pb.DropDamagedChunks) -> None:
+        dropped_count = self._tier.drop(split_keys(damaged.chunk_keys), MissReason.DAMAGED)
         logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped_count)
 
-    def _return_credit(self, offset: int) -> None:
-        try:
-            self._session.return_credit(offset)
-        except GrantNotFound as error:  # of an earlier attachment: no longer valid
-            logger.warning("%s", error)
+    def _return_credits(self, returned: pb.ReturnCredits) -> None:
+        for offset in returned.offsets:
+            try:
+                self._session.return_credit(offset)
+            except GrantNotFound as error:  # of an earlier attachment: no longer valid
+                logger.warning("%s", error)
 
-    def _reserve(self, count: int) -> None:
-        if count > 0:
-            self._lookups.reserve(count, settled=count)
-
-    def _change_weights(self, version: str) -> None:
+    def _change_weights(self, change: pb.ChangeWeights) -> None:
         self._handoffs.close()  # their chunks are of the old version
-        self._on_weights(version)
+        self._on_weights(change.weight_version)
         self.outbox.restart_changes()
 
-    def _reset(self, _: bool) -> None:
+    def _reset(self, _: pb.ResetChunks) -> None:
         self._tasks.start("", self._report_reset(self._stack.clear(self._session.spec.fingerprint)))
 
     async def _report_reset(self, cleared: Awaitable[int]) -> None:
-        self.outbox.put(pb.AttachResponse(reset_counts=[await cleared]))
+        self.outbox.put(pb.Event(reset=pb.ResetResult(chunk_count=await cleared)))
 
 
-def each(act: Callable[[Any], object]) -> Callable[[Iterable[Any]], None]:
-    """Returns a function that carries out an act for each value of a field."""
-
-    def acts(values: Iterable[Any]) -> None:
-        for value in values:
-            act(value)
-
-    return acts
+def _refusal(act: pb.Act) -> BadMessage:
+    """Why an act is not carried out that has no handler."""
+    if act.HasField("hello"):
+        return BadMessage("hello may be sent only once", field="acts")
+    if len(unknown := UnknownFieldSet(act)):
+        number = unknown[0].field_number
+        return BadMessage(
+            f"an act has field {number} of lmkv.v1.Act, which this node does not know: update the node, or use an "
+            "engine of its version",
+            field="acts",
+            field_number=number,
+        )
+    return BadMessage("an act is empty: it has none of the fields of lmkv.v1.Act", field="acts")
 
 
 def _key(raw: bytes, field: str) -> ChunkKey:

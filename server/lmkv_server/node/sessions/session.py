@@ -184,7 +184,7 @@ class EngineSession:
         """
         spec = self.spec
         if not 0 < token_count < spec.chunk_size or not spec.has_plain_parts:
-            raise BadMessage(f"no partial chunk of this spec has {token_count} tokens", field="partial_reserves")
+            raise BadMessage(f"no partial chunk of this spec has {token_count} tokens", field="partial_token_counts")
         if self._credit_counts[PARTIAL] >= self.credit_limit:
             return None
         if is_optional and not self._tier.has_room(spec.chunk_bytes):

@@ -124,7 +124,7 @@ def test_what_became_of_a_handoff_is_counted(make_engine: MakeEngine) -> None:
         handoff_id="r", chunk_count=3, transferred_bytes=1000, transfer_duration=Duration(nanos=5_000_000)
     )
     handed.status.code = code_pb2.UNAVAILABLE
-    engine.node.inbox.append(pb.AttachResponse(handed=[handed]))
+    engine.node.say(pb.Event(handed=handed))
     engine.side.drain_events()
     assert engine.count("handed_tokens") == 3 * CHUNK
     assert engine.count("handed_bytes") == 1000
@@ -250,7 +250,7 @@ def test_an_answer_says_why_its_handoff_is_refused(make_engine: MakeEngine) -> N
     engine.add("a", PROMPT, output=1, transfer=PREFILL)
     handed = pb.HandedChunks(handoff_id="r")
     handed.status.code, handed.status.message = code_pb2.NOT_FOUND, "no such instance"
-    engine.node.inbox.append(pb.AttachResponse(handed=[handed]))
+    engine.node.say(pb.Event(handed=handed))
     engine.run("a")
     assert engine.transfer_params["a"]["lmkv"]["handoff_refused"] == "no such instance"
     engine.add("off", PROMPT, output=1, transfer={"lmkv": PREFILL["lmkv"] | {"prompt_token_count": -1}})

@@ -21,12 +21,17 @@ CHUNK = 2
 def test_a_lookup_fits_into_a_message_however_long_the_prompt() -> None:
     tokens = [number % 1000 for number in range(CHUNK * (MAX_ASKED_KEYS + 5))]
     prompt = RequestState("r", as_tokens(tokens), tokens, KeyChain(ChunkKey(bytes(16)), CHUNK), partial=False)
-    sent: list[pb.AttachRequest] = []
+    sent: list[pb.Act] = []
     searches = RequestLookups(
-        ConnectorConfig(), sent.append, ConnectorCounters(), time.monotonic, PrefillRate(CHUNK), LossMemory(4)
+        ConnectorConfig(),
+        lambda *acts: sent.extend(acts),
+        ConnectorCounters(),
+        time.monotonic,
+        PrefillRate(CHUNK),
+        LossMemory(4),
     )
     searches.start(prompt, lambda: [0])
-    (message,) = sent
-    assert message.ByteSize() < MAX_MESSAGE_BYTES
-    assert split_keys(message.lookups[0].chunk_keys) == prompt.keys[:MAX_ASKED_KEYS]
+    (act,) = sent
+    assert pb.AttachRequest(acts=[act]).ByteSize() < MAX_MESSAGE_BYTES
+    assert split_keys(act.lookup.chunk_keys) == prompt.keys[:MAX_ASKED_KEYS]
     assert len(prompt.keys) == MAX_ASKED_KEYS + 5

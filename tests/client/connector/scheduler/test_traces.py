@@ -120,7 +120,7 @@ class Fleet:
             sum_ = checksum(np.zeros(SPEC.chunk_bytes, np.uint8), 0, SPEC.chunk_bytes)
             extents = await engine.reserve(CHUNKS)
             await engine.say(
-                commits=[engine.commit(key, one, checksum=sum_) for key, one in zip(KEYS.keys, extents, strict=True)]
+                commit=[engine.commit(key, one, checksum=sum_) for key, one in zip(KEYS.keys, extents, strict=True)]
             )
             until(lambda: self.coordinator.holders(TOKENS) == {"holder": CHUNKS * SPEC.chunk_size})
 

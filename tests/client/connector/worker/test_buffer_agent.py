@@ -73,14 +73,14 @@ class Decode:
     async def load(self, name: str, keys: list[ChunkKey]) -> list[Extent]:
         """The decode's request comes; where its chunks are. They stay there until `release`."""
         lookup = pb.LookupChunks(lookup_id=name, chunk_keys=join_keys(keys), handoff_id=name)
-        await self.engine.say(lookups=[lookup])
+        await self.engine.say(lookup=[lookup])
         (found,) = await self.engine.hear("found")
         own = list(found.own)
         if not absent_count(found):
             return own
         wanted = pb.LoadChunks(lookup_id=name, first_chunk=len(own), chunk_count=absent_count(found))
         wanted.timeout.FromSeconds(60)
-        await self.engine.say(loads=[wanted])
+        await self.engine.say(load=[wanted])
         extents, done = own, False
         while not done:
             for loaded in await self.engine.hear("loaded"):

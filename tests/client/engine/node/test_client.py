@@ -15,22 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lmkv import config as configuration
 from lmkv import rpc
-from lmkv.attach_order import ATTACH_ORDER
 from lmkv.config import ConnectorConfig, load
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import RequestReport, ServedModel
 from lmkv_client.engine.attachment import Attachment
 from lmkv_client.engine.node import connection
 from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
 from lmkv_client.engine.node.connection import next_message
+from tests.attach import Heard, acts
 from tests.client.engine.nodes import connector_config, is_running, kill, kill_all, node_pid, until
 from tests.waiting import WAIT_SECONDS
 
@@ -98,14 +95,16 @@ def attachment(link: NodeClient) -> Attachment:
     assert isinstance(event, Attachment)
     welcome = next_event(link)
     assert isinstance(welcome, pb.AttachResponse)
-    assert welcome.welcome.epoch == event.epoch
+    assert welcome.events[0].welcome.epoch == event.epoch
     return event
 
 
-def answer(link: NodeClient) -> pb.AttachResponse:
+def answer(link: NodeClient) -> Heard:
     event = next_event(link)
     assert isinstance(event, pb.AttachResponse), event
-    return event
+    heard = Heard()
+    heard.add(event)
+    return heard
 
 
 def test_a_link_starts_a_node_and_talks_to_it(make_link: MakeLink, runtime_dir: Path) -> None:
@@ -113,12 +112,12 @@ def test_a_link_starts_a_node_and_talks_to_it(make_link: MakeLink, runtime_dir: 
     line = attachment(link)
     assert line.pool_socket == str(connector_config(runtime_dir).pool_socket)
     lookup = pb.LookupChunks(lookup_id="1", chunk_keys=bytes(32), reserve_count=2)
-    link.send(line, pb.AttachRequest(lookups=[lookup]))
+    link.send(line, *acts(lookup=[lookup]))
     said = answer(link)
-    assert [found.lookup_id for found in said.found] == ["1"]
-    while not said.settled_reserve_count:
+    assert [found.lookup_id for found in said["found"]] == ["1"]
+    while "settled" not in said:
         said = answer(link)
-    assert (len(said.credits), said.settled_reserve_count) == (2, 2)
+    assert (len(said["credits"]), said["settled"]) == (2, [2])
 
 
 @pytest.fixture
@@ -199,26 +198,26 @@ def test_many_messages_sent_at_once_are_carried_out_in_order(make_link: MakeLink
     link = make_link()
     line = attachment(link)
     for number in range(500):
-        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=str(number), chunk_keys=bytes(16))]))
-        link.send(line, pb.AttachRequest(releases=[pb.ReleaseChunks(lookup_id=str(number))]))
+        link.send(line, *acts(lookup=[pb.LookupChunks(lookup_id=str(number), chunk_keys=bytes(16))]))
+        link.send(line, *acts(release=[pb.ReleaseChunks(lookup_id=str(number))]))
     found: list[str] = []
     while len(found) < 500:
-        found += [one.lookup_id for one in answer(link).found]
+        found += [one.lookup_id for one in answer(link)["found"]]
     assert found == [str(number) for number in range(500)]
 
 
 def test_a_killed_node_is_replaced_and_the_engine_reattached(make_link: MakeLink, runtime_dir: Path) -> None:
     link = make_link()
     first = attachment(link)
-    link.send(first, pb.AttachRequest(reserve_count=1))
-    assert answer(link).credits
+    link.send(first, *acts(reserve=1))
+    assert answer(link)["credits"]
     kill(node_pid(connector_config(runtime_dir)))
     assert isinstance(next_event(link), NodeLost)
     second = attachment(link)
     assert second.epoch > first.epoch
     assert second.engine_id != first.engine_id
-    link.send(second, pb.AttachRequest(reserve_count=1))
-    assert answer(link).credits
+    link.send(second, *acts(reserve=1))
+    assert answer(link)["credits"]
 
 
 def test_what_was_said_to_a_lost_node_is_not_said_to_the_next(make_link: MakeLink, runtime_dir: Path) -> None:
@@ -226,11 +225,11 @@ def test_what_was_said_to_a_lost_node_is_not_said_to_the_next(make_link: MakeLin
     first = attachment(link)
     kill(node_pid(connector_config(runtime_dir)))
     assert isinstance(next_event(link), NodeLost)
-    link.send(first, pb.AttachRequest(reserve_count=3))
+    link.send(first, *acts(reserve=3))
     second = attachment(link)
-    link.send(first, pb.AttachRequest(reserve_count=4))
-    link.send(second, pb.AttachRequest(reserve_count=2))
-    assert answer(link).settled_reserve_count == 2
+    link.send(first, *acts(reserve=4))
+    link.send(second, *acts(reserve=2))
+    assert answer(link)["settled"] == [2]
 
 
 def test_losing_a_node_again_and_again_does_not_make_the_next_attach_slower(
@@ -258,7 +257,8 @@ def test_an_idle_node_of_another_configuration_is_replaced(make_link: MakeLink, 
     pid = node_pid(connector_config(runtime_dir))
     second = make_link(max_local_cpu_size="32MB")
     assert isinstance(next_event(second), Attachment)
-    assert answer(second).welcome.pool_size_bytes == 32 << 20
+    (welcome,) = answer(second)["welcome"]
+    assert welcome.pool_size_bytes == 32 << 20
     assert not is_running(pid)
     (line,) = [line for line in node_log(runtime_dir).splitlines() if "ending:" in line]
     assert re.search(r"ending: engine \S+ replaces this node \(\S*MAX_LOCAL_CPU_SIZE: ", line, re.IGNORECASE)
@@ -294,8 +294,8 @@ def test_a_busy_node_of_another_configuration_is_a_mistake_that_names_the_key(ma
     line = attachment(busy)
     with pytest.raises(ConfigError, match=r"max_local_cpu_size: .* instance_id"):
         make_link(max_local_cpu_size="32MB")
-    busy.send(line, pb.AttachRequest(reserve_count=1))
-    assert answer(busy).credits
+    busy.send(line, *acts(reserve=1))
+    assert answer(busy)["credits"]
 
 
 def test_a_spec_that_does_not_fit_the_pool_is_a_mistake(make_link: MakeLink) -> None:
@@ -316,8 +316,8 @@ def test_without_a_node_the_engine_starts_all_the_same_and_attaches_once_it_is_t
     assert not link.inbox
     attachment(make_link())
     line = attachment(link)
-    link.send(line, pb.AttachRequest(reserve_count=2))
-    assert answer(link).settled_reserve_count == 2
+    link.send(line, *acts(reserve=2))
+    assert answer(link)["settled"] == [2]
 
 
 def test_a_mistake_that_shows_later_is_logged_and_the_line_tries_on(make_link: MakeLink, runtime_dir: Path) -> None:
@@ -337,7 +337,7 @@ def test_closing_ends_the_line_and_leaves_the_node_to_linger(make_link: MakeLink
     link.close()
     assert not link._thread.is_alive()
     assert is_running(pid)
-    link.send(line, pb.AttachRequest(reserve_count=1))
+    link.send(line, *acts(reserve=1))
     link.close()
     until(lambda: not is_running(pid))  # by itself
 
@@ -356,9 +356,9 @@ def test_a_node_that_does_not_read_is_given_up(
     line = attachment(link)
     pid = node_pid(connector_config(runtime_dir))
     os.kill(pid, signal.SIGSTOP)
-    large = pb.AttachRequest(damaged_keys=[bytes(16)] * 20_000)
+    large = acts(drop_damaged=[bytes(16)] * 20_000)
     while not link.inbox:
-        link.send(line, large)
+        link.send(line, *large)
         time.sleep(0.002)
     assert isinstance(next_event(link), NodeLost)
     os.kill(pid, signal.SIGCONT)
@@ -369,84 +369,31 @@ def test_a_node_that_does_not_read_is_given_up(
 # ---- merging
 
 
-def merging(sent: list[pb.AttachRequest]) -> Iterator[pb.AttachRequest]:
+def merging(sent: list[pb.Act]) -> Iterator[pb.AttachRequest]:
     """What goes over the wire when all of these wait."""
     outbox = deque(sent)
     while outbox:
         yield next_message(outbox)
 
 
-def acts(message: pb.AttachRequest) -> list[tuple[str, object]]:
-    """What the node does with a message, one after the other."""
-    done: list[tuple[str, object]] = []
-    for name in ATTACH_ORDER:
-        value = getattr(message, name)
-        if name in ("reserve_count", "reset", "weight_version"):
-            done += [(name, value)] * bool(value)
-        elif name == "part_reserve_counts":
-            done += [(name, tuple(value))] * bool(value)
-        else:
-            done += [(name, one if isinstance(one, int | bytes | str) else one.SerializeToString()) for one in value]
-    return done
-
-
-def summed(done: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Neighbouring credits asked for are one sum, for each part; of resets and versions the last counts."""
-    result: list[tuple[str, object]] = []
-    for name, value in done:
-        if result and result[-1][0] == name == "reserve_count":
-            result[-1] = (name, result[-1][1] + value)  # type: ignore[operator]
-        elif result and result[-1][0] == name == "part_reserve_counts":
-            pairs = zip(result[-1][1], value, strict=True)  # type: ignore[call-overload]
-            result[-1] = (name, tuple(one + other for one, other in pairs))
-        elif result and result[-1][0] == name and name in ("reset", "weight_version"):
-            result[-1] = (name, value)
-        else:
-            result.append((name, value))
-    return result
-
-
-@st.composite
-def messages(draw: st.DrawFn) -> pb.AttachRequest:
-    names = draw(st.sets(st.sampled_from(ATTACH_ORDER), min_size=1, max_size=2))
-    number = draw(st.integers(1, 9))
-    values: dict[str, object] = {
-        "served_models": [ServedModel(name=str(number))],
-        "releases": [pb.ReleaseChunks(lookup_id=str(number))],
-        "commits": [pb.CommitChunk(offset=number)],
-        "damaged_keys": [bytes([number]) * 16],
-        "returned_credits": [number],
-        "lookups": [pb.LookupChunks(lookup_id=str(number))],
-        "loads": [pb.LoadChunks(lookup_id=str(number), chunk_count=1)],
-        "reserve_count": number,
-        "handoffs": [pb.HandChunks(handoff_id=str(number))],
-        "ended_handoffs": [str(number)],
-        "dropped_handoffs": [pb.DropHandoff(handoff_id=str(number))],
-        "reset": True,
-        "part_reserve_counts": [number, 2 * number],
-        "weight_version": str(number),
-        "hints": [pb.HintChunks(hint_id=str(number))],
-        "reports": [RequestReport(engine_request_id=str(number))],
-        "partial_reserves": [number % 3 + 1],
-        "optional_partial_reserves": [number % 5 + 1],
-    }
-    return pb.AttachRequest(**{name: values[name] for name in names})  # type: ignore[arg-type]
-
-
-@settings(max_examples=200, deadline=None)
-@given(sent=st.lists(messages(), min_size=1, max_size=12))
-def test_merged_messages_mean_what_they_meant_one_after_the_other(sent: list[pb.AttachRequest]) -> None:
-    expected = [act for message in sent for act in acts(message)]
+@pytest.mark.parametrize("key_count", [1, 10_000, 30_000])
+def test_acts_that_wait_are_sent_in_their_order_in_messages_up_to_the_limit(key_count: int) -> None:
+    keys = [ChunkKey(bytes(16))] * key_count
+    sent = [
+        act
+        for number in range(20)
+        for act in acts(
+            reserve=number,
+            lookup=pb.LookupChunks(lookup_id=str(number), chunk_keys=join_keys(keys)),
+            drop_damaged=keys,
+            release=pb.ReleaseChunks(lookup_id=str(number)),
+            reset=True,
+        )
+    ]
     merged = list(merging(sent))
-    assert summed([act for message in merged for act in acts(message)]) == summed(expected)
-
-
-def test_neighbours_are_merged_up_to_the_message_limit() -> None:
-    keys = join_keys([ChunkKey(bytes(16))] * 10_000)
-    sent = [pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=str(number), chunk_keys=keys)]) for number in range(20)]
-    merged = list(merging(sent))
-    assert 1 < len(merged) < 20
+    assert [act for message in merged for act in message.acts] == sent
     assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES for message in merged)
+    assert (len(merged) == 1) == (key_count == 1)
 
 
 @pytest.mark.parametrize(
@@ -491,10 +438,10 @@ def test_a_wait_delivers_on_the_thread_that_waits(make_link: MakeLink) -> None:
     link = make_link()
     line = attachment(link)
     for number in range(50):
-        link.send(line, pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=str(number), chunk_keys=bytes(16))]))
+        link.send(line, *acts(lookup=[pb.LookupChunks(lookup_id=str(number), chunk_keys=bytes(16))]))
         while not link.inbox:
             link.wait(10.0)
-        assert [found.lookup_id for found in answer(link).found] == [str(number)]
+        assert [found.lookup_id for found in answer(link)["found"]] == [str(number)]
 
 
 def test_a_wait_ends_when_the_node_is_killed(make_link: MakeLink, runtime_dir: Path) -> None:

@@ -12,17 +12,19 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import ConfigConflict, LmkvError, Unreachable
+from lmkv.keys import split_keys
 from lmkv.rpc.frames import HEADER, FrameBuffer, FrameKind, to_frame
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.node import connection as connection_module
 from lmkv_client.engine.node.connection import AttachConnection
+from tests.attach import acts
 from tests.waiting import wait_until
 
 SECONDS = 20.0
 
 
 def response(number: int) -> pb.AttachResponse:
-    return pb.AttachResponse(settled_reserve_count=number)
+    return pb.AttachResponse(events=[pb.Event(reset=pb.ResetResult(chunk_count=number))])
 
 
 def frame(message: pb.AttachResponse) -> bytes:
@@ -43,7 +45,7 @@ class PlayedNode:
         self._frames = FrameBuffer(rpc.MAX_MESSAGE_BYTES)
 
     def _deliver(self, message: pb.AttachResponse) -> None:
-        self.arrived.append(message.settled_reserve_count)
+        self.arrived += [event.reset.chunk_count for event in message.events]
 
     def close(self) -> None:
         self.connection.close()
@@ -102,11 +104,11 @@ def test_no_node(short_folder: Path) -> None:
 def test_the_welcome_is_returned_with_what_arrives_beside_it(node: PlayedNode) -> None:
     node.end.sendall(frame(response(1)) + frame(response(2)))
     answers = node.connection.welcome(pb.Hello(engine_id="e"), SECONDS)
-    assert [answer.settled_reserve_count for answer in answers] == [1, 2]
+    assert [answer.events[0].reset.chunk_count for answer in answers] == [1, 2]
     assert node.arrived == []
     kind, payload = node.read()
     assert kind is FrameKind.MESSAGE
-    assert pb.AttachRequest.FromString(payload).hello.engine_id == "e"
+    assert pb.AttachRequest.FromString(payload).acts[0].hello.engine_id == "e"
     node.end.sendall(frame(response(3)))
     assert node.wait_for(1) == [3]
 
@@ -138,31 +140,32 @@ def test_what_a_busy_socket_does_not_take_is_sent_merged_and_in_order(
     node: PlayedNode, keep: Callable[[], LmkvError]
 ) -> None:
     for number in range(100):
-        node.connection.send(pb.AttachRequest(damaged_keys=[number.to_bytes(16, "big")] * 2_000))
+        node.connection.send(*acts(drop_damaged=[number.to_bytes(16, "big")] * 2_000))
     keys: list[int] = []
     counts: list[int] = []
     while len(keys) < 200_000:
         message = pb.AttachRequest.FromString(node.read()[1])
-        keys += [int.from_bytes(key, "big") for key in message.damaged_keys]
-        counts.append(len(message.damaged_keys))
+        damaged = [key for act in message.acts for key in split_keys(act.drop_damaged.chunk_keys)]
+        keys += [int.from_bytes(key, "big") for key in damaged]
+        counts.append(len(message.acts))
     assert keys == [number for number in range(100) for _ in range(2_000)]
     assert len(counts) < 100, "those that waited were merged"
 
 
 def test_a_node_that_does_not_read_is_lost(node: PlayedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "MAX_UNSENT", 5)
-    large = pb.AttachRequest(damaged_keys=[bytes(16)] * 20_000)
+    large = acts(drop_damaged=[bytes(16)] * 20_000)
     sent = 0
     while node.connection.error is None:
-        node.connection.send(large)
+        node.connection.send(*large)
         sent += 1
         assert sent < 100
     assert "does not read" in str(node.error())
-    node.connection.send(large)  # dropped
+    node.connection.send(*large)  # dropped
 
 
 def test_a_message_that_is_too_large_ends_the_connection(node: PlayedNode) -> None:
-    node.connection.send(pb.AttachRequest(damaged_keys=[bytes(rpc.MAX_MESSAGE_BYTES)]))
+    node.connection.send(*acts(drop_damaged=[bytes(rpc.MAX_MESSAGE_BYTES)]))
     assert "at most 1048576 can be sent" in str(node.error())
 
 

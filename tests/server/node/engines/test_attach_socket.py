@@ -20,6 +20,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engines import attach_socket, outbox
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
+from tests.attach import events, request
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import SPEC
@@ -29,12 +30,12 @@ SECONDS = 40.0
 
 
 def hello(engine_id: str = "engine", **fields: Any) -> pb.AttachRequest:
-    return pb.AttachRequest(hello=pb.Hello(engine_id=engine_id, spec=SPEC.to_proto(), worker_count=1, **fields))
+    return request(hello=pb.Hello(engine_id=engine_id, spec=SPEC.to_proto(), worker_count=1, **fields))
 
 
 def lookup(lookup_id: str) -> pb.AttachRequest:
     keys = join_keys(chunk_keys(0, 1, 2))
-    return pb.AttachRequest(lookups=[pb.LookupChunks(lookup_id=lookup_id, chunk_keys=keys)])
+    return request(lookup=[pb.LookupChunks(lookup_id=lookup_id, chunk_keys=keys)])
 
 
 def framed(message: pb.AttachRequest) -> bytes:
@@ -78,7 +79,7 @@ class FrameEngine:
         """The ids of the next answers to lookups."""
         ids: list[str] = []
         while len(ids) < count:
-            ids += [one.lookup_id for one in (await self.message()).found]
+            ids += [one.lookup_id for one in events(await self.message(), "found")]
         return ids
 
     async def ending(self) -> LmkvError:
@@ -105,7 +106,7 @@ async def test_only_the_nodes_user_can_open_it_and_it_ends_with_the_node(node: N
 async def test_an_engine_is_welcomed_and_answered(node: Node) -> None:
     async with FrameEngine(node) as engine:
         engine.send(hello())
-        welcome = (await engine.message()).welcome
+        welcome = (await engine.message()).events[0].welcome
         assert (welcome.instance_id, welcome.epoch) == ("test-node", node.epoch)
         engine.send(lookup("1"))
         assert await engine.found(1) == ["1"]
@@ -118,7 +119,7 @@ async def test_messages_that_arrive_byte_by_byte_are_carried_out(node: Node) -> 
         for byte in framed(hello()) + framed(lookup("1")):
             engine.writer.write(bytes([byte]))
             await asyncio.sleep(0)
-        assert (await engine.message()).HasField("welcome")
+        assert (await engine.message()).events[0].HasField("welcome")
         assert await engine.found(1) == ["1"]
 
 
@@ -132,8 +133,8 @@ async def test_an_engine_that_ends_in_the_middle_of_a_frame_is_detached_without_
     async with FrameEngine(node) as engine:
         engine.send(hello())
         await engine.message()
-        engine.send(pb.AttachRequest(reserve_count=2))
-        while not (await engine.message()).settled_reserve_count:
+        engine.send(request(reserve=2))
+        while not list(events(await engine.message(), "granted")):
             pass
         engine.writer.write(framed(lookup("1"))[:-1])
     await until(lambda: node.engines.attached_count == 0)
@@ -143,9 +144,9 @@ async def test_an_engine_that_ends_in_the_middle_of_a_frame_is_detached_without_
 BAD: dict[str, tuple[bytes, str]] = {
     "another protocol": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "frames of kind 80 do not exist"),
     "no protobuf": (to_frame(FrameKind.MESSAGE, b"\xff\xff", 9), "not a valid protobuf message"),
-    "no hello": (framed(lookup("1")), "the first message must carry hello"),
+    "no hello": (framed(lookup("1")), "the first act must be hello"),
     "a second hello": (framed(hello("other")) + framed(hello("other")), "hello may be sent only once"),
-    "a bad key": (framed(hello("other")) + framed(pb.AttachRequest(damaged_keys=[b"short"])), "damaged_keys"),
+    "a bad key": (framed(hello("other")) + framed(request(drop_damaged=[b"short"])), "chunk_keys"),
 }
 
 
@@ -180,7 +181,7 @@ async def test_a_frame_over_the_limit_ends_its_stream_with_the_code_of_grpc_and_
     [
         hello("other", expected_config={"LMKV_NODE_LINGER": "1.0"}),
         hello("engine"),  # in use
-        pb.AttachRequest(hello=pb.Hello(engine_id="other", spec=small_spec(layer_count=10_000).to_proto())),
+        request(hello=pb.Hello(engine_id="other", spec=small_spec(layer_count=10_000).to_proto())),
     ],
     ids=["another configuration", "id in use", "a spec that does not fit"],
 )
@@ -203,7 +204,7 @@ async def test_an_engine_is_refused_with_the_error_of_grpc(
 async def test_an_engine_that_sends_nothing_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_service, "HELLO_TIMEOUT_SECONDS", 0.1)
     async with FrameEngine(node) as silent:
-        assert "must carry hello" in str(await silent.ending())
+        assert "must be hello" in str(await silent.ending())
 
 
 async def test_an_engine_that_does_not_read_delays_no_other_and_is_detached_at_its_end(
@@ -249,8 +250,8 @@ async def test_an_engine_that_sends_and_never_reads_is_detached(node: Node, monk
     monkeypatch.setattr(attach_socket, "KEEPALIVE_SECONDS", 0.2)
     monkeypatch.setattr(attach_socket, "KEEPALIVE_TIMEOUT_SECONDS", 0.2)
     ids = [f"{number:0>64}" for number in range(500)]
-    lookups = pb.AttachRequest(lookups=[one for number in ids for one in lookup(number).lookups])
-    releases = pb.AttachRequest(releases=[pb.ReleaseChunks(lookup_id=number) for number in ids])
+    lookups = request(lookup=[act.lookup for number in ids for act in lookup(number).acts])
+    releases = request(release=[pb.ReleaseChunks(lookup_id=number) for number in ids])
     async with FrameEngine(node) as engine:
         engine.send(hello())
         await engine.message()

@@ -14,6 +14,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST
 from lmkv_server.node.engines.change_feed import MAX_CHANGES, MAX_KEYS, ChangeFeed, TierKey
 from lmkv_server.node.node import Node
+from tests.attach import events
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import CAPACITY, LIMIT
@@ -65,8 +66,9 @@ def test_messages_and_memory_are_bounded() -> None:
         feed.add(TIER_DISK, chunk_key(number), held=True)
     messages = []
     while feed:
-        messages.append(pb.AttachResponse(tier_changes=feed.take()))
-    assert [len(change.stored_keys) for message in messages for change in message.tier_changes] == [0] + [MAX_KEYS] * 3
+        messages.append(pb.AttachResponse(events=[pb.Event(tier_change=change) for change in feed.take()]))
+    changes = [change for message in messages for change in events(message, "tier_change")]
+    assert [len(change.stored_keys) for change in changes] == [0] + [MAX_KEYS] * 3
     assert all(message.ByteSize() < rpc.MAX_MESSAGE_BYTES // 8 for message in messages)
 
 
@@ -87,7 +89,7 @@ async def test_engines_that_want_changes_learn_of_stores_and_evictions_of_their_
                 await storing.store([chunk_key(number) for number in numbers[start : start + LIMIT]])
 
             async def known() -> set[ChunkKey]:
-                mirror.apply(await listening.hear("tier_changes"))
+                mirror.apply(await listening.hear("tier_change"))
                 return {key for tier, key in mirror.held if tier == TIER_HOST}
 
             while chunk_key(numbers[-1]) not in await known():
@@ -97,11 +99,11 @@ async def test_engines_that_want_changes_learn_of_stores_and_evictions_of_their_
             }
             assert node.tier.get(chunk_key(1)) is None, "nothing was evicted"
             await storing.say(reset=True)
-            await storing.hear("reset_counts")
+            await storing.hear("reset")
             while mirror.held:
                 await known()
-            assert not storing.heard.tier_changes
-            assert not other.heard.tier_changes
+            assert not storing.heard["tier_change"]
+            assert not other.heard["tier_change"]
 
 
 async def test_a_node_with_chunks_sends_them_first(config: NodeConfig) -> None:
@@ -113,6 +115,6 @@ async def test_a_node_with_chunks_sends_them_first(config: NodeConfig) -> None:
 
         await eventually(count, 3)
         async with EngineClient(node, "late", wants_tier_changes=True) as late:
-            (change,) = await late.hear("tier_changes")
+            (change,) = await late.hear("tier_change")
             assert set(change.stored_keys) == set(chunk_keys(1, 2, 3))
             assert (change.tier, change.restarted) == (TIER_HOST, False)

@@ -106,12 +106,13 @@ async def main():
         call = EngineServiceStub(channel).Attach()
         hello = pb.Hello(engine_id="killed", spec=small_spec().to_proto(), worker_count=1)
         lookup = pb.LookupChunks(lookup_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
-        await call.write(pb.AttachRequest(hello=hello, lookups=[lookup], reserve_count=3))
-        welcome = (await call.read()).welcome
+        acts = [pb.Act(hello=hello), pb.Act(lookup=lookup), pb.Act(reserve=pb.ReserveCredits(counts=[3]))]
+        await call.write(pb.AttachRequest(acts=acts))
+        welcome = (await call.read()).events[0].welcome
         pool = attach(welcome.pool_socket, "killed", 0, welcome.epoch, 60.0)
         credits = 0
         while not credits:
-            credits = len((await call.read()).credits)
+            credits = sum(len(event.granted.credits) for event in (await call.read()).events)
         print("granted", credits, flush=True)
         await asyncio.Event().wait()
 

@@ -35,7 +35,7 @@ def summary(found: PromptExplanation) -> list[tuple[str, int]]:
 
 async def test_the_spans_of_a_prompt_name_tiers_and_reasons(node: Node, engine: EngineClient) -> None:
     await engine.store(hashed_keys(0, 1, 2, 3))
-    await engine.say(damaged_keys=hashed_keys(2))
+    await engine.say(drop_damaged=hashed_keys(2))
     await until(lambda: len(node.tier) == 3)
     found = await explain(node, 0, 1, 2, 3, 4)
     size = SPEC.chunk_size
@@ -56,7 +56,7 @@ async def test_the_last_requests_are_kept_and_found_by_a_part_of_their_ids(node:
         reports = [
             RequestReport(engine_request_id=name, spans=[PromptSpan(token_count=9)]) for name in names[start:][:100]
         ]
-        await engine.say(reports=reports)
+        await engine.say(report=reports)
     kept = node._service.explainer._reports
     await until(lambda: len(kept) == MAX_REPORTS and kept[-1].engine_request_id == names[-1])
     found = await explain(node, engine_request_id="chat-")
@@ -70,9 +70,7 @@ async def test_the_last_requests_are_kept_and_found_by_a_part_of_their_ids(node:
 
 
 async def test_reports_that_are_too_large_are_not_kept(node: Node, engine: EngineClient) -> None:
-    await engine.say(
-        reports=[RequestReport(engine_request_id="large" * 1000), RequestReport(engine_request_id="small")]
-    )
+    await engine.say(report=[RequestReport(engine_request_id="large" * 1000), RequestReport(engine_request_id="small")])
     await until(lambda: len(node._service.explainer._reports) == 1)
     assert [report.engine_request_id for report in (await explain(node, engine_request_id="small")).requests] == [
         "small"

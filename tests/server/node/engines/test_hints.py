@@ -33,7 +33,7 @@ async def store(engine: EngineClient, *numbers: int) -> None:
     for at, number in enumerate(numbers):
         (extent,) = await engine.reserve(1)
         parent = chunk_key(numbers[at - 1]) if at else ROOT
-        await engine.say(commits=[engine.commit(chunk_key(number), extent, checksum=ZEROS, parent=parent)])
+        await engine.say(commit=[engine.commit(chunk_key(number), extent, checksum=ZEROS, parent=parent)])
 
 
 async def hint(
@@ -55,7 +55,7 @@ async def hint(
         running=running,
     )
     message.ttl.FromNanoseconds(int(ttl * 1e9))
-    await engine.say(hints=[message])
+    await engine.say(hint=[message])
     (answer,) = await engine.hear("hinted")
     assert isinstance(answer, pb.HintedChunks)
     assert answer.hint_id == hint_id
@@ -254,7 +254,7 @@ async def test_a_malformed_hint_is_rejected_and_the_stream_continues(
         "root_key": ROOT,
         "ttl": {"seconds": 5},
     }
-    await engine.say(hints=[pb.HintChunks(**(fields | change))])  # type: ignore[arg-type]
+    await engine.say(hint=[pb.HintChunks(**(fields | change))])  # type: ignore[arg-type]
     (answer,) = await engine.hear("hinted")
     result = answer.result
     assert (ended(result), result.reason) == (("rejected", 0), "malformed")

@@ -56,11 +56,11 @@ async def test_what_was_evicted_says_for_what_and_when(node: Node, engine: Engin
 
 async def test_what_was_reset_or_damaged_says_so_until_it_is_stored_again(engine: EngineClient) -> None:
     await engine.store(hashed_keys(0, 1))
-    await engine.say(damaged_keys=hashed_keys(1))
+    await engine.say(drop_damaged=hashed_keys(1))
     assert missed(await engine.lookup("1", hashed_keys(0, 1))) == [(MissReason.DAMAGED, 1)]
     await engine.release("1")
     await engine.say(reset=True)
-    assert await engine.hear("reset_counts") == [1]
+    assert await engine.hear("reset") == [1]
     assert missed(await engine.lookup("2", hashed_keys(0, 1))) == [(MissReason.CLEARED, 2)]
     await engine.store(hashed_keys(0))
     assert missed(await engine.lookup("3", hashed_keys(0, 1))) == [(MissReason.DAMAGED, 1)]
@@ -68,7 +68,7 @@ async def test_what_was_reset_or_damaged_says_so_until_it_is_stored_again(engine
 
 async def test_chunks_behind_a_dropped_one_are_behind_a_gap(engine: EngineClient) -> None:
     await engine.store(hashed_keys(0, 1, 2, 3))
-    await engine.say(damaged_keys=hashed_keys(1))
+    await engine.say(drop_damaged=hashed_keys(1))
     found = await engine.lookup("1", hashed_keys(0, 1, 2, 3))
     assert missed(found) == [(MissReason.DAMAGED, 1), (MissReason.BEHIND_GAP, 2)]
 

@@ -27,7 +27,7 @@ async def hint(
         priority=5,
         root_key=bytes(16),
     )
-    await engine.say(hints=[message])
+    await engine.say(hint=[message])
     (answer,) = await engine.hear("hinted")
     result: chunk_pb2.HintResult = answer.result
     return result

@@ -74,7 +74,7 @@ async def test_credits_are_counted_settled_and_limited_part_by_part(runtime_dir:
         for part, extents in enumerate(granted):
             assert {extent.size_bytes for extent in extents} == {HYBRID.part_bytes(part)}
         assert [len(part) for part in await engine.credits(0, 1, 1)] == [0, 0, 1], "each part has a limit of its own"
-        await engine.say(returned_credits=[granted[WINDOW][0].offset])
+        await engine.say(return_credits=[granted[WINDOW][0].offset])
         assert [len(part) for part in await engine.credits(0, 2, 0)] == [0, 1, 0]
         assert node.engines.session("engine").credit_count == 3 + limit + 3
 
@@ -85,17 +85,16 @@ async def test_what_is_found_makes_no_credit_fewer(runtime_dir: Path) -> None:
         lookup = pb.LookupChunks(
             lookup_id="1", chunk_keys=join_keys(PROMPT[:4]), reserve_count=4, part_reserve_counts=[2, 1]
         )
-        await engine.say(lookups=[lookup])
+        await engine.say(lookup=[lookup])
         (found,) = await engine.hear("found")
         assert found.hit_chunk_count == 3
-        assert await engine.hear("settled_reserve_count") == 4
-        assert await engine.hear("settled_part_reserve_counts") == [2, 1]
+        assert await engine.hear("settled") == [4, 2, 1]
         assert [credit.part for credit in await engine.hear("credits")] == [0, 0, 0, 0, 1, 1, 2]
 
 
 async def test_credits_of_an_unknown_part_end_the_stream(runtime_dir: Path) -> None:
     async with engine_at_node(runtime_dir) as (_, engine):
-        await engine.say(part_reserve_counts=[1, 1, 1])
+        await engine.say(reserve=[1, 1, 1, 1])
         assert isinstance(await engine.ending(), BadMessage)
 
 
@@ -117,11 +116,11 @@ async def test_a_commit_of_another_size_or_part_is_refused(
         commit = engine.commit_item(PartItem(WINDOW, 0), credit)
         for name, value in change.items():
             setattr(commit, name, value)
-        await engine.say(commits=[commit])
-        (rejected,) = await engine.hear("rejected_commits")
+        await engine.say(commit=[commit])
+        (rejected,) = await engine.hear("rejected_commit")
         assert isinstance(rpc.from_status(rejected.status), reason)
         assert not len(node.tier)
-        await engine.say(commits=[engine.commit_item(PartItem(WINDOW, 0), credit)])
+        await engine.say(commit=[engine.commit_item(PartItem(WINDOW, 0), credit)])
         await until(lambda: node.tier.get(item_key(WINDOW, 0)))
 
 
@@ -249,7 +248,7 @@ async def test_a_reset_drops_every_part(runtime_dir: Path) -> None:
     async with engine_at_node(runtime_dir) as (node, engine):
         await engine.store_hits(4)
         await engine.say(reset=True)
-        assert await engine.hear("reset_counts") == [7]
+        assert await engine.hear("reset") == [7]
         assert not len(node.tier)
 
 
@@ -259,7 +258,7 @@ async def test_a_handoff_to_an_unknown_instance_fails(
 ) -> None:
     async with engine_at_node(runtime_dir, enable_p2p=enable_p2p) as (_, engine):
         hand = pb.HandChunks(handoff_id="h", chunk_keys=join_keys(PROMPT), token_count=256, decode_instance_id="other")
-        await engine.say(handoffs=[hand])
+        await engine.say(hand=[hand])
         (handed,) = await engine.hear("handed")
         assert isinstance(rpc.from_status(handed.status), reason)
         assert handed.chunk_count == 0
@@ -273,13 +272,13 @@ async def test_items_are_handed_off_and_loaded(runtime_dir: Path) -> None:
         keys = join_keys(PROMPT[:5])
         await decode.store_items([PartItem(FULL, 1)])
         lookup = pb.LookupChunks(lookup_id="1", chunk_keys=keys, handoff_id="h")
-        await decode.say(lookups=[lookup])
+        await decode.say(lookup=[lookup])
         (found,) = await decode.hear("found")
         assert (found.hit_chunk_count, places(found)) == (5, [("handoff", 1), ("own", 1), ("handoff", 6)])
         hand = pb.HandChunks(handoff_id="h", chunk_keys=keys, token_count=160, decode_instance_id="decode")
-        await prefill.say(handoffs=[hand])
+        await prefill.say(hand=[hand])
         await prefill.store_hits(5)
-        await prefill.say(ended_handoffs=["h"])
+        await prefill.say(end_handoff="h")
         assert await decode.load("1", found) == len(HYBRID.items(5))
         (handed,) = await prefill.hear("handed")
         assert (handed.chunk_count, handed.status.code) == (8, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from lmkv.v1.chunk_pb2 import ServedModel
 from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
+from tests.attach import acts, request
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.engines.pool_checks import CAPACITY, LIMIT, SPEC, is_clean, unlimited
@@ -52,7 +54,7 @@ async def test_a_miss_is_an_answer_and_brings_credits(engine: EngineClient) -> N
     granted = await engine.hear("credits")
     assert len(granted) == 5
     assert {extent.size_bytes for extent in granted} == {SPEC.chunk_bytes}
-    assert await engine.hear("settled_reserve_count") == 5
+    assert await engine.hear("settled") == [5]
 
 
 @pytest.mark.parametrize(("wanted", "granted"), [(5, 3), (2, 0), (1, 0)])
@@ -61,14 +63,14 @@ async def test_each_chunk_that_is_found_makes_one_credit_fewer(
 ) -> None:
     await engine.store(chunk_keys(0, 1))
     await engine.lookup("1", chunk_keys(0, 1, 2), reserve_count=wanted)
-    assert await engine.hear("settled_reserve_count") == wanted, "what was asked for is settled, granted or not"
+    assert await engine.hear("settled") == [wanted], "what was asked for is settled, granted or not"
     assert node.engines.session("engine").credit_count == granted
 
 
 async def test_what_was_committed_is_found_where_it_was_written(node: Node, engine: EngineClient) -> None:
     granted = await engine.reserve(2)
     commits = [engine.commit(chunk_key(number), one, checksum=number) for number, one in enumerate(granted)]
-    await engine.say(commits=commits)
+    await engine.say(commit=commits)
     found = await engine.lookup("1", chunk_keys(0, 1, 2))
     assert [(one.offset, one.checksum, one.size_bytes, one.token_count) for one in found.own] == [
         (one.offset, number, SPEC.chunk_bytes, SPEC.chunk_size) for number, one in enumerate(granted)
@@ -80,9 +82,7 @@ async def test_what_was_committed_is_found_where_it_was_written(node: Node, engi
 async def test_a_chunk_whose_successor_is_there_is_not_evicted(node: Node, engine: EngineClient) -> None:
     head, tail, *_ = granted = await engine.reserve(2)
     assert len(granted) == 2
-    await engine.say(
-        commits=[engine.commit(chunk_key(0), head), engine.commit(chunk_key(1), tail, parent=chunk_key(0))]
-    )
+    await engine.say(commit=[engine.commit(chunk_key(0), head), engine.commit(chunk_key(1), tail, parent=chunk_key(0))])
     await engine.lookup("1", chunk_keys(0, 1))
     await engine.release("1")
     await engine.lookup("2", chunk_keys(1))  # were it for times of use alone, the head would go first
@@ -105,28 +105,65 @@ async def test_the_configured_policy_decides_who_makes_room(config: NodeConfig, 
         assert len((await engine.lookup("2", chunk_keys(0))).own) == stays
 
 
-async def test_everything_in_one_message_is_carried_out_in_the_order_of_the_fields(engine: EngineClient) -> None:
+async def test_the_acts_of_one_message_are_carried_out_in_the_order_of_its_list(engine: EngineClient) -> None:
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0))
     first, second = await engine.reserve(2)
-    lookup = pb.LookupChunks(lookup_id="1", chunk_keys=join_keys(chunk_keys(0, 1)))
-    await engine.say(
-        releases=[pb.ReleaseChunks(lookup_id="1")],
-        commits=[engine.commit(chunk_key(1), first)],
-        returned_credits=[second.offset],
-        lookups=[lookup],
-        reset=True,
+    both = join_keys(chunk_keys(0, 1))
+    before, after = (pb.Act(lookup=pb.LookupChunks(lookup_id=name, chunk_keys=both)) for name in ("2", "3"))
+    others = acts(
+        release=[pb.ReleaseChunks(lookup_id="1")],
+        commit=[engine.commit(chunk_key(1), first)],
+        return_credits=[second.offset],
     )
-    (found,) = await engine.hear("found")
-    assert len(found.own) == 2
-    assert await engine.hear("reset_counts") == [2]
+    await engine.call.write(pb.AttachRequest(acts=[before, *others, after]))
+    found = await engine.hear("found")
+    assert [(one.lookup_id, len(one.own)) for one in found] == [("2", 1), ("3", 2)]
+
+
+async def test_answers_are_events_in_the_order_of_the_acts(engine: EngineClient) -> None:
+    kinds = ["reserve", "lookup", "reserve", "reset"]
+    key = chunk_key(1)
+    made = {
+        "reserve": pb.Act(reserve=pb.ReserveCredits(counts=[1])),
+        "lookup": pb.Act(lookup=pb.LookupChunks(lookup_id="1", chunk_keys=key)),
+        "reset": pb.Act(reset=pb.ResetChunks()),
+    }
+    await engine.call.write(pb.AttachRequest(acts=[made[kind] for kind in kinds]))
+    heard: list[str | None] = []
+    while len(heard) < len(kinds):
+        heard += [event.WhichOneof("event") for event in (await engine._read()).events]
+    assert heard == ["granted", "found", "granted", "reset"]
+
+
+UNKNOWN_ACT = pb.AttachRequest.FromString(bytes.fromhex("0a04fa3f0178"))  # of field 1023, as of a later version
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (UNKNOWN_ACT, r"field 1023 of lmkv\.v1\.Act, which this node does not know: update the node"),
+        (pb.AttachRequest(acts=[pb.Act()]), "an act is empty"),
+    ],
+    ids=["of a later version", "empty"],
+)
+async def test_an_act_that_the_node_does_not_know_ends_the_stream_after_those_before_it(
+    node: Node, engine: EngineClient, message: pb.AttachRequest, complaint: str
+) -> None:
+    (granted,) = await engine.reserve(1)
+    known = acts(commit=[engine.commit(chunk_key(1), granted)])
+    await engine.call.write(pb.AttachRequest(acts=[*known, *message.acts, pb.Act(reset=pb.ResetChunks())]))
+    error = await engine.ending()
+    assert isinstance(error, BadMessage)
+    assert re.search(complaint, str(error))
+    assert node.tier.get(chunk_key(1)), "the acts before it were carried out, those behind it were not"
 
 
 async def test_credits_end_at_the_limit_and_every_request_is_settled(engine: EngineClient) -> None:
     granted = await engine.reserve(LIMIT + 7)
     assert len(granted) == LIMIT
     assert await engine.reserve(3) == []
-    await engine.say(returned_credits=[one.offset for one in granted[:2]])
+    await engine.say(return_credits=[one.offset for one in granted[:2]])
     assert len(await engine.reserve(3)) == 2
 
 
@@ -151,7 +188,7 @@ async def test_of_two_engines_that_store_one_chunk_the_second_gets_no_error_and_
         await two.store(chunk_keys(0))
         found = await two.lookup("1", chunk_keys(0))
         assert len(found.own) == 1
-        assert not two.heard.rejected_commits
+        assert not two.heard["rejected_commit"]
         assert node.tier.used_bytes == SPEC.chunk_bytes
         assert node.engines.session("two").credit_count == 0
 
@@ -163,7 +200,7 @@ async def test_engines_of_one_spec_share_chunks_and_of_another_do_not(node: Node
         await two.store(chunk_keys(1))
         await one.lookup("1", chunk_keys(0))
         await one.say(reset=True)
-        assert await one.hear("reset_counts") == [1]
+        assert await one.hear("reset") == [1]
         assert len((await two.lookup("1", chunk_keys(1))).own) == 1
 
 
@@ -172,8 +209,8 @@ async def test_an_engine_with_other_weights_stores_under_another_spec_and_loses_
 ) -> None:
     await engine.store(chunk_keys(0))
     (granted,) = await engine.reserve(1)
-    await engine.say(weight_version="2", served_models=[ServedModel(name="model")])
-    await engine.say(commits=[engine.commit(chunk_key(1), granted)])
+    await engine.say(change_weights="2", serve_models=[ServedModel(name="model")])
+    await engine.say(commit=[engine.commit(chunk_key(1), granted)])
     assert len((await engine.lookup("1", chunk_keys(1))).own) == 1
     second = replace(SPEC, weight_version="2")
     assert {chunk.key: chunk.fingerprint for chunk in node.tier} == {
@@ -184,37 +221,37 @@ async def test_an_engine_with_other_weights_stores_under_another_spec_and_loses_
     assert [spec.weight_version for spec in described.specs] == ["", "2"]
     assert second.fingerprint in {model.fingerprint for model in described.served_models}
     await engine.say(reset=True)
-    assert await engine.hear("reset_counts") == [1], "a reset is of the version of now"
+    assert await engine.hear("reset") == [1], "a reset is of the version of now"
 
 
 async def test_an_engine_with_other_weights_gets_changes_of_its_spec_of_now(node: Node) -> None:
     async with EngineClient(node, "stores") as other, EngineClient(node, "follows", wants_tier_changes=True) as engine:
         await other.store(chunk_keys(0))
-        (change,) = await engine.hear("tier_changes")
+        (change,) = await engine.hear("tier_change")
         assert change.stored_keys == [chunk_key(0)]
-        await engine.say(weight_version="2")
-        (change,) = await engine.hear("tier_changes")
+        await engine.say(change_weights="2")
+        (change,) = await engine.hear("tier_change")
         assert (change.restarted, list(change.stored_keys)) == (True, [])
         await engine.store(chunk_keys(1))
-        (change,) = await engine.hear("tier_changes")
+        (change,) = await engine.hear("tier_change")
         assert change.stored_keys == [chunk_key(1)]
 
 
 async def test_what_private_weights_have_computed_is_unknown_to_the_fleet_and_ends_with_them(
     node: Node, engine: EngineClient
 ) -> None:
-    await engine.say(weight_version="private:1")
+    await engine.say(change_weights="private:1")
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0))
     await engine.release("1")
     assert [spec.weight_version for spec in node.describe().specs] == [""]
-    await engine.say(weight_version="2")
+    await engine.say(change_weights="2")
     await until(lambda: not list(node.tier))
     assert [spec.weight_version for spec in node.engines.specs] == ["", "2"]
 
 
 async def test_a_version_that_is_too_long_is_refused(engine: EngineClient) -> None:
-    await engine.say(weight_version="x" * (MAX_FIELD_BYTES + 1))
+    await engine.say(change_weights="x" * (MAX_FIELD_BYTES + 1))
     with pytest.raises(grpc.RpcError, match="weight_version has more than 512 bytes"):
         await engine.hear("found")
 
@@ -222,14 +259,14 @@ async def test_a_version_that_is_too_long_is_refused(engine: EngineClient) -> No
 async def test_a_partial_chunk_is_found_as_what_it_is(engine: EngineClient) -> None:
     (extent,) = await engine.reserve(1)
     commit = pb.CommitChunk(chunk_key=chunk_key(0), offset=extent.offset, size_bytes=SPEC.size_bytes(5), token_count=5)
-    await engine.say(commits=[commit])
+    await engine.say(commit=[commit])
     (found,) = (await engine.lookup("1", chunk_keys(0))).own
     assert (found.size_bytes, found.token_count) == (SPEC.size_bytes(5), 5)
 
 
 async def test_chunks_that_an_engine_found_damaged_are_dropped(node: Node, engine: EngineClient) -> None:
     await engine.store(chunk_keys(0, 1))
-    await engine.say(damaged_keys=[chunk_key(0)])
+    await engine.say(drop_damaged=[chunk_key(0)])
     found = await engine.lookup("1", chunk_keys(0, 1))
     assert not found.own
     assert len(node.tier) == 1
@@ -245,8 +282,8 @@ async def test_conflicts_are_reported_to_every_engine(node: Node, engine: Engine
 
 
 async def rejected(engine: EngineClient, commit: pb.CommitChunk) -> LmkvError:
-    await engine.say(commits=[commit])
-    (answer,) = await engine.hear("rejected_commits")
+    await engine.say(commit=[commit])
+    (answer,) = await engine.hear("rejected_commit")
     assert answer.chunk_key == commit.chunk_key
     return rpc.from_status(answer.status)
 
@@ -266,7 +303,7 @@ async def test_a_commit_of_a_wrong_size_is_rejected_and_keeps_its_credit(engine:
     commit = engine.commit(chunk_key(0), extent)
     commit.size_bytes -= 8
     assert isinstance(await rejected(engine, commit), BadMessage)
-    await engine.say(commits=[engine.commit(chunk_key(0), extent)])
+    await engine.say(commit=[engine.commit(chunk_key(0), extent)])
     assert len((await engine.lookup("1", chunk_keys(0))).own) == 1
 
 
@@ -275,7 +312,7 @@ async def test_returning_a_foreign_credit_is_rejected_and_the_stream_continues(
 ) -> None:
     await engine.store(chunk_keys(0))
     (chunk,) = (await engine.lookup("1", chunk_keys(0))).own
-    await engine.say(returned_credits=[chunk.offset, 12345])
+    await engine.say(return_credits=[chunk.offset, 12345])
     assert len((await engine.lookup("2", chunk_keys(0))).own) == 1
     node.tier.check()
 
@@ -285,7 +322,7 @@ async def test_a_load_of_what_no_lookup_found_ends_at_once(engine: EngineClient,
     await engine.store(chunk_keys(0))
     await engine.lookup("1", chunk_keys(0, 1))
     load = pb.LoadChunks(lookup_id="1" if not first_chunk else "2", first_chunk=first_chunk, chunk_count=1)
-    await engine.say(loads=[load])
+    await engine.say(load=[load])
     (loaded,) = await engine.hear("loaded")
     assert loaded.done
     assert not loaded.extents
@@ -297,7 +334,7 @@ async def test_a_load_without_holders_ends_at_once(engine: EngineClient) -> None
     await engine.lookup("1", chunk_keys(0, 1))
     load = pb.LoadChunks(lookup_id="1", first_chunk=1, chunk_count=1)
     load.timeout.FromSeconds(600)
-    await engine.say(loads=[load])
+    await engine.say(load=[load])
     (loaded,) = await engine.hear("loaded")
     assert (loaded.lookup_id, loaded.done, len(loaded.extents)) == ("1", True, 0)
     assert loaded.status.code
@@ -320,38 +357,34 @@ PACKED = join_keys(chunk_keys(0))
 
 BAD_STREAMS: dict[str, tuple[type[LmkvError], list[pb.AttachRequest]]] = {
     "nothing": (BadMessage, []),
-    "no hello": (BadMessage, [pb.AttachRequest(reserve_count=1)]),
-    "an empty hello": (BadKvSpec, [pb.AttachRequest(hello=pb.Hello(engine_id="bad"))]),
-    "no engine id": (BadMessage, [pb.AttachRequest(hello=hello(engine_id=""))]),
-    "an engine id in use": (BadMessage, [pb.AttachRequest(hello=hello(engine_id="good"))]),
-    "a lying fingerprint": (BadKvSpec, [pb.AttachRequest(hello=hello(spec=LYING))]),
-    "an unknown dtype": (BadKvSpec, [pb.AttachRequest(hello=hello(spec=UNKNOWN))]),
-    "chunks larger than the pool": (BadKvSpec, [pb.AttachRequest(hello=hello(spec=LARGE.to_proto()))]),
+    "no hello": (BadMessage, [request(reserve=1)]),
+    "an empty hello": (BadKvSpec, [request(hello=pb.Hello(engine_id="bad"))]),
+    "no engine id": (BadMessage, [request(hello=hello(engine_id=""))]),
+    "an engine id in use": (BadMessage, [request(hello=hello(engine_id="good"))]),
+    "a lying fingerprint": (BadKvSpec, [request(hello=hello(spec=LYING))]),
+    "an unknown dtype": (BadKvSpec, [request(hello=hello(spec=UNKNOWN))]),
+    "chunks larger than the pool": (BadKvSpec, [request(hello=hello(spec=LARGE.to_proto()))]),
     "another configuration": (
         ConfigConflict,
-        [pb.AttachRequest(hello=hello(expected_config={"LMKV_MAX_LOCAL_CPU_SIZE": "5.0"}))],
+        [request(hello=hello(expected_config={"LMKV_MAX_LOCAL_CPU_SIZE": "5.0"}))],
     ),
     "a key that this node does not know": (
         ConfigConflict,
-        [pb.AttachRequest(hello=hello(expected_config={"LMKV_NEW": "1"}))],
+        [request(hello=hello(expected_config={"LMKV_NEW": "1"}))],
     ),
-    "a second hello": (BadMessage, [pb.AttachRequest(hello=hello()), pb.AttachRequest(hello=hello(engine_id="b"))]),
+    "a second hello": (BadMessage, [request(hello=hello()), request(hello=hello(engine_id="b"))]),
     "a bad key list": (
         BadChunkKey,
-        [
-            pb.AttachRequest(
-                hello=hello(), lookups=[pb.LookupChunks(lookup_id="1", chunk_keys=b"short")], reserve_count=3
-            )
-        ],
+        [request(hello=hello(), lookup=[pb.LookupChunks(lookup_id="1", chunk_keys=b"short")], reserve=3)],
     ),
     "a bad key in a commit": (
         BadChunkKey,
-        [pb.AttachRequest(hello=hello()), pb.AttachRequest(commits=[pb.CommitChunk(chunk_key=b"short")])],
+        [request(hello=hello()), request(commit=[pb.CommitChunk(chunk_key=b"short")])],
     ),
-    "a bad damaged key": (BadChunkKey, [pb.AttachRequest(hello=hello(), damaged_keys=[b"short"])]),
+    "a bad damaged key": (BadChunkKey, [request(hello=hello(), drop_damaged=[b"short"])]),
     "a ticket in use": (
         BadMessage,
-        [pb.AttachRequest(hello=hello(), lookups=[pb.LookupChunks(lookup_id="1", chunk_keys=PACKED)] * 2)],
+        [request(hello=hello(), lookup=[pb.LookupChunks(lookup_id="1", chunk_keys=PACKED)] * 2)],
     ),
 }
 
@@ -388,7 +421,7 @@ async def test_a_message_over_the_limit_ends_its_stream_and_no_other(node: Node,
     socket = f"unix:{node.config.engine_socket}"
     async with unlimited(socket) as channel:
         call = channel.stream_stream("/lmkv.v1.EngineService/Attach")()
-        big = pb.AttachRequest(hello=hello(engine_id="x" * rpc.MAX_MESSAGE_BYTES))
+        big = request(hello=hello(engine_id="x" * rpc.MAX_MESSAGE_BYTES))
         await call.write(big.SerializeToString())
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not (await engine.lookup("1", chunk_keys(0))).own

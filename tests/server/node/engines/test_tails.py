@@ -40,13 +40,13 @@ async def test_a_prompt_that_continues_another_hits_to_its_last_token(
     found = await look_up(engine, "1", longer, reserve_count=before + 1)
     assert (found.partial_key, found.partial_token_count) == (keys_of(first)[-1], 21)
     assert [extent.token_count for extent in found.own] == [SIZE] * before + [21]
-    assert await engine.hear("settled_reserve_count") == before + 1
-    assert len(list(engine.heard.credits)) == 1, "the chunk that begins with the tail is to be stored"
+    assert await engine.hear("settled") == [before + 1]
+    assert len(engine.heard["credits"]) == 1, "the chunk that begins with the tail is to be stored"
     assert [chunk.holds for chunk in node.tier] == [1] * (before + 1)
     await engine.release("1")
     assert await hit_tokens(engine, node.pool, "2", longer) == len(first)
     await until(lambda: not node.engines.session("engine").lease_count)
-    node.tier.give_back(engine.heard.credits[0].offset)
+    node.tier.give_back(engine.heard["credits"][0].offset)
     assert is_clean(node)
 
 
@@ -63,7 +63,7 @@ async def test_keys_of_full_chunks_alone_find_the_tail_too(node: Node, engine: E
     await store_prompt(engine, node.pool, tokens)
     lookup = lookup_of("1", tokens)
     lookup.chunk_keys = join_keys(keys_of(tokens)[:1])
-    await engine.say(lookups=[lookup])
+    await engine.say(lookup=[lookup])
     (found,) = await engine.hear("found")
     assert (len(found.own), found.partial_token_count) == (2, 9)
 
@@ -174,8 +174,8 @@ async def test_prefix_digests_that_are_not_of_the_chunk_are_refused(
         parent_key=ROOT,
         prefix_digests=digests,
     )
-    await engine.say(commits=[commit])
-    (rejected,) = await engine.hear("rejected_commits")
+    await engine.say(commit=[commit])
+    (rejected,) = await engine.hear("rejected_commit")
     assert isinstance(rpc.from_status(rejected.status), BadChunkKey)
     assert not len(node.tier)
 
@@ -189,10 +189,10 @@ async def test_what_was_evicted_or_dropped_is_not_found(node: Node, engine: Engi
     assert await hit_tokens(engine, node.pool, "1", longer) == 20
     node.tier.drop([keys_of(tail)[0]])
     assert await hit_tokens(engine, node.pool, "2", longer) == 12
-    await engine.say(damaged_keys=[keys_of(middle)[0]])
+    await engine.say(drop_damaged=[keys_of(middle)[0]])
     assert await hit_tokens(engine, node.pool, "3", longer) == 5
     await engine.say(reset=True)
-    assert await engine.hear("reset_counts") == [1]
+    assert await engine.hear("reset") == [1]
     assert await hit_tokens(engine, node.pool, "4", longer) == 0
     assert node._partial_chunks.chunk_count == 0
     node._partial_chunks.check()
@@ -235,7 +235,7 @@ async def test_a_chunk_that_claims_another_parent_or_length_is_no_match(node: No
         token_count=12,
         parent_key=ROOT,
     )
-    await engine.say(commits=[commit])
+    await engine.say(commit=[commit])
     assert await hit_tokens(engine, node.pool, "1", tokens) == 8
 
 
@@ -257,7 +257,7 @@ async def test_a_lookup_without_tokens_finds_no_tail(node: Node, engine: EngineC
 async def test_tokens_that_cannot_be_used_end_the_stream(
     node: Node, engine: EngineClient, fields: dict[str, bytes], error: type[LmkvError]
 ) -> None:
-    await engine.say(lookups=[pb.LookupChunks(**({"lookup_id": "1", "root_key": ROOT} | fields))])  # type: ignore[arg-type]
+    await engine.say(lookup=[pb.LookupChunks(**({"lookup_id": "1", "root_key": ROOT} | fields))])  # type: ignore[arg-type]
     assert isinstance(await engine.ending(), error)
     await until(lambda: node.engines.attached_count == 0)
     assert is_clean(node)
@@ -271,7 +271,7 @@ async def test_hostile_tokens_and_extras_cost_nothing_and_find_nothing(node: Nod
     assert (await look_up(engine, "2", tokens, chunk_extras={0: b"image"})).partial_token_count == 0
     many = as_tokens([*tokens, *[7] * (200_000 - len(tokens))])
     lookup = pb.LookupChunks(lookup_id="3", tokens=many.tobytes(), root_key=ROOT)
-    await engine.say(lookups=[lookup])
+    await engine.say(lookup=[lookup])
     (found,) = await engine.hear("found")
     assert found.partial_token_count == 8
     assert len(many) <= MAX_TOKENS
@@ -287,9 +287,9 @@ async def test_a_tail_that_may_not_be_held_is_not_offered(node: Node, engine: En
 
 
 async def test_credits_for_partial_chunks_have_exactly_their_size(node: Node, engine: EngineClient) -> None:
-    await engine.say(partial_reserves=[21, SIZE - 1], optional_partial_reserves=[1])
-    assert list(await engine.hear("settled_partial_reserves")) == [21, SIZE - 1, 1]
-    small, *_ = granted = list(engine.heard.credits)
+    await engine.say(reserve=pb.ReserveCredits(partial_token_counts=[21, SIZE - 1], optional_partial_token_counts=[1]))
+    assert await engine.hear("settled_partial") == [21, SIZE - 1, 1]
+    small, *_ = granted = engine.heard["credits"]
     assert [extent.token_count for extent in granted] == [21, SIZE - 1, 1]
     assert [extent.size_bytes for extent in granted] == [align(SPEC.size_bytes(n)) for n in (21, SIZE - 1, 1)]
     tokens = prompt(21)
@@ -297,7 +297,7 @@ async def test_credits_for_partial_chunks_have_exactly_their_size(node: Node, en
     commit = pb.CommitChunk(
         chunk_key=key, offset=small.offset, size_bytes=SPEC.size_bytes(21), token_count=21, parent_key=ROOT
     )
-    await engine.say(commits=[commit], returned_credits=[extent.offset for extent in granted[1:]])
+    await engine.say(commit=[commit], return_credits=[extent.offset for extent in granted[1:]])
     await until(lambda: not node.tier.reserved_count)
     assert node.tier.get(key)
     assert node.tier.used_bytes == align(SPEC.size_bytes(21))
@@ -310,32 +310,32 @@ async def test_in_a_full_pool_optional_credits_are_refused_and_the_others_evict(
     while node.tier.has_room(SPEC.chunk_bytes):
         number += 1
         await store_prompt(engine, node.pool, prompt(SIZE, seed=number))
-    await engine.say(optional_partial_reserves=[2])
-    assert list(await engine.hear("settled_partial_reserves")) == [2]
-    assert (list(engine.heard.credits), node.tier.evicted_count) == ([], 0)
+    await engine.say(reserve=pb.ReserveCredits(optional_partial_token_counts=[2]))
+    assert await engine.hear("settled_partial") == [2]
+    assert (engine.heard["credits"], node.tier.evicted_count) == ([], 0)
     while node.tier.has_room(SPEC.size_bytes(SIZE - 1)):
         assert node.tier.reserve(SPEC.size_bytes(SIZE - 1))
-    await engine.say(partial_reserves=[SIZE - 1])
-    assert list(await engine.hear("settled_partial_reserves")) == [SIZE - 1]
-    assert [extent.token_count for extent in engine.heard.credits] == [SIZE - 1]
+    await engine.say(reserve=pb.ReserveCredits(partial_token_counts=[SIZE - 1]))
+    assert await engine.hear("settled_partial") == [SIZE - 1]
+    assert [extent.token_count for extent in engine.heard["credits"]] == [SIZE - 1]
     assert node.tier.evicted_count == 1
 
 
 async def test_credits_for_partial_chunks_are_bounded(node: Node, engine: EngineClient) -> None:
     limit = node.engines.session("engine").credit_limit
-    await engine.say(partial_reserves=[1] * (limit + 3))
-    assert len(await engine.hear("settled_partial_reserves")) == limit + 3
-    assert len(engine.heard.credits) == limit
+    await engine.say(reserve=pb.ReserveCredits(partial_token_counts=[1] * (limit + 3)))
+    assert len(await engine.hear("settled_partial")) == limit + 3
+    assert len(engine.heard["credits"]) == limit
 
 
-@pytest.mark.parametrize("field", ["partial_reserves", "optional_partial_reserves"])
+@pytest.mark.parametrize("field", ["partial_token_counts", "optional_partial_token_counts"])
 @pytest.mark.parametrize(
     "sizes", [[0], [SIZE], [-1], [1] * (MAX_PARTIAL_RESERVES + 1)], ids=["none", "full", "negative", "many"]
 )
 async def test_other_sizes_of_partial_chunks_end_the_stream(
     node: Node, engine: EngineClient, field: str, sizes: list[int]
 ) -> None:
-    await engine.say(**{field: sizes})
+    await engine.say(reserve=pb.ReserveCredits(**{field: sizes}))
     assert isinstance(await engine.ending(), BadMessage)
     await until(lambda: node.engines.attached_count == 0)
     assert is_clean(node)

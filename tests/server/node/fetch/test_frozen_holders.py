@@ -44,7 +44,7 @@ async def store(engine: EngineClient) -> None:
     of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)
     extents = await engine.reserve(len(KEYS))
     commits = [engine.commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, extents, strict=True)]
-    await engine.say(commits=commits)
+    await engine.say(commit=commits)
 
 
 async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(

@@ -83,7 +83,7 @@ async def store(engine: EngineClient) -> None:
     of_zeros = checksum(bytearray(SPEC.chunk_bytes), 0, SPEC.chunk_bytes)
     extents = await engine.reserve(len(KEYS))
     await engine.say(
-        commits=[engine.commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, extents, strict=True)]
+        commit=[engine.commit(key, one, checksum=of_zeros) for key, one in zip(KEYS, extents, strict=True)]
     )
 
 

@@ -127,19 +127,19 @@ async def test_a_name_is_one_handoff_of_one_engine_however_often_it_asks(prefill
     message = engine_pb.HandChunks(
         handoff_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
     )
-    answers: list[engine_pb.AttachResponse] = []
-    refusals: list[engine_pb.AttachResponse] = []
+    answers: list[engine_pb.Event] = []
+    refusals: list[engine_pb.Event] = []
     engine = EngineHandoffs(lambda: SMALL, prefill.senders, answers.append)
     other = EngineHandoffs(lambda: SMALL, prefill.senders, refusals.append)
     for each in (engine, engine, other):
         each.begin(message)
-    assert [answer.handed[0].status.code for answer in refusals] == [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
-    other.end("r")
+    assert [answer.handed.status.code for answer in refusals] == [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
+    other.end(engine_pb.EndHandoff(handoff_id="r"))
     other.close()
     for key in KEYS:
         prefill.put(key)
     await until(lambda: bool(answers))
-    (handed,) = (one for answer in answers for one in answer.handed)
+    (handed,) = (answer.handed for answer in answers)
     assert (handed.chunk_count, handed.status.code) == (8, 0)
 
 

@@ -78,7 +78,7 @@ async def handed(engine: EngineClient, instance_id: str) -> pb.HandedChunks:
         chunk_keys=join_keys([chunk_key(1)]),
         token_count=SPEC.chunk_size,
     )
-    await engine.say(handoffs=[handoff])
+    await engine.say(hand=[handoff])
     (one,) = await engine.hear("handed")
     assert isinstance(one, pb.HandedChunks)
     return one

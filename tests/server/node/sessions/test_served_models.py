@@ -52,8 +52,8 @@ async def test_names_of_an_engine_reach_the_coordinator(coordinator: Coordinator
         await engine.welcome()
         names_now = {("llama", ""), ("nickname", ""), ("tuned", "tuned@1")}
         await until(lambda: registered(coordinator) == names_now)
-        await engine.say(served_models=[Message(name="tuned", lora_identity="tuned@2")])
-        await engine.say(served_models=[Message(name="late", lora_identity="late@1")])
+        await engine.say(serve_models=[Message(name="tuned", lora_identity="tuned@2")])
+        await engine.say(serve_models=[Message(name="late", lora_identity="late@1")])
         names_now = {("llama", ""), ("nickname", ""), ("tuned", "tuned@2"), ("late", "late@1")}
         await until(lambda: registered(coordinator) == names_now)
         await engine.aclose()
@@ -68,7 +68,7 @@ async def test_more_names_than_a_registration_may_have_keep_the_node_in_the_flee
     async with Node(config) as node, EngineClient(node) as engine:
         for start in range(0, 2 * MAX_SERVED_MODELS, 64):
             await engine.say(
-                served_models=[Message(name=f"a-{n}", lora_identity=f"a@{n}") for n in range(start, start + 64)]
+                serve_models=[Message(name=f"a-{n}", lora_identity=f"a@{n}") for n in range(start, start + 64)]
             )
         last = 2 * MAX_SERVED_MODELS - 1
         await until(lambda: (f"a-{last}", f"a@{last}") in registered(coordinator))
@@ -86,7 +86,7 @@ async def test_more_names_than_a_registration_may_have_keep_the_node_in_the_flee
 )
 async def test_a_name_that_cannot_be_registered_ends_the_stream(config: NodeConfig, bad: Message) -> None:
     async with Node(replace(config, coordinator_address=())) as node, EngineClient(node) as engine:
-        await engine.say(served_models=[bad])
+        await engine.say(serve_models=[bad])
         error = await engine.ending()
         assert error is not None
         assert error.reason == "BAD_KV_SPEC"

@@ -65,8 +65,8 @@ def test_as_many_extents_as_a_message_may_have_fit_whatever_their_numbers() -> N
     )
     found = pb.FoundChunks(lookup_id="1" * 64, own=[largest] * MAX_EXTENTS, peer_instance_id="p" * 256)
     loaded = pb.LoadedChunks(lookup_id="1" * 64, extents=[largest] * MAX_EXTENTS)
-    for message in (pb.AttachResponse(found=[found]), pb.AttachResponse(loaded=[loaded])):
-        assert message.ByteSize() < rpc.MAX_MESSAGE_BYTES
+    for event in (pb.Event(found=found), pb.Event(loaded=loaded)):
+        assert pb.AttachResponse(events=[event]).ByteSize() < rpc.MAX_MESSAGE_BYTES
 
 
 def test_credits_are_bounded_by_the_engines_share_of_the_pool(tier: HostTier, engines: EngineSessions) -> None:

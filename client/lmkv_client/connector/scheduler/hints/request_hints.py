@@ -18,6 +18,7 @@ from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_client.connector.stats import ConnectorCounters, hint_counter
+from lmkv_client.engine.attachment import Send
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -52,7 +53,7 @@ class RequestHints:
     def __init__(
         self,
         spec: KvSpec,
-        send: Callable[[pb.AttachRequest], None],
+        send: Send,
         counters: ConnectorCounters,
         clock: Callable[[], float],
         is_storing: Callable[[RequestState], bool],
@@ -187,7 +188,7 @@ class RequestHints:
             running=running,
         )
         message.ttl.FromNanoseconds(int(hint.ttl_seconds * 1e9))
-        self._send(pb.AttachRequest(hints=[message]))
+        self._send(pb.Act(hint=message))
 
     def _reject(self, hinted: HintedRequestState, result: HintResult) -> None:
         hinted.results.append(result)

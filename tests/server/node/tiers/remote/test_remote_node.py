@@ -189,7 +189,7 @@ async def test_a_reset_forgets_what_all_share(runtime_dir: Path, redis: RedisSer
         await store(engine, node.pool, 0, 1)
         await until(lambda: redis.names() == names_of(0, 1))
         await engine.say(reset=True)
-        assert await engine.hear("reset_counts") == [2]
+        assert await engine.hear("reset") == [2]
         assert absent_count(await engine.lookup("1", chunk_keys(0, 1))) == 0
         await until(lambda: redis.names() == set())
 
