@@ -1,4 +1,4 @@
-"""The tiers in people's words and in LMCache's. Used by the commands and wherever a tier is typed or shown."""
+"""The names of tiers. Used by the commands and wherever a tier is typed or shown."""
 
 from __future__ import annotations
 
@@ -36,15 +36,8 @@ NAMES: Mapping[Tier.ValueType, str] = {
     TIER_DISK: "disk",
     TIER_REMOTE: "remote",
 }
-LOCATIONS: Mapping[Tier.ValueType, str] = {
-    TIER_GPU: "GPU",
-    TIER_HOST: "LocalCPUBackend",
-    TIER_DISK: "LocalDiskBackend",
-    TIER_REMOTE: "RemoteBackend",
-}
-"""The tiers in LMCache's words."""
 
-_BY_WORD = {word.lower(): tier for words in (NAMES, LOCATIONS) for tier, word in words.items()}
+_BY_NAME = {name: tier for tier, name in NAMES.items()}
 
 
 def tier_name(tier: int) -> str:
@@ -53,11 +46,10 @@ def tier_name(tier: int) -> str:
 
 
 def parse_tier(text: str) -> Tier.ValueType:
-    """The tier of this name, lmkv's or LMCache's, in any case. Raises `BadRequest`."""
-    tier = _BY_WORD.get(text.lower())
+    """The tier of this name, in any case. Raises `BadRequest`."""
+    tier = _BY_NAME.get(text.lower())
     if tier is None:
-        words = ", ".join(NAMES.values())
-        raise BadRequest(f"{text[:100]!r} is no tier; use {words}, or LMCache's names", tier=text[:100])
+        raise BadRequest(f"{text[:100]!r} is no tier; use {', '.join(NAMES.values())}", tier=text[:100])
     return tier
 
 

@@ -394,13 +394,10 @@ class TierRun(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TIER_FIELD_NUMBER: _builtins.int
-    LOCATION_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     tier: _chunk_pb2.Tier.ValueType
     """The fastest tier that holds them."""
-    location: _builtins.str
-    """LMCache's name of the tier: `LocalCPUBackend`, `LocalDiskBackend`, ..."""
     chunk_count: _builtins.int
     """Chunks in the run."""
     token_count: _builtins.int
@@ -409,13 +406,12 @@ class TierRun(_message.Message):
         self,
         *,
         tier: _chunk_pb2.Tier.ValueType = ...,
-        location: _builtins.str = ...,
         chunk_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "location", b"location", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,9 +33,9 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     TIER_GPU: _Tier.ValueType  # 1
     """Accelerator memory of an engine."""
     TIER_HOST: _Tier.ValueType  # 2
-    """The node's shared host memory; LMCache's `LocalCPUBackend`."""
+    """The node's shared host memory."""
     TIER_DISK: _Tier.ValueType  # 3
-    """A local block device of the node; LMCache's `LocalDiskBackend`."""
+    """A local block device of the node."""
     TIER_REMOTE: _Tier.ValueType  # 4
     """Storage that outlives the node: Valkey, Redis, S3."""
 
@@ -50,9 +50,9 @@ TIER_UNSPECIFIED: Tier.ValueType  # 0
 TIER_GPU: Tier.ValueType  # 1
 """Accelerator memory of an engine."""
 TIER_HOST: Tier.ValueType  # 2
-"""The node's shared host memory; LMCache's `LocalCPUBackend`."""
+"""The node's shared host memory."""
 TIER_DISK: Tier.ValueType  # 3
-"""A local block device of the node; LMCache's `LocalDiskBackend`."""
+"""A local block device of the node."""
 TIER_REMOTE: Tier.ValueType  # 4
 """Storage that outlives the node: Valkey, Redis, S3."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015

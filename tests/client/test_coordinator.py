@@ -63,7 +63,7 @@ async def test_a_move_ends_with_what_it_did(coordinator: Coordinator) -> None:
 
 
 async def test_a_copy_leaves_the_source_as_it_was(coordinator: Coordinator) -> None:
-    copy = await coordinator.copy(keys=KEYS[:2], source="a", destination="b/LocalCPUBackend")
+    copy = await coordinator.copy(keys=KEYS[:2], source="a", destination="b/host")
     assert copy.kind == "copy"
     assert (await copy.wait(60)).dropped_chunk_count == 0
     assert await holders(coordinator) == {"a": 40, "b": 32}

@@ -77,7 +77,7 @@ async def test_chunks_are_looked_up_copied_pinned_moved_and_cleared_by_the_comma
         return {holder["instance_id"]: holder["matched_chunk_count"] for holder in answer["holders"]}
 
     assert await held() == {"node-1": 5}
-    copied = await run("copy", "--from", "node-1", "--to", "node-2/LocalCPUBackend", "--keys", KEYS[0].hex())
+    copied = await run("copy", "--from", "node-1", "--to", "node-2/host", "--keys", KEYS[0].hex())
     assert re.search(rf": 1 chunk \({SPEC.chunk_size} tokens\) arrived, \S+ \S+ transferred\n", copied)
     assert await held() == {"node-1": 5, "node-2": 1}
 

@@ -67,10 +67,10 @@ def run(fleet: LlmFleet, *arguments: str) -> str:
 
 
 def holders(fleet: LlmFleet, tokens: Sequence[int]) -> list[tuple[str, str, int]]:
-    """Instance, location and count of tokens of all that `lmkv lookup` finds."""
+    """Instance, tier and count of tokens of all that `lmkv lookup` finds."""
     answer: dict[str, Any] = json.loads(lookup(fleet, tokens, "--json"))
     return [
-        (holder["instance_id"], run["location"], run["token_count"])
+        (holder["instance_id"], run["tier"], run["token_count"])
         for holder in answer["holders"]
         for run in holder["runs"]
     ]
@@ -79,7 +79,7 @@ def holders(fleet: LlmFleet, tokens: Sequence[int]) -> list[tuple[str, str, int]
 def test_a_lookup_of_a_short_prompt_names_complete_holders(fleet: LlmFleet, keeper: LlmProcess) -> None:
     assert keeper.ask(TOKENS).stored_tokens == 12 + 12 + KEPT_ANSWER_TOKENS, "the prompt, and with the answer"
     fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
-    assert holders(fleet, TOKENS) == [("keeper", "LocalCPUBackend", 12)]
+    assert holders(fleet, TOKENS) == [("keeper", "TIER_HOST", 12)]
     assert lookup(fleet, TOKENS).splitlines()[1].split() == ["keeper", "host", "12", "1"]
 
 
@@ -98,8 +98,8 @@ def test_in_a_full_pool_the_manuals_short_prompt_is_found_loaded_and_moved(fleet
     assert engine.ask(prompt).token_ids == [expected]
     fill_pool(engine, first=1000, count=1)
     fleet.coordinator.wait_for_holder(prompt, "full", len(prompt), REPORT_TIMEOUT_SECONDS)
-    assert holders(fleet, prompt) == [("full", "LocalCPUBackend", 12)]
-    assert holders(fleet, prompt[:10]) == [("full", "LocalCPUBackend", 10)]
+    assert holders(fleet, prompt) == [("full", "TIER_HOST", 12)]
+    assert holders(fleet, prompt[:10]) == [("full", "TIER_HOST", 10)]
     again = engine.ask_again(prompt)
     assert (again.token_ids, again.loaded_tokens) == ([expected], 12 - 1)
     branch = [*prompt[:10], *make_prompt(50, 30)]

@@ -105,7 +105,6 @@ def test_every_error_in_a_comment_is_one_that_lmkv_can_raise(rpc_comments: dict[
 QUOTED = re.compile(r"`([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)`")
 """An identifier in backticks, perhaps with dots."""
 FOREIGN = {
-    *("LocalCPUBackend", "LocalDiskBackend"),  # LMCache's tiers
     *("ErrorInfo", "RetryInfo"),  # details of errors
     "fp8_e4m3",  # torch's name of a type
 }

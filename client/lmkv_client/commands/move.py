@@ -21,14 +21,14 @@ from lmkv_client.commands.following import (
 EXAMPLES = f"""\
   lmkv %(verb)s --from lmkv-1 --to lmkv-2 --tokens 128000,849,21435,279
   lmkv %(verb)s --from lmkv-1/disk --to lmkv-2/host --prompt "Explain KV cache." --model /models/llama
-  lmkv %(verb)s --from lmkv-1/LocalCPUBackend --to lmkv-2 --tokens-file prompt.json --no-wait --json
+  lmkv %(verb)s --from lmkv-1/host --to lmkv-2 --tokens-file prompt.json --no-wait --json
 
 {EXIT_CODES}"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of both commands."""
-    position = "instance, and perhaps its tier: host (default), disk, remote, gpu, or LMCache's names"
+    position = "instance, and perhaps its tier: host (default), disk, remote, gpu"
     parser.add_argument(
         "--from", dest="source", metavar="INSTANCE[/TIER]", type=read_position, required=True, help=position
     )

@@ -32,7 +32,7 @@ def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INSTANCE[/TIER]",
         type=read_position,
         required=True,
-        help="instance that holds the chunks, and optionally the tier: host (default), disk, or LMCache's names",
+        help="instance that holds the chunks, and optionally the tier: host (default), disk",
     )
     parser.add_argument(
         "--ttl", metavar="TIME", type=read_seconds, default=300.0, help="duration, such as 10m (default: 5m)"

@@ -5,15 +5,12 @@ import { create } from "@bufbuild/protobuf";
 import { LmkvError } from "./errors.js";
 import { type Position, PositionSchema, Tier } from "./gen/lmkv/v1/chunk_pb.js";
 
-/** The tiers by their names, lmkv's and LMCache's. */
+/** The tiers by their names. */
 const TIERS: Readonly<Record<string, Tier>> = {
   gpu: Tier.GPU,
   host: Tier.HOST,
-  localcpubackend: Tier.HOST,
   disk: Tier.DISK,
-  localdiskbackend: Tier.DISK,
   remote: Tier.REMOTE,
-  remotebackend: Tier.REMOTE,
 };
 
 /** The position that `INSTANCE` or `INSTANCE/TIER` names; without a tier it is host memory. Throws `BAD_REQUEST`. */
@@ -27,7 +24,7 @@ export function parsePosition(position: string | Position): Position {
   }
   const tier = Object.hasOwn(TIERS, word.toLowerCase()) ? TIERS[word.toLowerCase()] : undefined;
   if (tier === undefined) {
-    throw badRequest(`'${word}' is no tier; use gpu, host, disk, remote, or LMCache's names`, { tier: word });
+    throw badRequest(`'${word}' is no tier; use gpu, host, disk, remote`, { tier: word });
   }
   return create(PositionSchema, { instanceId, tier });
 }

@@ -131,7 +131,7 @@ test("a copy arrives, and leaves the source as it was", async () => {
   const copy = await coordinator.copy({
     keys: keys.slice(0, 1),
     source,
-    destination: `${destination}/LocalCPUBackend`,
+    destination: `${destination}/host`,
   });
   assert.equal(copy.kind, "copy");
   const result = await copy.wait(20);

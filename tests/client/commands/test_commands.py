@@ -80,18 +80,18 @@ async def run(*argv: str) -> int:
     return await asyncio.to_thread(cli.main, argv, COMMANDS)
 
 
-def holder(instance_id: str, *runs: tuple[int, str, int, int]) -> Holder:
+def holder(instance_id: str, *runs: tuple[int, int, int]) -> Holder:
     return Holder(
         instance_id=instance_id,
         runs=[
-            TierRun(tier=tier, location=location, chunk_count=chunks, token_count=tokens)  # type: ignore[arg-type]
-            for tier, location, chunks, tokens in runs
+            TierRun(tier=tier, chunk_count=chunks, token_count=tokens)  # type: ignore[arg-type]
+            for tier, chunks, tokens in runs
         ],
     )
 
 
 async def test_the_sdk_asks_by_tokens(coordinator: CannedCoordinator) -> None:
-    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 1, 12))])
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))])
     async with Coordinator(coordinator.address) as client:
         response = await client.lookup(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")
     assert response == coordinator.response
@@ -137,8 +137,8 @@ async def test_the_sdk_lists_all_pages(coordinator: CannedCoordinator) -> None:
 async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator.response = LookupResponse(
         holders=[
-            holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 20, 5120), (TIER_DISK, "LocalDiskBackend", 1, 7)),
-            holder("lmkv-2", (TIER_HOST, "LocalCPUBackend", 1, 256)),
+            holder("lmkv-1", (TIER_HOST, 20, 5120), (TIER_DISK, 1, 7)),
+            holder("lmkv-2", (TIER_HOST, 1, 256)),
         ]
     )
     assert await run("lookup", "--tokens", "1,2,3", "--model", "llama", "--cache-salt", "s", "--lora", "l") == 0
@@ -168,12 +168,10 @@ async def test_an_uncached_prompt_is_an_empty_answer(
 async def test_lookup_as_json_has_the_words_of_the_api(
     coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, "LocalCPUBackend", 1, 12))])
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))])
     assert await run("lookup", "--tokens", "1", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["holders"][0]["runs"] == [
-        {"tier": "TIER_HOST", "location": "LocalCPUBackend", "chunk_count": 1, "token_count": 12}
-    ]
+    assert answer["holders"][0]["runs"] == [{"tier": "TIER_HOST", "chunk_count": 1, "token_count": 12}]
     assert answer["partial"] is False
 
 

@@ -27,7 +27,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 async def test_move_waits_and_says_what_it_did(fleet: Fleet, run_command: RunCommand, capsys: Capture) -> None:
-    assert await run_command("move", "--from", "a", "--to", "b/LocalCPUBackend", "--tokens", TOKENS) == 0
+    assert await run_command("move", "--from", "a", "--to", "b/host", "--tokens", TOKENS) == 0
     shown = capsys.readouterr()
     assert re.fullmatch(
         r"move-[0-9a-f]{16}: 3 chunks \(40 tokens\) arrived, 2\.9 KiB transferred; the source dropped 3\n", shown.out

@@ -37,7 +37,7 @@ SEEDS = [
     b'\x01{"tokens": [1, 2], "model_name": "m"}',
     b"\x02" + bytes(range(64)),
     b"\x03\x04" + np.arange(20, dtype="<u4").tobytes(),
-    b"\x04worker-1/LocalCPUBackend",
+    b"\x04worker-1/disk",
     b"\x05" + page_token("ListPins", "pin-1").encode(),
     b"\x06Bearer secret",
     b"\x06Basic OnNlY3JldA==",

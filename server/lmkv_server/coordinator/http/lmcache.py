@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.longrunning import operations_pb2
@@ -16,11 +16,12 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2
 
-from lmkv.errors import BadSelection, InstanceNotFound, OperationNotFound
-from lmkv.tiers import parse_tier
+from lmkv.errors import BadRequest, BadSelection, InstanceNotFound, OperationNotFound
+from lmkv.tiers import NAMES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE, Tier
 from lmkv_server.coordinator.http.gateway import call
 from lmkv_server.coordinator.http.lmcache_bodies import (
     AddressBody,
@@ -41,6 +42,13 @@ from lmkv_server.coordinator.services.services import Services
 CLEAR_WAIT_SECONDS = 10.0
 """Longest time that `/clear` waits for the result; the operation continues afterwards."""
 MAX_PAGE = 1_000
+LOCATIONS: Mapping[Tier.ValueType, str] = {
+    TIER_GPU: "GPU",
+    TIER_HOST: "LocalCPUBackend",
+    TIER_DISK: "LocalDiskBackend",
+    TIER_REMOTE: "RemoteBackend",
+}
+"""LMCache's names of tiers."""
 HEALTHY, UNSYNCED = 0, -1
 """Error codes of `/health`: the instance is synced, or has yet to report its snapshot."""
 
@@ -119,7 +127,8 @@ class _Handlers:
         )
         # LMCache's format: location of the end of the matched prefix, and its length.
         layout = {
-            holder.instance_id: [holder.runs[-1].location, holder.matched_token_count] for holder in response.holders
+            holder.instance_id: [LOCATIONS[holder.runs[-1].tier], holder.matched_token_count]
+            for holder in response.holders
         }
         # LMCache's code nests the layout, its manual does not; the fixed fields override instances of the same name.
         return {**layout, "event_id": _event_id("lookup"), "layout_info": layout}
@@ -146,7 +155,7 @@ class _Handlers:
         named = body.named()
         request = pb.ClearRequest(
             instance_id=body.instance_id,
-            tier=parse_tier(body.location) if body.location else chunk_pb2.TIER_UNSPECIFIED,
+            tier=_tier(body.location) if body.location else chunk_pb2.TIER_UNSPECIFIED,
             **named,
             all=not (named["tokens"] or named["model_name"]),
         )
@@ -275,7 +284,17 @@ def _is_instant(event_id: str) -> bool:
 
 
 def _position(instance_id: str, location: str) -> chunk_pb2.Position:
-    return chunk_pb2.Position(instance_id=instance_id, tier=parse_tier(location))
+    return chunk_pb2.Position(instance_id=instance_id, tier=_tier(location))
+
+
+def _tier(location: str) -> Tier.ValueType:
+    """The tier of a location, named as LMCache or lmkv does, in any case. Raises `BadRequest`."""
+    for names in (LOCATIONS, NAMES):
+        for tier, name in names.items():
+            if name.lower() == location.lower():
+                return tier
+    words = ", ".join(NAMES.values())
+    raise BadRequest(f"{location[:100]!r} is no tier; use {words}, or LMCache's names", tier=location[:100])
 
 
 def _set_seconds(duration: duration_pb2.Duration, seconds: float) -> None:

@@ -19,7 +19,6 @@ from lmkv.errors import BadChunkKey, LmkvError
 from lmkv.keys import KEY_BYTES, check_keys, check_prefix_digests
 from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER
 from lmkv.rpc.refusal_delay import delay_refusal
-from lmkv.tiers import LOCATIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1 import chunk_pb2
@@ -260,7 +259,6 @@ class CacheService(pb_grpc.CacheServiceServicer):
         for run in match.runs:
             holder.runs.add(
                 tier=chunk_pb2.Tier.ValueType(run.tier),
-                location=LOCATIONS[chunk_pb2.Tier.ValueType(run.tier)],
                 chunk_count=run.chunk_count,
                 token_count=run.token_count,
             )

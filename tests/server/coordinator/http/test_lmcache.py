@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE, Tier
 from tests.server.coordinator import parted
 from tests.server.coordinator.cases import CHUNKS, HYBRID, KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import Make
+from tests.waiting import WAIT_SECONDS
 
 HOST = "LocalCPUBackend"
 
@@ -44,6 +47,22 @@ async def test_lookup_answers_nested_and_flat_at_once(http: httpx.AsyncClient, m
     assert answer == {"layout_info": layout, **layout}
     assert list(answer["layout_info"]) == ["lmcache_instance_1", "lmcache_instance_2"]
     assert await post(http, "/check_finish", event_id=event_id) == {"status": "done"}
+
+
+@pytest.mark.parametrize(
+    ("tier", "location"),
+    [(TIER_GPU, "GPU"), (TIER_HOST, HOST), (TIER_DISK, "LocalDiskBackend"), (TIER_REMOTE, "RemoteBackend")],
+)
+async def test_a_location_is_lmcaches_name_of_the_tier(
+    http: httpx.AsyncClient, make: Make, tier: Tier.ValueType, location: str
+) -> None:
+    async with make("a") as instance:
+        await instance.store(CHUNKS, tier)
+        await instance.report_stats()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while "a" not in (answer := await post(http, "/lookup", tokens=PROMPT)):
+                pass
+        assert answer["a"] == [location, 40]
 
 
 async def test_tokens_of_chunks_with_several_parts_count_once(http: httpx.AsyncClient, make: Make) -> None:

@@ -96,7 +96,7 @@ def found(response: LookupResponse) -> dict[str, tuple[int, int]]:
     return {h.instance_id: (h.matched_chunk_count, h.matched_token_count) for h in response.holders}
 
 
-async def test_tokens_find_every_holder_with_its_location(registry: Any, cache: Any) -> None:
+async def test_tokens_find_every_holder_with_its_tier(registry: Any, cache: Any) -> None:
     keys = keys_of(PROMPT)
     _a = await holds(registry, "a", keys, last_tokens=8)
     _b = await holds(registry, "b", keys[:1])
@@ -106,7 +106,7 @@ async def test_tokens_find_every_holder_with_its_location(registry: Any, cache: 
     holder = response.holders[0]
     assert (holder.epoch, holder.peer_address) == (1, "127.0.0.1:7000")
     (run,) = holder.runs
-    assert (run.tier, run.location) == (chunk_pb2.TIER_HOST, "LocalCPUBackend")
+    assert run.tier == chunk_pb2.TIER_HOST
     assert (run.chunk_count, run.token_count) == (3, 40)
     assert response.revision > 0
 
@@ -116,7 +116,7 @@ async def test_twelve_tokens_are_found_where_partial_chunks_are_kept(registry: A
     _a = await holds(registry, "a", keys_of(prompt), last_tokens=12)
     response = await lookup(cache, tokens=prompt)
     assert found(response) == {"a": (1, 12)}
-    assert response.holders[0].runs[0].location == "LocalCPUBackend"
+    assert response.holders[0].runs[0].tier == chunk_pb2.TIER_HOST
 
 
 @pytest.mark.parametrize("page_count", [2, 300], ids=["at once", "in slices"])
@@ -329,7 +329,7 @@ async def test_one_model_name_over_several_specs_finds_the_holders_of_each(regis
     assert found(await lookup(cache, tokens=PROMPT, model_name="llama")) == {"b": (3, 40), "a": (2, 32)}
 
 
-async def test_every_tier_has_its_location(registry: Any, cache: Any) -> None:
+async def test_every_tier_is_found(registry: Any, cache: Any) -> None:
     keys = keys_of(range(64))
     stream = await holds(registry, "a", keys[:1])
     changes = [
@@ -344,7 +344,12 @@ async def test_every_tier_has_its_location(registry: Any, cache: Any) -> None:
     await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=3))
     await stream.read()
     (holder,) = (await lookup(cache, chunk_keys=join_keys(keys))).holders
-    assert [run.location for run in holder.runs] == ["LocalCPUBackend", "GPU", "LocalDiskBackend", "RemoteBackend"]
+    assert [chunk_pb2.Tier.Name(run.tier) for run in holder.runs] == [
+        "TIER_HOST",
+        "TIER_GPU",
+        "TIER_DISK",
+        "TIER_REMOTE",
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 15, 17, 31])

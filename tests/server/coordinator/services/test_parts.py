@@ -16,7 +16,7 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
-from lmkv.v1.chunk_pb2 import TIER_DISK
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.registry.selection import MAX_SELECTED_KEYS
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
@@ -100,16 +100,16 @@ async def test_a_model_that_slides_in_all_layers_is_found_without_its_first_chun
         assert found(await lookup(cache, keys, fingerprint=MISTRAL.fingerprint)) == {"a": 4, "c": 2}
 
 
-async def test_the_location_is_the_slowest_that_a_needed_item_is_in(make: Make, cache: Any) -> None:
+async def test_the_tier_is_the_slowest_that_a_needed_item_is_in(make: Make, cache: Any) -> None:
     async with make("a", items(4), HYBRID) as a:
 
-        async def location() -> str:
-            return (await lookup(cache)).holders[0].runs[0].location
+        async def tier() -> Tier.ValueType:
+            return (await lookup(cache)).holders[0].runs[0].tier
 
-        assert await location() == "LocalCPUBackend"
+        assert await tier() == TIER_HOST
         await a.store(dict.fromkeys([item(STATE, 3)], 16), tier=TIER_DISK)
         await a.evict([item(STATE, 3)])
-        await eventually(location, "LocalDiskBackend")
+        await eventually(tier, TIER_DISK)
 
 
 @pytest.mark.parametrize("spec", [HYBRID, MISTRAL])

@@ -713,14 +713,14 @@ export enum Tier {
   GPU = 1,
 
   /**
-   * The node's shared host memory; LMCache's `LocalCPUBackend`.
+   * The node's shared host memory.
    *
    * @generated from enum value: TIER_HOST = 2;
    */
   HOST = 2,
 
   /**
-   * A local block device of the node; LMCache's `LocalDiskBackend`.
+   * A local block device of the node.
    *
    * @generated from enum value: TIER_DISK = 3;
    */
