@@ -6,18 +6,20 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 from grpc_status import rpc_status
 
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.caller import Caller, check_caller, share_of
+from lmkv.auth.caller import check_caller, share_of
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.rpc.error_status import to_status
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.rpc.requests import Requests
-from lmkv.runtime.memory_budget import Lease, of_process
+from lmkv.runtime import turns
+from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease, of_process
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.telemetry.log_limit import LimitedLogger
 
@@ -42,6 +44,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        turns.of_loop().count_arrival()
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # unknown method: grpc answers UNIMPLEMENTED
             return None  # type: ignore[return-value]
@@ -54,14 +57,8 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         decode = handler.request_deserializer
 
         async def stream(parts: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            requests: Requests | None = None
             try:
-                with (
-                    self._authenticator.authorized_call(name, metadata) as caller,
-                    self._lease(caller, context) as lease,
-                ):
-                    requests = Requests(parts, decode, lease)
-                    del parts
+                async with self._admitted(parts, decode, name, metadata, context) as (requests, lease):
                     responses = inner(
                         requests if handler.request_streaming else await self._whole(requests, lease), context
                     )
@@ -74,19 +71,12 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                 return
             except Exception as error:
                 refusal = self._to_lmkv_error(error, method)
-            requests = None  # whose last message gRPC keeps
             await _abort(refusal, context)
 
         async def unary(parts: AsyncIterator[Any], context: Any) -> Any:
-            requests: Requests | None = None
             with self._calls.observe(method, metadata) as call:
                 try:
-                    with (
-                        self._authenticator.authorized_call(name, metadata) as caller,
-                        self._lease(caller, context) as lease,
-                    ):
-                        requests = Requests(parts, decode, lease)
-                        del parts
+                    async with self._admitted(parts, decode, name, metadata, context) as (requests, lease):
                         return await inner(
                             requests if handler.request_streaming else await self._whole(requests, lease), context
                         )
@@ -96,7 +86,6 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
                 except Exception as error:
                     refusal = self._to_lmkv_error(error, method)
                     call.fail(refusal.code)
-            requests = None  # whose last message gRPC keeps
             return await _abort(refusal, context)  # a delay is no part of the duration that `call` measures
 
         codecs = (None, handler.response_serializer)
@@ -104,19 +93,31 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
             return grpc.stream_stream_rpc_method_handler(stream, *codecs)
         return grpc.stream_unary_rpc_method_handler(unary, *codecs)
 
-    def _lease(self, caller: Caller, context: Any) -> Lease:
-        """Memory for the messages of a call, of its caller's share."""
-        return Lease(self._budget, share_of(context.peer().rpartition(":")[0], caller))
+    @asynccontextmanager
+    async def _admitted(
+        self, parts: AsyncIterator[Any], decode: Callable[[bytes], Any], name: str, metadata: Any, context: Any
+    ) -> AsyncIterator[tuple[Requests, Lease]]:
+        """The scope of a call: its messages, and memory for them, of its caller's share. Raises as authentication."""
+        address = context.peer().rpartition(":")[0]
+        with (
+            self._authenticator.authorized_call(name, metadata) as caller,
+            Lease(self._budget, share_of(address, caller)) as lease,
+        ):
+            async with aclosing(Requests(parts, decode, lease)) as requests:
+                yield requests, lease
 
-    async def _whole(self, parts: AsyncIterator[Any], lease: Lease) -> Any:
+    async def _whole(self, requests: Requests, lease: Lease) -> Any:
         """The message of a unary request. Memory for the largest one is taken before it is read.
+
+        A caller that sends large ones takes what such a message is decoded to: more would be read than can be answered.
 
         Raises `BadMessage` if it does not arrive in time, `TooManyRequests` if there is no memory in time.
         """
-        await lease.acquire(self._max_message_bytes)
+        factor = DECODED_PROTOBUF_FACTOR if turns.of_loop().sends_large(lease.caller) else 1
+        await lease.acquire(self._max_message_bytes * factor)
         try:
             async with asyncio.timeout(MESSAGE_SECONDS):
-                return await anext(parts)
+                return await requests.only()
         except TimeoutError:
             raise BadMessage(f"no message within {MESSAGE_SECONDS:g} s; send it at once") from None
         except StopAsyncIteration:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadMessage
+from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease
 
 MAX_DURATION_SECONDS = 315_576_000_000
@@ -25,7 +27,7 @@ class Requests(AsyncIterator[Any]):
     Raises `BadMessage` for invalid bytes, and `Unauthenticated` once the caller's token is revoked. gRPC's own decoding
     would answer `INTERNAL` and log a traceback, outside of handlers and interceptors. Each message holds memory of the
     process' budget until the next one is requested, or `lease` is closed: a call waits for it, and
-    raises `TooManyRequests` if it waits too long.
+    raises `TooManyRequests` if it waits too long. Large messages are decoded in turn.
     """
 
     def __init__(self, parts: AsyncIterator[bytes], decode: Callable[[bytes], Any], lease: Lease) -> None:
@@ -37,11 +39,25 @@ class Requests(AsyncIterator[Any]):
         if self._lease.size_bytes and self._has_begun:
             self._lease.close()
         self._has_begun = True
+        return await self._decoded(await anext(self._parts))
+
+    async def only(self) -> Any:
+        """The one message of a call that has no other."""
         data = await anext(self._parts)
+        await self.aclose()
+        return await self._decoded(data)
+
+    async def _decoded(self, data: bytes) -> Any:
         check_caller()
         self._lease.add(max(len(data) - self._lease.size_bytes, 0))  # it counts while it waits to be decoded
         await self._lease.acquire(len(data) * DECODED_PROTOBUF_FACTOR)
-        return checked(data, self._decode)
+        async with turns.of_loop().take(self._lease.caller, len(data)):
+            return checked(data, self._decode)
+
+    async def aclose(self) -> None:
+        """Reads nothing more. gRPC would keep the last message in a cycle, until that is collected."""
+        with suppress(RuntimeError):  # another task reads
+            await cast(AsyncGenerator[bytes], aiter(self._parts)).aclose()
 
     _has_begun = False
 

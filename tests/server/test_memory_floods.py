@@ -95,7 +95,7 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
 async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
     free_port: Callable[[], int], tmp_path: Path, runtime_dir: Path
 ) -> None:
-    """What is refused is not kept: not by the refusal either."""
+    """What is refused is not kept: not by the refusal either. Calls of another caller do not wait behind the flood."""
     tokens = write(tmp_path / "tokens.yaml", entry("engine"), entry("admin"))
     port, log = free_port(), tmp_path / "log"
     environment = {"LMKV_AUTH_TOKEN": "engine-token", "LMKV_RUNTIME_DIR": str(runtime_dir)}
@@ -111,8 +111,13 @@ async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
             refused = await code_of(ask(small, timeout=DEADLINE_SECONDS, wait_for_ready=True))
             before = memory(process, "VmRSS")
             calls = [PeerServiceStub(hog).Acquire(large, timeout=DEADLINE_SECONDS) for _ in range(2 * FLOOD)]
-            for _ in range(HONEST):
+            assert await code_of(ask(small, timeout=DEADLINE_SECONDS)) == refused
+            first = sum(call.done() for call in calls)
+            assert first < len(calls)
+            for _ in range(HONEST - 1):
                 assert await code_of(ask(small, timeout=DEADLINE_SECONDS)) == refused
+            passed = sum(call.done() for call in calls) - first
+            assert passed < 5 * HONEST, "calls of another caller waited behind those of the flood"
             assert {await code_of(call) for call in calls} <= {refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
             await gives_back(process, before)
         assert memory(process, "VmHWM") < memory_limit("node")

@@ -6,23 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from lmkv.auth.caller import share_of
 from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
+from lmkv.runtime.turns import LARGE_BYTES, of_loop
 from lmkv_server.coordinator.http.replies import HttpError
 from lmkv_server.http.bodies import BodyTooLarge, read_body
 
 MAX_BODY_BYTES = 4 << 20
 """Room for half a million tokens."""
 BODY_TIMEOUT_SECONDS = 10.0
-LARGE_BODY_BYTES = 64 << 10
-"""Size of a body from which on it waits for its turn to be decoded."""
-
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 @asynccontextmanager
@@ -59,12 +55,8 @@ async def turn(body: bytes) -> AsyncIterator[bool]:
 
     Yields whether it is a large one.
     """
-    if len(body) < LARGE_BODY_BYTES:
-        yield False
-        return
-    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-        await asyncio.sleep(0)
-        yield True
+    async with of_loop().take(share_of(""), len(body)):
+        yield len(body) >= LARGE_BYTES
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:

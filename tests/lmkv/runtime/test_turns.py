@@ -1,0 +1,96 @@
+"""Turns of large messages: one at a time, callers one after the other, and arrivals between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmkv.runtime import turns
+from lmkv.runtime.turns import LARGE_BYTES, Turns
+
+WAIT_SECONDS = 30.0
+
+
+async def test_callers_take_turns_one_after_the_other() -> None:
+    order: list[str] = []
+    shared = Turns()
+
+    async def decode(caller: str) -> None:
+        async with shared.take(caller, LARGE_BYTES):
+            order.append(caller)
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(*(decode(caller) for caller in ["hog"] * 20 + ["honest", "other"]))
+    assert order[:4] == ["hog", "hog", "honest", "other"]
+    assert order[4:] == ["hog"] * 18
+
+
+async def test_small_messages_wait_for_no_turn() -> None:
+    shared = Turns()
+    async with shared.take("hog", LARGE_BYTES):
+        small = shared.take("hog", LARGE_BYTES - 1).__aenter__()
+        with pytest.raises(StopIteration):  # it has not waited
+            small.send(None)
+
+
+async def test_calls_that_arrive_are_accepted_between_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_PAUSE_SECONDS", WAIT_SECONDS)
+    shared = Turns()
+    accepted = 0
+    is_over = asyncio.Event()
+
+    async def arrive() -> None:
+        nonlocal accepted
+        for _ in range(200):
+            shared.count_arrival()
+            accepted += 1
+            await asyncio.sleep(0)
+        is_over.set()
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        async with shared.take("hog", LARGE_BYTES):
+            arriving = asyncio.create_task(arrive())
+        async with shared.take("hog", LARGE_BYTES):
+            assert is_over.is_set()
+        await arriving
+
+
+async def test_a_turn_comes_whatever_arrives() -> None:
+    shared = Turns()
+
+    async def arrive() -> None:
+        while True:
+            shared.count_arrival()
+            await asyncio.sleep(0)
+
+    arriving = asyncio.create_task(arrive())
+    async with asyncio.timeout(WAIT_SECONDS):
+        for _ in range(3):
+            async with shared.take("honest", LARGE_BYTES):
+                pass
+    arriving.cancel()
+
+
+@pytest.mark.parametrize("has_turn", [False, True])
+async def test_who_waits_no_longer_takes_no_turn_from_others(has_turn: bool) -> None:
+    shared = Turns()
+
+    async def decode(caller: str) -> None:
+        async with shared.take(caller, LARGE_BYTES):
+            pass
+
+    async with shared.take("hog", LARGE_BYTES):
+        leaving = [asyncio.create_task(decode(caller)) for caller in ("hog", "honest")]
+        staying = asyncio.create_task(decode("honest"))
+        await asyncio.sleep(0)
+        if has_turn:
+            shared._give()
+            leaving[0].cancel()
+        else:
+            for one in leaving:
+                one.cancel()
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await staying
+    assert not shared._waiting
