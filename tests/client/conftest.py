@@ -11,6 +11,7 @@ import pytest
 from lmkv import cli, rpc
 from lmkv_client import Coordinator as Client
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations import clears, drains
 from tests.server.coordinator.cases import CHUNKS, LLAMA, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 
@@ -44,6 +45,8 @@ class Fleet:
 
 @pytest.fixture
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    for module in (clears, drains):  # the coordinator has started just now, and its instances have joined
+        monkeypatch.setattr(module, "SETTLE_SECONDS", 0.05)
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush"))
         channel = await stack.enter_async_context(rpc.open_channel(coordinator.address))

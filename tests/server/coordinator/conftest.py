@@ -12,7 +12,6 @@ from lmkv import rpc
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.operations import clears, drains
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 from tests.support.node_stub import NodeStub
@@ -22,13 +21,6 @@ from tests.support.node_stub import NodeStub
 def lease_ttl() -> float:
     """Long enough for any test that does not report; tests of leases parametrize it."""
     return 30.0
-
-
-@pytest.fixture(autouse=True)
-def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instances of these tests join before they are asked for, but the coordinator has started just now."""
-    for module in (clears, drains):
-        monkeypatch.setattr(module, "SETTLE_SECONDS", 0.05)
 
 
 @pytest.fixture
