@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.config import PickerConfig, ProxyConfig
+from lmkv.errors import Full
 from lmkv.transfer import Copy
 from lmkv.transfer.tcp import server as tcp
 from lmkv.v1.cache_service_pb2 import WatchRequest
@@ -27,11 +29,17 @@ from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
 from lmkv_server.http.connections import SPARE_CONNECTIONS
 from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS
+from lmkv_server.node.handoff.state import Handoff
+from lmkv_server.node.handoff.table import MAX_HANDOFFS
+from lmkv_server.node.serving.inspector import MAX_PENDING
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.guarded import guarded, token_of
+from tests.server.node import handoff_tables
+from tests.server.node.handoff_tables import KEYS, SOURCE
+from tests.server.node.peer_parts import SMALL, Parts, keys_of
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.picker.published import Gateway
 from tests.server.proxy.scripted_engine import ScriptedEngine
@@ -235,6 +243,46 @@ def connections_of(kind: str, count: int) -> Scenario:
     return scenario
 
 
+@asynccontextmanager
+async def handoffs_of_a_peer(_: Path) -> AsyncIterator[Honest]:
+    """A caller announces handoffs until it is refused."""
+    tier, table = handoff_tables.table(2 * MAX_HANDOFFS, 2 * MAX_HANDOFFS)
+
+    def begin(caller: str, index: int) -> Handoff:
+        return table.allocate(f"{caller}-{index}", SOURCE, SMALL, KEYS[:1], SMALL.chunk_size, 0.0, caller=caller)
+
+    def flood() -> None:
+        for index in range(MAX_HANDOFFS + 1):
+            begin("hog", index)
+
+    with pytest.raises(Full):
+        flood()
+
+    async def honest() -> None:
+        assert begin("honest", 0).is_open
+
+    yield honest
+    table.clear()
+    handoff_tables.assert_nothing_is_left(tier, table)
+
+
+@asynccontextmanager
+async def reports_of_a_peer(_: Path) -> AsyncIterator[Honest]:
+    """A caller reports chunks as damaged that are not."""
+    spec = replace(SMALL, layer_count=1, kv_head_count=1, chunk_size=32)
+    async with Parts("owner", spec=spec, chunk_count=MAX_PENDING + 1) as owner:
+        *intact, damaged = (owner.put(key) for key in keys_of(MAX_PENDING + 1))
+        owner.damage(damaged.key)
+        assert len(owner.tier) == MAX_PENDING + 1
+        owner.inspector.inspect(intact, "hog", "hog")
+        owner.inspector.inspect([damaged], "honest", "honest")
+
+        async def honest() -> None:
+            await until(lambda: owner.inspector.damaged_count == 1)
+
+        yield honest
+
+
 SCENARIOS: dict[str, Scenario] = {
     "bodies at a coordinator": bodies_at_the_coordinator,
     "bodies at a proxy": bodies_at_the_proxy,
@@ -244,6 +292,8 @@ SCENARIOS: dict[str, Scenario] = {
     "registrations of a tenant": registrations_of_a_tenant,
     "registrations of one instance": registrations_of_rising_epochs,
     "watches of a token": watches_of_a_token,
+    "handoffs of a peer": handoffs_of_a_peer,
+    "reports of a peer": reports_of_a_peer,
     "connections of the TCP channel": connections_of("tcp", tcp.MAX_READERS + 2 * tcp.MAX_STRANGERS),
 }
 

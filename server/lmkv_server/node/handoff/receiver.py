@@ -103,8 +103,8 @@ class HandoffReceiver:
 
     # --- Calls of prefills ---------------------------------------------------------------------------------------
 
-    async def allocate(self, request: pb.AllocateRequest, session_id: str) -> pb.AllocateResponse:
-        """Admits a handoff and reserves room for it; epoch and session were checked.
+    async def allocate(self, request: pb.AllocateRequest, session_id: str, caller: str = "") -> pb.AllocateResponse:
+        """Admits a handoff and reserves room for it; epoch and session were checked. `caller` has a share of places.
 
         The prefill's address is the one that the fleet knows, not one that the request names. Raises `KvSpecMismatch`,
         `InstanceNotFound`, and what `HandoffTable.allocate` raises.
@@ -126,7 +126,9 @@ class HandoffReceiver:
         now = time.monotonic()
         buffer = self.buffers.find(spec)
         destination = buffer.tier if buffer and connection.nixl_metadata else None
-        handoff = self.handoffs.allocate(request.handoff_id, source, spec, keys, request.token_count, now, destination)
+        handoff = self.handoffs.allocate(
+            request.handoff_id, source, spec, keys, request.token_count, now, destination, caller
+        )
         self._timer.changed()
         if handoff.is_open:
             self._connections.connect(connection, spec, READ_SECONDS, by_nixl=buffer is not None)

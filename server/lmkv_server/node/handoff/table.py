@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lmkv.errors import BadMessage, Full, GrantNotFound, NoFreeExtents, RequestTooLarge
 from lmkv.keys import ChunkKey
+from lmkv.runtime.places import Places, most_of
 from lmkv.spec import KvSpec
 from lmkv.transfer.access import new_grant_id
 from lmkv.units import format_bytes
@@ -19,6 +20,7 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState
 
 MAX_HANDOFFS = 1024
+"""Handoffs at a time, of which one caller may have 7/8."""
 MAX_ENDED = 4096
 """Names of ended handoffs that are remembered, so that a late message does not begin one again."""
 MAX_NAME = 256
@@ -54,6 +56,8 @@ class HandoffTable:
         self._tier = tier
         self._by_grant: dict[str, Handoff] = {}
         self._by_id: dict[str, Handoff] = {}
+        self._places = Places[str]("handoffs", MAX_HANDOFFS, most_of(MAX_HANDOFFS))
+        """Taken by the ids of grants."""
         self._ended: OrderedDict[str, None] = OrderedDict()  # names, oldest first
         self._claims: dict[str, list[HostTier | None]] = {}
 
@@ -85,9 +89,11 @@ class HandoffTable:
         token_count: int,
         now: float,
         buffer: HostTier | None = None,
+        caller: str = "",
     ) -> Handoff:
         """Begins a handoff, or returns the one of that name from the same source.
 
+        It takes a place of the caller's share.
         Its chunks go to the device buffer, if there is one and it has room for all of them now, else to the tier.
         Raises `BadMessage` if the request makes no sense, `GrantNotFound` if it has ended already, `RequestTooLarge` if
         it will never fit, `NoFreeExtents` if it does not fit now.
@@ -118,16 +124,18 @@ class HandoffTable:
             for destination in (buffer, self._tier)
             if destination is not None
         ]
-        handoff = self._begin(candidates)
+        handoff = self._begin(candidates, caller)
+        self._places.take(handoff.grant_id, caller)
         self._by_grant[handoff.grant_id] = self._by_id[handoff_id] = handoff
         self.renew(handoff, now)
         return handoff
 
-    def _begin(self, candidates: Sequence[Handoff]) -> Handoff:
+    def _begin(self, candidates: Sequence[Handoff], caller: str) -> Handoff:
         """The first of these handoffs that there is room for. Raises why there is none for the last one."""
         *others, last = candidates
+        refusal = self._refusal(caller)
         for handoff in others:
-            if len(self) < MAX_HANDOFFS and handoff.allocate(self._tier):
+            if refusal is None and handoff.allocate(self._tier):
                 return handoff
         wanted = sum(last.size_bytes_of(index) for index, key in enumerate(last.keys) if not self._tier.get(key))
         if wanted > self.buffer_bytes:
@@ -137,9 +145,9 @@ class HandoffTable:
                 "raise pd_buffer_size at the decode",
                 size_bytes=wanted,
             )
-        if len(self) >= MAX_HANDOFFS:
+        if refusal is not None:
             self._refused_count += 1
-            raise Full(f"{MAX_HANDOFFS} handoffs are running", retry_seconds=RETRY_SECONDS)
+            raise refusal
         if self.used_bytes + wanted > self.buffer_bytes or not last.allocate(self._tier):
             self._refused_count += 1
             raise NoFreeExtents(
@@ -148,6 +156,14 @@ class HandoffTable:
                 retry_seconds=RETRY_SECONDS,
             )
         return last
+
+    def _refusal(self, caller: str) -> Full | None:
+        """Why a caller gets no place now."""
+        try:
+            self._places.check(caller)
+        except Full as full:
+            return type(full)(str(full), retry_seconds=RETRY_SECONDS)
+        return None
 
     def get(self, grant_id: str, session_id: str) -> Handoff:
         """The handoff of this grant. Raises `GrantNotFound` if it is closed, or of another session."""
@@ -254,6 +270,7 @@ class HandoffTable:
         handoff.close(self._tier)
         self._ended_counts[handoff.state] += 1
         del self._by_grant[handoff.grant_id], self._by_id[handoff.handoff_id]
+        self._places.release(handoff.grant_id)
         self._remember(handoff.handoff_id)
 
     def _remember(self, handoff_id: str) -> None:
@@ -265,6 +282,7 @@ class HandoffTable:
     def check(self) -> None:
         """Asserts that the indices agree and the limits hold."""
         assert set(map(id, self._by_grant.values())) == set(map(id, self._by_id.values()))
+        assert set(self._places) == self._by_grant.keys()
         assert len(self) <= MAX_HANDOFFS
         assert self.used_bytes <= self.buffer_bytes
         for handoff in self:

@@ -7,15 +7,18 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from lmkv.errors import Full
 from lmkv.misses.reason import MissReason
 from lmkv.pool.pool import Pool
+from lmkv.runtime.places import Places, most_of
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 1024
-"""Chunks that wait to be verified; reports beyond these are ignored, since peers repeat them."""
+"""Chunks that wait to be verified, of which one caller's reports may have 7/8; reports beyond these are ignored, since
+peers repeat them."""
 
 
 class Inspector:
@@ -28,7 +31,8 @@ class Inspector:
         self._damaged_count = 0
         self._tier = tier
         self._pool = pool
-        self._pending: dict[int, Chunk] = {}  # by generation: each is held
+        self._pending = Places[int]("chunks to verify", MAX_PENDING, most_of(MAX_PENDING))
+        """By generation: each is held."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "lmkv-inspect")
 
@@ -51,12 +55,18 @@ class Inspector:
             await asyncio.wait(self._tasks)
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
-    def inspect(self, chunks: Iterable[Chunk], peer_id: str) -> None:
-        """Verifies chunks that a peer found damaged, on a thread, and drops those that are."""
+    def inspect(self, chunks: Iterable[Chunk], peer_id: str, caller: str = "") -> None:
+        """Verifies chunks that a peer found damaged, on a thread, and drops those that are.
+
+        They take places of the share of the caller that has reported them.
+        """
         for chunk in chunks:
-            if chunk.dropped or chunk.generation in self._pending or len(self._pending) >= MAX_PENDING:
+            if chunk.dropped or chunk.generation in self._pending:
                 continue
-            self._pending[chunk.generation] = chunk
+            try:
+                self._pending.take(chunk.generation, caller)
+            except Full:
+                return
             self._tier.hold([chunk])
             task = asyncio.create_task(self._verify(chunk, peer_id))
             self._tasks.add(task)
@@ -70,7 +80,7 @@ class Inspector:
             await asyncio.wait([verifying])  # the thread reads the bytes
             raise
         finally:
-            del self._pending[chunk.generation]
+            self._pending.release(chunk.generation)
             self._tier.unhold([chunk])
         if found == chunk.checksum:
             logger.warning("chunk %s arrived damaged at %s, but is intact here", chunk.key.hex(), peer_id)

@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf import timestamp_pb2
 
-from lmkv.auth.identity import caller_identity
+from lmkv.auth.identity import caller_identity, client_identity
 from lmkv.errors import BadMessage, KvSpecMismatch, WrongInstance
 from lmkv.keys import ChunkKey, listed_keys
 from lmkv.runtime.deadline_timer import DeadlineTimer
@@ -161,7 +161,7 @@ class PeerService(pb_grpc.PeerServiceServicer):
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:
         self._check_epoch(request.peer_epoch)
         session = self.sessions.get(caller_identity(context), request.session_id)
-        return await self._receiver.allocate(request, session.session_id)
+        return await self._receiver.allocate(request, session.session_id, client_identity(context))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         session = self.sessions.find(caller_identity(context), request.session_id)
@@ -176,7 +176,8 @@ class PeerService(pb_grpc.PeerServiceServicer):
             return pb.ReleaseResponse()
         if grant := self.grants.get(request.grant_id, session):
             places = {place for place in request.damaged if 0 <= place < len(grant.chunks)}
-            self._inspector.inspect([grant.chunks[place] for place in sorted(places)], session.instance_id)
+            damaged = [grant.chunks[place] for place in sorted(places)]
+            self._inspector.inspect(damaged, session.instance_id, client_identity(context))
             self.grants.release(grant)
             self._linger()
         else:

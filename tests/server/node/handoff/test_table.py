@@ -307,8 +307,12 @@ def test_the_number_of_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     _, handoffs = table()
     begin(handoffs, "a", KEYS[:1])
     begin(handoffs, "b", KEYS[1:2])
-    with pytest.raises(Full, match="are running"):
+    with pytest.raises(Full, match="handoffs are taken"):
         begin(handoffs, "c", KEYS[2:3])
+    assert handoffs.stats().refused_count == 1
+    assert handoffs.withdraw("a", 0.0)
+    begin(handoffs, "c", KEYS[2:3])
+    handoffs.check()
 
 
 def test_a_grant_is_of_use_to_its_session_only() -> None:
