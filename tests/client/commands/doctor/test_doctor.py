@@ -14,6 +14,7 @@ import trustme
 
 from lmkv import cli
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.internal.protocol import PROTOCOL_VERSION, Build
 from lmkv.transfer.links import RDMA
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
@@ -292,6 +293,24 @@ async def test_a_clock_that_is_off_warns(fleet: Fleet, monkeypatch: pytest.Monke
     level, text = found["clock"]
     assert level == "warn"
     assert text.endswith("; synchronise both by NTP")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PROTOCOL_VERSION", PROTOCOL_VERSION - 1),  # a newer coordinator refuses this host
+        ("OWN_BUILD", Build(version="9.0.0", protocol_version=PROTOCOL_VERSION + 1)),  # an older one accepts it
+    ],
+)
+async def test_a_coordinator_that_nodes_of_this_version_cannot_join_fails(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, name: str, value: int | Build
+) -> None:
+    monkeypatch.setattr(fleet_checks, name, value)
+    found = await of_fleet(ConnectorConfig(coordinator_address=(fleet.address,), cluster_secret="hush"))
+    level, text = found["visit"]
+    assert level == "fail"
+    assert text.endswith("shares nothing until both run the same version: upgrade coordinators and nodes together")
+    assert "clock" not in found
 
 
 # --- The command -------------------------------------------------------------------------------------------------
