@@ -21,7 +21,7 @@ from lmkv.transfer.tcp.channel import TcpChannel
 from lmkv.transfer.tcp.connection import shut
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory
-from tests.waiting import WAIT_SECONDS
+from tests.waiting import WAIT_SECONDS, until
 
 
 def with_another_token(kind: str, end: ChannelEnd, metadata: bytes) -> bytes:
@@ -138,6 +138,23 @@ async def test_idle_connections_leave_the_channel_to_readers() -> None:
     for connection in (*silent, *idle):
         connection.close()
     await reader.aclose()
+    await channel.aclose()
+
+
+async def test_connections_that_have_ended_take_no_place() -> None:
+    """Many come and go without a hello, from the address of one that takes its time for it."""
+    memory = Memory(MIB)
+    channel = await TcpChannel.open(memory.end("owner:1"))
+    admitted = memory.admit()
+    words = json.loads(unwrap("tcp", "owner:1", channel.metadata_for(admitted))[1])
+    slow = await asyncio.to_thread(_socket_of, words)
+    for number in range(2 * server.MAX_STRANGERS):
+        (await asyncio.to_thread(_socket_of, words)).close()
+        if number % 16 == 0:
+            await until(lambda: len(channel._server._connections) == 1)
+    slow.sendall(hello(admitted.token))
+    assert await asyncio.to_thread(slow.recv, 1) == GRANTED
+    slow.close()
     await channel.aclose()
 
 
