@@ -5,6 +5,7 @@ STAMP := .venv/.lmkv-setup
 RAY_STAMP := .venv-ray/.lmkv-setup
 SGLANG_STAMP := .venv-sglang/.lmkv-setup
 VLLM_PREVIOUS_STAMP := .venv-vllm-previous/.lmkv-setup
+VLLM_NEXT_STAMP := .venv-vllm-next/.lmkv-setup
 PROTOS := $(wildcard protos/lmkv/v1/*.proto protos/lmkv/internal/v1/*.proto)
 NPM := client/typescript/package.json client/typescript/package-lock.json
 NATIVE := CMakeLists.txt $(wildcard kernels/csrc/*)
@@ -18,7 +19,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang setup-vllm-previous demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
+.PHONY: help setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
@@ -50,6 +51,12 @@ $(VLLM_PREVIOUS_STAMP): $(STAMP) pyproject.toml scripts/setup-vllm-previous
 	@scripts/setup-vllm-previous
 	@touch $@
 
+setup-vllm-next: $(VLLM_NEXT_STAMP) ## install a vLLM without a build for CPUs into .venv-vllm-next, on top of .venv
+
+$(VLLM_NEXT_STAMP): $(STAMP) pyproject.toml scripts/setup-vllm-next
+	@scripts/setup-vllm-next
+	@touch $@
+
 demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
@@ -77,6 +84,10 @@ test-sglang: $(SGLANG_STAMP) ## run the tests with SGLang
 test-vllm-previous: $(VLLM_PREVIOUS_STAMP) ## run the connector's tests, and engines, with the oldest supported vLLM
 	@.venv-vllm-previous/bin/python -m pytest -n 2 --dist loadscope tests/client/connector tests/client/test_plugin.py \
 		tests/engines/test_outputs.py $(ARGS)
+
+test-vllm-next: $(VLLM_NEXT_STAMP) ## run the connector's tests, and engines, with the newest supported vLLM
+	@.venv-vllm-next/bin/python -m pytest -n 2 --dist loadscope tests/client/connector tests/client/test_plugin.py \
+		tests/engines/test_outputs.py tests/engines/test_reuse.py tests/engines/test_pd.py $(ARGS)
 
 benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an idle machine
 	@$(BIN)/python -m benchmarks --quick $(ARGS)

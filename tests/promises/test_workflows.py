@@ -80,6 +80,7 @@ def test_workflows_call_the_targets_of_the_makefile() -> None:
         "test",
         "test-envoy",
         "test-sglang",
+        "test-vllm-next",
         "test-vllm-previous",
         "verify",
         "verify-vllm",

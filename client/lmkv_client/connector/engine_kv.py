@@ -26,6 +26,7 @@ from lmkv_client.connector.vllm_api import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     ModelConfig,
@@ -210,9 +211,14 @@ def check_elements(cache: AttentionSpec, cache_dtype: str) -> None:
     part of the weights.
     """
     value_size = 0 if isinstance(cache, MLAAttentionSpec) else cache.head_size
+    # A platform may register a dtype of its own under any name, `fp8` too: it then has another mode.
+    known: dict[int, tuple[str, ...]] = {
+        KVQuantMode.NONE: (*PLAIN_DTYPES, *PER_TENSOR_DTYPES),
+        KVQuantMode.FP8_PER_TENSOR: tuple(PER_TENSOR_DTYPES),
+    }
     refusals = {
         f"kv_cache_dtype {cache_dtype}: its pages have scales or a packing that chunks do not": (
-            cache_dtype not in PER_TENSOR_DTYPES and (cache_dtype not in PLAIN_DTYPES or bool(cache.kv_quant_mode))
+            cache_dtype not in known.get(cache.kv_quant_mode, ())
         ),
         f"its values have {cache.head_size_v} elements per head, its keys {cache.head_size}": (
             cache.head_size_v not in (cache.head_size, value_size)

@@ -12,7 +12,7 @@ in each of its processes, so it imports two names when it is called. An import c
 | `KVConnectorStats`, `KVConnectorPromMetrics` | `distributed.kv_transfer.kv_connector.v1.metrics` | statistics |
 | `VllmConfig`, `ModelConfig`, `LoadConfig`, `LoRAConfig` | `config` | what the engine is |
 | `envs` | `envs` | environment variables that change what it computes |
-| `KVCacheConfig`, the `...Spec` classes | `v1.kv_cache_interface` | KV-cache groups and their kinds |
+| `KVCacheConfig`, `KVQuantMode`, the `...Spec` classes | `v1.kv_cache_interface` | KV-cache groups and their kinds |
 | `get_tensor_model_parallel_rank`, `get_pp_group` | `distributed.parallel_state` | the ranks of a worker |
 | `get_pp_indices` | `distributed.utils` | the layers of a pipeline stage |
 | `Request`, `RequestStatus` | `v1.request` | requests |
@@ -39,7 +39,7 @@ All are in each supported version, except:
 | `Request.kv_hints` | 0.32 | None; hints are read from `kv_transfer_params` only |
 | `KVCacheConfig.hash_block_size` | 0.32 | blocks of one group are hashed whole |
 
-`tests/client/connector/vllm_contract.py` lists the attributes and signatures that lmkv relies on and names each that a
+`client/lmkv_client/vllm_contract.py` lists the attributes and signatures that lmkv relies on and names each that a
 version of vLLM does not have: `make verify-vllm`.
 """
 
@@ -79,6 +79,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -117,6 +118,7 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "KVQuantMode",
     "LoRAConfig",
     "LoRARequest",
     "LoadConfig",

@@ -440,9 +440,17 @@ def test_every_kv_cache_dtype_of_vllm_is_stored_by_its_name_or_refused(cache_dty
         check_elements(cache, cache_dtype)
         assert kv_dtype(cache, cache_dtype) in DTYPE_BYTES
     else:
-        assert cache_dtype.partition("_")[0] in ("fp8", "nvfp4", "turboquant", "ultraquant", "int4", "int8")
+        assert cache_dtype.partition("_")[0] in ("fp8", "nvfp4", "turboquant", "ultraquant", "octave", "int4", "int8")
         with pytest.raises(ConfigError, match=f"kv_cache_dtype {cache_dtype}: its pages have scales"):
             check_elements(cache, cache_dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [*PLAIN_DTYPES, *PER_TENSOR_DTYPES])
+@pytest.mark.parametrize("mode", [mode for mode in KVQuantMode if mode > KVQuantMode.FP8_PER_TENSOR])
+def test_a_known_name_of_a_dtype_that_a_platform_has_redefined_is_refused(cache_dtype: str, mode: KVQuantMode) -> None:
+    """vLLM 0.33 lets platforms register a `kv_cache_dtype` with a quantization of their own, also over a known one."""
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype {cache_dtype}: its pages have scales"):
+        check_elements(attention(dtype=torch.uint8, kv_quant_mode=mode), cache_dtype)
 
 
 @pytest.mark.parametrize(

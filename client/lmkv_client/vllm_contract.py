@@ -1,7 +1,8 @@
 """Everything in vLLM that lmkv relies on, compared with an installed vLLM: names, attributes, hooks and calls.
 
-`make verify-vllm` runs this file with the newest vLLM for CPUs, and it prints what moved, one line each. It needs vLLM
-only: neither lmkv nor a model. What lmkv imports is read from the modules that import it; the tables have the rest.
+An engine with a newer vLLM than lmkv was tested with runs `moved` at its start (`lmkv_client.plugin`). `make
+verify-vllm` runs this file with the newest vLLM for CPUs, and it prints what moved, one line each. It needs vLLM only:
+neither lmkv nor a model. What lmkv imports is read from the modules that import it; the tables have the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-CLIENT = Path(__file__).parents[3] / "client" / "lmkv_client"
+CLIENT = Path(__file__).parent
 IMPORTERS = (CLIENT / "connector" / "vllm_api.py", CLIENT / "plugin.py")
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
@@ -75,6 +76,7 @@ ATTRIBUTES = {
     f"{SPECS}.KVCacheConfig": "cache_hit_alignment_tokens hash_block_size kv_cache_groups",
     f"{SPECS}.KVCacheGroupSpec": "kv_cache_spec layer_names",
     f"{SPECS}.KVCacheSpec": "block_size prefix_cacheable",
+    f"{SPECS}.KVQuantMode": "FP8_PER_TENSOR",
     f"{SPECS}.AttentionSpec": "dtype head_size head_size_v kv_quant_mode num_head_slots num_kv_heads "
     "state_content_bytes tokens_per_state",
     f"{SPECS}.SlidingWindowSpec": "extra_retained_tokens sliding_window",
@@ -281,9 +283,9 @@ def main() -> int:
     """Prints what moved; 1 if anything did."""
     version = importlib.import_module("vllm").__version__
     lines = moved()
-    print(*lines, sep="\n", end="\n" if lines else "")
-    print(f"vLLM {version}: {len(lines)} of {len(list(checks()))} names that lmkv relies on have moved")
-    return 1 if lines else 0
+    lines.append(f"vLLM {version}: {len(lines)} of {len(list(checks()))} names that lmkv relies on have moved")
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 1 if len(lines) > 1 else 0
 
 
 if __name__ == "__main__":
