@@ -39,6 +39,7 @@ ENCODED_BY = ("mm_encoder_attn_dtype", "video_pruning_method", "video_pruning_ra
 ADAPTED_BY = ("enable_moe_shared_loras", "enable_tower_connector_lora", "lora_dtype", "target_modules")
 """Attributes of `LoRAConfig` that decide what an adapter changes."""
 
+AITER = "VLLM_ROCM_USE_AITER"
 VARIABLES: Mapping[str, object] = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": False,
     "VLLM_BATCH_INVARIANT": False,
@@ -53,6 +54,8 @@ VARIABLES: Mapping[str, object] = {
     "VLLM_MARLIN_INPUT_DTYPE": None,
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
     "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": "",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE": "fp32",
     "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
     "VLLM_ROCM_USE_AITER": False,
@@ -120,6 +123,8 @@ def engine_identity(vllm_config: VllmConfig) -> str:
 def changed_modes(vllm_config: VllmConfig) -> list[str]:
     """The variables and options of this engine that change its KV, as `name=value`."""
     found = {name: (getattr(envs, name, usual), usual) for name, usual in VARIABLES.items()}
+    if not getattr(envs, AITER, False):  # vLLM reads the others only with it, and changes what they are by themselves
+        found = {name: values for name, values in found.items() if not name.startswith(AITER)}
     for attribute, options in OPTIONS.items():
         config = getattr(vllm_config, attribute)
         found |= {name: (getattr(config, name, usual), usual) for name, usual in options.items()}

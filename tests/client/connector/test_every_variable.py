@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from vllm import config as configs
 from vllm import envs
 from vllm.config.compilation import PassConfig
 
-from lmkv_client.connector.identity import ADAPTED_BY, OPTIONS, VARIABLES
+from lmkv_client.connector.identity import ADAPTED_BY, AITER, OPTIONS, VARIABLES, changed_modes
+from tests.client.connector.conftest import make_vllm_config
 from tests.client.connector.test_every_field import KEYED
 
 
@@ -38,7 +40,8 @@ HARMLESS_VARIABLES = {
         "VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL "
         "VLLM_LOG_MODEL_INSPECTION VLLM_LOG_STATS_INTERVAL VLLM_MOONCAKE_STORE_TIER_LOG VLLM_NO_USAGE_STATS "
         "VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_PATTERN_MATCH_DEBUG VLLM_PROCESS_NAME_PREFIX "
-        "VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_TRACE_FUNCTION VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER"
+        "VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_REQUEST_BODY_LOG_LEVEL VLLM_TRACE_FUNCTION VLLM_USAGE_SOURCE "
+        "VLLM_USAGE_STATS_SERVER"
     ),
     "where libraries and caches of compiled code are": (
         "LD_LIBRARY_PATH VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_CACHE_ROOT "
@@ -71,21 +74,23 @@ HARMLESS_VARIABLES = {
     ),
     "of the HTTP API: which requests it admits, and what it makes of answers": (
         "VLLM_API_KEY VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_ENABLE_COHERE_API "
-        "VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_HTTP_TIMEOUT_KEEP_ALIVE "
+        "VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_HTTP_MAX_REQUEST_BODY_SIZE "
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE "
         "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES "
         "VLLM_MAX_STOP_STRINGS VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_RUST_FRONTEND_PATH VLLM_SERVER_DEV_MODE "
         "VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY "
         "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_USE_RUST_BENCH VLLM_USE_RUST_FRONTEND"
     ),
     "make prompts, whose tokens are in keys": (
-        "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS "
+        "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_CHAT_TEMPLATE_FUEL VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS "
         "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_SYSTEM_START_DATE VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT "
         "VLLM_USE_FASTOKENS"
     ),
     "fetch media, whose processed tensors are in keys": (
         "VLLM_AUDIO_FETCH_TIMEOUT VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB "
         "VLLM_MAX_AUDIO_DECODE_BYTES VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_PREPROCESS_WORKERS "
-        "VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_IMAGE_PIXELS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MEDIA_CACHE "
+        "VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_IMAGE_PIXELS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB "
+        "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB VLLM_MEDIA_CACHE "
         "VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_CONNECTOR "
         "VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS "
         "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND"
@@ -115,7 +120,8 @@ HARMLESS_VARIABLES = {
         "VLLM_XLA_CHECK_RECOMPILATION VLLM_XLA_USE_SPMD"
     ),
     "another order of the same sums, or the same operations by another kernel, as on other hardware": (
-        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER VLLM_CPU_ATTN_SPLIT_KV VLLM_DISABLED_KERNELS "
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD "
+        "VLLM_STEP5_SHARD_SP_SHARED_EXPERT VLLM_CPU_ATTN_SPLIT_KV VLLM_DISABLED_KERNELS "
         "VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION VLLM_DISABLE_SHARED_EXPERTS_STREAM "
         "VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE VLLM_ENABLE_GEMM_RS VLLM_ENABLE_HPC_OPS "
         "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS VLLM_GDN_DECODE_KERNEL VLLM_HUMMING_MOE_GEMM_TYPE VLLM_KIMI_K3_GEMM_AR "
@@ -150,7 +156,8 @@ HARMLESS_VARIABLES = {
         "VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND VLLM_XPU_PP_MICROBATCH VLLM_XPU_USE_SAMPLER_KERNEL"
     ),
     "of sampling": (
-        "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS VLLM_USE_FLASHINFER_SAMPLER VLLM_V1_USE_OUTLINES_CACHE"
+        "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS "
+        "VLLM_USE_FLASHINFER_SAMPLER VLLM_V1_USE_OUTLINES_CACHE"
     ),
     "of batches that have no request": "VLLM_RANDOMIZE_DP_DUMMY_INPUTS",
     "decides whether the engine starts; max_model_len is keyed where it counts": "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
@@ -203,6 +210,7 @@ ENGINE = {
     "performance_mode": "the size of steps, and graphs",
     "weight_transfer_config": "how weights come; weight_updates watches it",
     "shutdown_timeout": "a time",
+    "watchdog_config": "a time, and what happens after it",
 }
 ATTENTION = {
     "use_non_causal": KEYED + "check_reuse refuses it",
@@ -222,6 +230,9 @@ ATTENTION = {
     "tq_max_kv_splits_for_cuda_graph": "of TurboQuant, which check_elements refuses",
     "hisparse_config": "of another connector",
     "sparse_mla_prefill_workspace_factor": "a size",
+    "trtllm_ragged_backend": "the same operations by another kernel",
+    "indexer_tp_shard_min_rows": "divides the same work",
+    "minimax_m3_indexer_cp": "divides the same work",
     "flex_attn_block_m": "a size of tiles",
     "flex_attn_block_n": "a size of tiles",
     "flex_attn_q_block_size": "a size of tiles",
@@ -275,7 +286,9 @@ SPECULATIVE = {
     "target_model_config": KEYED + "the model itself",
 } | of_one_kind(
     DRAFTS,
-    "attention_backend disable_eagle_block_drop disable_padded_drafter_batch draft_parallel_config draft_sample_method "
+    "attention_backend disable_eagle_block_drop disable_lookahead_block_hashes draft_lm_head_quantization "
+    "fly_entropy_threshold fly_entropy_top_k fly_window_size xpress_topc "
+    "disable_padded_drafter_batch draft_parallel_config draft_sample_method "
     "draft_tensor_parallel_size dspark_draft_topk enable_adaptive_verification enforce_eager "
     "index_share_for_mtp_iteration max_model_len moe_backend num_speculative_tokens "
     "num_speculative_tokens_per_batch_size prompt_lookup_max prompt_lookup_min rejection_sample_method "
@@ -303,7 +316,9 @@ def test_it_is_decided_of_every_variable_whether_it_changes_kv() -> None:
 def test_what_enters_no_identity_is_what_vllm_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    own = {name: envs.environment_variables[name]() for name in VARIABLES if name in envs.environment_variables}
+    monkeypatch.delenv(AITER, raising=False)
+    read = [name for name in VARIABLES if name == AITER or not name.startswith(AITER)]
+    own = {name: envs.environment_variables[name]() for name in read if name in envs.environment_variables}
     assert own == {name: VARIABLES[name] for name in own}
     assert not set(os.environ) & set(VARIABLES)
 
@@ -333,3 +348,12 @@ def test_what_the_tables_say_of_options_is_what_the_identity_reads() -> None:
     assert reads(ATTENTION, "OPTIONS") == set(OPTIONS["attention_config"])
     assert reads(MAMBA, "OPTIONS") == set(OPTIONS["mamba_config"])
     assert reads(LORA, "ADAPTED_BY") == set(ADAPTED_BY)
+
+
+def test_variables_of_aiter_count_only_where_it_computes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no effect without it, and other values by themselves in other versions of vLLM."""
+    config = make_vllm_config(tiny_model)
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER_FP8BMM", "0")
+    assert changed_modes(config) == []
+    monkeypatch.setenv(AITER, "1")
+    assert {f"{AITER}=True", "VLLM_ROCM_USE_AITER_FP8BMM=False"} <= set(changed_modes(config))
