@@ -29,6 +29,7 @@ from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import engine_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.coordinator.operations import explanations
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from lmkv_server.node.node import Node
 from tests.attach import events, request
@@ -203,8 +204,9 @@ async def test_health_lists_the_services_of_each_server(
 
 @pytest.mark.parametrize("method", ALL_METHODS)
 async def test_whatever_is_asked_the_answer_is_one_that_the_proto_promises(
-    servers: Servers, method: MethodDescriptor, caplog: pytest.LogCaptureFixture
+    servers: Servers, method: MethodDescriptor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(explanations, "TIMEOUT_SECONDS", 0.05)  # the reporter carries out no orders
     promised = promises(method)
     source = Nonsense(servers, seed=method.full_name)
     for _ in range(ROUNDS):

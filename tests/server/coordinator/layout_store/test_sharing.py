@@ -24,6 +24,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store import publisher as publisher_module
+from lmkv_server.coordinator.layout_store import shared_map
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
@@ -278,8 +279,9 @@ async def test_a_server_that_is_emptied_is_another_map_though_nothing_is_publish
 
 
 async def test_each_loss_of_the_map_is_counted_and_logged_once(
-    start: Start, server: RedisServer, caplog: pytest.LogCaptureFixture
+    start: Start, server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_map, "MAX_PAUSE_SECONDS", shared_map.MIN_PAUSE_SECONDS)
     caplog.set_level(logging.INFO)
     coordinator = await start()
     assert coordinator.shared is not None

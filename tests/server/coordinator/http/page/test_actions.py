@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 from playwright.async_api import expect
 
 from lmkv.keys import join_keys
 from lmkv.v1.cache_service_pb2 import DrainRequest
+from lmkv_server.coordinator.operations import drains
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, QWEN
 from tests.server.coordinator.http.page.visitor import REFUSED, Visitor, look_up, start_copy
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, until
@@ -81,8 +83,9 @@ async def test_an_operation_that_runs_is_cancelled(
 
 
 async def test_a_drain_is_shown_with_its_instance_and_progress(
-    visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance]
+    visitor: Visitor, cache: Any, fleet: dict[str, ScriptedInstance], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)  # scripted instances report nothing by themselves
     for instance in fleet.values():
         instance.going.clear()
     page = await visitor.open()
