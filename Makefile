@@ -65,7 +65,7 @@ test: $(STAMP) ## run all tests, including those with real engines of some archi
 
 test-models: $(STAMP) ## run the tests with engines of all architectures, and four ranks; ARGS="-k gpt_oss" selects one
 	@$(BIN)/python -m pytest -n 2 --dist loadscope tests/engines/test_architectures.py tests/engines/test_pd_parts.py \
-		tests/engines/test_pipeline_of_tensor_ranks.py $(ARGS)
+		tests/engines/test_pipeline_of_tensor_ranks.py tests/engines/test_reuse.py $(ARGS)
 
 test-cpp-engine: $(STAMP) ## compile and run the engine in C++ of docs/examples; as root, installs Debian's packages for it
 	@scripts/setup-cpp-engine

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -71,6 +71,17 @@ def make_prompt(seed: int, token_count: int, *, prefix: Sequence[int] = ()) -> l
     """Token ids of `prefix`, then random ones, the same for every seed: `token_count` in all."""
     choose = random.Random(seed)
     return [*prefix, *(choose.randrange(2, 500) for _ in range(token_count - len(prefix)))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A picture of random pixels in a prompt, and what the caller says of it."""
+
+    seed: int
+    size: int
+    uuid: str = ""
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the processor for this prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,14 +257,21 @@ class LlmProcess:
         return self.log_file.read_text(errors="replace")
 
     def ask(
-        self, *prompts: Sequence[int], max_tokens: int = 16, salt: str = "", lora: Sequence[str] = (), **sampling: Any
+        self,
+        *prompts: Sequence[int],
+        max_tokens: int = 16,
+        salt: str = "",
+        lora: Sequence[str] = (),
+        picture: Picture | None = None,
+        **sampling: Any,
     ) -> Answers:
         """Completes prompts, greedily unless `sampling` says otherwise, all at once.
 
-        `lora` is an adapter's name, number and folder.
+        `lora` is an adapter's name, number and folder. Each prompt has the `picture`.
         """
         sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | sampling
-        said = self._do("ask", prompts=prompts, salt=salt, sampling=sampling, lora=lora)
+        shown = asdict(picture) if picture else None
+        said = self._do("ask", prompts=prompts, salt=salt, sampling=sampling, lora=lora, picture=shown)
         answers = tuple(
             LlmAnswer(
                 samples=tuple(map(tuple, answer["samples"])),

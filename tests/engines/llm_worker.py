@@ -48,9 +48,19 @@ class Worker:
             executor.collective_rpc("warm_up", args=(options["max_num_batched_tokens"],))
         self._begun_count = 0
 
-    def ask(self, prompts: list[list[int]], salt: str, sampling: dict[str, Any], lora: list[str]) -> Any:
+    def ask(
+        self,
+        prompts: list[list[int]],
+        salt: str,
+        sampling: dict[str, Any],
+        lora: list[str],
+        picture: dict[str, Any] | None,
+    ) -> Any:
         """Completes all prompts at once; the answers, and by how much the counters have grown."""
-        inputs = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
+        more = {"cache_salt": salt} if salt else {}
+        inputs = [
+            {"prompt_token_ids": prompt, **more, **(with_picture(**picture) if picture else {})} for prompt in prompts
+        ]
         adapter = LoRARequest(lora[0], int(lora[1]), lora[2]) if lora else None
         before = self.metrics()
         outputs = self._llm.generate(inputs, SamplingParams(**sampling), use_tqdm=False, lora_request=adapter)
@@ -129,6 +139,20 @@ class Worker:
     def close(self) -> None:
         """Ends the engine."""
         self._engine.engine_core.shutdown()
+
+
+def with_picture(seed: int, size: int, uuid: str, processor: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a prompt with a picture of random pixels, named `uuid` unless that is empty."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    entries: dict[str, Any] = {"multi_modal_data": {"image": Image.fromarray(pixels)}}
+    if uuid:
+        entries["multi_modal_uuids"] = {"image": uuid}
+    if processor:
+        entries["mm_processor_kwargs"] = processor
+    return entries
 
 
 def answer(output: Any) -> dict[str, Any]:

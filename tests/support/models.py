@@ -7,7 +7,7 @@ like those of real models. The scale of the weights makes every token depend on 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,99 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By name: all kinds of KV cache that vLLM serves on a CPU, several of them with more than one architecture."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unusual:
+    """A model that is not a decoder of text alone."""
+
+    classes: str
+    """Beginning of the names of its classes in transformers."""
+    head: str
+    """End of the name of the class of the model."""
+    config: Mapping[str, Any]
+
+
+PICTURE_SIZE = 56
+"""Pixels of a side of a picture."""
+PICTURE_TOKENS = 32
+"""Tokens of a picture, which vLLM puts in front of a prompt."""
+_SMALL: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_TEXT: Mapping[str, Any] = {name: _COMMON[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+
+UNUSUAL: Mapping[str, Unusual] = {
+    "prefix_lm": Unusual(  # a prompt's tokens attend to all of the prompt
+        classes="HrmText",
+        head="ForCausalLM",
+        config={
+            **_TEXT,
+            **_SMALL,
+            "hidden_size": 128,
+            "head_dim": 64,
+            "H_cycles": 1,
+            "L_cycles": 2,
+            "embedding_scale": 1.0,
+        },
+    ),
+    "encoder": Unusual(  # no layer keeps a KV cache
+        classes="Bert", head="Model", config={**_SMALL, "vocab_size": 512, "max_position_embeddings": 512}
+    ),
+    "encoder_decoder": Unusual(  # the decoder attends to what the encoder makes of sound
+        classes="Whisper",
+        head="ForConditionalGeneration",
+        config={
+            **_TEXT,
+            "d_model": 128,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "num_mel_bins": 80,
+            "pad_token_id": 2,
+            "decoder_start_token_id": 3,
+        },
+    ),
+    "mamba": Unusual(  # no attention
+        classes="Mamba",
+        head="ForCausalLM",
+        config={**_TEXT, "hidden_size": 128, "state_size": 16, "num_hidden_layers": 2, "pad_token_id": 2},
+    ),
+    "pictures": Unusual(  # an encoder of pictures in front of a decoder
+        classes="Blip2",
+        head="ForConditionalGeneration",
+        config={
+            "vision_config": {**_SMALL, "image_size": PICTURE_SIZE, "patch_size": 14},
+            "qformer_config": {
+                **_SMALL,
+                "vocab_size": 32,
+                "encoder_hidden_size": 64,
+                "cross_attention_frequency": 1,
+            },
+            "text_config": {
+                **_TEXT,
+                "model_type": "opt",
+                "hidden_size": 128,
+                "word_embed_proj_dim": 128,
+                "num_hidden_layers": 4,
+                "ffn_dim": 256,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 2048,
+                "pad_token_id": 2,
+            },
+            "num_query_tokens": PICTURE_TOKENS,
+            "image_token_index": _COMMON["vocab_size"] - 1,
+            "image_text_hidden_size": 64,
+        },
+    ),
+}
+"""Models by name that lmkv refuses, or whose prompts have more than text."""
+
+
 def configuration(name: str, **changes: Any) -> dict[str, Any]:
     """The configuration of the model of this name, with these changes."""
     return {**_COMMON, **ARCHITECTURES[name].config, **changes}
@@ -192,8 +285,35 @@ def make_decoder(folder: Path, model_type: str, values: Mapping[str, Any], dtype
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **values)
+    return _write(folder, lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
+
+
+def make_unusual(folder: Path, name: str) -> Path:
+    """Writes the model of `UNUSUAL` of this name with its tokenizer into `folder`, and returns `folder`."""
+    import torch
+    import transformers
+
+    kind = UNUSUAL[name]
+    config = getattr(transformers, f"{kind.classes}Config")(**kind.config)
+    _write(folder, lambda: getattr(transformers, kind.classes + kind.head)(config).to(torch.float32))
+    if kind.classes == "Whisper":
+        transformers.WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)
+    elif kind.classes == "Blip2":
+        file = folder / "tokenizer.json"
+        file.write_text(file.read_text().replace(f"<{_COMMON['vocab_size'] - 1}>", "<image>"))
+        pictures = transformers.BlipImageProcessorPil(size={"height": PICTURE_SIZE, "width": PICTURE_SIZE})
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        transformers.Blip2Processor(pictures, tokenizer, num_query_tokens=PICTURE_TOKENS).save_pretrained(folder)
+    return folder
+
+
+def _write(folder: Path, make: Callable[[], Any]) -> Path:
+    """Gives a model random weights, the same for every run, and writes it and its tokenizer."""
+    import torch
+
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model = make()
+    model_type = model.config.model_type
     with torch.no_grad():
         for parameter_name, weights in model.named_parameters():
             if weights.dim() > 1:

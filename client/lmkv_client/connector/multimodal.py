@@ -2,12 +2,13 @@
 
 vLLM names an item by a hash of its content, by what the caller chose, or by a counter of one process, and no name shows
 which. So lmkv hashes what the model gets to see: processed tensors, in which the options of the processor have taken
-effect.
+effect. Names matter in one way: vLLM keeps what an encoder made of an item by its name, also if another item gets it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,12 @@ from blake3 import blake3  # vLLM requires it, for its own names
 
 THREADS_FROM_BYTES = 4 << 20
 """Size of a tensor from which on several threads hash it."""
+MAX_NAMES = 1 << 16
+"""Most names of items that are remembered: more than vLLM keeps encoded items."""
 
 
 class UnknownMedia(ValueError):
-    """The content of an image, sound or video is not known, so the prompt has no key."""
+    """It is not known which image, sound or video the model sees, so the prompt has no key."""
 
 
 class MediaDigests:
@@ -29,21 +32,33 @@ class MediaDigests:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], bytes]] = {}
         """Digests of tensors, by their identity."""
+        self._named: OrderedDict[str, bytes] = OrderedDict()
+        """Digests of items by vLLM's names for them, the last used at the end; empty where several items had one."""
 
     def extras(self, features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
         """What besides tokens decides a chunk's KV: each item in it, by content, and where in the chunk it begins.
 
         The begin is relative to the chunk and negative where the item began in an earlier one. Raises `UnknownMedia`
-        if vLLM does not pass the content of an item to the scheduler.
+        if vLLM does not pass the content of an item to the scheduler, or may take an item for another one.
         """
         extras: dict[int, bytes] = {}
         for feature in features:
             low, length = feature.mm_position.offset, feature.mm_position.length
             digest = self._digest(feature)
+            self._check_name(feature.identifier, digest)
             for chunk in range(low // chunk_size, -(-(low + length) // chunk_size)):
                 begin = (low - chunk * chunk_size).to_bytes(8, "little", signed=True)
                 extras[chunk] = extras.get(chunk, b"") + digest + begin
         return extras
+
+    def _check_name(self, name: str, digest: bytes) -> None:
+        if self._named.setdefault(name, digest) != digest:
+            self._named[name] = b""
+        self._named.move_to_end(name)
+        if len(self._named) > MAX_NAMES:
+            self._named.popitem(last=False)
+        if not self._named[name]:
+            raise UnknownMedia(f"several items are named {name!r}, and vLLM may show the model any of them")
 
     def _digest(self, feature: Any) -> bytes:
         values = {} if feature.data is None else {name: one.data for name, one in feature.data.items()}

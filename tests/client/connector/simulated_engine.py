@@ -183,7 +183,9 @@ class SimulatedEngine:
             cache_salt=salt or None,
             block_hasher=self._hasher,
             mm_features=[
-                MultiModalFeatureSpec(content_of(name), "image", f"renderer0-mm-{at}", PlaceholderRange(begin, length))
+                MultiModalFeatureSpec(
+                    content_of(name), "image", f"renderer0-mm-{request_id}-{at}", PlaceholderRange(begin, length)
+                )
                 for at, (name, begin, length) in enumerate(images)
             ],
             **more,

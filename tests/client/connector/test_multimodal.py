@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -67,8 +68,9 @@ def test_an_image_that_is_prefilled_in_pieces_is_stored_and_loaded(make_engine: 
 # ---- what they add to keys
 
 
-def image(content: str, offset: int, length: int, identifier: str = "chosen by the caller") -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(content_of(content), "image", identifier, PlaceholderRange(offset, length))
+def image(content: str, offset: int, length: int, identifier: str = "") -> MultiModalFeatureSpec:
+    name = identifier or uuid4().hex
+    return MultiModalFeatureSpec(content_of(content), "image", name, PlaceholderRange(offset, length))
 
 
 def multimodal_extras(features: Sequence[MultiModalFeatureSpec], chunk_size: int) -> dict[int, bytes]:
@@ -108,7 +110,7 @@ def test_an_image_from_the_previous_chunk_differs_from_one_that_begins_here() ->
 def item(**values: Any) -> MultiModalFeatureSpec:
     """An item of which the processor has made these values."""
     elements = {name: MultiModalFieldElem(value, MultiModalSharedField(batch_size=1)) for name, value in values.items()}
-    return MultiModalFeatureSpec(MultiModalKwargsItem(elements), "image", "same", PlaceholderRange(0, 4))
+    return MultiModalFeatureSpec(MultiModalKwargsItem(elements), "image", uuid4().hex, PlaceholderRange(0, 4))
 
 
 def test_what_an_item_is_called_does_not_matter() -> None:
@@ -156,6 +158,24 @@ def test_which_placeholders_are_of_the_item_counts() -> None:
     one, other = (item(pixels=torch.zeros(3)) for _ in range(2))
     other.mm_position = PlaceholderRange(0, 4, is_embed=torch.tensor([True, False, True, True]))
     assert multimodal_extras([one], 64) != multimodal_extras([other], 64)
+
+
+def test_an_item_whose_name_another_item_had_has_no_key_nor_has_that_one_afterwards() -> None:
+    digests = MediaDigests()
+    one, other = (image(content, 0, 4, identifier="chosen") for content in ("a", "b"))
+    assert digests.extras([one], 64) == digests.extras([one], 64)
+    for confused in (other, one):
+        with pytest.raises(UnknownMedia, match="several items are named 'chosen'"):
+            digests.extras([confused], 64)
+    assert digests.extras([image("b", 0, 4, identifier="another")], 64)
+
+
+def test_names_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv_client.connector.multimodal.MAX_NAMES", 2)
+    digests = MediaDigests()
+    for name in ("first", "second", "first", "third"):
+        digests.extras([image("a", 0, 4, identifier=name)], 64)
+    assert list(digests._named) == ["first", "third"]
 
 
 def test_a_tensor_that_is_used_again_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
