@@ -132,7 +132,7 @@ async def store(socket: Path, seed: int) -> None:
                 granted = [one for event in (await call.read()).events for one in event.granted.credits]
             commits = [
                 pb.CommitChunk(
-                    chunk_key=key, offset=one.offset, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
+                    chunk_key=key, offset=one.extent.offset, size_bytes=SPEC.chunk_bytes, token_count=SPEC.chunk_size
                 )
                 for key, one in zip(keys, granted, strict=False)
             ]

@@ -629,74 +629,90 @@ Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
 
 @_typing.final
 class Extent(_message.Message):
-    """A range of bytes in memory that a node registered for transfer, with its content at the time of the grant."""
+    """A range of bytes in memory that a node has registered for transfer, or that an engine has mapped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REGION_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    PART_FIELD_NUMBER: _builtins.int
-    PARENT_KEY_FIELD_NUMBER: _builtins.int
-    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
     region: _builtins.int
     """Index of the region in the list of `Init`; for an engine, 0 is the pool and 1 its device buffer."""
     offset: _builtins.int
     """Bytes from the start of the region."""
     size_bytes: _builtins.int
     """Length in bytes."""
-    checksum: _builtins.int
-    """Checksum of the bytes (`docs/contribute/checksum.md`); 0 in a write grant."""
-    generation: _builtins.int
-    """Increases each time the owner allocates the memory again."""
-    token_count: _builtins.int
-    """Tokens in the chunk: `chunk_size`, or fewer for the last chunk of a prompt."""
-    part: _builtins.int
-    """In a write credit: the part of a chunk that it is for."""
-    parent_key: _builtins.bytes
-    """In a grant and in a handoff, of a partial chunk: the key of the chunk before it in its prompts, or the root of the key
-    chain if there is none. 16 bytes; empty if it is unknown.
-    """
-    prefix_digests: _builtins.bytes
-    """In a grant and in a handoff, with `parent_key`: digests of the beginnings of the chunk, as in `CommitChunk`."""
     def __init__(
         self,
         *,
         region: _builtins.int = ...,
         offset: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
-        checksum: _builtins.int = ...,
-        generation: _builtins.int = ...,
-        token_count: _builtins.int = ...,
-        part: _builtins.int = ...,
-        parent_key: _builtins.bytes = ...,
-        prefix_digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generation", b"generation", "offset", b"offset", "parent_key", b"parent_key", "part", b"part", "prefix_digests", b"prefix_digests", "region", b"region", "size_bytes", b"size_bytes", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "region", b"region", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Extent: _TypeAlias = Extent  # noqa: Y015
 
 @_typing.final
+class GrantedChunk(_message.Message):
+    """A chunk that a peer may read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PARENT_KEY_FIELD_NUMBER: _builtins.int
+    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.int
+    """Checksum of its bytes (`docs/contribute/checksum.md`)."""
+    token_count: _builtins.int
+    """Its tokens: `chunk_size`, or fewer for the last chunk of a prompt."""
+    parent_key: _builtins.bytes
+    """Of a partial chunk: the key of the chunk before it in its prompts, or the root of the key chain if there is none. 16
+    bytes; empty if it is unknown.
+    """
+    prefix_digests: _builtins.bytes
+    """With `parent_key`: digests of the beginnings of the chunk, as in `CommitChunk`."""
+    @_builtins.property
+    def extent(self) -> Global___Extent:
+        """Where it is."""
+
+    def __init__(
+        self,
+        *,
+        extent: Global___Extent | None = ...,
+        checksum: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        parent_key: _builtins.bytes = ...,
+        prefix_digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "extent", b"extent", "parent_key", b"parent_key", "prefix_digests", b"prefix_digests", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantedChunk: _TypeAlias = GrantedChunk  # noqa: Y015
+
+@_typing.final
 class Grant(_message.Message):
-    """Temporary permission to read or write extents. It ends by exactly one of Commit, Release or expiry."""
+    """Temporary permission to read chunks. It ends by exactly one of Commit, Release or expiry."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANT_ID_FIELD_NUMBER: _builtins.int
-    EXTENTS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
     """Unique on the granting node."""
     @_builtins.property
-    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Extent]:
-        """One extent per granted chunk, in the order of the request."""
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrantedChunk]:
+        """The granted chunks, in the order of the request."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -706,12 +722,12 @@ class Grant(_message.Message):
         self,
         *,
         grant_id: _builtins.str = ...,
-        extents: _abc.Iterable[Global___Extent] | None = ...,
+        chunks: _abc.Iterable[Global___GrantedChunk] | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "extents", b"extents", "grant_id", b"grant_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "expire_time", b"expire_time", "grant_id", b"grant_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -408,8 +408,8 @@ class GrantedCredits(_message.Message):
     SETTLED_COUNTS_FIELD_NUMBER: _builtins.int
     SETTLED_PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def credits(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Extents for one part of one full chunk each, or, if `token_count` is set, for a partial chunk of that number of tokens."""
+    def credits(self) -> _containers.RepeatedCompositeFieldContainer[Global___WriteCredit]:
+        """The credits."""
 
     @_builtins.property
     def settled_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -422,7 +422,7 @@ class GrantedCredits(_message.Message):
     def __init__(
         self,
         *,
-        credits: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
+        credits: _abc.Iterable[Global___WriteCredit] | None = ...,
         settled_counts: _abc.Iterable[_builtins.int] | None = ...,
         settled_partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
@@ -433,6 +433,38 @@ class GrantedCredits(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GrantedCredits: _TypeAlias = GrantedCredits  # noqa: Y015
+
+@_typing.final
+class WriteCredit(_message.Message):
+    """Permission to write one part of a full chunk, or a partial chunk, and to commit it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    PARTIAL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    part: _builtins.int
+    """The part of a full chunk."""
+    partial_token_count: _builtins.int
+    """Tokens of the partial chunk; 0: it is for a full one."""
+    @_builtins.property
+    def extent(self) -> _chunk_pb2.Extent:
+        """Where to write. It may be longer than the chunk."""
+
+    def __init__(
+        self,
+        *,
+        extent: _chunk_pb2.Extent | None = ...,
+        part: _builtins.int = ...,
+        partial_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent", "part", b"part", "partial_token_count", b"partial_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteCredit: _TypeAlias = WriteCredit  # noqa: Y015
 
 @_typing.final
 class EndHandoff(_message.Message):
@@ -1010,7 +1042,7 @@ class FoundChunks(_message.Message):
     """The answer to a lookup. The node holds the chunks of `own` until the engine releases the lookup.
 
     The last chunk of `own` and `runs` together may be a chunk of another prompt that is not in `chunk_keys`; then `partial_key`
-    is set. Loads and their answers count it like any other chunk. Its extent may have more tokens than `partial_token_count`:
+    is set. Loads and their answers count it like any other chunk. It may have more tokens than `partial_token_count`:
     those behind are of the other prompt and must not be used.
     """
 
@@ -1042,7 +1074,7 @@ class FoundChunks(_message.Message):
     partial_token_count: _builtins.int
     """The first tokens of that chunk, which are this prompt's."""
     @_builtins.property
-    def own(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
+    def own(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldChunk]:
         """The first chunks of the prompt, in the node's own pool; no more than fit into a message."""
 
     @_builtins.property
@@ -1061,7 +1093,7 @@ class FoundChunks(_message.Message):
         self,
         *,
         lookup_id: _builtins.str = ...,
-        own: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
+        own: _abc.Iterable[Global___HeldChunk] | None = ...,
         runs: _abc.Iterable[Global___Run] | None = ...,
         peer_instance_id: _builtins.str = ...,
         refused_chunk_count: _builtins.int = ...,
@@ -1077,6 +1109,42 @@ class FoundChunks(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FoundChunks: _TypeAlias = FoundChunks  # noqa: Y015
+
+@_typing.final
+class HeldChunk(_message.Message):
+    """A chunk that the node holds for an engine, which may read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    checksum: _builtins.int
+    """Checksum of its bytes (`docs/contribute/checksum.md`)."""
+    token_count: _builtins.int
+    """Its tokens: `chunk_size`, or fewer for the last chunk of a prompt."""
+    generation: _builtins.int
+    """Increases each time the node allocates the memory again."""
+    @_builtins.property
+    def extent(self) -> _chunk_pb2.Extent:
+        """Where it is."""
+
+    def __init__(
+        self,
+        *,
+        extent: _chunk_pb2.Extent | None = ...,
+        checksum: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "extent", b"extent", "generation", b"generation", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldChunk: _TypeAlias = HeldChunk  # noqa: Y015
 
 @_typing.final
 class Run(_message.Message):
@@ -1154,7 +1222,7 @@ class LoadedChunks(_message.Message):
 
     LOOKUP_ID_FIELD_NUMBER: _builtins.int
     FIRST_CHUNK_FIELD_NUMBER: _builtins.int
-    EXTENTS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
@@ -1163,7 +1231,7 @@ class LoadedChunks(_message.Message):
     lookup_id: _builtins.str
     """The lookup."""
     first_chunk: _builtins.int
-    """Index of the first of `extents` in the prompt."""
+    """Index of the first of `chunks` in the prompt."""
     done: _builtins.bool
     """Whether the load has ended; wanted chunks that have not arrived by then will not arrive."""
     peer_instance_id: _builtins.str
@@ -1171,8 +1239,8 @@ class LoadedChunks(_message.Message):
     transferred_bytes: _builtins.int
     """Bytes read from peers; set with `done`."""
     @_builtins.property
-    def extents(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """Where the chunks are."""
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldChunk]:
+        """The chunks."""
 
     @_builtins.property
     def status(self) -> _status_pb2.Status:
@@ -1187,7 +1255,7 @@ class LoadedChunks(_message.Message):
         *,
         lookup_id: _builtins.str = ...,
         first_chunk: _builtins.int = ...,
-        extents: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
+        chunks: _abc.Iterable[Global___HeldChunk] | None = ...,
         done: _builtins.bool = ...,
         status: _status_pb2.Status | None = ...,
         peer_instance_id: _builtins.str = ...,
@@ -1196,7 +1264,7 @@ class LoadedChunks(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "transfer_duration", b"transfer_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "extents", b"extents", "first_chunk", b"first_chunk", "lookup_id", b"lookup_id", "peer_instance_id", b"peer_instance_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "done", b"done", "first_chunk", b"first_chunk", "lookup_id", b"lookup_id", "peer_instance_id", b"peer_instance_id", "status", b"status", "transfer_duration", b"transfer_duration", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -198,7 +198,7 @@ class AcquireResponse(_message.Message):
     PRESENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grant(self) -> _chunk_pb2.Grant:
-        """Extents of the chunks in `present`, in that order; not set if there are none."""
+        """The chunks in `present`, in that order; not set if there are none."""
 
     @_builtins.property
     def present(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -314,7 +314,7 @@ class CommitRequest(_message.Message):
 
     GRANT_ID_FIELD_NUMBER: _builtins.int
     INDICES_FIELD_NUMBER: _builtins.int
-    EXTENTS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     READ_GRANT_ID_FIELD_NUMBER: _builtins.int
     grant_id: _builtins.str
@@ -322,27 +322,27 @@ class CommitRequest(_message.Message):
     session_id: _builtins.str
     """The caller's session."""
     read_grant_id: _builtins.str
-    """The grant by which the called node may read the extents until the answer; a secret."""
+    """The grant by which the called node may read the chunks until the answer; a secret."""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the handoff's keys whose chunks are computed."""
 
     @_builtins.property
-    def extents(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.Extent]:
-        """The extent of each of them in the caller's memory, and its checksum. The caller holds them until the answer."""
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.GrantedChunk]:
+        """These chunks, in the caller's memory. The caller holds them until the answer."""
 
     def __init__(
         self,
         *,
         grant_id: _builtins.str = ...,
         indices: _abc.Iterable[_builtins.int] | None = ...,
-        extents: _abc.Iterable[_chunk_pb2.Extent] | None = ...,
+        chunks: _abc.Iterable[_chunk_pb2.GrantedChunk] | None = ...,
         session_id: _builtins.str = ...,
         read_grant_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "grant_id", b"grant_id", "indices", b"indices", "read_grant_id", b"read_grant_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "grant_id", b"grant_id", "indices", b"indices", "read_grant_id", b"read_grant_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,7 +390,7 @@ class ReleaseRequest(_message.Message):
     """The name of the handoff to withdraw, even if it has not been announced."""
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the grant's extents that did not match their checksum on arrival. The node verifies these chunks itself,
+        """Indices of the grant's chunks that did not match their checksum on arrival. The node verifies these chunks itself,
         and drops those that are damaged in its memory; invalid indices are ignored.
         """
 

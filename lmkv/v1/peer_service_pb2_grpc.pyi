@@ -102,7 +102,7 @@ class PeerServiceStub:
     committed them. Without chunks it only renews the handoff's deadline. Idempotent.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `extents` differ in number, or one of them is invalid.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `chunks` differ in number, or one of them is invalid.
     * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff was aborted, has expired or is closed, or is of another session.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`, `WRONG_INSTANCE`, `CHANNEL_UNSUPPORTED`): the `Init` that this node sent
       to the caller failed.
@@ -194,7 +194,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     committed them. Without chunks it only renews the handoff's deadline. Idempotent.
 
     Errors:
-    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `extents` differ in number, or one of them is invalid.
+    * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `chunks` differ in number, or one of them is invalid.
     * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff was aborted, has expired or is closed, or is of another session.
     * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`, `WRONG_INSTANCE`, `CHANNEL_UNSUPPORTED`): the `Init` that this node sent
       to the caller failed.
@@ -307,7 +307,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         committed them. Without chunks it only renews the handoff's deadline. Idempotent.
 
         Errors:
-        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `extents` differ in number, or one of them is invalid.
+        * `INVALID_ARGUMENT` (`BAD_MESSAGE`): `indices` and `chunks` differ in number, or one of them is invalid.
         * `NOT_FOUND` (`GRANT_NOT_FOUND`): the handoff was aborted, has expired or is closed, or is of another session.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`, `WRONG_INSTANCE`, `CHANNEL_UNSUPPORTED`): the `Init` that this node sent
           to the caller failed.

@@ -11,7 +11,7 @@ import grpc
 
 from lmkv.keys import ChunkKey
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Extent
+from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST
 from lmkv_kernels import checksum
 from tests.chaos.actor import TROUBLE
 from tests.chaos.asker import holders
@@ -177,9 +177,9 @@ async def contents(node: Node, keys: set[ChunkKey]) -> int:
     count = 0
     async with node.engine() as engine:
         for some in batched(sorted(keys)):
-            for key, extent in await looked_up(engine, some):
-                engine.check(key, extent)
-                assert extent.checksum == checksum(words_of(key).data, 0, SPEC.chunk_bytes)
+            for key, chunk in await looked_up(engine, some):
+                engine.check(key, chunk)
+                assert chunk.checksum == checksum(words_of(key).data, 0, SPEC.chunk_bytes)
                 count += 1
             await engine.client.say(release=[pb.ReleaseChunks(lookup_id=key.hex()) for key in some])
     assert count == len(keys) == (await node.metrics())["chunks"], f"of {len(keys)} chunks {node.name} has {count}"
@@ -191,10 +191,10 @@ def batched(keys: Sequence[ChunkKey]) -> list[Sequence[ChunkKey]]:
     return [keys[start : start + LOOKUPS] for start in range(0, len(keys), LOOKUPS)]
 
 
-async def looked_up(engine: Engine, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Extent]]:
+async def looked_up(engine: Engine, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, pb.HeldChunk]]:
     """Those of the keys that the node has in memory, each looked up by itself, all at once."""
     await engine.client.say(lookup=[pb.LookupChunks(lookup_id=key.hex(), chunk_keys=key) for key in keys])
     found: list[pb.FoundChunks] = []
     while len(found) < len(keys):
         found += await engine.client.hear("found")
-    return [(ChunkKey(bytes.fromhex(one.lookup_id)), extent) for one in found for extent in one.own]
+    return [(ChunkKey(bytes.fromhex(one.lookup_id)), chunk) for one in found for chunk in one.own]

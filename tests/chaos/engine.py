@@ -7,6 +7,7 @@ import numpy as np
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_kernels import checksum
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
@@ -42,10 +43,10 @@ class Engine:
         self._words(extent)[:] = words_of(key)
         return checksum(self._pool.buffer, extent.offset, SPEC.chunk_bytes)
 
-    def check(self, key: ChunkKey, extent: Extent) -> None:
-        """Raises `WrongBytes` unless the extent holds the chunk."""
-        if not np.array_equal(self._words(extent), words_of(key)):
-            raise WrongBytes(f"{key.hex()} at {extent.offset} of {self.client.engine_id}")
+    def check(self, key: ChunkKey, chunk: HeldChunk) -> None:
+        """Raises `WrongBytes` unless its extent holds the chunk."""
+        if not np.array_equal(self._words(chunk.extent), words_of(key)):
+            raise WrongBytes(f"{key.hex()} at {chunk.extent.offset} of {self.client.engine_id}")
 
     def close(self) -> None:
         """The line has ended."""

@@ -49,8 +49,8 @@ class EngineActor(Actor):
         """Looks a prompt up, and checks what is there already."""
         self._ticket += 1
         found = await engine.client.lookup(str(self._ticket), prompt)
-        for key, extent in zip(prompt, found.own, strict=False):
-            engine.check(key, extent)
+        for key, chunk in zip(prompt, found.own, strict=False):
+            engine.check(key, chunk)
         return found
 
     async def _store(self, engine: Engine, prompt: list[ChunkKey]) -> None:
@@ -73,9 +73,9 @@ class EngineActor(Actor):
         while not done:
             for loaded in await engine.client.hear("loaded"):
                 done |= loaded.done
-                for index, extent in enumerate(loaded.extents):
-                    engine.check(prompt[loaded.first_chunk + index], extent)
-                self.counts["chunks fetched"] += len(loaded.extents)
+                for index, chunk in enumerate(loaded.chunks):
+                    engine.check(prompt[loaded.first_chunk + index], chunk)
+                self.counts["chunks fetched"] += len(loaded.chunks)
                 self.counts["fetches that fell short"] += loaded.status.code != 0
         await engine.client.release(str(self._ticket))
 

@@ -102,6 +102,6 @@ async def _held(engine: EngineClient, prompt: Sequence[int]) -> list[HeldItem]:
     items = spec.items(chunk_count)
     item_keys = spec.item_keys(items, keys)
     return [
-        HeldItem(item=item, key=key, extent=extent)
-        for item, key, extent in zip(items, item_keys, found.own, strict=False)
+        HeldItem(item=item, key=key, extent=chunk.extent)
+        for item, key, chunk in zip(items, item_keys, found.own, strict=False)
     ]

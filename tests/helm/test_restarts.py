@@ -150,7 +150,8 @@ async def use(pod: LocalPod, instance: str, *, stored: bool) -> int:
                 await engine.release("1")
                 await asyncio.sleep(0.05)
             with mapped(engine) as worker:
-                for number, extent in enumerate(found):
+                for number, chunk in enumerate(found):
+                    extent = chunk.extent
                     words = np.frombuffer(worker.pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)
                     assert (words == number).all(), "wrong bytes"
                     assert checksum(worker.pool.buffer, extent.offset, SPEC.chunk_bytes)

@@ -32,7 +32,7 @@ def loads_equal_commits(history: History) -> Iterator[Violation]:
 def extents_have_one_chunk(history: History) -> Iterator[Violation]:
     """An extent of one generation holds one chunk as long as its node lives.
 
-    `Extent.generation`: "increases each time the owner allocates the memory again".
+    `HeldChunk.generation`: "increases each time the owner allocates the memory again".
     """
     chunks: dict[tuple[str, int, int], Record] = {}
     for read in history.of("Read"):

@@ -28,7 +28,7 @@ class RecordedEngine(Engine):
         self._recorder = recorder
         self._node = node
         self._prompts: dict[str, list[ChunkKey]] = {}
-        self._held: dict[str, tuple[ChunkKey, Extent]] = {}
+        self._held: dict[str, tuple[ChunkKey, engine_pb.HeldChunk]] = {}
         """The last chunk of each lookup: it is read again before the release."""
         self._finds: dict[str, Call] = {}
         self._loads: dict[str, Call] = {}
@@ -51,10 +51,10 @@ class RecordedEngine(Engine):
         self._writes.append(self._open("Write", asked | {"offset": extent.offset} | self._pool_name(), start))
         return checksum
 
-    def check(self, key: ChunkKey, extent: Extent) -> None:
+    def check(self, key: ChunkKey, chunk: engine_pb.HeldChunk) -> None:
         """Reads the chunk."""
-        place = {"key": summaries.key_name(key), "offset": extent.offset, "generation": extent.generation}
-        self._open("Read", place).end({"digest": self._digest(extent)})
+        place = {"key": summaries.key_name(key), "offset": chunk.extent.offset, "generation": chunk.generation}
+        self._open("Read", place).end({"digest": self._digest(chunk.extent)})
 
     def close(self) -> None:
         """Records what has no answer."""
@@ -110,10 +110,10 @@ class RecordedEngine(Engine):
             self._writes.clear()
         for loaded in events(answer, "loaded"):
             if loaded.lookup_id in self._loads:
-                self._hold(loaded.lookup_id, loaded.first_chunk, loaded.extents)
+                self._hold(loaded.lookup_id, loaded.first_chunk, loaded.chunks)
                 names = self._loaded[loaded.lookup_id]
                 prompt = self._prompts[loaded.lookup_id][loaded.first_chunk :]
-                names += [summaries.key_name(key) for key, _ in zip(prompt, loaded.extents, strict=False)]
+                names += [summaries.key_name(key) for key, _ in zip(prompt, loaded.chunks, strict=False)]
                 if loaded.done:
                     self._loads.pop(loaded.lookup_id).end({"loaded": names, "status": loaded.status.code})
         for handed in events(answer, "handed"):
@@ -122,11 +122,11 @@ class RecordedEngine(Engine):
             handoff.end({"chunks": handed.chunk_count, "error": handed.status.message})
         return answer
 
-    def _hold(self, lookup_id: str, first: int, extents: Any) -> None:
-        for key, extent in zip(self._prompts[lookup_id][first:], extents, strict=False):
-            self._held[lookup_id] = key, extent
-        if extents:
-            asked = {"id": lookup_id, "offsets": [extent.offset for extent in extents]} | self._pool_name()
+    def _hold(self, lookup_id: str, first: int, chunks: Any) -> None:
+        for key, chunk in zip(self._prompts[lookup_id][first:], chunks, strict=False):
+            self._held[lookup_id] = key, chunk
+        if chunks:
+            asked = {"id": lookup_id, "offsets": [chunk.extent.offset for chunk in chunks]} | self._pool_name()
             self._holds[lookup_id].append(self._open("Hold", asked))
 
     def _release(self, lookup_id: str) -> None:

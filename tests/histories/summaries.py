@@ -186,7 +186,7 @@ METHODS: Mapping[str, Method] = {
         lambda answer: {
             "grant": answer.grant.grant_id,
             "present": list(answer.present),
-            "extents": len(answer.grant.extents),
+            "extents": len(answer.grant.chunks),
         },
     ),
 }

@@ -229,7 +229,7 @@ class HandoffActor(Actor):
         while not done:
             for loaded in await engine.client.hear("loaded"):
                 done |= loaded.done
-                for index, extent in enumerate(loaded.extents):
-                    engine.check(keys[loaded.first_chunk + index], extent)
-                self.counts["chunks handed off"] += len(loaded.extents)
+                for index, chunk in enumerate(loaded.chunks):
+                    engine.check(keys[loaded.first_chunk + index], chunk)
+                self.counts["chunks handed off"] += len(loaded.chunks)
         await engine.client.release(name)

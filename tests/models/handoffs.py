@@ -13,7 +13,7 @@ from typing import Any, cast
 from lmkv.errors import GrantNotFound, NoFreeExtents
 from lmkv.keys import ChunkKey
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.chunk_pb2 import Extent, GrantedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pending_writes import IncomingChunk, PendingWrites
 from lmkv_server.node.handoff.state import OPEN, Handoff, HandoffSource, HandoffState
@@ -146,8 +146,9 @@ class HandoffModel:
         if handoff.state in (HandoffState.ABORTED, HandoffState.EXPIRED):
             return
         self.table.renew(handoff, self.now)
-        extent = Extent(offset=0, size_bytes=PAGE, checksum=1, token_count=SPEC.chunk_size)
-        request = pb.CommitRequest(grant_id=handoff.grant_id, indices=[index], extents=[extent])
+        extent = Extent(offset=0, size_bytes=PAGE)
+        chunk = GrantedChunk(extent=extent, checksum=1, token_count=SPEC.chunk_size)
+        request = pb.CommitRequest(grant_id=handoff.grant_id, indices=[index], chunks=[chunk])
         was_missing = index in handoff._wanted
         transfer = HandoffTransfer(handoff, cast(Any, _Connection), request, cast(Any, self.pipeline), None)
         batch = transfer.next_batch()

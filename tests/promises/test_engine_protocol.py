@@ -95,6 +95,12 @@ def test_the_tables_of_acts_have_all_of_them_and_their_answers_are_events() -> N
     assert set().union(*answers) | {"conflicts", "tier_change"} == set(OWN["Event"].fields_by_name)
 
 
+def test_an_extent_is_a_place_and_messages_named_for_it_say_what_is_there() -> None:
+    assert [field.name for field in MESSAGES["Extent"].fields] == ["region", "offset", "size_bytes"]
+    users = {name for name, one in MESSAGES.items() for field in one.fields if field.message_type is MESSAGES["Extent"]}
+    assert users == {"HeldChunk", "WriteCredit", "GrantedChunk"}
+
+
 def test_limits_are_the_values_of_what_defines_them() -> None:
     rows = table("limit")
     assert len(rows) > 20

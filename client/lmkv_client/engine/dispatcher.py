@@ -298,7 +298,7 @@ class Dispatcher:
         elif kind == "loaded":
             attached.lookups.loaded(event.loaded, time.monotonic())
         elif kind == "granted":
-            offsets = [extent.offset for extent in event.granted.credits]
+            offsets = [credit.extent.offset for credit in event.granted.credits]
             attached.reservations.settle(sum(event.granted.settled_counts), offsets)
         elif kind == "rejected_commit":
             rejected = event.rejected_commit

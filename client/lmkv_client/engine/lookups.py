@@ -10,7 +10,6 @@ from lmkv.keys import ChunkKey, Tokens
 from lmkv.misses.reason import MissReason
 from lmkv.runtime.patience import Suspicion
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import Extent as ExtentMessage
 from lmkv_client.engine.attachment import Send
 from lmkv_client.engine.counters import EngineCounts
 from lmkv_client.engine.extent import Extent, MappedPool
@@ -158,9 +157,9 @@ class Lookups:
         if held is None or held.is_over:
             return
         if loaded.first_chunk == len(held.extents):
-            extents = self._intact(loaded.extents, held.keys[loaded.first_chunk :])
+            extents = self._intact(loaded.chunks, held.keys[loaded.first_chunk :])
             held.extents += extents
-            held.is_over = len(extents) < len(loaded.extents)
+            held.is_over = len(extents) < len(loaded.chunks)
             if held.is_over and held.record:
                 held.record.account.unused = MissReason.DAMAGED
         if loaded.done:
@@ -227,11 +226,12 @@ class Lookups:
                 held.waiting.remove(waiter)
                 self._outcomes.add(waiter.future, held.extents[: waiter.count])
 
-    def _intact(self, extents: Iterable[ExtentMessage], keys: Sequence[ChunkKey]) -> list[Extent]:
-        """The extents before the first damaged one, which is reported to the node."""
+    def _intact(self, chunks: Iterable[pb.HeldChunk], keys: Sequence[ChunkKey]) -> list[Extent]:
+        """The extents of the chunks before the first damaged one, which is reported to the node."""
         intact: list[Extent] = []
-        for message, key in zip(extents, keys, strict=False):
-            extent = self._pool.extent(message.offset, message.size_bytes, message.token_count, message.checksum)
+        for chunk, key in zip(chunks, keys, strict=False):
+            place = chunk.extent
+            extent = self._pool.extent(place.offset, place.size_bytes, chunk.token_count, chunk.checksum)
             if not self._is_intact(extent):
                 self._counts.add("damaged_chunks")
                 self._send(pb.Act(drop_damaged=pb.DropDamagedChunks(chunk_keys=key)))

@@ -35,6 +35,7 @@ using lmkv::v1::AttachResponse;
 using lmkv::v1::Event;
 using lmkv::v1::Extent;
 using lmkv::v1::FoundChunks;
+using lmkv::v1::HeldChunk;
 using lmkv::v1::KvSpec;
 using std::string;
 
@@ -222,15 +223,15 @@ class Attachment {
     return await(&Event::has_found).found();
   }
 
-  // The first write credit, once the node has answered the request for it.
+  // Where the first write credit is, once the node has answered the request for it.
   Extent credit() {
     const Event event = await(&Event::has_granted);
     if (event.granted().credits().empty()) fail("the node has no room");
-    return event.granted().credits(0);
+    return event.granted().credits(0).extent();
   }
 
   // The first chunk behind those in the pool, once it has arrived there.
-  Extent load(const string& lookup_id, int first_chunk) {
+  HeldChunk load(const string& lookup_id, int first_chunk) {
     Act act;
     auto* load = act.mutable_load();
     load->set_lookup_id(lookup_id);
@@ -239,8 +240,8 @@ class Attachment {
     load->mutable_timeout()->set_seconds(timeout_seconds / 2);
     send(act);
     const Event event = await(&Event::has_loaded);
-    if (event.loaded().extents().empty()) fail("not loaded: " + event.loaded().status().message());
-    return event.loaded().extents(0);
+    if (event.loaded().chunks().empty()) fail("not loaded: " + event.loaded().status().message());
+    return event.loaded().chunks(0);
   }
 
   void commit(const string& key, const Extent& credit) {
@@ -323,11 +324,11 @@ void run(const string& socket) {
   }
   if (found.own().empty() && found.runs().empty()) fail("the chunk was stored and is not found");
   const bool is_own = !found.own().empty();
-  const Extent extent = is_own ? found.own(0) : node.load(lookup_id, 0);
-  const char* bytes = node.pool().at(extent);
-  if (extent.size_bytes() != static_cast<std::int64_t>(chunk_bytes)) fail("the chunk has another size");
+  const HeldChunk chunk = is_own ? found.own(0) : node.load(lookup_id, 0);
+  const char* bytes = node.pool().at(chunk.extent());
+  if (chunk.extent().size_bytes() != static_cast<std::int64_t>(chunk_bytes)) fail("the chunk has another size");
   if (std::memcmp(bytes, kv.data(), chunk_bytes) != 0) fail("the bytes differ");
-  if (extent.checksum() != checksum(bytes, chunk_bytes)) fail("the checksum differs");
+  if (chunk.checksum() != checksum(bytes, chunk_bytes)) fail("the checksum differs");
   std::printf("loaded from %s\n", is_own ? "own" : found.runs(0).tier().c_str());
   node.release(lookup_id);
   node.end();

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from lmkv.spec import NATIVE_TILES, KvSpec
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_kernels import ChunkCopy
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class LendingWorkers:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def loaded_sums(self, extents: Sequence[Extent]) -> list[int]:
+    def loaded_sums(self, chunks: Sequence[HeldChunk]) -> list[int]:
         """Loads these chunks into the ranks' pages; the checksums of what is there."""
-        sums: list[int] = self.ask("load", [(one.region, one.offset, one.token_count) for one in extents])
+        sums: list[int] = self.ask("load", [(one.extent.region, one.extent.offset, one.token_count) for one in chunks])
         return sums
 
     def signal(self, number: signal.Signals) -> None:

@@ -102,8 +102,8 @@ class ScriptedNode:
         """Keys of what was committed: of chunks, or of parts of them."""
         self.superseded: dict[ChunkKey, bytes] = {}
         """The chunk that the commit of a part has superseded."""
-        self.alters: Callable[[Extent], None] = lambda _extent: None
-        """Changes the extents of answers."""
+        self.alters: Callable[[pb.HeldChunk], None] = lambda _chunk: None
+        """Changes the chunks of answers."""
         self.parents: dict[ChunkKey, bytes] = {}
         """What commits named as the chunk before."""
         self.handoffs: list[pb.HandChunks] = []
@@ -199,17 +199,17 @@ class ScriptedNode:
         ticket = self.tickets[fetch.ticket]
         take = len(fetch.indexes) if count is None else count
         indexes, fetch.indexes = fetch.indexes[:take], fetch.indexes[take:]
-        extents = []
+        arrived = []
         for index in indexes:
             chunk = self._admit(ticket.keys[index])
             chunk.holds += 1
             ticket.held.append(chunk)
-            extents.append(self._extent(chunk))
-        size_bytes = sum(extent.size_bytes for extent in extents)
+            arrived.append(self._held(chunk))
+        size_bytes = sum(chunk.extent.size_bytes for chunk in arrived)
         loaded = pb.LoadedChunks(
             lookup_id=fetch.ticket,
             first_chunk=indexes[0] if indexes else 0,
-            extents=extents,
+            chunks=arrived,
             done=done and not fetch.indexes,
             peer_instance_id="peer",
             transferred_bytes=size_bytes,
@@ -323,7 +323,7 @@ class ScriptedNode:
         counts = {"disk": self.on_disk, "peers": len(peer) - self.on_disk - self.in_remote, "remote": self.in_remote}
         found = pb.FoundChunks(
             lookup_id=lookup.lookup_id,
-            own=[self._extent(chunk) for chunk in own],
+            own=[self._held(chunk) for chunk in own],
             runs=[pb.Run(tier=tier, chunk_count=count) for tier, count in counts.items() if peer and count > 0],
             peer_instance_id="peer" if peer else "",
             refused_chunk_count=len(refused),
@@ -368,7 +368,7 @@ class ScriptedNode:
         found = pb.FoundChunks(
             lookup_id=lookup.lookup_id,
             hit_chunk_count=hit,
-            own=[self._extent(chunk) for chunk in own],
+            own=[self._held(chunk) for chunk in own],
             runs=runs,
             peer_instance_id="peer" if any(run.tier == "peers" for run in runs) else "",
             missed=[PromptSpan(reason=self.miss_reason, chunk_count=len(chunk_keys) - hit)] if chunk_keys[hit:] else [],
@@ -417,7 +417,8 @@ class ScriptedNode:
             for _ in range(min(count, room) if self.generous and part not in self.grudged_parts else 0):
                 offset = self._new_offset()
                 self.credits_out[offset] = part
-                granted.append(Extent(offset=offset, size_bytes=self.spec.part_bytes(part), part=part))
+                extent = Extent(offset=offset, size_bytes=self.spec.part_bytes(part))
+                granted.append(pb.WriteCredit(extent=extent, part=part))
         if any(settled):
             self.say(pb.Event(granted=pb.GrantedCredits(credits=granted, settled_counts=settled)))
 
@@ -431,7 +432,8 @@ class ScriptedNode:
             self.granted_tokens[offset] = token_count
             self.partial_grants.append(token_count)
             size_bytes = self.spec.part_bytes(0, token_count)
-            granted.append(Extent(offset=offset, size_bytes=size_bytes, token_count=token_count))
+            extent = Extent(offset=offset, size_bytes=size_bytes)
+            granted.append(pb.WriteCredit(extent=extent, partial_token_count=token_count))
         if token_counts:
             self.say(pb.Event(granted=pb.GrantedCredits(credits=granted, settled_partial_token_counts=token_counts)))
 
@@ -471,14 +473,11 @@ class ScriptedNode:
             self.chunks[key] = Stored(source.token_count, content, offset, part=source.part)
         return self.chunks[key]
 
-    def _extent(self, chunk: Stored) -> Extent:
-        extent = Extent(
-            offset=chunk.offset,
-            size_bytes=self.spec.part_bytes(chunk.part, chunk.token_count),
-            token_count=chunk.token_count,
-        )
-        self.alters(extent)
-        return extent
+    def _held(self, chunk: Stored) -> pb.HeldChunk:
+        extent = Extent(offset=chunk.offset, size_bytes=self.spec.part_bytes(chunk.part, chunk.token_count))
+        held = pb.HeldChunk(extent=extent, token_count=chunk.token_count)
+        self.alters(held)
+        return held
 
     def _new_offset(self) -> int:
         self._next_offset += self.spec.chunk_bytes

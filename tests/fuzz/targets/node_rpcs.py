@@ -135,7 +135,7 @@ SEEDS = [
                 grant_id=GRANT,
                 session_id=SESSION,
                 indices=[0],
-                extents=[chunk_pb2.Extent(size_bytes=8192, token_count=32)],
+                chunks=[chunk_pb2.GrantedChunk(extent=chunk_pb2.Extent(size_bytes=8192), token_count=32)],
             ),
         ),
         ("PeerService.Release", peer_pb.ReleaseRequest(session_id=SESSION, handoff_id="h")),

@@ -133,7 +133,7 @@ class EngineClient:
         """Asks for write credits."""
         await self.say(reserve=count)
         assert await self.hear("settled") == [count]
-        return self.heard.take("credits")
+        return [credit.extent for credit in self.heard.take("credits")]
 
     async def store(self, keys: list[ChunkKey]) -> None:
         """Stores chunks whose bytes mean nothing."""

@@ -71,7 +71,7 @@ class HybridEngine(EngineClient):
         await self.say(reserve=counts)
         assert await self.hear("settled") == list(counts)
         granted = self.heard.take("credits")
-        return [[one for one in granted if one.part == part] for part in range(len(counts))]
+        return [[one.extent for one in granted if one.part == part] for part in range(len(counts))]
 
     async def store_items(self, items: Sequence[PartItem], superseded: bytes = b"") -> None:
         """Stores items of `PROMPT`."""
@@ -118,16 +118,17 @@ class HybridEngine(EngineClient):
         while True:
             for loaded in await self.hear("loaded"):
                 assert loaded.first_chunk in (arrived, 0 if loaded.done else arrived)
-                self.check(found.hit_chunk_count, arrived, loaded.extents)
-                arrived += len(loaded.extents)
+                self.check(found.hit_chunk_count, arrived, loaded.chunks)
+                arrived += len(loaded.chunks)
                 if loaded.done:
                     return arrived
 
-    def check(self, chunk_count: int, first: int, extents: Sequence[Extent]) -> None:
-        """Asserts that these extents have the items of a hit of `PROMPT` from `first` on."""
+    def check(self, chunk_count: int, first: int, chunks: Sequence[pb.HeldChunk]) -> None:
+        """Asserts that these chunks have the items of a hit of `PROMPT` from `first` on."""
         items = self.spec.items(chunk_count)[first:]
-        assert len(extents) <= len(items)
-        for item, extent in zip(items, extents, strict=False):
+        assert len(chunks) <= len(items)
+        for item, chunk in zip(items, chunks, strict=False):
+            extent = chunk.extent
             assert extent.size_bytes == self.spec.part_bytes(item.part)
             words = np.frombuffer(self.pool.buffer, np.uint64, extent.size_bytes // 8, extent.offset)
             assert (words == _word(part_key(PROMPT[item.chunk], item.part))).all()

@@ -80,7 +80,7 @@ async def look_up(engine: EngineClient, ticket: str, tokens: Sequence[int], **fi
 async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequence[int]) -> int:
     """The number of a prompt's tokens that the node finds and that can be loaded, by the bytes of their chunks."""
     found = await look_up(engine, ticket, tokens)
-    extents = list(found.own)
+    chunks = list(found.own)
     if wanted := sum(run.chunk_count for run in found.runs):
         order = pb.LoadChunks(lookup_id=ticket, first_chunk=len(found.own), chunk_count=wanted)
         order.timeout.FromSeconds(10)
@@ -88,18 +88,18 @@ async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequ
         done = False
         while not done:
             for loaded in await engine.hear("loaded"):
-                extents += loaded.extents
+                chunks += loaded.chunks
                 done = done or loaded.done
-        assert len(extents) == len(found.own) + wanted, "all that was found has arrived"
-    keys = keys_of(tokens)[: len(extents)]
+        assert len(chunks) == len(found.own) + wanted, "all that was found has arrived"
+    keys = keys_of(tokens)[: len(chunks)]
     if found.partial_key:
         keys[-1] = ChunkKey(found.partial_key)
-        assert extents[-1].token_count >= found.partial_token_count
-        extents[-1].token_count, all_tokens = found.partial_token_count, extents[-1].token_count
-        assert extents[-1].size_bytes == SPEC.size_bytes(all_tokens)
-    assert [_word(key) for key in keys] == [_content(pool, extent) for extent in extents]
+        assert chunks[-1].token_count >= found.partial_token_count
+        chunks[-1].token_count, all_tokens = found.partial_token_count, chunks[-1].token_count
+        assert chunks[-1].extent.size_bytes == SPEC.size_bytes(all_tokens)
+    assert [_word(key) for key in keys] == [_content(pool, chunk.extent) for chunk in chunks]
     await engine.release(ticket)
-    return sum(extent.token_count for extent in extents)
+    return sum(chunk.token_count for chunk in chunks)
 
 
 def _word(key: ChunkKey) -> int:

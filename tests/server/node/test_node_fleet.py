@@ -138,10 +138,10 @@ async def test_what_another_node_holds_is_found_and_brought_in(fleet: TwoNodes) 
     assert not heard[-1].status.code
     assert heard[-1].peer_instance_id == "holder"
     assert sum(loaded.transferred_bytes for loaded in heard) == 4 * SPEC.chunk_bytes
-    extents = {loaded.first_chunk + index: extent for loaded in heard for index, extent in enumerate(loaded.extents)}
-    assert sorted(extents) == [0, 1, 2, 3]
-    for number, extent in extents.items():
-        assert (words(fleet.asker, extent.offset) == number).all()
+    chunks = {loaded.first_chunk + index: chunk for loaded in heard for index, chunk in enumerate(loaded.chunks)}
+    assert sorted(chunks) == [0, 1, 2, 3]
+    for number, chunk in chunks.items():
+        assert (words(fleet.asker, chunk.extent.offset) == number).all()
     assert [chunk.holds for chunk in fleet.asker.tier] == [1] * 4
     await fleet.asking.release("1")
     assert len((await fleet.asking.lookup("2", chunk_keys(0, 1, 2, 3))).own) == 4
@@ -156,8 +156,8 @@ async def test_a_load_may_begin_behind_what_is_there_already(fleet: TwoNodes) ->
     found = await fleet.asking.lookup("1", chunk_keys(0, 1, 2, 3))
     assert (len(found.own), absent_count(found)) == (1, 3)
     heard, _ = await fleet.load("1", 2, 2)
-    assert next(loaded.first_chunk for loaded in heard if loaded.extents) == 2
-    values = {int(words(fleet.asker, extent.offset)[0]) for loaded in heard for extent in loaded.extents}
+    assert next(loaded.first_chunk for loaded in heard if loaded.chunks) == 2
+    values = {int(words(fleet.asker, chunk.extent.offset)[0]) for loaded in heard for chunk in loaded.chunks}
     assert values == {2, 3}
 
 
@@ -181,7 +181,7 @@ async def test_when_the_holder_is_gone_the_load_says_so_in_time(fleet: TwoNodes)
         heard, error = await fleet.load("1", 0, 2, timeout_seconds=600)
     assert heard[-1].status.code
     assert error.reason == "UNREACHABLE"
-    assert not any(loaded.extents for loaded in heard)
+    assert not any(loaded.chunks for loaded in heard)
     assert fleet.asker.tier.reserved_count == 0
 
 

@@ -304,5 +304,5 @@ async def test_a_tail_that_is_gone_at_the_peer_ends_the_load_before_it(runtime_d
         loaded: list[pb.LoadedChunks] = []
         while not loaded or not loaded[-1].done:
             loaded += await fleet.asking.hear("loaded")
-        assert [extent.token_count for one in loaded for extent in one.extents] == [SIZE]
+        assert [chunk.token_count for one in loaded for chunk in one.chunks] == [SIZE]
         assert loaded[-1].status.code

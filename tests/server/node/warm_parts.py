@@ -90,8 +90,8 @@ async def held(engine: EngineClient, pool: Pool, *numbers: int) -> list[int]:
     found = []
     for number in numbers:
         answer = await engine.lookup(f"held {number}", [chunk_key(number)])
-        for extent in answer.own:
-            assert (written(pool, extent) == words(number)).all(), f"wrong bytes for chunk {number}"
+        for chunk in answer.own:
+            assert (written(pool, chunk.extent) == words(number)).all(), f"wrong bytes for chunk {number}"
             found.append(number)
         await engine.release(f"held {number}")
     return found

@@ -35,8 +35,8 @@ async def load(engine: EngineClient, pool: Pool, ticket: str, first: int, count:
     numbers: list[int] = []
     while True:
         for loaded in await engine.hear("loaded"):
-            for extent in loaded.extents:
-                words = np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, extent.offset)
+            for chunk in loaded.chunks:
+                words = np.frombuffer(pool.buffer, np.uint64, SPEC.chunk_bytes // 8, chunk.extent.offset)
                 assert (words == words[0]).all()
                 numbers.append(int(words[0]))
             if loaded.done:

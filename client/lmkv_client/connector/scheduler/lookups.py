@@ -177,7 +177,7 @@ class RequestLookups:
         if state is None or state.lookup_state is not LookupState.FETCHING:
             return
         if loaded.first_chunk == len(state.own):
-            state.own.extend(loaded.extents)
+            state.own.extend(loaded.chunks)
             state.peer_id = loaded.peer_instance_id or state.peer_id
         if loaded.done:
             tier = state.sources.tier_at(state.tokens_in(len(state.own)), state.chunk_size)

@@ -66,8 +66,8 @@ class NodeMessages:
         self._stores.reset_credits(welcome.credit_limit)
 
     def _handle_granted(self, granted: pb.GrantedCredits) -> None:
-        full = [(extent.part, extent.offset) for extent in granted.credits if not extent.token_count]
-        partial = [(extent.token_count, extent.offset) for extent in granted.credits if extent.token_count]
+        full = [(one.part, one.extent.offset) for one in granted.credits if not one.partial_token_count]
+        partial = [(one.partial_token_count, one.extent.offset) for one in granted.credits if one.partial_token_count]
         self._stores.credits.settle(granted.settled_counts, full)
         self._stores.credits.settle_partial(granted.settled_partial_token_counts, partial)
 

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.telemetry import NO_SPAN, Span
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.adapters import Adapter
 from lmkv_client.engine.prompts.hit_sources import HitSources
 from lmkv_client.engine.prompts.prompt_account import PromptAccount
@@ -177,8 +177,8 @@ class RequestState:
         self.found_at = 0.0
         self.waited_seconds = 0.0
         """Time that the request has waited for its lookup, and for a synchronous load of absent chunks."""
-        self.own: list[Extent] = []
-        """Extents of the first chunks of the prompt, or of the first items of the hit, that the node holds for it."""
+        self.own: list[HeldChunk] = []
+        """The first chunks of the prompt, or of the first items of the hit, that the node holds for it."""
         self.absent_count = 0
         """Chunks, or items, behind these that can be brought in."""
         self.hit_chunk_count = 0
@@ -313,7 +313,7 @@ class RequestState:
 
     def set_found(
         self,
-        own: Sequence[Extent],
+        own: Sequence[HeldChunk],
         sources: HitSources,
         peer_id: str,
         now: float,

@@ -14,7 +14,7 @@ from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.engines.lookups import EngineLookups
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
-from lmkv_server.node.sessions.extents import MAX_EXTENTS, extent
+from lmkv_server.node.sessions.extents import MAX_EXTENTS, add_held
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.stack import TierStack
 
@@ -93,11 +93,8 @@ class EngineLoads:
     def _report(self, load: pb.LoadChunks, first_chunk: int, chunks: list[Chunk]) -> None:
         """Reports consecutive chunks, in as many messages as they need."""
         for start in range(0, len(chunks), MAX_EXTENTS):
-            loaded = pb.LoadedChunks(
-                lookup_id=load.lookup_id,
-                first_chunk=first_chunk + start,
-                extents=[extent(chunk) for chunk in chunks[start : start + MAX_EXTENTS]],
-            )
+            loaded = pb.LoadedChunks(lookup_id=load.lookup_id, first_chunk=first_chunk + start)
+            add_held(loaded.chunks, chunks[start : start + MAX_EXTENTS])
             self._outbox.put(pb.Event(loaded=loaded))
 
     def _end(

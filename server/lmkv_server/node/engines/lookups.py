@@ -21,7 +21,7 @@ from lmkv_server.node.cache.partial_chunks import PromptTokens
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.request_tasks import RequestTasks
-from lmkv_server.node.sessions.extents import MAX_EXTENTS, credit, extent
+from lmkv_server.node.sessions.extents import MAX_EXTENTS, add_credit, add_held
 from lmkv_server.node.sessions.session import EngineSession, LookupLease
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.diagnosis import MissedRun
@@ -87,24 +87,18 @@ class EngineLookups:
             raise BadMessage(f"{len(partial)} credits for partial chunks are too many", field="partial_token_counts")
         granted = self._grant(wanted.counts)
         granted.settled_partial_token_counts.extend(token_count for token_count, _ in partial)
-        granted.credits.extend(
-            credit(reserved, token_count=token_count)
-            for token_count, is_optional in partial
-            if (reserved := self._session.reserve_partial(token_count, is_optional=is_optional))
-        )
+        for token_count, is_optional in partial:
+            if reserved := self._session.reserve_partial(token_count, is_optional=is_optional):
+                add_credit(granted.credits, reserved, token_count=token_count)
         self._outbox.put(pb.Event(granted=granted))
 
     def _grant(self, counts: Sequence[int], settled: Sequence[int] = ()) -> pb.GrantedCredits:
         """Grants up to `counts` write credits, by part, and settles `settled` or as many requested ones."""
-        return pb.GrantedCredits(
-            credits=[
-                credit(one, part)
-                for part, count in enumerate(counts)
-                if count > 0
-                for one in self._session.reserve(count, part)
-            ],
-            settled_counts=[max(0, count) for count in settled or counts],
-        )
+        granted = pb.GrantedCredits(settled_counts=[max(0, count) for count in settled or counts])
+        for part, count in enumerate(counts):
+            for reserved in self._session.reserve(count, part) if count > 0 else ():
+                add_credit(granted.credits, reserved, part)
+        return granted
 
     def _check_parts(self, counts: Sequence[int], field: str) -> None:
         if len(counts) > (part_count := len(self._session.spec.parts)):
@@ -153,7 +147,6 @@ class EngineLookups:
             runs, source = (Run(tier=HANDOFF, chunk_count=promised_count),), sender_id
         found = pb.FoundChunks(
             lookup_id=lookup.lookup_id,
-            own=[extent(chunk) for chunk in lease.chunks],
             runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=source,
             refused_chunk_count=sum(run.chunk_count for run in refused),
@@ -161,6 +154,7 @@ class EngineLookups:
             partial_key=tail.key if tail else b"",
             partial_token_count=tail.token_count if tail else 0,
         )
+        add_held(found.own, lease.chunks)
         self._outbox.put(pb.Event(found=found))
         found_count = full_count + (tail is not None)
         self._counters.add(
@@ -249,13 +243,13 @@ class EngineLookups:
             )
         message = pb.FoundChunks(
             lookup_id=lookup.lookup_id,
-            own=[extent(chunk) for chunk in found.own],
             runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in runs],
             peer_instance_id=source,
             refused_chunk_count=found.refused_count,
             hit_chunk_count=found.chunk_count,
             missed=[missed_span(run) for run in missed],
         )
+        add_held(message.own, found.own)
         self._outbox.put(pb.Event(found=message))
         self._counters.add(
             asked_count=max(asked_count, len(found.own) + found.rest.chunk_count),

@@ -147,8 +147,8 @@ class HandoffReceiver:
         handoff = self.handoffs.get(request.grant_id, session_id)
         if handoff.state in (HandoffState.ABORTED, HandoffState.EXPIRED):
             raise GrantNotFound(f"handoff {handoff.handoff_id!r} is {handoff.state.value}", state=handoff.state.value)
-        if len(request.indices) != len(request.extents):
-            raise BadMessage("indices and extents differ in number", field="extents")
+        if len(request.indices) != len(request.chunks):
+            raise BadMessage("indices and chunks differ in number", field="chunks")
         damaged: list[int] = []
         self.handoffs.renew(handoff, time.monotonic() + (2 * READ_SECONDS if request.indices else 0))
         try:

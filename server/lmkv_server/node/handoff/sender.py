@@ -24,7 +24,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
-from lmkv_server.node.sessions.extents import peer_extents
+from lmkv_server.node.sessions.extents import add_granted
 
 logger = logging.getLogger(__name__)
 
@@ -230,8 +230,8 @@ class HandoffSender:
                 size_bytes += chunk.size_bytes
         if not batch:
             return True
-        extents = peer_extents(batch.values(), self._spec.chunk_size)
-        request = pb.CommitRequest(grant_id=grant_id, indices=batch, extents=extents)
+        request = pb.CommitRequest(grant_id=grant_id, indices=batch)
+        add_granted(request.chunks, batch.values(), self._spec.chunk_size)
         tier.hold(batch.values())
         began = time.monotonic()
         try:

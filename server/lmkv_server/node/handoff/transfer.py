@@ -124,7 +124,7 @@ def _offered(
     handoff: Handoff, connection: PeerConnection, request: pb.CommitRequest
 ) -> Iterator[tuple[int, PeerChunk]]:
     """The chunks that the request names, by index. Raises `BadMessage` if one is invalid."""
-    for index, extent in zip(request.indices, request.extents, strict=True):
+    for index, chunk in zip(request.indices, request.chunks, strict=True):
         if not 0 <= index < len(handoff.keys):
             raise BadMessage(f"the handoff has no chunk {index}", field="indices")
-        yield index, peer_chunk(index, extent, handoff.token_count_of(index), handoff.spec, connection.regions)
+        yield index, peer_chunk(index, chunk, handoff.token_count_of(index), handoff.spec, connection.regions)

@@ -32,34 +32,35 @@ class PeerChunk:
 
 def peer_chunk(
     index: int,
-    extent: chunk_pb2.Extent,
+    granted: chunk_pb2.GrantedChunk,
     token_count: int,
     spec: KvSpec,
     regions: Sequence[pb.Region],
     size_bytes: int | None = None,
 ) -> PeerChunk:
-    """The chunk of `token_count` tokens, or one part of it, at this extent; `size_bytes` is its size, if that is known.
+    """The chunk of `token_count` tokens, or one part of it, as a peer offers it; `size_bytes` is its size, if known.
 
     Raises `BadMessage` if the extent is outside the peer's regions, or does not have the size of such a chunk,
     `BadChunkKey` if its prefix digests are malformed.
     """
+    extent = granted.extent
     if not (
         0 <= extent.region < len(regions)
-        and extent.token_count == token_count
+        and granted.token_count == token_count
         and spec.fits(extent.size_bytes, token_count)
         and size_bytes in (None, extent.size_bytes)
         and 0 <= extent.offset <= regions[extent.region].size_bytes - extent.size_bytes
     ):
-        raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extents")
-    digests = check_prefix_digests(extent.prefix_digests, token_count)
-    has_parent = (token_count < spec.chunk_size or digests) and len(extent.parent_key) == KEY_BYTES
+        raise BadMessage(f"a peer offers an invalid extent: {extent}", field="extent")
+    digests = check_prefix_digests(granted.prefix_digests, token_count)
+    has_parent = (token_count < spec.chunk_size or digests) and len(granted.parent_key) == KEY_BYTES
     return PeerChunk(
         index=index,
         address=regions[extent.region].address + extent.offset,
-        checksum=extent.checksum,
+        checksum=granted.checksum,
         token_count=token_count,
         size_bytes=extent.size_bytes,
-        parent=ChunkKey(extent.parent_key) if has_parent else None,
+        parent=ChunkKey(granted.parent_key) if has_parent else None,
         prefix_digests=digests if has_parent and spec.has_plain_parts else b"",
     )
 
@@ -77,11 +78,11 @@ def granted_chunks(
 
     Raises `BadMessage` if the grant does not match the keys, or an extent is invalid.
     """
-    extents, present = response.grant.extents, list(response.present)
+    chunks, present = response.grant.chunks, list(response.present)
     is_ordered = present == sorted(set(present)) and all(0 <= at < len(indices) for at in present)
-    if len(extents) != len(present) or not is_ordered:
+    if len(chunks) != len(present) or not is_ordered:
         raise BadMessage("a peer's grant does not match the keys that were sent", field="present")
     return [
-        peer_chunk(indices[at], extent, extent.token_count, spec, regions, size_bytes(indices[at]))
-        for at, extent in zip(present, extents, strict=True)
+        peer_chunk(indices[at], granted, granted.token_count, spec, regions, size_bytes(indices[at]))
+        for at, granted in zip(present, chunks, strict=True)
     ]

@@ -27,7 +27,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.handoff.receiver import HandoffReceiver
 from lmkv_server.node.serving.inspector import Inspector
 from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrants
-from lmkv_server.node.sessions.extents import peer_extents
+from lmkv_server.node.sessions.extents import add_granted
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
@@ -124,11 +124,12 @@ class PeerService(pb_grpc.PeerServiceServicer):
         expire_time = timestamp_pb2.Timestamp()
         expire_time.FromNanoseconds(time.time_ns() + round(ttl_seconds * 1e9))
         spec = self._engines.spec(request.fingerprint)
-        extents = peer_extents(grant.chunks, spec.chunk_size if spec else None)
-        return pb.AcquireResponse(
-            grant=chunk_pb2.Grant(grant_id=grant.grant_id, extents=extents, expire_time=expire_time),
+        response = pb.AcquireResponse(
+            grant=chunk_pb2.Grant(grant_id=grant.grant_id, expire_time=expire_time),
             present=[index for index, _ in held[: len(grant.chunks)]],
         )
+        add_granted(response.grant.chunks, grant.chunks, spec.chunk_size if spec else None)
+        return response
 
     @asynccontextmanager
     async def _promoted(self, fingerprint: bytes, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:

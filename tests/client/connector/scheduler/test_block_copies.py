@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lmkv.parts import KvPart, PartItem
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.scheduler.block_copies import NULL_BLOCK_ID, BlockMap, blocks_of, has_null_page
 from lmkv_client.connector.scheduler.loads.items import ChunkItems, PartItems, load_items
@@ -142,7 +143,7 @@ def test_what_is_stored_of_each_item_fills_whole_pages_of_a_hit_and_nothing_else
     assert items.chunk_count == chunk_count
     for index in items.wanted:
         number = items.items[index].part
-        copies = items.copies(index, Extent(offset=index, size_bytes=spec.part_bytes(number), token_count=CHUNK))
+        copies = items.copies(index, chunk_of(blocks, number, index))
         assert copies is not None
         for copy in copies:
             assert copy.offset == index
@@ -162,8 +163,9 @@ FULL_AND_WINDOW = block_map([(PART_RULE_ALL, 0, 4), (PART_RULE_LAST, 7, 4)], nat
 FULL_AND_STATE = block_map([(PART_RULE_ALL, 0, 4), (PART_RULE_END, 0, 8)], native=True)
 
 
-def extent_of(blocks: BlockMap, part: int, offset: int = 0) -> Extent:
-    return Extent(offset=offset, size_bytes=blocks.spec.part_bytes(part), token_count=CHUNK)
+def chunk_of(blocks: BlockMap, part: int, offset: int = 0) -> HeldChunk:
+    extent = Extent(offset=offset, size_bytes=blocks.spec.part_bytes(part))
+    return HeldChunk(extent=extent, token_count=CHUNK)
 
 
 def test_blocks_are_those_that_hold_any_of_the_tokens() -> None:
@@ -188,7 +190,7 @@ def test_a_state_is_loaded_into_the_page_of_the_last_token() -> None:
     ids = [[*range(10, 18)], [0, 0, 0, 23]]
     items = PartItems(FULL_AND_STATE, ids, 0, 2 * CHUNK)
     assert items.items == [PartItem(0, 0), PartItem(0, 1), PartItem(1, 1)]
-    (copy,) = items.copies(2, extent_of(FULL_AND_STATE, 1)) or []
+    (copy,) = items.copies(2, chunk_of(FULL_AND_STATE, 1)) or []
     assert copy.block_ids == [23]
 
 
@@ -196,26 +198,26 @@ def test_a_copy_that_names_the_null_page_is_none() -> None:
     ids = [[*range(10, 18)], [0, 0, 0, 0, 0, 0, 0, 27]]
     stored = FULL_AND_WINDOW.stored(1, 1, ids, offset=0, token_count=CHUNK)
     assert has_null_page(stored)
-    assert PartItems(FULL_AND_WINDOW, ids, 0, 2 * CHUNK).copies(2, extent_of(FULL_AND_WINDOW, 1)) is None
+    assert PartItems(FULL_AND_WINDOW, ids, 0, 2 * CHUNK).copies(2, chunk_of(FULL_AND_WINDOW, 1)) is None
 
 
 def test_items_before_what_vllm_has_are_not_copied() -> None:
     ids = [[*range(10, 18)], [*range(20, 28)]]
     items = PartItems(FULL_AND_WINDOW, ids, CHUNK, 2 * CHUNK)
     assert items.wanted == range(1, 3)
-    assert items.copies(0, extent_of(FULL_AND_WINDOW, 0)) == []
+    assert items.copies(0, chunk_of(FULL_AND_WINDOW, 0)) == []
     assert items.blocks(items.wanted) == []
-    extent = extent_of(FULL_AND_WINDOW, 0)
+    extent = chunk_of(FULL_AND_WINDOW, 0)
     assert sum(items.token_count(index, extent) for index in items.wanted) == CHUNK
 
 
 def test_an_extent_of_another_size_or_token_count_is_not_copied() -> None:
     ids = [[*range(10, 18)], [*range(20, 28)]]
     items = PartItems(FULL_AND_WINDOW, ids, 0, 2 * CHUNK)
-    right = extent_of(FULL_AND_WINDOW, 1)
+    right = chunk_of(FULL_AND_WINDOW, 1)
     assert items.copies(2, right)
-    assert items.copies(2, extent_of(FULL_AND_WINDOW, 0)) is None
-    assert items.copies(2, Extent(size_bytes=right.size_bytes, token_count=CHUNK - 1)) is None
+    assert items.copies(2, chunk_of(FULL_AND_WINDOW, 0)) is None
+    assert items.copies(2, HeldChunk(extent=right.extent, token_count=CHUNK - 1)) is None
 
 
 def test_an_extent_that_does_not_fit_ends_the_whole_load() -> None:
@@ -231,11 +233,11 @@ def test_an_extent_that_does_not_fit_ends_the_whole_load() -> None:
         started_at=0.0,
         deadline=1.0,
     )
-    load.add_extents(0, [extent_of(FULL_AND_WINDOW, 0)])
+    load.add_chunks(0, [chunk_of(FULL_AND_WINDOW, 0)])
     assert load.waits
-    load.add_extents(1, [extent_of(FULL_AND_WINDOW, 1)])
+    load.add_chunks(1, [chunk_of(FULL_AND_WINDOW, 1)])
     assert not load.waits
-    load.add_extents(2, [extent_of(FULL_AND_WINDOW, 1)])
+    load.add_chunks(2, [chunk_of(FULL_AND_WINDOW, 1)])
     plan = load.take()
     assert plan
     assert (len(plan.copies), plan.final, plan.failed, plan.failed_blocks) == (1, True, True, [])

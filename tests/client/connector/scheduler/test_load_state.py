@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
 from lmkv_client.connector.scheduler.block_copies import BlockMap
@@ -54,9 +55,9 @@ class Case:
             verify=verify,
         )
 
-    def extent(self, chunk: int) -> Extent:
+    def held(self, chunk: int) -> HeldChunk:
         token_count = min(self.chunk_size, self.prompt_tokens - chunk * self.chunk_size)
-        return Extent(offset=chunk * EXTENT_BYTES, token_count=token_count)
+        return HeldChunk(extent=Extent(offset=chunk * EXTENT_BYTES), token_count=token_count)
 
     def pages(self, chunks: set[int]) -> dict[int, Place]:
         """For each page that must be filled from these chunks: where its bytes are."""
@@ -120,7 +121,7 @@ def test_every_page_is_filled_from_its_place_or_reported_as_lost(case: Case) -> 
     loads: list[LoadPlan] = []
     arrived: set[int] = set()
     for chunks in case.arrivals:
-        loading.add_extents(chunks[0], [case.extent(chunk) for chunk in chunks])
+        loading.add_chunks(chunks[0], [case.held(chunk) for chunk in chunks])
         arrived |= set(chunks)
         assert loading.arrived_tokens == case.tokens(arrived)
         if load := loading.take():
@@ -148,7 +149,7 @@ def test_if_the_node_is_lost_only_orders_that_workers_have_count(case: Case, dat
     reported: set[int] = set()
     since: set[int] = set()
     for chunks in case.arrivals:
-        loading.add_extents(chunks[0], [case.extent(chunk) for chunk in chunks])
+        loading.add_chunks(chunks[0], [case.held(chunk) for chunk in chunks])
         since |= set(chunks)
         if data.draw(st.booleans()):
             if load := loading.take():
@@ -178,7 +179,7 @@ SMALL = Case(
 
 def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
     loading = SMALL.loading(sync=True)
-    loading.add_extents(0, [SMALL.extent(0), SMALL.extent(1)])
+    loading.add_chunks(0, [SMALL.held(0), SMALL.held(1)])
     load = loading.take()
     assert load
     assert (load.sync, load.final, load.failed_blocks) == (True, True, [])
@@ -191,7 +192,7 @@ def test_a_load_that_is_complete_at_once_says_so_at_once() -> None:
 def test_extents_are_to_be_verified_only_where_that_was_asked_for() -> None:
     for verify in (False, True):
         loading = SMALL.loading(verify=verify)
-        loading.add_extents(0, [Extent(offset=4096, size_bytes=512, checksum=7, token_count=32)])
+        loading.add_chunks(0, [HeldChunk(extent=Extent(offset=4096, size_bytes=512), checksum=7, token_count=32)])
         load = loading.take()
         assert load
         assert load.checks == [ExtentChecksum(offset=4096, size_bytes=512, checksum=7)] * verify
@@ -206,26 +207,27 @@ def test_nothing_is_planned_while_nothing_arrives() -> None:
 def test_what_arrives_after_the_end_is_ignored() -> None:
     loading = SMALL.loading()
     loading.close()
-    loading.add_extents(0, [SMALL.extent(0)])
+    loading.add_chunks(0, [SMALL.held(0)])
     load = loading.take()
     assert load
     assert (load.copies, load.final) == ([], True)
     assert load.failed_blocks == [12, 13, 14, 15, 16]
-    loading.add_extents(0, [SMALL.extent(0)])
+    loading.add_chunks(0, [SMALL.held(0)])
     assert loading.take() is None
     assert loading.arrived_tokens == 0
 
 
 def test_chunks_outside_of_the_load_are_ignored() -> None:
     loading = SMALL.loading()
-    loading.add_extents(2, [Extent(token_count=32)])
+    loading.add_chunks(2, [HeldChunk(token_count=32)])
     assert loading.arrived_tokens == 0
     assert loading.take() is None
 
 
 def test_extents_in_the_device_buffer_are_copied_apart_and_need_no_check() -> None:
     loading = SMALL.loading(verify=True)
-    loading.add_extents(0, [Extent(offset=4096, token_count=32), Extent(region=1, offset=8192, token_count=28)])
+    pooled, buffered = Extent(offset=4096), Extent(region=1, offset=8192)
+    loading.add_chunks(0, [HeldChunk(extent=pooled, token_count=32), HeldChunk(extent=buffered, token_count=28)])
     load = loading.take()
     assert load
     assert ([copy.offset for copy in load.copies], [copy.offset for copy in load.buffered]) == ([4096], [8192])

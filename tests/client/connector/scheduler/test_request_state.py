@@ -6,7 +6,7 @@ import pytest
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
 from lmkv.tiers import Run
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
 from lmkv_client.engine.prompts.hit_sources import HitSources
 
@@ -28,8 +28,8 @@ def found(index: int, token_count: int) -> PartialChunk:
     return PartialChunk(key=ChunkKey(b"p" * 16), index=index, token_count=token_count)
 
 
-def extents(count: int) -> list[Extent]:
-    return [Extent(offset=index, token_count=CHUNK) for index in range(count)]
+def chunks(count: int) -> list[HeldChunk]:
+    return [HeldChunk(token_count=CHUNK, generation=index) for index in range(count)]
 
 
 HITS = [
@@ -95,7 +95,7 @@ def test_a_partial_chunk_of_another_prompt_is_offered_to_its_last_token(
     token_count: int, index: int, rest: int, chunk_count: int, sync: bool, hit: int, partial: bool
 ) -> None:
     prompt = prompt_of(token_count, partial=partial)
-    prompt.set_found(extents(index + 1), HitSources(own=index + 1), "", 5.0, found(index, rest))
+    prompt.set_found(chunks(index + 1), HitSources(own=index + 1), "", 5.0, found(index, rest))
     assert prompt.hit_tokens(chunk_count, token_count, sync=sync) == hit
 
 
@@ -147,28 +147,28 @@ def test_what_the_node_holds_needs_no_storing() -> None:
 def test_a_found_partial_chunk_stores_nothing_of_the_prompt_but_the_chunks_before_it() -> None:
     prompt = prompt_of(200, partial=True)
     chunk = found(3, 5)
-    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, chunk)
+    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, chunk)
     assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, False, 0)
     assert prompt.hit_keys == [*prompt.keys[:3], chunk.key]
     assert prompt.partials == {}, "with a longer chunk, whose tokens behind these five are others"
     prompt.mark_held(4)
     assert not prompt.partial_is_stored, "four chunks of the hit, not of the prompt"
     exact = PartialChunk(key=prompt.key_behind(3, 5), index=3, token_count=5)
-    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, exact)
+    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, exact)
     assert (prompt.partials, prompt.partial_is_stored) == ({3: exact.key}, False)
 
 
 def test_a_longer_chunk_that_begins_as_the_prompt_ends_stands_for_the_end_of_the_prompt() -> None:
     prompt = prompt_of(200, partial=True)
-    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, found(3, 8))
+    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, found(3, 8))
     assert (prompt.stored_count, prompt.partial_is_stored, prompt.partials) == (3, True, {})
     assert prompt.hit_tokens(4, 200, sync=False) == 200
 
 
 def test_the_next_answer_replaces_a_found_partial_chunk() -> None:
     prompt = prompt_of(200, partial=True)
-    prompt.set_found(extents(4), HitSources(own=4), "", 5.0, found(3, 5))
-    prompt.set_found(extents(4), HitSources(own=4), "", 6.0)
+    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, found(3, 5))
+    prompt.set_found(chunks(4), HitSources(own=4), "", 6.0)
     assert (prompt.hit_tokens(4, 200, sync=False), prompt.hit_keys) == (200, prompt.keys)
     assert (prompt.partial_is_stored, prompt.partials) == (True, {3: prompt.partial_key})
 
@@ -194,7 +194,7 @@ def test_an_answer_with_anything_in_it_is_found() -> None:
         prompt = prompt_of(200)
         prompt.lookup_state, prompt.lookup_id = LookupState.ASKED, "1"
         prompt.set_found(
-            extents(own),
+            chunks(own),
             HitSources(own=own, runs=(Run(tier="peers", chunk_count=peer),) if peer else ()),
             "other",
             now=5.0,
@@ -214,7 +214,7 @@ def test_an_answer_with_nothing_in_it_is_over() -> None:
 def test_over_forgets_what_was_held() -> None:
     prompt = prompt_of(200)
     prompt.lookup_id = "1"
-    prompt.set_found(extents(2), HitSources(own=2, runs=(Run(tier="peers", chunk_count=1),)), "other", now=0.0)
+    prompt.set_found(chunks(2), HitSources(own=2, runs=(Run(tier="peers", chunk_count=1),)), "other", now=0.0)
     prompt.end_lookup()
     assert (prompt.lookup_state, prompt.lookup_id, prompt.own, prompt.absent_count) == (LookupState.OVER, "", [], 0)
     assert prompt.stored_count == 2, "what was held a moment ago need not be stored again"

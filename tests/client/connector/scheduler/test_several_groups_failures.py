@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from tests.client.connector.scheduler.serving import MakeEngine, forget_pages, until
 from tests.client.connector.scheduler.several_groups import (
     COLD,
@@ -72,8 +72,8 @@ def test_an_extent_of_another_size_is_not_loaded_and_not_waited_for(
     engine.check_nothing_is_left()
 
 
-def halve(extent: Extent) -> None:
-    extent.size_bytes //= 2
+def halve(chunk: HeldChunk) -> None:
+    chunk.extent.size_bytes //= 2
 
 
 @one_of_each_kind

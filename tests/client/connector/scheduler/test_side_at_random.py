@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 from vllm.config import VllmConfig
 
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS, PLAIN, SimulatedModel
 
@@ -198,13 +198,13 @@ class RandomLife(RuleBasedStateMachine):
                 self.engine.check_answer(request_id)
 
 
-def keep(extent: Extent) -> None:
+def keep(chunk: HeldChunk) -> None:
     """As it is."""
 
 
-def halve(extent: Extent) -> None:
+def halve(chunk: HeldChunk) -> None:
     """An extent of no part."""
-    extent.size_bytes //= 2
+    chunk.extent.size_bytes //= 2
 
 
 @pytest.mark.timeout(600)

@@ -16,7 +16,6 @@ from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.transfer.links import find_links
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import Extent
 from lmkv_client.engine.attachment import Attachment
 from lmkv_server.node.handoff import device_buffer, transfer
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer
@@ -70,7 +69,7 @@ class Decode:
         connection = self.receiver._connections._by_instance["prefill"]
         await until(lambda: connection.nixl_metadata)
 
-    async def load(self, name: str, keys: list[ChunkKey]) -> list[Extent]:
+    async def load(self, name: str, keys: list[ChunkKey]) -> list[pb.HeldChunk]:
         """The decode's request comes; where its chunks are. They stay there until `release`."""
         lookup = pb.LookupChunks(lookup_id=name, chunk_keys=join_keys(keys), handoff_id=name)
         await self.engine.say(lookup=[lookup])
@@ -81,12 +80,12 @@ class Decode:
         wanted = pb.LoadChunks(lookup_id=name, first_chunk=len(own), chunk_count=absent_count(found))
         wanted.timeout.FromSeconds(60)
         await self.engine.say(load=[wanted])
-        extents, done = own, False
+        chunks, done = own, False
         while not done:
             for loaded in await self.engine.hear("loaded"):
-                extents += loaded.extents
+                chunks += loaded.chunks
                 done |= loaded.done
-        return extents
+        return chunks
 
     def expected_sums(self, keys: list[ChunkKey]) -> list[int]:
         """The checksums of the chunks at the prefill."""
@@ -150,9 +149,9 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     assert (
         decode.receiver.stats().received_bytes - decode.receiver.stats().device_bytes == len(FIRST) * SPEC.chunk_bytes
     )
-    extents = await decode.load("r", SECOND)
-    assert [one.region for one in extents] == [1] * len(SECOND)
-    assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
+    chunks = await decode.load("r", SECOND)
+    assert [one.extent.region for one in chunks] == [1] * len(SECOND)
+    assert await asyncio.to_thread(decode.workers.loaded_sums, chunks) == decode.expected_sums(SECOND)
     await decode.engine.release("r")
     await until(lambda: len(decode.receiver.handoffs) == 0)
     assert not any(chunk.holds for chunk in buffer.tier)
@@ -162,8 +161,8 @@ async def test_a_prompt_is_read_into_the_buffer_and_loaded_out_of_it(make: Make,
     received = decode.receiver.stats().received_bytes
     assert await decode.hand("again", SECOND) is HandoffState.COMMITTED
     assert decode.receiver.stats().received_bytes == received
-    extents = await decode.load("again", SECOND)
-    assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(SECOND)
+    chunks = await decode.load("again", SECOND)
+    assert await asyncio.to_thread(decode.workers.loaded_sums, chunks) == decode.expected_sums(SECOND)
     await decode.engine.release("again")
 
 
@@ -172,9 +171,9 @@ async def test_what_does_not_fit_comes_through_the_pool(make: Make) -> None:
     await decode.meet()
     assert await decode.hand("r", SECOND) is HandoffState.COMMITTED
     assert await decode.hand("s", THIRD) is HandoffState.COMMITTED, "8 and 8 chunks do not fit into 12"
-    extents = await decode.load("s", THIRD)
-    assert {one.region for one in extents} == {0}
-    assert await asyncio.to_thread(decode.workers.loaded_sums, extents) == decode.expected_sums(THIRD)
+    chunks = await decode.load("s", THIRD)
+    assert {one.extent.region for one in chunks} == {0}
+    assert await asyncio.to_thread(decode.workers.loaded_sums, chunks) == decode.expected_sums(THIRD)
     for name in ("r", "s"):
         await decode.engine.release(name)
         decode.receiver.handoffs.unclaim(name)
@@ -188,8 +187,8 @@ async def test_a_damaged_chunk_is_not_taken(make: Make) -> None:
     decode.prefill.damage(SECOND[2])
     assert await decode.hand("r", SECOND) is HandoffState.ABORTED
     assert decode.receiver._pipeline.stats().checksum_mismatches == 1
-    extents = await decode.load("r", SECOND)
-    assert len(extents) == 2, "what came before it is of use"
+    chunks = await decode.load("r", SECOND)
+    assert len(chunks) == 2, "what came before it is of use"
     await decode.engine.release("r")
 
 

@@ -61,7 +61,7 @@ async def test_the_oldest_go_first_and_heads_of_prompts_last_as_before(runtime_d
 async def test_a_damaged_chunk_is_a_miss_and_its_room_is_used_again(runtime_dir: Path) -> None:
     async with a_node(runtime_dir) as (node, engine):
         await store(engine, node.pool, *range(10))
-        extent = (await engine.lookup("1", chunk_keys(4))).own[0]
+        extent = (await engine.lookup("1", chunk_keys(4))).own[0].extent
     with pool_path(runtime_dir).open("r+b") as file:
         file.seek(extent.offset + 1000)
         byte = file.read(1)

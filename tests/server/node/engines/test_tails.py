@@ -46,7 +46,7 @@ async def test_a_prompt_that_continues_another_hits_to_its_last_token(
     await engine.release("1")
     assert await hit_tokens(engine, node.pool, "2", longer) == len(first)
     await until(lambda: not node.engines.session("engine").lease_count)
-    node.tier.give_back(engine.heard["credits"][0].offset)
+    node.tier.give_back(engine.heard["credits"][0].extent.offset)
     assert is_clean(node)
 
 
@@ -290,14 +290,14 @@ async def test_credits_for_partial_chunks_have_exactly_their_size(node: Node, en
     await engine.say(reserve=pb.ReserveCredits(partial_token_counts=[21, SIZE - 1], optional_partial_token_counts=[1]))
     assert await engine.hear("settled_partial") == [21, SIZE - 1, 1]
     small, *_ = granted = engine.heard["credits"]
-    assert [extent.token_count for extent in granted] == [21, SIZE - 1, 1]
-    assert [extent.size_bytes for extent in granted] == [align(SPEC.size_bytes(n)) for n in (21, SIZE - 1, 1)]
+    assert [credit.partial_token_count for credit in granted] == [21, SIZE - 1, 1]
+    assert [credit.extent.size_bytes for credit in granted] == [align(SPEC.size_bytes(n)) for n in (21, SIZE - 1, 1)]
     tokens = prompt(21)
     (key,) = keys_of(tokens)
     commit = pb.CommitChunk(
-        chunk_key=key, offset=small.offset, size_bytes=SPEC.size_bytes(21), token_count=21, parent_key=ROOT
+        chunk_key=key, offset=small.extent.offset, size_bytes=SPEC.size_bytes(21), token_count=21, parent_key=ROOT
     )
-    await engine.say(commit=[commit], return_credits=[extent.offset for extent in granted[1:]])
+    await engine.say(commit=[commit], return_credits=[credit.extent.offset for credit in granted[1:]])
     await until(lambda: not node.tier.reserved_count)
     assert node.tier.get(key)
     assert node.tier.used_bytes == align(SPEC.size_bytes(21))
@@ -317,7 +317,7 @@ async def test_in_a_full_pool_optional_credits_are_refused_and_the_others_evict(
         assert node.tier.reserve(SPEC.size_bytes(SIZE - 1))
     await engine.say(reserve=pb.ReserveCredits(partial_token_counts=[SIZE - 1]))
     assert await engine.hear("settled_partial") == [SIZE - 1]
-    assert [extent.token_count for extent in engine.heard["credits"]] == [SIZE - 1]
+    assert [credit.partial_token_count for credit in engine.heard["credits"]] == [SIZE - 1]
     assert node.tier.evicted_count == 1
 
 

@@ -330,7 +330,7 @@ async def test_a_peer_that_grants_other_chunks_has_failed_and_its_grant_is_relea
 
     async def twisted(*args: Any) -> pb.AcquireResponse:
         response = await acquire(*args)
-        del response.grant.extents[len(present) :]
+        del response.grant.chunks[len(present) :]
         response.present[:] = present
         return response
 

@@ -51,6 +51,10 @@ def announcement(decode: Parts, prefill: Parts, **changes: object) -> pb.Allocat
     return pb.AllocateRequest(**(fields | changes))  # type: ignore[arg-type]
 
 
+def offered(token_count: int, **place: int) -> chunk_pb2.GrantedChunk:
+    return chunk_pb2.GrantedChunk(extent=chunk_pb2.Extent(**place), token_count=token_count)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -80,16 +84,12 @@ async def test_an_announcement_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     "offer",
     [
-        pb.CommitRequest(indices=[8], extents=[chunk_pb2.Extent(size_bytes=SMALL.chunk_bytes, token_count=256)]),
-        pb.CommitRequest(indices=[-1], extents=[chunk_pb2.Extent(size_bytes=SMALL.chunk_bytes, token_count=256)]),
-        pb.CommitRequest(indices=[0], extents=[chunk_pb2.Extent(size_bytes=SMALL.chunk_bytes, token_count=255)]),
-        pb.CommitRequest(indices=[0], extents=[chunk_pb2.Extent(size_bytes=64, token_count=256)]),
-        pb.CommitRequest(
-            indices=[0], extents=[chunk_pb2.Extent(offset=1 << 40, size_bytes=SMALL.chunk_bytes, token_count=256)]
-        ),
-        pb.CommitRequest(
-            indices=[0], extents=[chunk_pb2.Extent(region=1, size_bytes=SMALL.chunk_bytes, token_count=256)]
-        ),
+        pb.CommitRequest(indices=[8], chunks=[offered(256, size_bytes=SMALL.chunk_bytes)]),
+        pb.CommitRequest(indices=[-1], chunks=[offered(256, size_bytes=SMALL.chunk_bytes)]),
+        pb.CommitRequest(indices=[0], chunks=[offered(255, size_bytes=SMALL.chunk_bytes)]),
+        pb.CommitRequest(indices=[0], chunks=[offered(256, size_bytes=64)]),
+        pb.CommitRequest(indices=[0], chunks=[offered(256, offset=1 << 40, size_bytes=SMALL.chunk_bytes)]),
+        pb.CommitRequest(indices=[0], chunks=[offered(256, region=1, size_bytes=SMALL.chunk_bytes)]),
         pb.CommitRequest(indices=[0]),
     ],
 )

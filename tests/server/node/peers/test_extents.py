@@ -15,10 +15,11 @@ REGION = pb.Region(address=1 << 40, size_bytes=8 * SMALL.chunk_bytes)
 
 
 def offer(**changes: int) -> pb.AcquireResponse:
-    extent = chunk_pb2.Extent(offset=SMALL.chunk_bytes, size_bytes=SMALL.chunk_bytes, token_count=256)
+    extent = chunk_pb2.Extent(offset=SMALL.chunk_bytes, size_bytes=SMALL.chunk_bytes)
+    granted = chunk_pb2.GrantedChunk(extent=extent, token_count=256)
     for field, value in changes.items():
-        setattr(extent, field, value)
-    grant = chunk_pb2.Grant(grant_id="r1", extents=[extent])
+        setattr(granted.extent if field in chunk_pb2.Extent.DESCRIPTOR.fields_by_name else granted, field, value)
+    grant = chunk_pb2.Grant(grant_id="r1", chunks=[granted])
     return pb.AcquireResponse(grant=grant, present=[2])
 
 
@@ -27,7 +28,7 @@ def test_a_sound_offer_is_an_index_and_an_address_for_each_extent() -> None:
     chunk = PeerChunk(
         index=7,
         address=REGION.address + SMALL.chunk_bytes,
-        checksum=response.grant.extents[0].checksum,
+        checksum=response.grant.chunks[0].checksum,
         token_count=256,
         size_bytes=SMALL.chunk_bytes,
     )
@@ -76,7 +77,7 @@ def test_a_grant_that_does_not_match_its_indices_is_refused(present: list[int]) 
 
 def test_no_chunk_is_offered_twice() -> None:
     response = offer()
-    response.grant.extents.append(response.grant.extents[0])
+    response.grant.chunks.append(response.grant.chunks[0])
     response.present[:] = [2, 2]
     with pytest.raises(BadMessage):
         granted_chunks(response, range(3), SMALL, [REGION])

@@ -169,13 +169,14 @@ async def test_acquire_lists_what_is_held_and_keeps_it_in_place_until_release(
     assert list(response.present) == [0, 2, 3, 6]
     assert before + 20 - CLOCK_SECONDS < response.grant.expire_time.ToNanoseconds() / 1e9
     assert response.grant.expire_time.ToNanoseconds() / 1e9 < time.time() + 20 + CLOCK_SECONDS
-    for index, extent in zip(response.present, response.grant.extents, strict=True):
+    for index, granted in zip(response.present, response.grant.chunks, strict=True):
         chunk = owner.tier.get(KEYS[index])
         assert chunk
         assert chunk.holds == 1
+        extent = granted.extent
         assert (extent.region, extent.offset, extent.size_bytes) == (0, chunk.offset, chunk.size_bytes)
-        assert (extent.checksum, extent.generation) == (chunk.checksum, chunk.generation)
-    assert response.grant.extents[3].token_count == short.token_count == 100
+        assert (granted.checksum, granted.token_count) == (chunk.checksum, chunk.token_count)
+    assert response.grant.chunks[3].token_count == short.token_count == 100
     for _ in range(2):  # idempotent
         await stub.Release(
             pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=WAIT_SECONDS

@@ -55,16 +55,14 @@ def test_a_lookup_finds_no_more_than_an_answer_can_name() -> None:
 
 
 def test_as_many_extents_as_a_message_may_have_fit_whatever_their_numbers() -> None:
-    largest = Extent(
-        region=2**31 - 1,
-        offset=2**63 - 1,
-        size_bytes=2**63 - 1,
+    largest = pb.HeldChunk(
+        extent=Extent(region=2**31 - 1, offset=2**63 - 1, size_bytes=2**63 - 1),
         checksum=2**64 - 1,
         generation=2**63 - 1,
         token_count=2**31 - 1,
     )
     found = pb.FoundChunks(lookup_id="1" * 64, own=[largest] * MAX_EXTENTS, peer_instance_id="p" * 256)
-    loaded = pb.LoadedChunks(lookup_id="1" * 64, extents=[largest] * MAX_EXTENTS)
+    loaded = pb.LoadedChunks(lookup_id="1" * 64, chunks=[largest] * MAX_EXTENTS)
     for event in (pb.Event(found=found), pb.Event(loaded=loaded)):
         assert pb.AttachResponse(events=[event]).ByteSize() < rpc.MAX_MESSAGE_BYTES
 

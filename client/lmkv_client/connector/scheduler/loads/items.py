@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, blocks_of, has_null_page
 from lmkv_kernels import ChunkCopy
 
@@ -18,11 +18,11 @@ class LoadItems(Protocol):
     all_or_none: bool
     """Whether the load fails if one is lost; otherwise vLLM computes the blocks of those that are."""
 
-    def copies(self, index: int, extent: Extent) -> list[ChunkCopy] | None:
-        """The copies out of an extent; None if it is not one of such a chunk or item."""
+    def copies(self, index: int, chunk: HeldChunk) -> list[ChunkCopy] | None:
+        """The copies out of a chunk's extent; None if it is not such a chunk or item."""
 
-    def token_count(self, index: int, extent: Extent) -> int:
-        """Tokens that the copies of an extent load."""
+    def token_count(self, index: int, chunk: HeldChunk) -> int:
+        """Tokens that the copies of a chunk load."""
 
     def blocks(self, indices: Iterable[int]) -> list[int]:
         """The blocks that stay unfilled without these."""
@@ -55,19 +55,19 @@ class ChunkItems:
     def chunk_count(self) -> int:
         return self.wanted.stop
 
-    def copies(self, index: int, extent: Extent) -> list[ChunkCopy] | None:
+    def copies(self, index: int, chunk: HeldChunk) -> list[ChunkCopy] | None:
         return self._blocks.loaded(
             0,
             index,
             self._block_ids,
             start=self._start,
             end=self._end,
-            offset=extent.offset,
-            extent_tokens=extent.token_count,
+            offset=chunk.extent.offset,
+            extent_tokens=chunk.token_count,
         )
 
-    def token_count(self, index: int, extent: Extent) -> int:
-        return min(self._end, index * self._size + extent.token_count) - self._low(index)
+    def token_count(self, index: int, chunk: HeldChunk) -> int:
+        return min(self._end, index * self._size + chunk.token_count) - self._low(index)
 
     def blocks(self, indices: Iterable[int]) -> list[int]:
         lost: dict[int, None] = {}  # two chunks may share a block
@@ -98,9 +98,9 @@ class PartItems:
         first = next(behind, len(self.items))
         self.wanted = range(first, len(self.items))
 
-    def copies(self, index: int, extent: Extent) -> list[ChunkCopy] | None:
+    def copies(self, index: int, chunk: HeldChunk) -> list[ChunkCopy] | None:
         item, spec = self.items[index], self._blocks.spec
-        if extent.size_bytes != spec.part_bytes(item.part) or extent.token_count != self._size:
+        if chunk.extent.size_bytes != spec.part_bytes(item.part) or chunk.token_count != self._size:
             return None
         if (item.chunk + 1) * self._size <= self._start:
             return []
@@ -110,14 +110,14 @@ class PartItems:
             self._block_ids,
             start=self._start,
             end=self._end,
-            offset=extent.offset,
+            offset=chunk.extent.offset,
             extent_tokens=self._size,
         )
         return None if has_null_page(copies) else copies
 
-    def token_count(self, index: int, extent: Extent) -> int:
+    def token_count(self, index: int, chunk: HeldChunk) -> int:
         """Of all items together the tokens of the load; it is not known which item has which of them."""
-        del extent
+        del chunk
         return self._end - self._start if index == self.wanted.stop - 1 else 0
 
     def blocks(self, indices: Iterable[int]) -> list[int]:

@@ -82,7 +82,7 @@ class Loads:
         )
         self._load_states[state.request_id] = load_state
         load_state.peer_id = state.peer_id
-        load_state.add_extents(0, state.own)
+        load_state.add_chunks(0, state.own)
         if state.lookup_state is not LookupState.FOUND:  # the node was lost since the match
             load_state.close()
         elif load_state.waits:
@@ -95,7 +95,7 @@ class Loads:
         load_state = next((one for one in self._load_states.values() if one.lookup_id == loaded.lookup_id), None)
         if load_state is None:
             return False
-        load_state.add_extents(loaded.first_chunk, loaded.extents)
+        load_state.add_chunks(loaded.first_chunk, loaded.chunks)
         load_state.peer_id = loaded.peer_instance_id or load_state.peer_id
         if loaded.done:
             load_state.failure = failure_reason(loaded, load_state.tier_behind)

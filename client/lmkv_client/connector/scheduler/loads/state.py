@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lmkv.misses.reason import MissReason
 from lmkv.telemetry import NO_SPAN, Span
-from lmkv.v1.chunk_pb2 import Extent
+from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult
 from lmkv_client.connector.scheduler.loads.items import LoadItems
 from lmkv_client.engine.prompts.hit_sources import HitSources
@@ -67,21 +67,21 @@ class LoadState:
         self._sources = sources
         self._missing = set(items.wanted)
         self._verify = verify
-        self._ready: dict[int, tuple[list[ChunkCopy], Extent]] = {}
+        self._ready: dict[int, tuple[list[ChunkCopy], HeldChunk]] = {}
         """By item: arrived and not yet in a plan."""
         self._closed = False
 
-    def add_extents(self, first: int, extents: Sequence[Extent]) -> None:
-        """Adds arrived items, from `first` on, with their extents. One that does not fit its item ends the load."""
-        for index, extent in enumerate(extents, first):
+    def add_chunks(self, first: int, chunks: Sequence[HeldChunk]) -> None:
+        """Adds arrived items, from `first` on. A chunk that does not fit its item ends the load."""
+        for index, chunk in enumerate(chunks, first):
             if index in self._missing and not self._closed:
-                copies = self.items.copies(index, extent)
+                copies = self.items.copies(index, chunk)
                 if copies is None:
                     self.close()
                     return
                 self._missing.discard(index)
-                self._ready[index] = copies, extent
-                self.arrived_tokens += self.items.token_count(index, extent)
+                self._ready[index] = copies, chunk
+                self.arrived_tokens += self.items.token_count(index, chunk)
 
     def tokens_by_tier(self, token_count: int) -> dict[str, int]:
         """Where the load's first `token_count` tokens were at the lookup, by tier. Chunks arrive in prompt order."""
@@ -99,7 +99,7 @@ class LoadState:
     def node_lost(self) -> None:
         """Ends the wait, and discards extents that are not yet in a plan: they are not valid in the next pool."""
         self._missing |= self._ready.keys()
-        self.arrived_tokens -= sum(self.items.token_count(index, extent) for index, (_, extent) in self._ready.items())
+        self.arrived_tokens -= sum(self.items.token_count(index, chunk) for index, (_, chunk) in self._ready.items())
         self._ready.clear()
         self.failure = MissReason.NODE_LOST
         self.close()
@@ -127,20 +127,21 @@ class LoadState:
         if not self._ready and not final:
             return None
         ready, self._ready = list(self._ready.values()), {}
-        pooled = [one for one in ready if one[1].region == POOL]
+        pooled = [one for one in ready if one[1].extent.region == POOL]
         self.final_sent |= final
         return LoadPlan(
             request_id=self.request_id,
             copies=[copy for copies, _ in pooled for copy in copies],
-            buffered=[copy for copies, extent in ready if extent.region != POOL for copy in copies],
+            buffered=[copy for copies, chunk in ready if chunk.extent.region != POOL for copy in copies],
             sync=self.sync,
             final=final,
-            checks=[check(extent) for _, extent in pooled] if self._verify else [],
+            checks=[check(chunk) for _, chunk in pooled] if self._verify else [],
             failed_blocks=self.items.blocks(self._missing) if final else [],
             failed=final and self.items.all_or_none and bool(self._missing),
         )
 
 
-def check(extent: Extent) -> ExtentChecksum:
-    """The checksum to compare an extent with."""
-    return ExtentChecksum(offset=extent.offset, size_bytes=extent.size_bytes, checksum=extent.checksum)
+def check(chunk: HeldChunk) -> ExtentChecksum:
+    """The checksum to compare a chunk's extent with."""
+    extent = chunk.extent
+    return ExtentChecksum(offset=extent.offset, size_bytes=extent.size_bytes, checksum=chunk.checksum)

@@ -113,7 +113,7 @@ async def test_a_load_without_a_timeout_ends_at_once(runtime_dir: Path) -> None:
         assert runs(await engine.lookup("1", chunk_keys(0))) == {"disk": 1}
         await engine.say(load=[engine_service_pb2.LoadChunks(lookup_id="1", first_chunk=0, chunk_count=1)])
         (loaded,) = await engine.hear("loaded")
-        assert (loaded.done, len(loaded.extents)) == (True, 0)
+        assert (loaded.done, len(loaded.chunks)) == (True, 0)
         assert isinstance(rpc.from_status(loaded.status), ChunkNotFound)
 
 

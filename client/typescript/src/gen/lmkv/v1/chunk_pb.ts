@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/chunk.proto.
  */
 export const file_lmkv_v1_chunk: GenFile = /*@__PURE__*/
-  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIssBCgZLdlBhcnQSHwoEcnVsZRgBIAEoDjIRLmxta3YudjEuUGFydFJ1bGUSDAoEc3BhbhgCIAEoBRITCgtsYXllcl9jb3VudBgDIAEoBRIVCg1rdl9oZWFkX2NvdW50GAQgASgFEhEKCWhlYWRfc2l6ZRgFIAEoBRIQCghrdl9kdHlwZRgGIAEoCRILCgNtbGEYByABKAgSEAoIdGlsZV9pc2EYCCABKAkSEgoKYmxvY2tfc2l6ZRgJIAEoBRIOCgZsYXllcnMYCiABKAkimgEKClByb21wdFNwYW4SEwoLY2h1bmtfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSDAoEdGllchgDIAEoCRIjCgZyZWFzb24YBCABKA4yEy5sbWt2LnYxLk1pc3NSZWFzb24SLwoLcmVtb3ZlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIn8KDVJlcXVlc3RSZXBvcnQSGQoRZW5naW5lX3JlcXVlc3RfaWQYASABKAkSLwoLY3JlYXRlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiIKBXNwYW5zGAMgAygLMhMubG1rdi52MS5Qcm9tcHRTcGFuIpEBChFQcm9tcHRFeHBsYW5hdGlvbhIuCgpzdGFydF90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIiCgVzcGFucxgCIAMoCzITLmxta3YudjEuUHJvbXB0U3BhbhIoCghyZXF1ZXN0cxgDIAMoCzIWLmxta3YudjEuUmVxdWVzdFJlcG9ydCK/AwoGS3ZTcGVjEhkKC2ZpbmdlcnByaW50GAEgASgMQgTiQQECEhIKCm1vZGVsX25hbWUYAiABKAkSEAoIbW9kZWxfaWQYAyABKAkSEAoIa3ZfZHR5cGUYBCABKAkSEwoLbGF5ZXJfY291bnQYBSABKAUSFQoNa3ZfaGVhZF9jb3VudBgGIAEoBRIRCgloZWFkX3NpemUYByABKAUSCwoDbWxhGAggASgIEhIKCmNodW5rX3NpemUYCSABKAUSIQoGZm9ybWF0GAogASgOMhEubG1rdi52MS5LdkZvcm1hdBIUCgx0aWxlX2JhY2tlbmQYCyABKAkSEAoIdGlsZV9pc2EYDCABKAkSEgoKYmxvY2tfc2l6ZRgNIAEoBRITCgtoYXNoX3NjaGVtZRgOIAEoCRISCgp2b2NhYl9zaXplGA8gASgFEh8KBHJ1bGUYECABKA4yES5sbWt2LnYxLlBhcnRSdWxlEgwKBHNwYW4YESABKAUSDgoGbGF5ZXJzGBIgASgJEiMKCm1vcmVfcGFydHMYEyADKAsyDy5sbWt2LnYxLkt2UGFydBIWCg53ZWlnaHRfdmVyc2lvbhgUIAEoCSJZCgtTZXJ2ZWRNb2RlbBISCgRuYW1lGAEgASgJQgTiQQECEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBEhsKDWxvcmFfaWRlbnRpdHkYAyABKAlCBOJBAQEisQEKBkV4dGVudBIOCgZyZWdpb24YASABKAUSDgoGb2Zmc2V0GAIgASgDEhIKCnNpemVfYnl0ZXMYAyABKAMSEAoIY2hlY2tzdW0YBCABKAYSEgoKZ2VuZXJhdGlvbhgFIAEoAxITCgt0b2tlbl9jb3VudBgGIAEoBRIMCgRwYXJ0GAcgASgFEhIKCnBhcmVudF9rZXkYCCABKAwSFgoOcHJlZml4X2RpZ2VzdHMYCSABKAwibAoFR3JhbnQSEAoIZ3JhbnRfaWQYASABKAkSIAoHZXh0ZW50cxgCIAMoCzIPLmxta3YudjEuRXh0ZW50Ei8KC2V4cGlyZV90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJICghQb3NpdGlvbhIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhIhCgR0aWVyGAIgASgOMg0ubG1rdi52MS5UaWVyQgTiQQEBIp4BCgxQaW5uZWRDaHVua3MSDgoGcGluX2lkGAEgASgJEiMKCHBvc2l0aW9uGAIgASgLMhEubG1rdi52MS5Qb3NpdGlvbhITCgtjaHVua19jb3VudBgDIAEoBRITCgt0b2tlbl9jb3VudBgEIAEoBRIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiRgoMQ2h1bmtGYWlsdXJlEhIKCmNodW5rX2tleXMYASABKAwSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMikAEKCkhpbnRSZXN1bHQSJQoHb3V0Y29tZRgBIAEoDjIULmxta3YudjEuSGludE91dGNvbWUSEwoLY2h1bmtfY291bnQYAiABKAUSJgoDdHRsGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg4KBnJlYXNvbhgEIAEoCRIOCgZkZXRhaWwYBSABKAkqWQoEVGllchIUChBUSUVSX1VOU1BFQ0lGSUVEEAASDAoIVElFUl9HUFUQARINCglUSUVSX0hPU1QQAhINCglUSUVSX0RJU0sQAxIPCgtUSUVSX1JFTU9URRAEKlwKCEt2Rm9ybWF0EhkKFUtWX0ZPUk1BVF9VTlNQRUNJRklFRBAAEhkKFUtWX0ZPUk1BVF9UT0tFTl9NQUpPUhABEhoKFktWX0ZPUk1BVF9OQVRJVkVfVElMRVMQAip9CghQYXJ0UnVsZRIZChVQQVJUX1JVTEVfVU5TUEVDSUZJRUQQABIRCg1QQVJUX1JVTEVfQUxMEAESEgoOUEFSVF9SVUxFX0xBU1QQAhIcChhQQVJUX1JVTEVfU0lOQ0VfTVVMVElQTEUQAxIRCg1QQVJUX1JVTEVfRU5EEAQqtgEKCkhpbnRBY3Rpb24SGwoXSElOVF9BQ1RJT05fVU5TUEVDSUZJRUQQABIVChFISU5UX0FDVElPTl9TSEFSRRABEhgKFEhJTlRfQUNUSU9OX1BSRUZFVENIEAISEwoPSElOVF9BQ1RJT05fUElOEAMSFgoSSElOVF9BQ1RJT05fUkVUQUlOEAQSFgoSSElOVF9BQ1RJT05fREVNT1RFEAUSFQoRSElOVF9BQ1RJT05fRVZJQ1QQBiqwAQoLSGludE91dGNvbWUSHAoYSElOVF9PVVRDT01FX1VOU1BFQ0lGSUVEEAASGQoVSElOVF9PVVRDT01FX0FDQ0VQVEVEEAESGAoUSElOVF9PVVRDT01FX0NMSVBQRUQQAhIZChVISU5UX09VVENPTUVfREVGRVJSRUQQAxIZChVISU5UX09VVENPTUVfUkVKRUNURUQQBBIYChRISU5UX09VVENPTUVfTUlTU0lORxAFKq8FCgpNaXNzUmVhc29uEhsKF01JU1NfUkVBU09OX1VOU1BFQ0lGSUVEEAASHAoYTUlTU19SRUFTT05fTkVWRVJfU1RPUkVEEAESIAocTUlTU19SRUFTT05fRVZJQ1RFRF9CWV9TVE9SRRACEiAKHE1JU1NfUkVBU09OX0VWSUNURURfQllfRkVUQ0gQAxIgChxNSVNTX1JFQVNPTl9FVklDVEVEX0JZX09SREVSEAQSIQodTUlTU19SRUFTT05fRVZJQ1RFRF9GUk9NX1RJRVIQBRIXChNNSVNTX1JFQVNPTl9DTEVBUkVEEAYSFwoTTUlTU19SRUFTT05fRFJPUFBFRBAHEhcKE01JU1NfUkVBU09OX0RBTUFHRUQQCBIZChVNSVNTX1JFQVNPTl9USUVSX0RPV04QCRIgChxNSVNTX1JFQVNPTl9QRUVSX1VOUkVBQ0hBQkxFEAoSFgoSTUlTU19SRUFTT05fU0xPV0VSEAsSHQoZTUlTU19SRUFTT05fQkVMT1dfTUlOSU1VTRAMEhkKFU1JU1NfUkVBU09OX1RPT19MQVJHRRANEhoKFk1JU1NfUkVBU09OX0JFSElORF9HQVAQDhIfChtNSVNTX1JFQVNPTl9PVEhFUl9OQU1FU1BBQ0UQDxIXChNNSVNTX1JFQVNPTl9TS0lQUEVEEBASGwoXTUlTU19SRUFTT05fTE9BRF9GQUlMRUQQERIeChpNSVNTX1JFQVNPTl9MT09LVVBfVElNRU9VVBASEhkKFU1JU1NfUkVBU09OX05PREVfTE9TVBATEhwKGE1JU1NfUkVBU09OX05PREVfU1VTUEVDVBAUEhsKF01JU1NfUkVBU09OX1VOQ0FDSEVBQkxFEBUSGgoWTUlTU19SRUFTT05fT1RIRVJfU0FMVBAWQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status]);
+  fileDesc("ChNsbWt2L3YxL2NodW5rLnByb3RvEgdsbWt2LnYxIssBCgZLdlBhcnQSHwoEcnVsZRgBIAEoDjIRLmxta3YudjEuUGFydFJ1bGUSDAoEc3BhbhgCIAEoBRITCgtsYXllcl9jb3VudBgDIAEoBRIVCg1rdl9oZWFkX2NvdW50GAQgASgFEhEKCWhlYWRfc2l6ZRgFIAEoBRIQCghrdl9kdHlwZRgGIAEoCRILCgNtbGEYByABKAgSEAoIdGlsZV9pc2EYCCABKAkSEgoKYmxvY2tfc2l6ZRgJIAEoBRIOCgZsYXllcnMYCiABKAkimgEKClByb21wdFNwYW4SEwoLY2h1bmtfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSDAoEdGllchgDIAEoCRIjCgZyZWFzb24YBCABKA4yEy5sbWt2LnYxLk1pc3NSZWFzb24SLwoLcmVtb3ZlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIn8KDVJlcXVlc3RSZXBvcnQSGQoRZW5naW5lX3JlcXVlc3RfaWQYASABKAkSLwoLY3JlYXRlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEiIKBXNwYW5zGAMgAygLMhMubG1rdi52MS5Qcm9tcHRTcGFuIpEBChFQcm9tcHRFeHBsYW5hdGlvbhIuCgpzdGFydF90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIiCgVzcGFucxgCIAMoCzITLmxta3YudjEuUHJvbXB0U3BhbhIoCghyZXF1ZXN0cxgDIAMoCzIWLmxta3YudjEuUmVxdWVzdFJlcG9ydCK/AwoGS3ZTcGVjEhkKC2ZpbmdlcnByaW50GAEgASgMQgTiQQECEhIKCm1vZGVsX25hbWUYAiABKAkSEAoIbW9kZWxfaWQYAyABKAkSEAoIa3ZfZHR5cGUYBCABKAkSEwoLbGF5ZXJfY291bnQYBSABKAUSFQoNa3ZfaGVhZF9jb3VudBgGIAEoBRIRCgloZWFkX3NpemUYByABKAUSCwoDbWxhGAggASgIEhIKCmNodW5rX3NpemUYCSABKAUSIQoGZm9ybWF0GAogASgOMhEubG1rdi52MS5LdkZvcm1hdBIUCgx0aWxlX2JhY2tlbmQYCyABKAkSEAoIdGlsZV9pc2EYDCABKAkSEgoKYmxvY2tfc2l6ZRgNIAEoBRITCgtoYXNoX3NjaGVtZRgOIAEoCRISCgp2b2NhYl9zaXplGA8gASgFEh8KBHJ1bGUYECABKA4yES5sbWt2LnYxLlBhcnRSdWxlEgwKBHNwYW4YESABKAUSDgoGbGF5ZXJzGBIgASgJEiMKCm1vcmVfcGFydHMYEyADKAsyDy5sbWt2LnYxLkt2UGFydBIWCg53ZWlnaHRfdmVyc2lvbhgUIAEoCSJZCgtTZXJ2ZWRNb2RlbBISCgRuYW1lGAEgASgJQgTiQQECEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBEhsKDWxvcmFfaWRlbnRpdHkYAyABKAlCBOJBAQEiPAoGRXh0ZW50Eg4KBnJlZ2lvbhgBIAEoBRIOCgZvZmZzZXQYAiABKAMSEgoKc2l6ZV9ieXRlcxgDIAEoAyKCAQoMR3JhbnRlZENodW5rEh8KBmV4dGVudBgBIAEoCzIPLmxta3YudjEuRXh0ZW50EhAKCGNoZWNrc3VtGAIgASgGEhMKC3Rva2VuX2NvdW50GAMgASgFEhIKCnBhcmVudF9rZXkYBCABKAwSFgoOcHJlZml4X2RpZ2VzdHMYBSABKAwicQoFR3JhbnQSEAoIZ3JhbnRfaWQYASABKAkSJQoGY2h1bmtzGAIgAygLMhUubG1rdi52MS5HcmFudGVkQ2h1bmsSLwoLZXhwaXJlX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkgKCFBvc2l0aW9uEhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQEingEKDFBpbm5lZENodW5rcxIOCgZwaW5faWQYASABKAkSIwoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEhMKC2NodW5rX2NvdW50GAMgASgFEhMKC3Rva2VuX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJGCgxDaHVua0ZhaWx1cmUSEgoKY2h1bmtfa2V5cxgBIAEoDBIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cyKQAQoKSGludFJlc3VsdBIlCgdvdXRjb21lGAEgASgOMhQubG1rdi52MS5IaW50T3V0Y29tZRITCgtjaHVua19jb3VudBgCIAEoBRImCgN0dGwYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDgoGcmVhc29uGAQgASgJEg4KBmRldGFpbBgFIAEoCSpZCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIMCghUSUVSX0dQVRABEg0KCVRJRVJfSE9TVBACEg0KCVRJRVJfRElTSxADEg8KC1RJRVJfUkVNT1RFEAQqXAoIS3ZGb3JtYXQSGQoVS1ZfRk9STUFUX1VOU1BFQ0lGSUVEEAASGQoVS1ZfRk9STUFUX1RPS0VOX01BSk9SEAESGgoWS1ZfRk9STUFUX05BVElWRV9USUxFUxACKn0KCFBhcnRSdWxlEhkKFVBBUlRfUlVMRV9VTlNQRUNJRklFRBAAEhEKDVBBUlRfUlVMRV9BTEwQARISCg5QQVJUX1JVTEVfTEFTVBACEhwKGFBBUlRfUlVMRV9TSU5DRV9NVUxUSVBMRRADEhEKDVBBUlRfUlVMRV9FTkQQBCq2AQoKSGludEFjdGlvbhIbChdISU5UX0FDVElPTl9VTlNQRUNJRklFRBAAEhUKEUhJTlRfQUNUSU9OX1NIQVJFEAESGAoUSElOVF9BQ1RJT05fUFJFRkVUQ0gQAhITCg9ISU5UX0FDVElPTl9QSU4QAxIWChJISU5UX0FDVElPTl9SRVRBSU4QBBIWChJISU5UX0FDVElPTl9ERU1PVEUQBRIVChFISU5UX0FDVElPTl9FVklDVBAGKrABCgtIaW50T3V0Y29tZRIcChhISU5UX09VVENPTUVfVU5TUEVDSUZJRUQQABIZChVISU5UX09VVENPTUVfQUNDRVBURUQQARIYChRISU5UX09VVENPTUVfQ0xJUFBFRBACEhkKFUhJTlRfT1VUQ09NRV9ERUZFUlJFRBADEhkKFUhJTlRfT1VUQ09NRV9SRUpFQ1RFRBAEEhgKFEhJTlRfT1VUQ09NRV9NSVNTSU5HEAUqrwUKCk1pc3NSZWFzb24SGwoXTUlTU19SRUFTT05fVU5TUEVDSUZJRUQQABIcChhNSVNTX1JFQVNPTl9ORVZFUl9TVE9SRUQQARIgChxNSVNTX1JFQVNPTl9FVklDVEVEX0JZX1NUT1JFEAISIAocTUlTU19SRUFTT05fRVZJQ1RFRF9CWV9GRVRDSBADEiAKHE1JU1NfUkVBU09OX0VWSUNURURfQllfT1JERVIQBBIhCh1NSVNTX1JFQVNPTl9FVklDVEVEX0ZST01fVElFUhAFEhcKE01JU1NfUkVBU09OX0NMRUFSRUQQBhIXChNNSVNTX1JFQVNPTl9EUk9QUEVEEAcSFwoTTUlTU19SRUFTT05fREFNQUdFRBAIEhkKFU1JU1NfUkVBU09OX1RJRVJfRE9XThAJEiAKHE1JU1NfUkVBU09OX1BFRVJfVU5SRUFDSEFCTEUQChIWChJNSVNTX1JFQVNPTl9TTE9XRVIQCxIdChlNSVNTX1JFQVNPTl9CRUxPV19NSU5JTVVNEAwSGQoVTUlTU19SRUFTT05fVE9PX0xBUkdFEA0SGgoWTUlTU19SRUFTT05fQkVISU5EX0dBUBAOEh8KG01JU1NfUkVBU09OX09USEVSX05BTUVTUEFDRRAPEhcKE01JU1NfUkVBU09OX1NLSVBQRUQQEBIbChdNSVNTX1JFQVNPTl9MT0FEX0ZBSUxFRBAREh4KGk1JU1NfUkVBU09OX0xPT0tVUF9USU1FT1VUEBISGQoVTUlTU19SRUFTT05fTk9ERV9MT1NUEBMSHAoYTUlTU19SRUFTT05fTk9ERV9TVVNQRUNUEBQSGwoXTUlTU19SRUFTT05fVU5DQUNIRUFCTEUQFRIaChZNSVNTX1JFQVNPTl9PVEhFUl9TQUxUEBZCGwoHbG1rdi52MVABWg5sbWt2L3YxO2xta3Z2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status]);
 
 /**
  * What all layers of one kind hold of a chunk. Each part of a chunk has an extent and a key of its own: part 0 the
@@ -424,7 +424,7 @@ export const ServedModelSchema: GenMessage<ServedModel> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 5);
 
 /**
- * A range of bytes in memory that a node registered for transfer, with its content at the time of the grant.
+ * A range of bytes in memory that a node has registered for transfer, or that an engine has mapped.
  *
  * @generated from message lmkv.v1.Extent
  */
@@ -449,49 +449,6 @@ export type Extent = Message<"lmkv.v1.Extent"> & {
    * @generated from field: int64 size_bytes = 3;
    */
   sizeBytes: bigint;
-
-  /**
-   * Checksum of the bytes (`docs/contribute/checksum.md`); 0 in a write grant.
-   *
-   * @generated from field: fixed64 checksum = 4;
-   */
-  checksum: bigint;
-
-  /**
-   * Increases each time the owner allocates the memory again.
-   *
-   * @generated from field: int64 generation = 5;
-   */
-  generation: bigint;
-
-  /**
-   * Tokens in the chunk: `chunk_size`, or fewer for the last chunk of a prompt.
-   *
-   * @generated from field: int32 token_count = 6;
-   */
-  tokenCount: number;
-
-  /**
-   * In a write credit: the part of a chunk that it is for.
-   *
-   * @generated from field: int32 part = 7;
-   */
-  part: number;
-
-  /**
-   * In a grant and in a handoff, of a partial chunk: the key of the chunk before it in its prompts, or the root of the key
-   * chain if there is none. 16 bytes; empty if it is unknown.
-   *
-   * @generated from field: bytes parent_key = 8;
-   */
-  parentKey: Uint8Array;
-
-  /**
-   * In a grant and in a handoff, with `parent_key`: digests of the beginnings of the chunk, as in `CommitChunk`.
-   *
-   * @generated from field: bytes prefix_digests = 9;
-   */
-  prefixDigests: Uint8Array;
 };
 
 /**
@@ -502,7 +459,57 @@ export const ExtentSchema: GenMessage<Extent> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_chunk, 6);
 
 /**
- * Temporary permission to read or write extents. It ends by exactly one of Commit, Release or expiry.
+ * A chunk that a peer may read.
+ *
+ * @generated from message lmkv.v1.GrantedChunk
+ */
+export type GrantedChunk = Message<"lmkv.v1.GrantedChunk"> & {
+  /**
+   * Where it is.
+   *
+   * @generated from field: lmkv.v1.Extent extent = 1;
+   */
+  extent?: Extent;
+
+  /**
+   * Checksum of its bytes (`docs/contribute/checksum.md`).
+   *
+   * @generated from field: fixed64 checksum = 2;
+   */
+  checksum: bigint;
+
+  /**
+   * Its tokens: `chunk_size`, or fewer for the last chunk of a prompt.
+   *
+   * @generated from field: int32 token_count = 3;
+   */
+  tokenCount: number;
+
+  /**
+   * Of a partial chunk: the key of the chunk before it in its prompts, or the root of the key chain if there is none. 16
+   * bytes; empty if it is unknown.
+   *
+   * @generated from field: bytes parent_key = 4;
+   */
+  parentKey: Uint8Array;
+
+  /**
+   * With `parent_key`: digests of the beginnings of the chunk, as in `CommitChunk`.
+   *
+   * @generated from field: bytes prefix_digests = 5;
+   */
+  prefixDigests: Uint8Array;
+};
+
+/**
+ * Describes the message lmkv.v1.GrantedChunk.
+ * Use `create(GrantedChunkSchema)` to create a new message.
+ */
+export const GrantedChunkSchema: GenMessage<GrantedChunk> = /*@__PURE__*/
+  messageDesc(file_lmkv_v1_chunk, 7);
+
+/**
+ * Temporary permission to read chunks. It ends by exactly one of Commit, Release or expiry.
  *
  * @generated from message lmkv.v1.Grant
  */
@@ -515,11 +522,11 @@ export type Grant = Message<"lmkv.v1.Grant"> & {
   grantId: string;
 
   /**
-   * One extent per granted chunk, in the order of the request.
+   * The granted chunks, in the order of the request.
    *
-   * @generated from field: repeated lmkv.v1.Extent extents = 2;
+   * @generated from field: repeated lmkv.v1.GrantedChunk chunks = 2;
    */
-  extents: Extent[];
+  chunks: GrantedChunk[];
 
   /**
    * When the grant expires.
@@ -534,7 +541,7 @@ export type Grant = Message<"lmkv.v1.Grant"> & {
  * Use `create(GrantSchema)` to create a new message.
  */
 export const GrantSchema: GenMessage<Grant> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 7);
+  messageDesc(file_lmkv_v1_chunk, 8);
 
 /**
  * One tier of one instance.
@@ -562,7 +569,7 @@ export type Position = Message<"lmkv.v1.Position"> & {
  * Use `create(PositionSchema)` to create a new message.
  */
 export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 8);
+  messageDesc(file_lmkv_v1_chunk, 9);
 
 /**
  * A pin: chunks that one instance protects from eviction.
@@ -611,7 +618,7 @@ export type PinnedChunks = Message<"lmkv.v1.PinnedChunks"> & {
  * Use `create(PinnedChunksSchema)` to create a new message.
  */
 export const PinnedChunksSchema: GenMessage<PinnedChunks> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 9);
+  messageDesc(file_lmkv_v1_chunk, 10);
 
 /**
  * An error, and the chunks that it concerns.
@@ -639,7 +646,7 @@ export type ChunkFailure = Message<"lmkv.v1.ChunkFailure"> & {
  * Use `create(ChunkFailureSchema)` to create a new message.
  */
 export const ChunkFailureSchema: GenMessage<ChunkFailure> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 10);
+  messageDesc(file_lmkv_v1_chunk, 11);
 
 /**
  * How a hint ended.
@@ -688,7 +695,7 @@ export type HintResult = Message<"lmkv.v1.HintResult"> & {
  * Use `create(HintResultSchema)` to create a new message.
  */
 export const HintResultSchema: GenMessage<HintResult> = /*@__PURE__*/
-  messageDesc(file_lmkv_v1_chunk, 11);
+  messageDesc(file_lmkv_v1_chunk, 12);
 
 /**
  * A memory tier that can hold a chunk, fastest first.
