@@ -38,6 +38,7 @@ from lmkv.auth.token import BearerToken
 from lmkv.errors import LmkvError
 from lmkv.ext_proc.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.peer_service_pb2 import AcquireRequest
@@ -182,9 +183,13 @@ def cases(folder: Path) -> Iterator[Case]:
         component="coordinator",
         command=coordinator,
         ports=("--port", "--http-port"),
-        flood=partial(unary, stub=CacheServiceStub, method="Lookup", message=LookupRequest(tokens=[1] * 1_000_000)),
+        flood=partial(
+            unary, stub=CacheServiceStub, method="Lookup", message=LookupRequest(prompt=by_tokens([1] * 1_000_000))
+        ),
         concurrency=100,
-        honest=partial(unary, stub=CacheServiceStub, method="Lookup", message=LookupRequest(tokens=range(100))),
+        honest=partial(
+            unary, stub=CacheServiceStub, method="Lookup", message=LookupRequest(prompt=by_tokens(range(100)))
+        ),
         has_tokens=True,
     )
     yield Case(

@@ -286,7 +286,7 @@ class PageKeyChain(KeyChain):
         return foreign_key(self.root, self._prior)
 
 
-def join_keys(keys: Iterable[ChunkKey]) -> bytes:
+def join_keys(keys: Iterable[bytes]) -> bytes:
     """Keys as one field of a message, 16 bytes each."""
     return b"".join(keys)
 

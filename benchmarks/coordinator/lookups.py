@@ -24,7 +24,8 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key, split_keys
+from lmkv.keys import KEY_BYTES, ChunkKey, chunk_keys, join_keys, root_key, split_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_client import Coordinator as Client
@@ -64,7 +65,7 @@ class Questions:
         """A prompt of `chunk_count` chunks, a new one each time: a repeated prompt would measure a warm cache."""
         keys = self._random.choice(self._fleet).keys
         first = self._random.randrange(len(keys) // KEY_BYTES - chunk_count)
-        return LookupRequest(chunk_keys=keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)])
+        return LookupRequest(prompt=by_keys(split_keys(keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)])))
 
 
 class RawLookupStream:
@@ -139,7 +140,7 @@ async def _measure_many(
     async with Client(coordinator.address) as client, client.lookup_stream() as stream:
 
         async def ask(request: LookupRequest) -> object:
-            return await stream.lookup(keys=split_keys(request.chunk_keys))
+            return await stream.lookup(keys=[ChunkKey(key) for key in request.prompt.keys.chunk_keys])
 
         lines = [RawLookupStream(channel) for _ in range(IN_FLIGHT)]
         pid = coordinator.pid

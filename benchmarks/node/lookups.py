@@ -24,6 +24,7 @@ from lmkv import rpc
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, Tokens, chunk_keys, join_keys, root_key
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc
@@ -209,9 +210,9 @@ def measure_coordinator(run: BenchmarkRun, address: str) -> None:
         stub, health = CacheServiceStub(channel), health_pb2_grpc.HealthStub(channel)
         for chunk_count, suffix in CHUNK_COUNTS.items():
             requests = {
-                "cache_lookup": LookupRequest(chunk_keys=join_keys(prompt(PEER, chunk_count))),
-                "cache_lookup_miss": LookupRequest(chunk_keys=join_keys(prompt(MISS, chunk_count))),
-                "cache_lookup_tokens": LookupRequest(tokens=_tokens(PEER, chunk_count).tolist()),
+                "cache_lookup": LookupRequest(prompt=by_keys(prompt(PEER, chunk_count))),
+                "cache_lookup_miss": LookupRequest(prompt=by_keys(prompt(MISS, chunk_count))),
+                "cache_lookup_tokens": LookupRequest(prompt=by_tokens(_tokens(PEER, chunk_count).tolist())),
             }
             for name, request in requests.items():
                 looked_up, nothing = samples(

@@ -8,8 +8,10 @@ from typing import Any, TypedDict, TypeVar
 from google.protobuf.message import Message
 
 from lmkv.errors import BadChunkKey, BadRequest, BadTokens
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.v1.prompt_pb2 import KeyPrompt, PromptSelector, TokenPrompt
 
 Request = TypeVar("Request", bound=Message)
 
@@ -28,6 +30,8 @@ class Chunks(TypedDict, total=False):
     """Cache salt of the prompt."""
     lora_name: str
     """LoRA adapter of the prompt: its served name, or its identity `name@digest`."""
+    fingerprint: bytes
+    """Fingerprint of the keys' spec; by default that under which the first key that is held was reported."""
 
 
 def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Chunks, **fields: Any) -> Request:
@@ -36,26 +40,36 @@ def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Ch
     Raises `BadTokens`, `BadChunkKey` or `BadRequest`, by the largest field, if the request is too large: gRPC would end
     the call, and with it a stream that other lookups share.
     """
-    try:
-        request = kind(
-            tokens=tokens,
-            chunk_keys=join_keys(chunks.get("keys", ())),
-            model_name=chunks.get("model_name", ""),
-            cache_salt=chunks.get("cache_salt", ""),
-            lora_name=chunks.get("lora_name", ""),
-            **fields,
-        )
-    except (ValueError, TypeError) as error:  # not in the range of int32
-        raise BadTokens(f"tokens must be integers from 0 to 2^31-1: {error}") from None
+    request = kind(prompt=selector_of(tokens, chunks), **fields)
     if request.ByteSize() > MAX_REQUEST_BYTES:
-        raise _too_long(kind, request)
+        raise _too_long(request)
     return request
 
 
-def _too_long(kind: Callable[..., Request], request: Request) -> BadRequest:
-    names = ("tokens", "chunk_keys", "model_name", "cache_salt", "lora_name")
-    sizes = {name: kind(**{name: getattr(request, name)}).ByteSize() for name in names}
-    field = max(names, key=lambda name: sizes[name])
+def selector_of(tokens: Sequence[int], chunks: Chunks) -> PromptSelector | None:
+    """What a request names the chunks by; None without tokens and keys. Raises `BadTokens`, `BadRequest`."""
+    keys = list(chunks.get("keys", ()))
+    of_tokens = {name: chunks[name] for name in ("model_name", "cache_salt", "lora_name") if chunks.get(name)}
+    if keys and len(tokens):
+        raise BadTokens("chunks are named by tokens and by keys; use one of the two")
+    if keys and of_tokens:
+        raise BadRequest(f"{next(iter(of_tokens))}: keys contain it; leave it out", field=next(iter(of_tokens)))
+    if keys:
+        return by_keys(keys, fingerprint=chunks.get("fingerprint", b""))
+    if not (len(tokens) or of_tokens):
+        return None
+    try:
+        return by_tokens(tokens, **of_tokens)
+    except (ValueError, TypeError) as error:  # not in the range of int32
+        raise BadTokens(f"tokens must be integers from 0 to 2^31-1: {error}") from None
+
+
+def _too_long(request: Any) -> BadRequest:
+    prompt: PromptSelector = request.prompt
+    sizes = {field.name: _size_of(prompt.tokens, field.name) for field in TokenPrompt.DESCRIPTOR.fields}
+    sizes["chunk_keys"] = _size_of(prompt.keys, "chunk_keys")
+    sizes["tokens"] = sizes.pop("token_ids")
+    field = max(sizes, key=lambda name: sizes[name])
     wrong = {"tokens": BadTokens, "chunk_keys": BadChunkKey}.get(field, BadRequest)
     return wrong(
         f"{field} has {sizes[field]:,} bytes; the limit of a request is {MAX_REQUEST_BYTES:,}: use a prefix",
@@ -63,3 +77,12 @@ def _too_long(kind: Callable[..., Request], request: Request) -> BadRequest:
         size_bytes=sizes[field],
         limit_bytes=MAX_REQUEST_BYTES,
     )
+
+
+def _size_of(message: TokenPrompt | KeyPrompt, field: str) -> int:
+    """Bytes of one field in a message."""
+    whole = message.ByteSize()
+    rest = type(message)()
+    rest.CopyFrom(message)  # type: ignore[arg-type]
+    rest.ClearField(field)  # type: ignore[arg-type]
+    return whole - rest.ByteSize()

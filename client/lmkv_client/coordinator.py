@@ -112,9 +112,12 @@ class Coordinator:
 
         Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`.
         """
-        request = make_request(
-            ExplainRequest, tokens, chunks, instance_id=instance_id, engine_request_id=engine_request_id
-        )
+        if not engine_request_id:
+            request = make_request(ExplainRequest, tokens, chunks, instance_id=instance_id)
+        elif len(tokens) or chunks.get("keys"):
+            raise BadSelection("name a prompt or an engine_request_id, not both", field="engine_request_id")
+        else:
+            request = ExplainRequest(engine_request_id=engine_request_id, instance_id=instance_id)
         return await self._connections.call(lambda to: to.cache.Explain, request)
 
     def lookup_stream(self) -> LookupStream:
@@ -249,10 +252,16 @@ class Coordinator:
         Of a model only those of one version of its weights, or of all but one, if that is named. `dry_run` only
         reports what would be dropped. Raises what `lookup` raises, `InstanceNotFound`, `BadSelection`, `Full`.
         """
+        model_name = chunks.get("model_name", "")
+        if model_name and not (len(tokens) or chunks.get("keys")):
+            chunks = {name: value for name, value in chunks.items() if name != "model_name"}  # type: ignore[assignment]
+        else:
+            model_name = ""
         request = make_request(
             ClearRequest,
             tokens,
             chunks,
+            model_name=model_name,
             instance_id=instance_id,
             tier=tier,
             all=everything,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lmkv.keys import KEY_BYTES
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE
 from lmkv_client.watch import LayoutUpdate
@@ -235,8 +234,8 @@ class LayoutEvents:
                 change.tier,
                 change.fingerprint,
                 self._model(change.fingerprint).chunk_size,
-                split(change.admitted_keys),
-                split(change.evicted_keys),
+                change.admitted_keys,
+                change.evicted_keys,
             )
         )
 
@@ -245,7 +244,7 @@ class LayoutEvents:
         kept: dict[tuple[str, int, bytes], set[bytes]] = {}
         for change in snapshot:
             place = self._topic_of(change.instance_id, change.fingerprint), int(change.tier), change.fingerprint
-            kept.setdefault(place, set()).update(split(change.admitted_keys))
+            kept.setdefault(place, set()).update(change.admitted_keys)
         for topic, stream in self._streams.items():
             for (tier, fingerprint), keys in stream.held.items():
                 gone = keys - kept.get((topic, tier, fingerprint), set())
@@ -272,8 +271,3 @@ class LayoutEvents:
 
     def _model(self, fingerprint: bytes) -> Model:
         return self.models.get(fingerprint) or Model(fingerprint.hex(), 0)
-
-
-def split(keys: bytes) -> list[bytes]:
-    """The keys of a list."""
-    return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]

@@ -11,7 +11,7 @@ from typing import Self, Unpack
 
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.rpc.lookup_call import LookupCall
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.connection import CoordinatorConnection, CoordinatorConnections
 
@@ -28,7 +28,7 @@ class LookupStream:
     def __init__(self, connections: CoordinatorConnections) -> None:
         self._connections = connections
         self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self._call: LookupCall | None = None
+        self._call: LookupCall[LookupRequest, LookupResponse] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,9 +65,11 @@ class LookupStream:
             address = connection.address
             raise Unreachable(f"no coordinator responds at {address}: deadline exceeded", address=address) from None
 
-    def _open(self, connection: CoordinatorConnection) -> LookupCall:
+    def _open(self, connection: CoordinatorConnection) -> LookupCall[LookupRequest, LookupResponse]:
         def report(error: LmkvError) -> None:
             if isinstance(error, Unreachable):
                 self._connections.report_failure(connection)
 
-        return LookupCall(connection.cache, connection.address, to_error=connection.to_error, on_failure=report)
+        return LookupCall(
+            connection.cache, LookupStreamRequest, connection.address, to_error=connection.to_error, on_failure=report
+        )

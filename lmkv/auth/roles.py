@@ -55,6 +55,8 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "lmkv.v1.RegistryService/ListInstances": _READERS,
     "lmkv.v1.RegistryService/LocateInstance": _ALL,
     "lmkv.internal.v1.ReportService/Report": _NODES,
+    "lmkv.internal.v1.LookupService/Lookup": _NODES,
+    "lmkv.internal.v1.LookupService/LookupStream": _NODES,
     "lmkv.v1.PeerService/Init": _NODES,
     "lmkv.v1.PeerService/Acquire": _NODES,
     "lmkv.v1.PeerService/Allocate": _NODES,

@@ -1,26 +1,31 @@
-"""One `LookupStream` call, for clients, nodes and the picker: lookups take about half the time of unary calls."""
+"""One `LookupStream` call, for clients, nodes and the picker: lookups take about half the time of unary calls.
+
+`lmkv.v1.CacheService` has one, and `lmkv.internal.v1.LookupService` one for nodes, whose messages have the same form.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from lmkv.errors import LmkvError, Unreachable
+from lmkv.internal.v1 import lookup_service_pb2 as internal_pb
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
+from lmkv.v1 import cache_service_pb2 as pb
 
 BATCH_BYTES = MAX_MESSAGE_BYTES // 2
 """Maximum size of a message of several lookups."""
 
-Answer = asyncio.Future[LookupResponse]
+Request = TypeVar("Request", pb.LookupRequest, internal_pb.LookupRequest)
+Response = TypeVar("Response", pb.LookupResponse, internal_pb.LookupResponse)
 
 
-class LookupCall:
+class LookupCall(Generic[Request, Response]):
     """One call and its pending lookups. Answers arrive in the order of the lookups.
 
     Lookups that wait while a message is being sent go into the next one. The caller bounds their number.
@@ -28,35 +33,39 @@ class LookupCall:
 
     def __init__(
         self,
-        cache: Any,
+        stub: Any,
+        message: type[pb.LookupStreamRequest] | type[internal_pb.LookupStreamRequest],
         address: str,
         *,
         idle_seconds: float | None = None,
         to_error: Callable[[grpc.RpcError], LmkvError] = from_rpc_error,
         on_failure: Callable[[LmkvError], None] = lambda _: None,
     ) -> None:
-        """`cache` is a stub of the coordinator at `address`. Without lookups the call ends after `idle_seconds`: at the
-        coordinator it takes memory. `on_failure` is called when the call ends unless `end` or idleness ends it.
+        """`stub` is one of the coordinator at `address`, and `message` what its stream takes.
+
+        Without lookups the call ends after `idle_seconds`: at the coordinator it takes memory. `on_failure` is called
+        when the call ends unless `end` or idleness ends it.
         """
         self.address = address
         self.has_ended = False
         """Whether the call takes no more lookups."""
-        self._cache = cache
+        self._stub = stub
+        self._message = message
         self._idle_seconds = idle_seconds
         self._to_error = to_error
         self._on_failure = on_failure
-        self._requests: deque[tuple[LookupRequest, Answer]] = deque()
+        self._requests: deque[tuple[Request, asyncio.Future[Response]]] = deque()
         self._has_requests = asyncio.Event()
-        self._pending: deque[Answer] = deque()
+        self._pending: deque[asyncio.Future[Response]] = deque()
         self._waiting_count = 0
         self._is_retired = False
         self._reader = asyncio.create_task(self._read(), name="lmkv-lookups")
         # A callback, because a task that is cancelled before it runs would not end the lookups.
         self._reader.add_done_callback(self._end_lookups)
 
-    async def lookup(self, request: LookupRequest) -> LookupResponse:
+    async def lookup(self, request: Request) -> Response:
         """Raises the coordinator's error, or `Unreachable`. Cancelling it does not affect other lookups."""
-        answer: Answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._requests.append((request, answer))
         self._has_requests.set()
         self._waiting_count += 1
@@ -90,7 +99,7 @@ class LookupCall:
         self.end()
         await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def _messages(self) -> AsyncIterator[LookupStreamRequest]:
+    async def _messages(self) -> AsyncIterator[Any]:
         """Yields the lookups that wait. gRPC takes the next message after it has sent the previous one."""
         while True:
             try:
@@ -101,7 +110,8 @@ class LookupCall:
                     continue
                 self.has_ended = True
                 return
-            message = take_batch(self._requests, self._pending)
+            message = self._message()
+            take_batch(self._requests, self._pending, message)
             if not self._requests:
                 self._has_requests.clear()
             if message.requests:
@@ -111,7 +121,7 @@ class LookupCall:
         """Passes the answers on. Returns the error that has ended the call, if there is one."""
         call: Any = None
         try:
-            call = self._cache.LookupStream(self._messages())
+            call = self._stub.LookupStream(self._messages())
             async for message in call:
                 for result in message.results:
                     if not self._pending:
@@ -146,12 +156,14 @@ class LookupCall:
                 answer.exception()  # it may be that nothing awaits it any more
 
 
-def take_batch(waiting: deque[tuple[LookupRequest, Answer]], pending: deque[Answer]) -> LookupStreamRequest:
-    """Moves lookups from `waiting` into a message, and their answers to `pending`, in order.
+def take_batch(
+    waiting: deque[tuple[Request, asyncio.Future[Response]]], pending: deque[asyncio.Future[Response]], message: Any
+) -> None:
+    """Moves lookups from `waiting` into an empty message of a stream, and their answers to `pending`, in order.
 
     Lookups whose answer is done are dropped: their caller was cancelled. The message may be empty.
     """
-    message, size_bytes = LookupStreamRequest(), 0
+    size_bytes = 0
     while waiting:
         request, answer = waiting[0]
         if message.requests and size_bytes + request.ByteSize() > BATCH_BYTES:
@@ -161,4 +173,3 @@ def take_batch(waiting: deque[tuple[LookupRequest, Answer]], pending: deque[Answ
             message.requests.append(request)
             size_bytes += request.ByteSize()
             pending.append(answer)
-    return message

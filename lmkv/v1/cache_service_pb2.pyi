@@ -11,6 +11,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.rpc import status_pb2 as _status_pb2
 from lmkv.v1 import chunk_pb2 as _chunk_pb2
+from lmkv.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -28,64 +29,23 @@ class LookupRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKENS_FIELD_NUMBER: _builtins.int
-    MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    PARENT_KEY_FIELD_NUMBER: _builtins.int
-    ANY_KEY_FIELD_NUMBER: _builtins.int
-    PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
-    model_name: _builtins.str
-    """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
-    chunk_keys: _builtins.bytes
-    """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
-    cache_salt: _builtins.str
-    """Cache salt of the prompt; for lookups by tokens."""
-    lora_name: _builtins.str
-    """LoRA adapter of the prompt, by served name or by identity `name@digest`; for lookups by tokens."""
     excluded_instance_id: _builtins.str
-    """An instance to omit from the response; a node omits itself."""
-    fingerprint: _builtins.bytes
-    """With `chunk_keys`: fingerprint of their spec; nothing is found if no instance has registered it. Without it an instance
-    counts as holding a chunk if it holds part 0.
-    """
-    parent_key: _builtins.bytes
-    """With `chunk_keys`: the key of the chunk before them in the prompt, or the root of the key chain if there is none; 16
-    bytes. The response then has `partial_token_counts`.
-    """
-    any_key: _builtins.bool
-    """With `chunk_keys`: whether these are alternatives and not a prompt. The response then has the instances that hold the
-    first of them that an instance holds, with one matched chunk each. At most 1,024 keys.
-    """
-    prefix_digests: _builtins.bytes
-    """With `parent_key` and `any_key`: digests of the prompt's next tokens behind that chunk, as in `CommitChunk`. If an
-    instance holds a chunk behind `parent_key` that has more of these tokens than the key that is found, the response has
-    `prefix_key`.
-    """
+    """An instance to omit from the response."""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, in order."""
+    def prompt(self) -> _prompt_pb2.PromptSelector:
+        """The prompt; unset in a health probe. By keys with a fingerprint that no instance has registered, nothing is found."""
 
     def __init__(
         self,
         *,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        model_name: _builtins.str = ...,
-        chunk_keys: _builtins.bytes = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
+        prompt: _prompt_pb2.PromptSelector | None = ...,
         excluded_instance_id: _builtins.str = ...,
-        fingerprint: _builtins.bytes = ...,
-        parent_key: _builtins.bytes = ...,
-        any_key: _builtins.bool = ...,
-        prefix_digests: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_key", b"any_key", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "excluded_instance_id", b"excluded_instance_id", "fingerprint", b"fingerprint", "lora_name", b"lora_name", "model_name", b"model_name", "parent_key", b"parent_key", "prefix_digests", b"prefix_digests", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_instance_id", b"excluded_instance_id", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,23 +59,13 @@ class LookupResponse(_message.Message):
 
     HOLDERS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
-    PARTIAL_FIELD_NUMBER: _builtins.int
-    PARTIAL_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
-    KEY_INDEX_FIELD_NUMBER: _builtins.int
-    PREFIX_KEY_FIELD_NUMBER: _builtins.int
-    PREFIX_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the layout map at the lookup."""
-    partial: _builtins.bool
-    """Whether instances have yet to report their chunks, so that there may be more holders or longer matches."""
-    key_index: _builtins.int
-    """With `any_key`: index of the key in `chunk_keys` that the holders have."""
-    prefix_key: _builtins.bytes
-    """With `prefix_digests`: the key of a chunk that begins with more of the prompt's tokens than any of `chunk_keys`; 16 bytes.
-    The holders are then those of this chunk.
+    is_complete: _builtins.bool
+    """Whether all instances have reported their chunks. If not, as for a while after a coordinator's start, there may be more
+    holders or longer matches.
     """
-    prefix_token_count: _builtins.int
-    """With `prefix_key`: the number of the prompt's tokens that the chunk begins with."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holder]:
         """All instances that hold the first chunk, longest contiguous prefix first, then by instance id. If chunks have several
@@ -123,27 +73,16 @@ class LookupResponse(_message.Message):
         no partial chunk, and the instance may have evicted earlier chunks of parts that the hit does not need.
         """
 
-    @_builtins.property
-    def partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With `parent_key`: the token counts of the partial chunks that instances hold behind the longest match, ascending and
-        each once. The chunks may be of other prompts: a client that has the tokens computes the keys, and looks them
-        up with `any_key`.
-        """
-
     def __init__(
         self,
         *,
         holders: _abc.Iterable[Global___Holder] | None = ...,
         revision: _builtins.int = ...,
-        partial: _builtins.bool = ...,
-        partial_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        key_index: _builtins.int = ...,
-        prefix_key: _builtins.bytes = ...,
-        prefix_token_count: _builtins.int = ...,
+        is_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "key_index", b"key_index", "partial", b"partial", "partial_token_counts", b"partial_token_counts", "prefix_key", b"prefix_key", "prefix_token_count", b"prefix_token_count", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "is_complete", b"is_complete", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -155,45 +94,31 @@ class ExplainRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKENS_FIELD_NUMBER: _builtins.int
-    MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     ENGINE_REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model_name: _builtins.str
-    """Model of the tokens, or a LoRA adapter of it; required only if several specs are registered."""
-    chunk_keys: _builtins.bytes
-    """Keys of the prompt's chunks, 16 bytes each, in prompt order."""
-    cache_salt: _builtins.str
-    """Cache salt of the prompt; for tokens."""
-    lora_name: _builtins.str
-    """LoRA adapter of the prompt, by served name or by identity `name@digest`; for tokens."""
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    engine_request_id: _builtins.str
+    """Recent requests whose ids, which engines gave them, contain this text."""
     instance_id: _builtins.str
     """The instance; empty means all."""
-    engine_request_id: _builtins.str
-    """Without chunks: a part of the engine's id of a request."""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, in order."""
+    def prompt(self) -> _prompt_pb2.PromptSelector:
+        """The chunks of a prompt."""
 
     def __init__(
         self,
         *,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        model_name: _builtins.str = ...,
-        chunk_keys: _builtins.bytes = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
-        instance_id: _builtins.str = ...,
+        prompt: _prompt_pb2.PromptSelector | None = ...,
         engine_request_id: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_request_id", b"engine_request_id", "prompt", b"prompt", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "engine_request_id", b"engine_request_id", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_request_id", b"engine_request_id", "instance_id", b"instance_id", "prompt", b"prompt", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_subject: _TypeAlias = _typing.Literal["prompt", "engine_request_id"]  # noqa: Y015
+    _WhichOneofArgType_subject: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_subject) -> _WhichOneofReturnType_subject | None: ...
 
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 
@@ -423,29 +348,21 @@ class MoveRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMPT_FIELD_NUMBER: _builtins.int
     OLD_POSITION_FIELD_NUMBER: _builtins.int
     NEW_POSITION_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model_name: _builtins.str
-    """Model of the tokens."""
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks."""
-    cache_salt: _builtins.str
-    """Cache salt of the prompt."""
-    lora_name: _builtins.str
-    """LoRA adapter of the prompt, as in `LookupRequest`."""
     copy: _builtins.bool
     """Whether the source keeps its copy."""
     request_id: _builtins.str
     """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation, or continues its work if
     the coordinator does not know it any more.
     """
+    @_builtins.property
+    def prompt(self) -> _prompt_pb2.PromptSelector:
+        """The chunks."""
+
     @_builtins.property
     def old_position(self) -> _chunk_pb2.Position:
         """Source of the chunks."""
@@ -454,26 +371,18 @@ class MoveRequest(_message.Message):
     def new_position(self) -> _chunk_pb2.Position:
         """Destination of the chunks."""
 
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, in order."""
-
     def __init__(
         self,
         *,
+        prompt: _prompt_pb2.PromptSelector | None = ...,
         old_position: _chunk_pb2.Position | None = ...,
         new_position: _chunk_pb2.Position | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        model_name: _builtins.str = ...,
-        chunk_keys: _builtins.bytes = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
         copy: _builtins.bool = ...,
         request_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["new_position", b"new_position", "old_position", b"old_position"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["new_position", b"new_position", "old_position", b"old_position", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "copy", b"copy", "lora_name", b"lora_name", "model_name", b"model_name", "new_position", b"new_position", "old_position", b"old_position", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "new_position", b"new_position", "old_position", b"old_position", "prompt", b"prompt", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,31 +502,19 @@ class PinRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMPT_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    model_name: _builtins.str
-    """Model of the tokens."""
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks."""
-    cache_salt: _builtins.str
-    """Cache salt of the prompt."""
-    lora_name: _builtins.str
-    """LoRA adapter of the prompt, as in `LookupRequest`."""
     request_id: _builtins.str
     """UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's pin."""
     @_builtins.property
-    def position(self) -> _chunk_pb2.Position:
-        """Source of the chunks."""
+    def prompt(self) -> _prompt_pb2.PromptSelector:
+        """The chunks."""
 
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, in order."""
+    def position(self) -> _chunk_pb2.Position:
+        """The instance and tier that hold the chunks."""
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
@@ -626,18 +523,14 @@ class PinRequest(_message.Message):
     def __init__(
         self,
         *,
+        prompt: _prompt_pb2.PromptSelector | None = ...,
         position: _chunk_pb2.Position | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        model_name: _builtins.str = ...,
-        chunk_keys: _builtins.bytes = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
         ttl: _duration_pb2.Duration | None = ...,
         request_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "prompt", b"prompt", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "lora_name", b"lora_name", "model_name", b"model_name", "position", b"position", "request_id", b"request_id", "tokens", b"tokens", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "prompt", b"prompt", "request_id", b"request_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -770,13 +663,9 @@ class HintRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMPT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -784,21 +673,13 @@ class HintRequest(_message.Message):
     """The instance that carries it out."""
     action: _chunk_pb2.HintAction.ValueType
     """What to do."""
-    model_name: _builtins.str
-    """Model of the tokens."""
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks."""
-    cache_salt: _builtins.str
-    """Cache salt of the prompt."""
-    lora_name: _builtins.str
-    """LoRA adapter of the prompt, as in `LookupRequest`."""
     priority: _builtins.int
     """With `HINT_ACTION_RETAIN`: 1 to 100, chunks of lower priority are evicted first; 0 means 50."""
     request_id: _builtins.str
     """UUID chosen by the caller, at most 256 bytes; a repeat with `HINT_ACTION_PIN` extends the first call's pin."""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, in order."""
+    def prompt(self) -> _prompt_pb2.PromptSelector:
+        """The chunks."""
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
@@ -807,20 +688,16 @@ class HintRequest(_message.Message):
     def __init__(
         self,
         *,
+        prompt: _prompt_pb2.PromptSelector | None = ...,
         instance_id: _builtins.str = ...,
         action: _chunk_pb2.HintAction.ValueType = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        model_name: _builtins.str = ...,
-        chunk_keys: _builtins.bytes = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
         ttl: _duration_pb2.Duration | None = ...,
         priority: _builtins.int = ...,
         request_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "instance_id", b"instance_id", "lora_name", b"lora_name", "model_name", b"model_name", "priority", b"priority", "request_id", b"request_id", "tokens", b"tokens", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "instance_id", b"instance_id", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,13 +737,10 @@ class ClearRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMPT_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
     MODEL_NAME_FIELD_NUMBER: _builtins.int
-    CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -877,15 +751,7 @@ class ClearRequest(_message.Message):
     tier: _chunk_pb2.Tier.ValueType
     """The tier; unset means all."""
     model_name: _builtins.str
-    """Without tokens: all chunks of this model and of its LoRA adapters; the name of an adapter is refused
-    (`BAD_SELECTION`). With tokens: the model or adapter of the tokens.
-    """
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks, to drop these only."""
-    cache_salt: _builtins.str
-    """Cache salt of the prompt."""
-    lora_name: _builtins.str
-    """LoRA adapter of the prompt, as in `LookupRequest`."""
+    """All chunks of this model and of its LoRA adapters; the name of an adapter is refused (`BAD_SELECTION`)."""
     all: _builtins.bool
     """Drops all chunks of the instance and tier; required if nothing else is selected."""
     dry_run: _builtins.bool
@@ -895,34 +761,29 @@ class ClearRequest(_message.Message):
     the coordinator does not know it any more.
     """
     weight_version: _builtins.str
-    """With `model_name` and without tokens and keys: only chunks of this version of the weights (`KvSpec`)."""
+    """With `model_name`: only chunks of this version of the weights (`KvSpec`)."""
     kept_weight_version: _builtins.str
-    """With `model_name` and without tokens and keys: only chunks of other versions of the weights than this one. Excludes
-    `weight_version`.
-    """
+    """With `model_name`: only chunks of other versions of the weights than this one. Excludes `weight_version`."""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of a prompt, to drop its chunks only."""
+    def prompt(self) -> _prompt_pb2.PromptSelector:
+        """The chunks of a prompt, to drop these only."""
 
     def __init__(
         self,
         *,
+        prompt: _prompt_pb2.PromptSelector | None = ...,
         instance_id: _builtins.str = ...,
         tier: _chunk_pb2.Tier.ValueType = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
         model_name: _builtins.str = ...,
-        chunk_keys: _builtins.bytes = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
         all: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
         request_id: _builtins.str = ...,
         weight_version: _builtins.str = ...,
         kept_weight_version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cache_salt", b"cache_salt", "chunk_keys", b"chunk_keys", "dry_run", b"dry_run", "instance_id", b"instance_id", "kept_weight_version", b"kept_weight_version", "lora_name", b"lora_name", "model_name", b"model_name", "request_id", b"request_id", "tier", b"tier", "tokens", b"tokens", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "dry_run", b"dry_run", "instance_id", b"instance_id", "kept_weight_version", b"kept_weight_version", "model_name", b"model_name", "prompt", b"prompt", "request_id", b"request_id", "tier", b"tier", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1294,21 +1155,25 @@ class LayoutChange(_message.Message):
     """The instance."""
     tier: _chunk_pb2.Tier.ValueType
     """The tier."""
-    admitted_keys: _builtins.bytes
-    """Admitted keys, 16 bytes each. Each part of a chunk has its own key (`KvPart`)."""
-    evicted_keys: _builtins.bytes
-    """Evicted keys, 16 bytes each."""
     instance_gone: _builtins.bool
     """Whether the instance left; all its chunks are removed."""
     fingerprint: _builtins.bytes
     """Fingerprint of the chunks' spec; empty if the instance left."""
+    @_builtins.property
+    def admitted_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Admitted keys, 16 bytes each. Each part of a chunk has its own key (`KvPart`)."""
+
+    @_builtins.property
+    def evicted_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Evicted keys, 16 bytes each."""
+
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         tier: _chunk_pb2.Tier.ValueType = ...,
-        admitted_keys: _builtins.bytes = ...,
-        evicted_keys: _builtins.bytes = ...,
+        admitted_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        evicted_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         instance_gone: _builtins.bool = ...,
         fingerprint: _builtins.bytes = ...,
     ) -> None: ...

@@ -28,28 +28,22 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CacheServiceStub:
-    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators and routers.
 
-    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
-    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
-    tokens needs `model_name` only if several specs are registered.
+    Every request names chunks by a `PromptSelector`: by tokens or by keys.
 
-    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
-    together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
-    node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+    Counts of chunks count each part of a chunk (`KvSpec`) as a chunk. The tokens of a prompt count once. Where a node counts
+    all that it holds (`ListPins`, `Drain`, and `Clear` without a prompt), they count once for each part.
 
-    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
-    then needs no `lora_name`. Engines register an adapter with its first request.
-
-    Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
-      `parent_key` has another length than 16.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
-      both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
+    Errors of every RPC that takes a prompt:
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key does not have 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, or the tokens have more than
+      65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
-      known ones. All RPCs but lookups also return it for tokens while no engine has registered.
+      known ones. All RPCs but lookups also return it for tokens while no engine has registered, and for keys with a
+      `fingerprint` that no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -63,7 +57,7 @@ class CacheServiceStub:
     Lookup: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.LookupRequest, _cache_service_pb2.LookupResponse]
     """Finds the instances that hold the beginning of a prompt.
 
-    A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
+    A miss is not an error: the response has no holders. A request without a prompt is a health probe.
 
     Errors: those of the service.
     """
@@ -149,8 +143,9 @@ class CacheServiceStub:
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
-      is named without a model, with tokens or keys, or that no engine has registered.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
+      `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
+      no engine has registered.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -186,28 +181,22 @@ class CacheServiceStub:
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
-    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators and routers.
 
-    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
-    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
-    tokens needs `model_name` only if several specs are registered.
+    Every request names chunks by a `PromptSelector`: by tokens or by keys.
 
-    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
-    together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
-    node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+    Counts of chunks count each part of a chunk (`KvSpec`) as a chunk. The tokens of a prompt count once. Where a node counts
+    all that it holds (`ListPins`, `Drain`, and `Clear` without a prompt), they count once for each part.
 
-    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
-    then needs no `lora_name`. Engines register an adapter with its first request.
-
-    Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
-      `parent_key` has another length than 16.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
-      both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
+    Errors of every RPC that takes a prompt:
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key does not have 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, or the tokens have more than
+      65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
-      known ones. All RPCs but lookups also return it for tokens while no engine has registered.
+      known ones. All RPCs but lookups also return it for tokens while no engine has registered, and for keys with a
+      `fingerprint` that no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -218,7 +207,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Lookup: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.LookupRequest, _cache_service_pb2.LookupResponse]  # type: ignore[assignment]
     """Finds the instances that hold the beginning of a prompt.
 
-    A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
+    A miss is not an error: the response has no holders. A request without a prompt is a health probe.
 
     Errors: those of the service.
     """
@@ -304,8 +293,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
-      is named without a model, with tokens or keys, or that no engine has registered.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
+      `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
+      no engine has registered.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -340,28 +330,22 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
+    """Lookups, and operations on chunks. Served by the coordinator; called by operators and routers.
 
-    Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
-    bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
-    tokens needs `model_name` only if several specs are registered.
+    Every request names chunks by a `PromptSelector`: by tokens or by keys.
 
-    If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
-    together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
-    node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+    Counts of chunks count each part of a chunk (`KvSpec`) as a chunk. The tokens of a prompt count once. Where a node counts
+    all that it holds (`ListPins`, `Drain`, and `Clear` without a prompt), they count once for each part.
 
-    `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
-    then needs no `lora_name`. Engines register an adapter with its first request.
-
-    Errors of every RPC that takes tokens or keys:
-    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
-      `parent_key` has another length than 16.
-    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
-      both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
+    Errors of every RPC that takes a prompt:
+    * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key does not have 16 bytes, or there are too many keys.
+    * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, or the tokens have more than
+      65,536 chunks under one spec, or 131,072 keys under all specs of the model.
     * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
     * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
-      known ones. All RPCs but lookups also return it for tokens while no engine has registered.
+      known ones. All RPCs but lookups also return it for tokens while no engine has registered, and for keys with a
+      `fingerprint` that no engine has registered.
 
     Errors of every RPC:
     * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -376,7 +360,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_service_pb2.LookupResponse, _abc.Awaitable[_cache_service_pb2.LookupResponse]]:
         """Finds the instances that hold the beginning of a prompt.
 
-        A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
+        A miss is not an error: the response has no holders. A request without a prompt is a health probe.
 
         Errors: those of the service.
         """
@@ -510,8 +494,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
-          is named without a model, with tokens or keys, or that no engine has registered.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
+          `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
+          no engine has registered.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

@@ -809,8 +809,10 @@ class ChunkFailure(_message.Message):
 
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
-    chunk_keys: _builtins.bytes
-    """Keys of the chunks, 16 bytes each."""
+    @_builtins.property
+    def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of the chunks, 16 bytes each."""
+
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """The error."""
@@ -818,7 +820,7 @@ class ChunkFailure(_message.Message):
     def __init__(
         self,
         *,
-        chunk_keys: _builtins.bytes = ...,
+        chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         status: _status_pb2.Status | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from tests.chaos.actor import Actor
 from tests.chaos.engine import PROMPTS
@@ -36,14 +36,14 @@ class AskActor(Actor):
 
     async def _ask(self, line: Line) -> None:
         prompt = self.chance.choice(PROMPTS)
-        answer = await line.ask(line.cache.Lookup, LookupRequest(chunk_keys=join_keys(prompt)))
+        answer = await line.ask(line.cache.Lookup, LookupRequest(prompt=by_keys(prompt)))
         self.counts["questions answered"] += 1
-        self.counts["answers that were partial"] += answer.partial
+        self.counts["answers that were partial"] += not answer.is_complete
 
 
 async def holders(line: Line, keys: Sequence[bytes]) -> tuple[list[set[str]], bool]:
     """Who holds each of the chunks, as a coordinator says, and whether any answer was partial."""
-    questions = (LookupRequest(chunk_keys=key) for key in keys)
+    questions = (LookupRequest(prompt=by_keys([key])) for key in keys)
     answers = await asyncio.gather(*(line.ask(line.cache.Lookup, question) for question in questions))
     said = [{holder.instance_id for holder in answer.holders} for answer in answers]
-    return said, any(answer.partial for answer in answers)
+    return said, any(not answer.is_complete for answer in answers)

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import grpc
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, TIER_UNSPECIFIED, Position
@@ -98,18 +99,18 @@ class MoveActor(Actor):
     def _move(self, line: Line) -> Awaitable[Any]:
         source, destination = self.chance.sample(self._names, 2)
         request = pb.MoveRequest(
+            prompt=by_keys(self.chance.choice(PROMPTS)),
             old_position=Position(instance_id=source),
             new_position=Position(instance_id=destination),
-            chunk_keys=join_keys(self.chance.choice(PROMPTS)),
             copy=self.chance.random() < 0.3,
         )
         return self._counted(line.ask(line.cache.Move, request), "copies" if request.copy else "moves")
 
     def _clear(self, line: Line) -> Awaitable[Any]:
         request = pb.ClearRequest(
+            prompt=by_keys(self.chance.choice(PROMPTS)),
             instance_id=self.chance.choice(("", *self._names)),
             tier=self.chance.choice((TIER_UNSPECIFIED, TIER_HOST, TIER_DISK)),
-            chunk_keys=join_keys(self.chance.choice(PROMPTS)),
         )
         return self._counted(line.ask(line.cache.Clear, request), "clears")
 
@@ -148,7 +149,7 @@ class PinActor(Actor):
         return prompt
 
     async def _pin(self, line: Line, node: Node, engine: Engine, prompt: list[ChunkKey], seconds: float) -> None:
-        request = pb.PinRequest(position=Position(instance_id=node.name), chunk_keys=join_keys(prompt))
+        request = pb.PinRequest(prompt=by_keys(prompt), position=Position(instance_id=node.name))
         request.ttl.FromNanoseconds(round(seconds * 1e9))
         life, until = node.life, time.monotonic() + seconds
         pin = (await line.ask(line.cache.Pin, request)).pin

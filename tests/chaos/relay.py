@@ -20,16 +20,21 @@ import grpc
 
 from lmkv import rpc
 from lmkv.internal.v1 import report_service_pb2 as report_pb
+from lmkv.internal.v1.lookup_service_pb2 import (
+    LookupRequest,
+    LookupResponse,
+    LookupStreamRequest,
+    LookupStreamResponse,
+)
 from lmkv.transfer.metadata import unwrap, wrap
 from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest, LookupStreamResponse
 from tests.chaos.schedule import Kind
 
 REGISTER = "/lmkv.v1.RegistryService/Register"
 REPORT = "/lmkv.internal.v1.ReportService/Report"
-LOOKUP = "/lmkv.v1.CacheService/Lookup"
-LOOKUP_STREAM = "/lmkv.v1.CacheService/LookupStream"
+LOOKUP = "/lmkv.internal.v1.LookupService/Lookup"
+LOOKUP_STREAM = "/lmkv.internal.v1.LookupService/LookupStream"
 INIT = "/lmkv.v1.PeerService/Init"
 
 AddressOf = Callable[[str, str], str]

@@ -12,7 +12,7 @@ import httpx
 
 from lmkv import rpc
 from lmkv.errors import LmkvError, RevisionCompacted, WatcherTooSlow
-from lmkv.keys import ChunkKey, split_keys
+from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import LayoutChange, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from tests.chaos.actor import Actor
@@ -115,5 +115,5 @@ class LayoutWatcher(Actor):
                 del self._held[place]
             return
         held = self._held[change.instance_id, change.tier]
-        held |= set(split_keys(change.admitted_keys))
-        held -= set(split_keys(change.evicted_keys))
+        held |= {*map(ChunkKey, change.admitted_keys)}
+        held -= {*map(ChunkKey, change.evicted_keys)}

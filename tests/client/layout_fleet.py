@@ -80,8 +80,7 @@ class Fleet:
         async with Client(self.address) as client:
             async for one in client.watch():
                 for part in one.changes:
-                    keys = [part.admitted_keys[at : at + 16] for at in range(0, len(part.admitted_keys), 16)]
-                    held |= {(f"kv@{part.instance_id}@small", MEDIA[part.tier], key) for key in keys}
+                    held |= {(f"kv@{part.instance_id}@small", MEDIA[part.tier], key) for key in part.admitted_keys}
                 if not one.snapshot:
                     return held
         raise AssertionError("the watch ended")

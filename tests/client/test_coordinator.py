@@ -22,6 +22,7 @@ from lmkv.errors import (
 )
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.rpc.prompts import by_keys
 from lmkv.tiers import format_position
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
@@ -117,7 +118,7 @@ async def test_chunks_that_stay_behind_are_in_the_result(coordinator: Coordinato
     fleet.b.limit = 2
     result = await (await coordinator.move(PROMPT, source="a", destination="b")).wait(60)
     assert result.chunk_count == 2
-    assert [failure.chunk_keys for failure in result.failures] == [KEYS[2]]
+    assert [failure.chunk_keys for failure in result.failures] == [[KEYS[2]]]
 
 
 async def test_iteration_yields_progress_until_the_end(coordinator: Coordinator, fleet: Fleet) -> None:
@@ -185,13 +186,17 @@ async def test_a_stream_of_lookups_answers_each_its_own(coordinator: Coordinator
         assert [answer.holders[0].matched_token_count for answer in answers] == [16, 32, 40]
         with pytest.raises(BadTokens):
             await stream.lookup([200_000])
+        with pytest.raises(BadTokens, match="use one of the two"):
+            await stream.lookup(PROMPT, keys=KEYS)
+        with pytest.raises(BadRequest, match="cache_salt: keys contain it"):
+            await stream.lookup(keys=KEYS, cache_salt="pepper")
         assert (await stream.lookup(keys=KEYS)).holders[0].matched_token_count == 40
 
 
 LONG_QUESTIONS: list[tuple[type[LmkvError], str, dict[str, Any]]] = [
     (BadTokens, "tokens", {"tokens": [999] * (MAX_MESSAGE_BYTES // 2)}),
-    (BadChunkKey, "chunk_keys", {"keys": KEYS[:1] * (MAX_MESSAGE_BYTES // 16)}),
-    (BadRequest, "cache_salt", {"keys": KEYS, "cache_salt": "x" * MAX_MESSAGE_BYTES}),
+    (BadChunkKey, "chunk_keys", {"keys": KEYS[:1] * (MAX_MESSAGE_BYTES // 18 + 1)}),
+    (BadRequest, "cache_salt", {"tokens": PROMPT, "cache_salt": "x" * MAX_MESSAGE_BYTES}),
 ]
 
 
@@ -209,11 +214,12 @@ async def test_a_question_that_is_longer_than_a_message_is_refused_alone(
 
 
 async def test_the_longest_question_that_may_be_sent_is_answered(coordinator: Coordinator) -> None:
-    keys = [ChunkKey(bytes(16))] * ((MAX_REQUEST_BYTES - 4) // 16)
+    keys = [ChunkKey(bytes(16))] * (MAX_REQUEST_BYTES // 18 - 3)  # a key takes 18 bytes of a message
     async with coordinator.lookup_stream() as stream:
-        salt = "x" * (MAX_REQUEST_BYTES - LookupRequest(chunk_keys=b"".join(keys)).ByteSize() - 2)
-        assert LookupRequest(chunk_keys=b"".join(keys), cache_salt=salt).ByteSize() == MAX_REQUEST_BYTES
-        assert not (await stream.lookup(keys=keys, cache_salt=salt)).holders
+        rest = MAX_REQUEST_BYTES - LookupRequest(prompt=by_keys(keys)).ByteSize() - 2
+        fingerprint = bytes(rest)
+        assert LookupRequest(prompt=by_keys(keys, fingerprint=fingerprint)).ByteSize() == MAX_REQUEST_BYTES
+        assert not (await stream.lookup(keys=keys, fingerprint=fingerprint)).holders
 
 
 async def test_a_lookup_that_is_cancelled_leaves_the_stream_to_others(coordinator: Coordinator) -> None:
@@ -246,8 +252,8 @@ async def test_a_watcher_gets_what_is_held_and_then_every_change(coordinator: Co
             held = known.setdefault(change.instance_id, set())
             if change.instance_gone:
                 held.clear()
-            held |= set(_split(change.admitted_keys))
-            held -= set(_split(change.evicted_keys))
+            held |= set(change.admitted_keys)
+            held -= set(change.evicted_keys)
         if not update.snapshot and not revision:
             revision = update.revision
             assert known == {"a": set(KEYS)}
@@ -258,12 +264,8 @@ async def test_a_watcher_gets_what_is_held_and_then_every_change(coordinator: Co
     later = coordinator.watch(revision)
     again = await anext(later)
     assert (again.reset, again.snapshot) == (False, False)
-    assert [_split(change.evicted_keys) for change in again.changes] == [KEYS[2:]]
+    assert [change.evicted_keys for change in again.changes] == [KEYS[2:]]
     await later.aclose()
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
 async def test_a_watcher_restarts_if_its_revision_is_unknown(coordinator: Coordinator) -> None:

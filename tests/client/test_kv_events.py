@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from lmkv.errors import ConfigError
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
 from lmkv_client import Coordinator as Client
@@ -52,8 +52,8 @@ def change(
         instance_id=instance_id,
         tier=tier,
         fingerprint=FINGERPRINT,
-        admitted_keys=join_keys(admitted),
-        evicted_keys=join_keys(evicted or []),
+        admitted_keys=admitted,
+        evicted_keys=evicted or [],
     )
 
 

@@ -57,7 +57,7 @@ async def stored(address: str, short_folder: Path) -> AsyncIterator[str]:
         await engines[0].say(commit=commits)
         async with Coordinator(address) as coordinator:
             async for update in coordinator.watch():
-                if any(len(change.admitted_keys) == 16 * CHUNK_COUNT for change in update.changes):
+                if any(len(change.admitted_keys) == CHUNK_COUNT for change in update.changes):
                     break
         yield address
 
@@ -146,7 +146,7 @@ async def test_orders_and_lookups_name_the_reason_while_no_engine_has_registered
     address: str, run_command: RunCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with Coordinator(address) as coordinator:  # two nodes join it
-        while (await coordinator.lookup(keys=KEYS[:1])).partial:  # noqa: ASYNC110
+        while not (await coordinator.lookup(keys=KEYS[:1])).is_complete:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     commands = (
         ["lookup", "--tokens", "1,2", "--model", "llama"],

@@ -21,7 +21,7 @@ PROMPT = make_prompt(7, 1000)
 HELD_TOKENS = 768
 STORING, LOADING = "1af7651916cd43dd8448eb211c80319c", "2af7651916cd43dd8448eb211c80319c"
 CLIENT = "b7ad6b7169203331"
-LOOKUP, ACQUIRE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.PeerService/Acquire"
+LOOKUP, ACQUIRE = "lmkv.internal.v1.LookupService/Lookup", "lmkv.v1.PeerService/Acquire"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
+from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import split_keys
 from lmkv.v1 import cache_service_pb2 as cache_pb
@@ -42,16 +43,21 @@ class Method(NamedTuple):
 
 def lookup_request(request: cache_pb.LookupRequest) -> Summary:
     """Of a lookup by keys."""
-    return {"keys": key_names(request.chunk_keys), "excluded": request.excluded_instance_id}
+    return {"keys": key_names(b"".join(request.prompt.keys.chunk_keys)), "excluded": request.excluded_instance_id}
 
 
-def lookup_answer(answer: cache_pb.LookupResponse) -> Summary:
+def lookup_answer(answer: cache_pb.LookupResponse | lookup_pb.LookupResponse) -> Summary:
     """The tiers of each holder's chunks, in prompt order."""
     holders = {
         holder.instance_id: [tier for run in holder.runs for tier in [run.tier] * run.chunk_count]
         for holder in answer.holders
     }
-    return {"revision": answer.revision, "partial": answer.partial, "holders": holders}
+    return {"revision": answer.revision, "partial": not answer.is_complete, "holders": holders}
+
+
+def node_lookup_request(request: lookup_pb.LookupRequest) -> Summary:
+    """Of a lookup of a node."""
+    return {"keys": key_names(request.chunk_keys), "excluded": request.excluded_instance_id}
 
 
 def watch_answer(answer: cache_pb.WatchResponse) -> Summary:
@@ -65,8 +71,8 @@ def watch_answer(answer: cache_pb.WatchResponse) -> Summary:
             else {
                 "instance": change.instance_id,
                 "tier": change.tier,
-                "gained": key_names(change.admitted_keys),
-                "lost": key_names(change.evicted_keys),
+                "gained": key_names(b"".join(change.admitted_keys)),
+                "lost": key_names(b"".join(change.evicted_keys)),
             }
             for change in answer.changes
         ],
@@ -97,7 +103,11 @@ def report_request(report: report_pb.ReportRequest, layout_map_id: str) -> Summa
         "snapshot_end": report.snapshot_end,
         "map": layout_map_id,
         "changes": [
-            {"tier": change.tier, "gained": key_names(change.admitted_keys), "lost": key_names(change.evicted_keys)}
+            {
+                "tier": change.tier,
+                "gained": key_names(change.admitted_keys),
+                "lost": key_names(change.evicted_keys),
+            }
             for change in report.changes
         ],
     }
@@ -116,18 +126,21 @@ def order_request(order: report_pb.Order) -> tuple[str, Summary] | None:
 
 def outcome_answer(outcome: report_pb.OrderOutcome, keys: list[str]) -> Summary:
     """The keys for which an order failed: all if it does not account for each of them."""
-    failed = [name for failure in outcome.failures for name in key_names(failure.chunk_keys)]
+    failed = [name for failure in outcome.failures for name in key_names(b"".join(failure.chunk_keys))]
     is_whole = outcome.chunk_count + len(failed) == len(keys)
     return {"failed": failed if is_whole else keys, "status": outcome.status.code}
 
 
 def _selection(request: Any, **fields: Any) -> Summary:
-    return {"keys": key_names(request.chunk_keys), "request_id": request.request_id} | fields
+    return {"keys": key_names(b"".join(request.prompt.keys.chunk_keys)), "request_id": request.request_id} | fields
 
 
 METHODS: Mapping[str, Method] = {
     "CacheService/Lookup": Method(
         "Lookup", cache_pb.LookupRequest, lookup_request, cache_pb.LookupResponse, lookup_answer
+    ),
+    "LookupService/Lookup": Method(
+        "Lookup", lookup_pb.LookupRequest, node_lookup_request, lookup_pb.LookupResponse, lookup_answer
     ),
     "CacheService/Move": Method(
         "Move",

@@ -12,9 +12,12 @@ from google.longrunning import operations_pb2
 
 from lmkv import rpc
 from lmkv.errors import ChunkNotFound, Unreachable
+from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
+from lmkv.internal.v1 import lookup_service_pb2_grpc as lookup_grpc
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1 import report_service_pb2_grpc as report_grpc
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv.v1.chunk_pb2 import TIER_HOST
@@ -22,11 +25,23 @@ from tests.chaos.relay import CoordinatorRelay
 from tests.histories.history import NEVER, Outcome, Record, dump, load
 from tests.histories.recorder import Recorder
 
-KEYS = join_keys([ChunkKey((3).to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(2)])
+KEYS = [ChunkKey((3).to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(2)]
 ANSWER = pb.LookupResponse(
-    holders=[pb.Holder(instance_id="node-1", runs=[pb.TierRun(tier=TIER_HOST, chunk_count=2)])], revision=7
+    holders=[pb.Holder(instance_id="node-1", runs=[pb.TierRun(tier=TIER_HOST, chunk_count=2)])],
+    revision=7,
+    is_complete=True,
 )
 FOUND = {"revision": 7, "partial": False, "holders": {"node-1": [2, 2]}}
+
+
+class NodeLookups(lookup_grpc.LookupServiceServicer):
+    """Answers nodes."""
+
+    async def Lookup(self, request: lookup_pb.LookupRequest, context: Any) -> lookup_pb.LookupResponse:  # noqa: N802
+        return lookup_pb.LookupResponse(holders=ANSWER.holders, revision=ANSWER.revision, is_complete=True)
+
+    LookupStream: Any = None
+    """The relay makes a call of each lookup."""
 
 
 class Scripted(pb_grpc.CacheServiceServicer, report_grpc.ReportServiceServicer):
@@ -49,7 +64,7 @@ class Scripted(pb_grpc.CacheServiceServicer, report_grpc.ReportServiceServicer):
         yield pb.WatchResponse(revision=8, changes=[pb.LayoutChange(instance_id="node-1", instance_gone=True)])
 
     async def Report(self, request_iterator: Any, context: Any) -> AsyncIterator[report_pb.ReportResponse]:  # noqa: N802
-        drop = report_pb.DropOrder(tier=TIER_HOST, chunk_keys=KEYS)
+        drop = report_pb.DropOrder(tier=TIER_HOST, chunk_keys=join_keys(KEYS))
         async for report in request_iterator:
             if report.sequence == 2:
                 order = report_pb.Order(order_id="o1", operation_name="move-1", drop=drop)
@@ -61,6 +76,7 @@ async def address() -> AsyncIterator[str]:
     server = await rpc.make_server([])
     scripted = cast(Any, Scripted)()
     pb_grpc.add_CacheServiceServicer_to_server(scripted, server)
+    lookup_grpc.add_LookupServiceServicer_to_server(NodeLookups(), server)
     report_grpc.add_ReportServiceServicer_to_server(scripted, server)
     port = rpc.add_port(server, "127.0.0.1:0")
     await server.start()
@@ -93,10 +109,10 @@ def test_a_record_is_the_same_after_it_was_written(tmp_path: Path) -> None:
 async def test_unary_calls_have_answers_refusals_or_unknown_outcomes(recorder: Recorder, address: str) -> None:
     async with recorder.client_channel(address, "coordinator-1") as channel:
         stub: Any = pb_grpc.CacheServiceStub(channel)
-        await stub.Lookup(pb.LookupRequest(chunk_keys=KEYS), timeout=60)
+        await stub.Lookup(pb.LookupRequest(prompt=by_keys(KEYS)), timeout=60)
         for copy in (True, False):
             with pytest.raises(grpc.RpcError):
-                await stub.Move(pb.MoveRequest(chunk_keys=KEYS, copy=copy))
+                await stub.Move(pb.MoveRequest(prompt=by_keys(KEYS), copy=copy))
     lookup, refused, unknown = recorded(recorder)
     assert (lookup.call, lookup.server, lookup.outcome) == ("Lookup", "coordinator-1", Outcome.OK)
     assert lookup.request == {"keys": ["3/0", "3/1"], "excluded": "", "timeout": 60}
@@ -111,7 +127,7 @@ async def test_each_message_of_a_stream_is_a_record(recorder: Recorder, address:
         stub: Any = pb_grpc.CacheServiceStub(channel)
         watched = [response.revision async for response in stub.Watch(pb.WatchRequest())]
         call = stub.LookupStream()
-        await call.write(pb.LookupStreamRequest(requests=[pb.LookupRequest(chunk_keys=KEYS)] * 2))
+        await call.write(pb.LookupStreamRequest(requests=[pb.LookupRequest(prompt=by_keys(KEYS))] * 2))
         for _ in range(2):
             assert isinstance(await call.read(), pb.LookupStreamResponse)
         await call.done_writing()
@@ -130,7 +146,7 @@ async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outc
     relay = CoordinatorRelay(recorder.relay_channel(address, "coordinator-1"), lambda _, peer: peer)
     async with relay, rpc.open_channel(f"127.0.0.1:{relay.port}") as channel:
         call: Any = report_grpc.ReportServiceStub(channel).Report()  # type: ignore[call-arg]
-        change = report_pb.ChunkChange(tier=TIER_HOST, admitted_keys=KEYS)
+        change = report_pb.ChunkChange(tier=TIER_HOST, admitted_keys=join_keys(KEYS))
         for sequence in (1, 2):
             await call.write(report_pb.ReportRequest(instance_id="node-1", sequence=sequence, changes=[change]))
         assert (await call.read()).acked_sequence == 2
@@ -152,12 +168,13 @@ async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outc
 async def test_each_lookup_of_a_stream_passes_a_relay_as_a_call(recorder: Recorder, address: str) -> None:
     relay = CoordinatorRelay(recorder.relay_channel(address, "coordinator-1"), lambda _, peer: peer)
     async with relay, rpc.open_channel(f"127.0.0.1:{relay.port}") as channel:
-        call: Any = pb_grpc.CacheServiceStub(channel).LookupStream()  # type: ignore[call-arg]
+        call: Any = lookup_grpc.LookupServiceStub(channel).LookupStream()  # type: ignore[call-arg]
         for count in (2, 1):
-            await call.write(pb.LookupStreamRequest(requests=[pb.LookupRequest(chunk_keys=KEYS)] * count))
+            request = lookup_pb.LookupRequest(chunk_keys=join_keys(KEYS))
+            await call.write(lookup_pb.LookupStreamRequest(requests=[request] * count))
             assert len((await call.read()).results) == count
         await call.done_writing()
-        assert not isinstance(await call.read(), pb.LookupStreamResponse)
+        assert not isinstance(await call.read(), lookup_pb.LookupStreamResponse)
     lookups = recorded(recorder)
     assert [(lookup.call, lookup.outcome) for lookup in lookups] == [("Lookup", Outcome.OK)] * 3
     assert all(lookup.answer.items() >= FOUND.items() for lookup in lookups)

@@ -13,6 +13,7 @@ import grpc
 from google.longrunning import operations_pb2
 
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1.chunk_pb2 import Position
@@ -67,7 +68,7 @@ class StreamActor(Actor):
         prompts = self.chance.sample(PROMPTS, self.chance.randint(1, 4))
         await call.write(
             cache_pb.LookupStreamRequest(
-                requests=[cache_pb.LookupRequest(chunk_keys=join_keys(prompt)) for prompt in prompts]
+                requests=[cache_pb.LookupRequest(prompt=by_keys(prompt)) for prompt in prompts]
             )
         )
         answered = 0
@@ -100,7 +101,7 @@ class ResultActor(Actor):
     async def _clear(self, line: Line) -> None:
         node, prompt = self.chance.choice(self._nodes), self.chance.choice(PROMPTS)
         request = cache_pb.ClearRequest(
-            instance_id=node.name, chunk_keys=join_keys(prompt), request_id=uuid.UUID(int=self._bits()).hex
+            prompt=by_keys(prompt), instance_id=node.name, request_id=uuid.UUID(int=self._bits()).hex
         )
         if await self._follow(line, await self._repeated(line, line.cache.Clear, request)):
             with suppress(*TROUBLE):
@@ -113,9 +114,9 @@ class ResultActor(Actor):
     async def _move(self, line: Line) -> None:
         source, destination = self.chance.sample(self._nodes, 2)
         request = cache_pb.MoveRequest(
+            prompt=by_keys(self.chance.choice(PROMPTS)),
             old_position=Position(instance_id=source.name),
             new_position=Position(instance_id=destination.name),
-            chunk_keys=join_keys(self.chance.choice(PROMPTS)),
             copy=self.chance.random() < 0.3,
             request_id=uuid.UUID(int=self._bits()).hex,
         )
@@ -125,7 +126,7 @@ class ResultActor(Actor):
     async def _pin(self, line: Line) -> None:
         position = Position(instance_id=self.chance.choice(self._nodes).name)
         prompt = self.chance.choice(PROMPTS)
-        request = cache_pb.PinRequest(position=position, chunk_keys=join_keys(prompt), request_id=f"{self._bits():x}")
+        request = cache_pb.PinRequest(prompt=by_keys(prompt), position=position, request_id=f"{self._bits():x}")
         request.ttl.FromSeconds(2)
         pinned = await self._repeated(line, line.cache.Pin, request)
         if self.chance.random() < 0.5:

@@ -62,7 +62,7 @@ async def fleet(
         beating = asyncio.create_task(beat(instances))
         stack.callback(beating.cancel)
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
-        while (await cache.Lookup(cache_service_pb2.LookupRequest(), timeout=60)).partial:
+        while not (await cache.Lookup(cache_service_pb2.LookupRequest(), timeout=60)).is_complete:
             pass
         config = NodeConfig(instance_id="lmkv-1", runtime_dir=str(runtime_dir), max_local_cpu_size=1 / 64)
         node = await stack.enter_async_context(Node(config))

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from lmkv import rpc
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -67,7 +68,7 @@ async def coordinator() -> AsyncIterator[Coordinator]:
         open_before = descriptors()
         yield coordinator
         stub: Any = CacheServiceStub(channel)
-        answer = await stub.Lookup(LookupRequest(tokens=PROMPT), timeout=WAIT_SECONDS)
+        answer = await stub.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=WAIT_SECONDS)
         assert [holder.matched_token_count for holder in answer.holders] == [40]
         async with httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", timeout=60) as http:
             assert (await http.post("/lookup", json={"tokens": PROMPT})).json()["a"] == ["LocalCPUBackend", 40]

@@ -14,8 +14,9 @@ from google.longrunning.operations_pb2_grpc import OperationsStub
 
 from lmkv import rpc
 from lmkv.rpc.lookup_call import LookupCall
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.cache_service_pb2 import LookupRequest, MoveRequest, WatchRequest
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -177,14 +178,14 @@ async def use_coordinator(coordinator: Coordinator, channel: grpc.aio.Channel, n
         ScriptedInstance(channel, fleet, f"{name}{number}", LLAMA, held) for name, held in (("a", CHUNKS), ("b", ()))
     )
     watch = cache.Watch(WatchRequest(), timeout=WAIT_SECONDS)
-    lookups = LookupCall(cache, coordinator.address)
+    lookups = LookupCall[LookupRequest, LookupResponse](cache, LookupStreamRequest, coordinator.address)
     try:
         async with a, b:
-            await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=WAIT_SECONDS)
-            await asyncio.gather(*(lookups.lookup(LookupRequest(tokens=PROMPT)) for _ in range(2)))
+            await cache.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=WAIT_SECONDS)
+            await asyncio.gather(*(lookups.lookup(LookupRequest(prompt=by_tokens(PROMPT))) for _ in range(2)))
             await watch.read()
             source, target = (Position(instance_id=one.instance_id, tier=TIER_HOST) for one in (a, b))
-            request = MoveRequest(old_position=source, new_position=target, tokens=PROMPT)
+            request = MoveRequest(prompt=by_tokens(PROMPT), old_position=source, new_position=target)
             operation = await cache.Move(request, timeout=WAIT_SECONDS)
             wait = operations_pb2.WaitOperationRequest(name=operation.name)
             await OperationsStub(channel).WaitOperation(wait, timeout=WAIT_SECONDS)

@@ -26,6 +26,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.ext_proc.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.peer_service_pb2 import AcquireRequest
@@ -68,7 +69,7 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
     tokens = write(tmp_path / "tokens.yaml", entry("reader", "a"), entry("reader", "b"))
     port, log = free_port(), tmp_path / "log"
     arguments = ("coordinator", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_port()))
-    large, small = LookupRequest(tokens=[1] * 1_000_000), LookupRequest(tokens=range(100))
+    large, small = LookupRequest(prompt=by_tokens([1] * 1_000_000)), LookupRequest(prompt=by_tokens(range(100)))
     with server("coordinator", *arguments, "--auth-tokens", tokens, log=log) as process:
         async with (
             rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="reader-of-a-token"))) as hog,

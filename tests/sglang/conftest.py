@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint
@@ -115,7 +116,7 @@ class Fleet:
 
     def holders(self, prompt: Sequence[int], cache_salt: str) -> dict[str, int]:
         """Number of tokens of a prompt with a cache salt that each instance holds."""
-        request = cache_service_pb2.LookupRequest(tokens=prompt, cache_salt=cache_salt)
+        request = cache_service_pb2.LookupRequest(prompt=by_tokens(prompt, cache_salt=cache_salt))
         with grpc.insecure_channel(self.coordinator.address) as channel:
             response = cache_service_pb2_grpc.CacheServiceStub(channel).Lookup(request, timeout=60, wait_for_ready=True)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}

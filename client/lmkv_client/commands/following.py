@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from lmkv.errors import LmkvError
-from lmkv.keys import split_keys
 from lmkv.tiers import format_position, tier_name
 from lmkv.units import format_bytes
 from lmkv.v1.cache_service_pb2 import (
@@ -178,7 +177,7 @@ def _describe_drain(instance_id: str, result: DrainResult) -> Iterator[str]:
 
 def _describe_failures(failures: Sequence[ChunkFailure], where: str = "") -> Iterator[str]:
     for failure in failures:
-        keys = split_keys(failure.chunk_keys)
+        keys = failure.chunk_keys
         which = f"{count(len(keys), 'chunk')} from {keys[0].hex()} on" if keys else "everything"
         yield f"  failed {where}for {which}: {failure.status.message}"
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     async def look_up(coordinator: Coordinator) -> tuple[LookupResponse, bool]:
         """The response, and whether any engine has registered."""
         response = await coordinator.lookup(tokens, **chunks)
-        if not (response.holders or response.partial or args.json):
+        if response.is_complete and not (response.holders or args.json):
             with suppress(LmkvError):  # a token may be good for lookups only
                 return response, any(instance.specs for instance in await coordinator.instances())
         return response, True
@@ -67,7 +67,7 @@ def print_holders(response: LookupResponse) -> None:
         print_table(COLUMNS, held)
     else:
         print("no instance holds any of it")
-    if response.partial:
+    if not response.is_complete:
         print("instances are still reporting what they hold: ask again for the whole answer")
 
 

@@ -11,7 +11,6 @@ from google.protobuf.json_format import MessageToDict
 
 from lmkv.cli import Command
 from lmkv.errors import ModelNotFound
-from lmkv.keys import KEY_BYTES
 from lmkv.tiers import tier_name
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv_client import Coordinator, LayoutUpdate
@@ -91,9 +90,9 @@ def describe(update: LayoutUpdate) -> Iterator[str]:
 
 
 def _describe_keys(change: LayoutChange) -> str:
-    admitted, evicted = len(change.admitted_keys) // KEY_BYTES, len(change.evicted_keys) // KEY_BYTES
+    admitted, evicted = len(change.admitted_keys), len(change.evicted_keys)
     counts = [text for number, text in ((admitted, f"+{admitted:,}"), (evicted, f"-{evicted:,}")) if number]
-    first = (change.admitted_keys or change.evicted_keys)[:KEY_BYTES].hex()
+    first = next(iter(change.admitted_keys or change.evicted_keys), b"").hex()
     return f"{' '.join(counts) or 'nothing'}  {first}{' ...' if admitted + evicted > 1 else ''}".rstrip()
 
 

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lmkv.errors import LmkvError
 from lmkv.rpc.endpoints import CHANNEL_OPTIONS
 from lmkv.rpc.error_status import from_rpc_error
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, end_processes, free_port, pids_with_environment
@@ -49,7 +50,7 @@ class CoordinatorProcess(CheckedServer):
 
     def holders(self, tokens: Sequence[int]) -> dict[str, int]:
         """Number of prompt tokens that each instance holds, by instance id. Raises the coordinator's error."""
-        request = cache_service_pb2.LookupRequest(tokens=tokens)
+        request = cache_service_pb2.LookupRequest(prompt=by_tokens(tokens))
         try:
             with grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
                 stub = cache_service_pb2_grpc.CacheServiceStub(channel)

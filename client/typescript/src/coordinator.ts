@@ -5,7 +5,7 @@ import { randomUUID } from "node:crypto";
 import type { Message } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
 
-import { chunkFields, type Chunks } from "./chunks.js";
+import { type Chunks, promptFields } from "./chunks.js";
 import { Connections } from "./connections.js";
 import type { Connection, Token } from "./connection.js";
 import { LmkvError } from "./errors.js";
@@ -111,7 +111,7 @@ export class Coordinator implements Disposable {
    * Throws `BAD_TOKENS`, `BAD_CHUNK_KEY`, `MODEL_AMBIGUOUS`, `MODEL_NOT_FOUND`.
    */
   async lookup(chunks: Chunks): Promise<LookupResponse> {
-    const request = chunkFields(chunks);
+    const request = promptFields(chunks);
     return await this.connections.call((to, options) => to.cache.lookup(request, options));
   }
 
@@ -136,7 +136,7 @@ export class Coordinator implements Disposable {
 
   private async transfer({ source, destination, requestId, ...chunks }: Move, copy: boolean): Promise<MoveOperation> {
     const request = {
-      ...chunkFields(chunks),
+      ...promptFields(chunks),
       oldPosition: parsePosition(source),
       newPosition: parsePosition(destination),
       copy,
@@ -152,7 +152,7 @@ export class Coordinator implements Disposable {
    */
   async pin({ position, ttlSeconds = 300, requestId, ...chunks }: Pin): Promise<PinnedChunks> {
     const request = {
-      ...chunkFields(chunks),
+      ...promptFields(chunks),
       position: parsePosition(position),
       ttl: durationFromMs(Math.round(ttlSeconds * 1000)),
       requestId: requestId ?? randomUUID(),
@@ -183,8 +183,11 @@ export class Coordinator implements Disposable {
    * Throws what `lookup` throws, `INSTANCE_NOT_FOUND`, `BAD_SELECTION`, `FULL`.
    */
   async clear(clear: Clear): Promise<ClearOperation> {
+    const { prompt } = promptFields(clear);
+    const namesModel = prompt?.prompt.case === "tokens" && prompt.prompt.value.tokenIds.length === 0;
     const request = {
-      ...chunkFields(clear),
+      ...(prompt && !namesModel ? { prompt } : {}),
+      modelName: namesModel ? (clear.modelName ?? "") : "",
       instanceId: clear.instanceId ?? "",
       tier: clear.tier ?? Tier.UNSPECIFIED,
       all: clear.everything ?? false,

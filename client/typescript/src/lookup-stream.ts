@@ -6,7 +6,7 @@
 
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
 
-import { chunkFields, type Chunks } from "./chunks.js";
+import { type Chunks, promptFields } from "./chunks.js";
 import { type Connection, MAX_MESSAGE_BYTES } from "./connection.js";
 import type { Connections } from "./connections.js";
 import { fromStatus, LmkvError } from "./errors.js";
@@ -37,7 +37,7 @@ export class LookupStream implements Disposable {
    * call, and with it the lookups of all who share the stream.
    */
   async lookup(chunks: Chunks): Promise<LookupResponse> {
-    const request = create(LookupRequestSchema, chunkFields(chunks));
+    const request = create(LookupRequestSchema, promptFields(chunks));
     const connection = this.connections.current;
     if (!this.line || this.line.ended || this.line.connection !== connection) {
       this.line?.close();
@@ -81,8 +81,11 @@ class Question {
 
   /** About how much of a message it takes, rather more than less. */
   get sizeBytes(): number {
-    const { tokens, chunkKeys, modelName, cacheSalt, loraName } = this.request;
-    return 64 + 5 * tokens.length + chunkKeys.length + 3 * (modelName.length + cacheSalt.length + loraName.length);
+    const prompt = this.request.prompt?.prompt;
+    if (prompt?.case === "keys") return 128 + prompt.value.chunkKeys.reduce((sum, key) => sum + key.length + 4, 0);
+    if (prompt?.case !== "tokens") return 64;
+    const { tokenIds, modelName, cacheSalt, loraName } = prompt.value;
+    return 64 + 5 * tokenIds.length + 3 * (modelName.length + cacheSalt.length + loraName.length);
   }
 
   resolve(result: LookupResult["result"]): void {

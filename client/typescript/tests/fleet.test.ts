@@ -7,7 +7,7 @@ import { after, test } from "node:test";
 import { LookupResponseSchema } from "lmkv-client/v1/cache_service";
 
 import { Coordinator, type LayoutUpdate, Tier } from "../src/index.js";
-import { ask, refusal, setting, splitKeys } from "./setting.js";
+import { ask, refusal, setting, hexKeys } from "./setting.js";
 
 const { tokens, keys } = setting;
 const [source, destination] = setting.instances;
@@ -31,8 +31,8 @@ class LayoutMap {
       const held = this.held.get(change.instanceId) ?? new Set();
       this.held.set(change.instanceId, held);
       if (change.instanceGone) held.clear();
-      for (const key of splitKeys(change.admittedKeys)) held.add(key);
-      for (const key of splitKeys(change.evictedKeys)) held.delete(key);
+      for (const key of hexKeys(change.admittedKeys)) held.add(key);
+      for (const key of hexKeys(change.evictedKeys)) held.delete(key);
     }
   }
 
@@ -94,7 +94,7 @@ test("a question that is longer than a message may be is refused alone", async (
     );
     await assert.rejects(
       asks.lookup(manyKeys),
-      refusal("BAD_CHUNK_KEY", { field: "chunk_keys", size_bytes: "1048576", ...limit }),
+      refusal("BAD_CHUNK_KEY", { field: "chunk_keys", size_bytes: "1048578", ...limit }),
     );
     await assert.rejects(asks.lookup({ keys, cacheSalt: "x".repeat(1 << 20) }), refusal("BAD_REQUEST"));
   }

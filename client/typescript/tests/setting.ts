@@ -31,10 +31,9 @@ export function refusal(reason: string, metadata: Record<string, string> = {}): 
   };
 }
 
-/** The keys in a wire field. */
-export function splitKeys(packed: Uint8Array): string[] {
-  const hex = Buffer.from(packed).toString("hex");
-  return hex.match(/.{32}/g) ?? [];
+/** Keys as text, which can be compared. */
+export function hexKeys(keys: Uint8Array[]): string[] {
+  return keys.map((key) => Buffer.from(key).toString("hex"));
 }
 
 /** Asks the caller of these tests for something, such as to restart the coordinator. */

@@ -46,7 +46,7 @@ SWEEP_SECONDS = 0.5
 
 
 class Coordinator:
-    """Serves `CacheService`, `RegistryService`, `ReportService` and `Operations` while it is entered.
+    """Serves `CacheService`, `RegistryService`, `ReportService`, `LookupService` and `Operations` while it is entered.
 
     It serves gRPC on `port`, or on `grpc_ports` if given, and HTTP on `http_ports`. Ports are mapped from the
     configuration key that sets them; 0 takes a free port. All use TLS if `credentials` have a certificate;

@@ -13,7 +13,7 @@ import grpc
 from google.longrunning import operations_pb2_grpc
 
 from lmkv.auth.caller import current_caller
-from lmkv.internal.v1 import report_service_pb2_grpc
+from lmkv.internal.v1 import lookup_service_pb2_grpc, report_service_pb2_grpc
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv_server.coordinator.services.services import Services
 
@@ -60,6 +60,7 @@ class Tenants:
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer("cache"), server)
         registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self._servicer("registry"), server)
         report_service_pb2_grpc.add_ReportServiceServicer_to_server(self._servicer("reports"), server)
+        lookup_service_pb2_grpc.add_LookupServiceServicer_to_server(self._servicer("node_lookups"), server)
         operations_pb2_grpc.add_OperationsServicer_to_server(self._servicer("operations"), server)
 
     def _servicer(self, service: str) -> Any:

@@ -23,6 +23,7 @@ from lmkv import cli
 from lmkv.errors import BadTokens, ModelAmbiguous, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import make_server
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.v1.cache_service_pb2 import Holder, LookupRequest, LookupResponse, TierRun
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, KvSpec
@@ -41,7 +42,7 @@ class CannedCoordinator(CacheServiceServicer, RegistryServiceServicer):
     """Answers what the test has put in, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.response = LookupResponse(revision=3)
+        self.response = LookupResponse(revision=3, is_complete=True)
         self.instances: list[Instance] = []
         self.page_size = 2
         self.failure: Exception | None = None
@@ -91,17 +92,19 @@ def holder(instance_id: str, *runs: tuple[int, int, int]) -> Holder:
 
 
 async def test_the_sdk_asks_by_tokens(coordinator: CannedCoordinator) -> None:
-    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))])
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))], is_complete=True)
     async with Coordinator(coordinator.address) as client:
         response = await client.lookup(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")
     assert response == coordinator.response
-    assert coordinator.asked == [LookupRequest(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")]
+    assert coordinator.asked == [
+        LookupRequest(prompt=by_tokens(TOKENS, model_name="llama", cache_salt="s", lora_name="l"))
+    ]
 
 
 async def test_the_sdk_asks_by_keys(coordinator: CannedCoordinator) -> None:
     async with Coordinator(coordinator.address) as client:
         await client.lookup(keys=[ChunkKey(b"a" * 16), ChunkKey(b"b" * 16)])
-    assert coordinator.asked == [LookupRequest(chunk_keys=b"a" * 16 + b"b" * 16)]
+    assert coordinator.asked == [LookupRequest(prompt=by_keys([b"a" * 16, b"b" * 16]))]
 
 
 async def test_the_sdk_raises_the_coordinators_own_errors(coordinator: CannedCoordinator) -> None:
@@ -136,10 +139,11 @@ async def test_the_sdk_lists_all_pages(coordinator: CannedCoordinator) -> None:
 
 async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator.response = LookupResponse(
+        is_complete=True,
         holders=[
             holder("lmkv-1", (TIER_HOST, 20, 5120), (TIER_DISK, 1, 7)),
             holder("lmkv-2", (TIER_HOST, 1, 256)),
-        ]
+        ],
     )
     assert await run("lookup", "--tokens", "1,2,3", "--model", "llama", "--cache-salt", "s", "--lora", "l") == 0
     assert capsys.readouterr().out == (
@@ -148,7 +152,9 @@ async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsy
         "lmkv-1    disk       7       1\n"
         "lmkv-2    host     256       1\n"
     )
-    assert coordinator.asked == [LookupRequest(tokens=[1, 2, 3], model_name="llama", cache_salt="s", lora_name="l")]
+    assert coordinator.asked == [
+        LookupRequest(prompt=by_tokens([1, 2, 3], model_name="llama", cache_salt="s", lora_name="l"))
+    ]
 
 
 async def test_an_uncached_prompt_is_an_empty_answer(
@@ -160,7 +166,7 @@ async def test_an_uncached_prompt_is_an_empty_answer(
     coordinator.instances[0].specs.add(model_name="llama")
     assert await run("lookup", "--tokens", "[1, 2]") == 0
     assert capsys.readouterr().out == "no instance holds any of it\n"
-    coordinator.response.partial = True
+    coordinator.response.is_complete = False
     assert await run("lookup", "--tokens", "1") == 0
     assert "still reporting" in capsys.readouterr().out
 
@@ -168,11 +174,11 @@ async def test_an_uncached_prompt_is_an_empty_answer(
 async def test_lookup_as_json_has_the_words_of_the_api(
     coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))])
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))], is_complete=True)
     assert await run("lookup", "--tokens", "1", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["holders"][0]["runs"] == [{"tier": "TIER_HOST", "chunk_count": 1, "token_count": 12}]
-    assert answer["partial"] is False
+    assert answer["is_complete"] is True
 
 
 async def test_lookup_reads_tokens_from_a_file_or_from_a_pipe(
@@ -182,12 +188,12 @@ async def test_lookup_reads_tokens_from_a_file_or_from_a_pipe(
     assert await run("lookup", "--tokens-file", str(tmp_path / "prompt.json")) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("[7, 8]\n"))
     assert await run("lookup", "--tokens-file", "-") == 0
-    assert [list(request.tokens) for request in coordinator.asked] == [TOKENS, [7, 8]]
+    assert [list(request.prompt.tokens.token_ids) for request in coordinator.asked] == [TOKENS, [7, 8]]
 
 
 async def test_lookup_takes_keys_in_hex(coordinator: CannedCoordinator) -> None:
     assert await run("lookup", "--keys", f"{'ab' * 16},{'cd' * 16}") == 0
-    assert coordinator.asked == [LookupRequest(chunk_keys=b"\xab" * 16 + b"\xcd" * 16)]
+    assert coordinator.asked == [LookupRequest(prompt=by_keys([b"\xab" * 16, b"\xcd" * 16]))]
 
 
 @pytest.fixture
@@ -198,7 +204,10 @@ def model(tmp_path: Path) -> Path:
 async def test_lookup_tokenizes_a_prompt(coordinator: CannedCoordinator, model: Path) -> None:
     assert await run("lookup", "--prompt", "explain cache", "--model", str(model)) == 0
     assert await run("lookup", "--prompt", "KV huh", "--model", "llama", "--tokenizer", str(model)) == 0
-    assert coordinator.asked == [LookupRequest(tokens=[1, 3]), LookupRequest(tokens=[2, 0], model_name="llama")]
+    assert coordinator.asked == [
+        LookupRequest(prompt=by_tokens([1, 3])),
+        LookupRequest(prompt=by_tokens([2, 0], model_name="llama")),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from lmkv.errors import Unreachable
 from lmkv.misses.advice import ADVICE
 from lmkv.misses.reason import MissReason
 from lmkv.rpc.endpoints import make_server
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import ExplainRequest, ExplainResponse, InstanceExplanation
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv.v1.chunk_pb2 import (
@@ -122,7 +123,7 @@ async def test_a_prompt_is_asked_for_by_its_tokens(
     failed = InstanceExplanation(instance_id="b", error=rpc.to_status(Unreachable("no answer", address="b")))
     canned.response = ExplainResponse(explanations=[answer("a", evicted(3)), failed])
     assert await run("--tokens", "1,2,3", "--model", "llama", "--instance", "a") == 0
-    assert canned.asked == [ExplainRequest(tokens=[1, 2, 3], model_name="llama", instance_id="a")]
+    assert canned.asked == [ExplainRequest(prompt=by_tokens([1, 2, 3], model_name="llama"), instance_id="a")]
     out = capsys.readouterr().out
     assert "evicted_by_store (own)" in out
     assert "raise max_local_cpu_size" in out

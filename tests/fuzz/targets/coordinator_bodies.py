@@ -62,6 +62,8 @@ def _calls(*parts: tuple[str, Any]) -> bytes:
 
 
 _CACHE = "/lmkv.v1.CacheService"
+_BY_TOKENS = {"tokens": {"tokenIds": PROMPT, "modelName": "llama"}}
+_BY_KEYS = {"keys": {"chunkKeys": ["AAAA"]}}
 _OPERATIONS = "/google.longrunning.Operations"
 SEEDS = [
     _calls(("/lookup", {"tokens": PROMPT, "model_name": "llama"}), ("/lookup", b'{"tokens": [1, 2], "tokens": [3]}')),
@@ -76,8 +78,8 @@ SEEDS = [
     _calls(("/unpin", {"event_id": "pin-1"}), ("/health", {"instance_id": "a"})),
     _calls(("/query_instance", {"ip": "10.0.0.1"}), ("/query_worker_info", {"worker_ids": [0, 1]})),
     _calls(("/tokenize", {"prompt": "hi", "model": "llama"})),
-    _calls((f"{_CACHE}/Lookup", {"tokens": PROMPT, "modelName": "llama"}), (f"{_CACHE}/Lookup", b"[1]")),
-    _calls((f"{_CACHE}/Pin", {"position": {"instanceId": "a"}, "ttl": "5s", "chunkKeys": "AAAA"})),
+    _calls((f"{_CACHE}/Lookup", {"prompt": _BY_TOKENS}), (f"{_CACHE}/Lookup", b"[1]")),
+    _calls((f"{_CACHE}/Pin", {"position": {"instanceId": "a"}, "ttl": "5s", "prompt": _BY_KEYS})),
     _calls((f"{_CACHE}/Watch", {"startRevision": "1"}), (f"{_CACHE}/Watch", {"startRevision": -1})),
     _calls((f"{_OPERATIONS}/WaitOperation", {"name": "x", "timeout": "5s"}), (f"{_OPERATIONS}/ListOperations", b"")),
     _calls(("/lmkv.v1.RegistryService/ListInstances", {"pageSize": 1, "pageToken": "x"})),

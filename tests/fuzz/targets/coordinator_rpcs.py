@@ -10,8 +10,10 @@ from typing import Any
 from google.longrunning import operations_pb2
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
@@ -34,9 +36,9 @@ COVERS = (
 )
 MAX_CALLS = 6
 METHODS = methods_of(SERVICE_NAMES)
-_NUMBERS = {method.name: number for number, method in enumerate(METHODS)}
+_NUMBERS = {f"{method.containing_service.name}.{method.name}": number for number, method in enumerate(METHODS)}
 HOST, DISK = chunk_pb2.TIER_HOST, chunk_pb2.TIER_DISK
-NAMED: dict[str, Any] = {"tokens": PROMPT, "model_name": "llama"}
+NAMED: dict[str, Any] = {"prompt": by_tokens(PROMPT, model_name="llama")}
 INSTANCE = registry_pb.Instance(
     instance_id="a", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto(), HYBRID.to_proto()]
 )
@@ -62,29 +64,54 @@ def _calls(*parts: tuple[str, Any]) -> bytes:
     return calls(*((_NUMBERS[name], message.SerializeToString()) for name, message in parts))
 
 
-_KEYED: dict[str, Any] = {"chunk_keys": join_keys(KEYS)}
+_KEYED: dict[str, Any] = {"prompt": by_keys(KEYS)}
+_PACKED: dict[str, Any] = {"chunk_keys": join_keys(KEYS)}
 _ON_DISK = chunk_pb2.Position(instance_id="a", tier=DISK)
 _AT = chunk_pb2.Position(instance_id="a", tier=HOST)
 SEEDS = [
-    _calls(("Lookup", pb.LookupRequest(**NAMED)), ("Lookup", pb.LookupRequest(**_KEYED, parent_key=KEYS[0]))),
-    _calls(("Lookup", pb.LookupRequest(**_KEYED, any_key=True, excluded_instance_id="b"))),
-    _calls(("LookupStream", pb.LookupStreamRequest(requests=[pb.LookupRequest(**NAMED), pb.LookupRequest(**_KEYED)]))),
-    _calls(("Watch", pb.WatchRequest(start_revision=1)), ("Watch", pb.WatchRequest(fingerprint=LLAMA.fingerprint))),
-    _calls(("Move", pb.MoveRequest(old_position=_AT, new_position=_ON_DISK, **NAMED))),
-    _calls(("Clear", pb.ClearRequest(instance_id="a", **_KEYED)), ("Drain", pb.DrainRequest(instance_id="a"))),
-    _calls(("Pin", pb.PinRequest(position=_AT, ttl=Duration(seconds=5), **_KEYED)), ("ListPins", pb.ListPinsRequest())),
-    _calls(("Unpin", pb.UnpinRequest(pin_id="pin-1")), ("Explain", pb.ExplainRequest(instance_id="a", **NAMED))),
+    _calls(("CacheService.Lookup", pb.LookupRequest(**NAMED)), ("CacheService.Lookup", pb.LookupRequest(**_KEYED))),
+    _calls(("LookupService.Lookup", lookup_pb.LookupRequest(**_PACKED, parent_key=KEYS[0]))),
+    _calls(("LookupService.Lookup", lookup_pb.LookupRequest(**_PACKED, any_key=True, excluded_instance_id="b"))),
     _calls(
-        ("Hint", pb.HintRequest(instance_id="a", action=chunk_pb2.HINT_ACTION_PIN, ttl=Duration(seconds=9), **NAMED))
+        (
+            "CacheService.LookupStream",
+            pb.LookupStreamRequest(requests=[pb.LookupRequest(**NAMED), pb.LookupRequest(**_KEYED)]),
+        )
     ),
-    _calls(("Register", registration(INSTANCE, bytes(16)))),
-    _calls(("Report", SNAPSHOT), ("ListInstances", registry_pb.ListInstancesRequest(page_size=1))),
-    _calls(("LocateInstance", registry_pb.LocateInstanceRequest(instance_id="a"))),
     _calls(
-        ("ListOperations", operations_pb2.ListOperationsRequest(page_size=1, filter="done=true")),
-        ("GetOperation", operations_pb2.GetOperationRequest(name="operations/move-1")),
-        ("WaitOperation", operations_pb2.WaitOperationRequest(name="x", timeout=Duration(seconds=5))),
-        ("CancelOperation", operations_pb2.CancelOperationRequest(name="operations/1")),
+        ("CacheService.Watch", pb.WatchRequest(start_revision=1)),
+        ("CacheService.Watch", pb.WatchRequest(fingerprint=LLAMA.fingerprint)),
+    ),
+    _calls(("CacheService.Move", pb.MoveRequest(old_position=_AT, new_position=_ON_DISK, **NAMED))),
+    _calls(
+        ("CacheService.Clear", pb.ClearRequest(instance_id="a", **_KEYED)),
+        ("CacheService.Drain", pb.DrainRequest(instance_id="a")),
+    ),
+    _calls(
+        ("CacheService.Pin", pb.PinRequest(position=_AT, ttl=Duration(seconds=5), **_KEYED)),
+        ("CacheService.ListPins", pb.ListPinsRequest()),
+    ),
+    _calls(
+        ("CacheService.Unpin", pb.UnpinRequest(pin_id="pin-1")),
+        ("CacheService.Explain", pb.ExplainRequest(instance_id="a", **NAMED)),
+    ),
+    _calls(
+        (
+            "CacheService.Hint",
+            pb.HintRequest(instance_id="a", action=chunk_pb2.HINT_ACTION_PIN, ttl=Duration(seconds=9), **NAMED),
+        )
+    ),
+    _calls(("RegistryService.Register", registration(INSTANCE, bytes(16)))),
+    _calls(
+        ("ReportService.Report", SNAPSHOT),
+        ("RegistryService.ListInstances", registry_pb.ListInstancesRequest(page_size=1)),
+    ),
+    _calls(("RegistryService.LocateInstance", registry_pb.LocateInstanceRequest(instance_id="a"))),
+    _calls(
+        ("Operations.ListOperations", operations_pb2.ListOperationsRequest(page_size=1, filter="done=true")),
+        ("Operations.GetOperation", operations_pb2.GetOperationRequest(name="operations/move-1")),
+        ("Operations.WaitOperation", operations_pb2.WaitOperationRequest(name="x", timeout=Duration(seconds=5))),
+        ("Operations.CancelOperation", operations_pb2.CancelOperationRequest(name="operations/1")),
     ),
 ]
 
@@ -98,9 +125,8 @@ async def _run(source: Input) -> None:
     services = make_services(lease_ttl=30.0, cluster_secret=b"hush")
     try:
         await _prepare(services)
-        servicers = dict(
-            zip(SERVICE_NAMES, (services.cache, services.registry, services.reports, services.operations), strict=True)
-        )
+        handlers = services.cache, services.registry, services.reports, services.node_lookups, services.operations
+        servicers: dict[str, Any] = dict(zip(SERVICE_NAMES, handlers, strict=True))
         for number, message in source.calls(MAX_CALLS):
             await call(servicers, METHODS[number % len(METHODS)], [message])
             services.core.check()

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from lmkv.auth.roles import CLIENT_RPC, ENGINES_RPC, ROLES, UNAUTHENTICATED_METHODS, Role
 from lmkv.ext_proc import external_processor_pb2
-from lmkv.internal.v1 import report_service_pb2
+from lmkv.internal.v1 import lookup_service_pb2, report_service_pb2
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
 from lmkv_server.coordinator.http.access import rpc_of
 from lmkv_server.http.access import VIEW_RPC
@@ -21,6 +21,7 @@ from lmkv_server.http.access import VIEW_RPC
 SERVED = (
     cache_service_pb2,
     registry_service_pb2,
+    lookup_service_pb2,
     report_service_pb2,
     peer_service_pb2,
     engine_service_pb2,

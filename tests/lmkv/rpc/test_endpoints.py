@@ -31,6 +31,7 @@ from lmkv.rpc.endpoints import (
     open_channel,
 )
 from lmkv.rpc.error_status import DOMAIN, from_rpc_error, from_status, to_status
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from tests.chaos.link import Link
@@ -56,7 +57,7 @@ class Cache(CacheServiceServicer):
             await context.abort(grpc.StatusCode.DATA_LOSS, "its own words")
         if self.failure:
             raise self.failure
-        return LookupResponse(revision=len(request.chunk_keys))
+        return LookupResponse(revision=len(b"".join(request.prompt.keys.chunk_keys)))
 
     async def Watch(self, request: WatchRequest, context: Any) -> AsyncIterator[WatchResponse]:  # noqa: N802
         yield WatchResponse(revision=1)
@@ -177,7 +178,7 @@ async def test_an_unexpected_failure_is_internal_and_the_server_continues(
     assert "Traceback" in caplog.text
     assert "/lmkv.v1.CacheService/Lookup failed unexpectedly" in caplog.text
     cache.failure = None
-    assert (await stub.Lookup(LookupRequest(chunk_keys=b"abc"), timeout=DEADLINE)).revision == 3
+    assert (await stub.Lookup(LookupRequest(prompt=by_keys([b"abc"])), timeout=DEADLINE)).revision == 3
 
 
 async def test_an_unexpected_failure_ends_a_stream_as_internal(cache: Cache, stub: Any) -> None:
@@ -198,14 +199,14 @@ async def test_a_handler_may_abort_in_its_own_words(cache: Cache, stub: Any) -> 
 async def test_a_message_over_the_limit_is_refused_and_the_server_continues(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         stub: Any = CacheServiceStub(channel)
-        too_large = LookupRequest(chunk_keys=bytes(MAX_MESSAGE_BYTES))
+        too_large = LookupRequest(prompt=by_keys([bytes(MAX_MESSAGE_BYTES)]))
         rpc_error, _ = await failure_of(lambda: stub.Lookup(too_large, timeout=DEADLINE))
         assert rpc_error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await stub.Lookup(LookupRequest(chunk_keys=bytes(1000)), timeout=DEADLINE)).revision == 1000
+        assert (await stub.Lookup(LookupRequest(prompt=by_keys([bytes(1000)])), timeout=DEADLINE)).revision == 1000
 
 
 async def test_our_own_channel_does_not_even_send_it(stub: Any) -> None:
-    too_large = LookupRequest(chunk_keys=bytes(MAX_MESSAGE_BYTES))
+    too_large = LookupRequest(prompt=by_keys([bytes(MAX_MESSAGE_BYTES)]))
     rpc_error, error = await failure_of(lambda: stub.Lookup(too_large, timeout=DEADLINE))
     assert rpc_error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert type(error) is LmkvError
@@ -339,7 +340,7 @@ async def test_a_server_listens_on_a_unix_socket_too(cache: Cache, short_folder:
     try:
         async with open_channel(f"unix:{short_folder}/s") as channel:
             stub: Any = CacheServiceStub(channel)
-            assert (await stub.Lookup(LookupRequest(chunk_keys=b"a"), timeout=DEADLINE)).revision == 1
+            assert (await stub.Lookup(LookupRequest(prompt=by_keys([b"a"])), timeout=DEADLINE)).revision == 1
     finally:
         await server.stop(None)
 

@@ -8,6 +8,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.rpc.endpoints import make_server, open_channel
+from lmkv.rpc.prompts import by_keys
 from lmkv.rpc.unary_call import answer_of
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
@@ -30,10 +31,10 @@ class Cache(CacheServiceServicer):
         self.begun_count += 1
         self.running_count += 1
         try:
-            await asyncio.sleep(0 if request.chunk_keys else WAIT_SECONDS)
+            await asyncio.sleep(0 if request.prompt.keys.chunk_keys else WAIT_SECONDS)
         finally:
             self.running_count -= 1
-        return LookupResponse(revision=len(request.chunk_keys))
+        return LookupResponse(revision=len(b"".join(request.prompt.keys.chunk_keys)))
 
 
 @pytest.fixture
@@ -83,4 +84,6 @@ async def test_a_cancelled_call_ends_at_the_server(stub: Any, cache: Cache) -> N
 
 
 async def test_a_call_that_has_its_answer_returns_it(stub: Any) -> None:
-    assert (await answer_of(stub.Lookup(LookupRequest(chunk_keys=bytes(16)), timeout=WAIT_SECONDS))).revision == 16
+    assert (
+        await answer_of(stub.Lookup(LookupRequest(prompt=by_keys([bytes(16)])), timeout=WAIT_SECONDS))
+    ).revision == 16

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.errors import TooManyRequests
+from lmkv.rpc.prompts import by_tokens
 from lmkv.runtime.memory_budget import (
     CALLER_FRACTION,
     DECODED_PROTOBUF_FACTOR,
@@ -243,10 +244,10 @@ def test_a_text_alone_costs_little() -> None:
 
 
 def test_no_lookup_takes_more_memory_than_its_bound() -> None:
-    message = LookupRequest(tokens=[1] * 500_000).SerializeToString()
+    message = LookupRequest(prompt=by_tokens([1] * 500_000)).SerializeToString()
     tracemalloc.start()
     try:
-        tokens = list(LookupRequest.FromString(message).tokens)
+        tokens = list(LookupRequest.FromString(message).prompt.tokens.token_ids)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from lmkv import rpc, telemetry
-from lmkv.errors import BadTokens, Unreachable
+from lmkv.errors import BadChunkKey, Unreachable
+from lmkv.rpc.prompts import by_keys
 from lmkv.telemetry import NO_SPAN, SpanKind, spans
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -109,10 +110,10 @@ async def test_a_call_is_a_span_on_both_sides_with_its_code(exporting: Receiver)
                 await rpc.call(stub.Lookup, name, coordinator.address, request, 5.0)
 
             with telemetry.follow("right", TRACEPARENT):
-                await look_up(cache_service_pb2.LookupRequest(chunk_keys=b"k" * 16))
-            with telemetry.begin("wrong", parent=""), pytest.raises(BadTokens):
-                await look_up(cache_service_pb2.LookupRequest(chunk_keys=b"k" * 16, tokens=[1]))
-            await look_up(cache_service_pb2.LookupRequest(chunk_keys=b"k" * 16))  # outside of any trace
+                await look_up(cache_service_pb2.LookupRequest(prompt=by_keys([b"k" * 16])))
+            with telemetry.begin("wrong", parent=""), pytest.raises(BadChunkKey):
+                await look_up(cache_service_pb2.LookupRequest(prompt=by_keys([b"k"])))
+            await look_up(cache_service_pb2.LookupRequest(prompt=by_keys([b"k" * 16])))  # outside of any trace
             port = coordinator.port
     right = exporting.span(SERVICE, "right")
     by_parent = {span.parent_id: span for span in exporting.spans if span.name == "lmkv.v1.CacheService/Lookup"}

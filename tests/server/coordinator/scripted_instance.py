@@ -358,7 +358,7 @@ Make = Callable[..., ScriptedInstance]
 
 def _fail(outcome: report_pb.OrderOutcome, keys: list[ChunkKey], error: LmkvError) -> None:
     if keys:
-        outcome.failures.add(chunk_keys=join_keys(keys), status=rpc.to_status(error))
+        outcome.failures.add(chunk_keys=keys, status=rpc.to_status(error))
 
 
 def unpacked(packed: Any, kind: type[Message]) -> Any:

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lmkv import rpc
 from lmkv.errors import ConfigError
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest
@@ -78,23 +79,23 @@ async def test_lookups_are_partial_until_all_instances_could_have_reported() -> 
     async with Coordinator(port=0, lease_ttl=4.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         registry = NodeStub(channel)
-        request = LookupRequest(chunk_keys=bytes(16))
-        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
+        request = LookupRequest(prompt=by_keys([bytes(16)]))
+        assert not (await cache.Lookup(request, timeout=WAIT_SECONDS)).is_complete
 
         async def is_partial() -> bool:
-            return bool((await cache.Lookup(request, timeout=WAIT_SECONDS)).partial)
+            return not (await cache.Lookup(request, timeout=WAIT_SECONDS)).is_complete
 
         await eventually(is_partial, expected=False)
         instance = Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
         await registry.Register(registration(instance), timeout=WAIT_SECONDS)
-        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
+        assert not (await cache.Lookup(request, timeout=WAIT_SECONDS)).is_complete
         stream = registry.Report()
         await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=1, snapshot=True))
         await stream.read()
-        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
+        assert not (await cache.Lookup(request, timeout=WAIT_SECONDS)).is_complete
         await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=2, snapshot=True, snapshot_end=True))
         await stream.read()
-        assert not (await cache.Lookup(request, timeout=WAIT_SECONDS)).partial
+        assert (await cache.Lookup(request, timeout=WAIT_SECONDS)).is_complete
         assert chunk_pb2.TIER_HOST == 2  # LayoutMap counts tiers as the proto does
 
 

@@ -19,6 +19,7 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv import rpc
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import ClearRequest, PinRequest, WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
@@ -169,7 +170,7 @@ async def test_calls_in_flight_end_before_a_coordinator_that_is_stopped(
         await watching.read()
         instance.going.clear()
         over_grpc = asyncio.ensure_future(
-            cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT), timeout=120)
+            cache.Pin(PinRequest(prompt=by_tokens(PROMPT), position=Position(instance_id="a")), timeout=120)
         )
         over_http = asyncio.create_task(http.post("/pin", json={"instance_id": "a", "tokens": PROMPT}))
         await until(lambda: len(instance.orders) == 2)
@@ -191,7 +192,7 @@ async def test_a_call_without_end_does_not_keep_a_coordinator_from_stopping(
             instance.going.clear()
             cache: Any = CacheServiceStub(channel)
             operations: Any = operations_pb2_grpc.OperationsStub(channel)
-            clear = await cache.Clear(ClearRequest(tokens=PROMPT), timeout=120)
+            clear = await cache.Clear(ClearRequest(prompt=by_tokens(PROMPT)), timeout=120)
             waiting = asyncio.ensure_future(
                 operations.WaitOperation(operations_pb2.WaitOperationRequest(name=clear.name), timeout=60)
             )

@@ -19,6 +19,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_status
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     DrainRequest,
@@ -39,9 +40,9 @@ from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
 from tests.support.node_stub import registration
 from tests.support.tokens import entry
 
-BY_TOKENS = LookupRequest(tokens=PROMPT)
-BY_KEYS = LookupRequest(chunk_keys=join_keys(KEYS))
-UNKNOWN = LookupRequest(chunk_keys=join_keys(KEYS[:0:-1]))
+BY_TOKENS = LookupRequest(prompt=by_tokens(PROMPT))
+BY_KEYS = LookupRequest(prompt=by_keys(KEYS))
+UNKNOWN = LookupRequest(prompt=by_keys(KEYS[:0:-1]))
 
 
 @pytest.fixture
@@ -94,9 +95,10 @@ async def test_another_tenants_prefix_runs_the_same_lines_as_a_miss(fleet: Guard
     await fleet.instance("a", "ours", KEYS)
     await fleet.instance("b", "theirs", [])
     anothers = BY_TOKENS if by == "tokens" else BY_KEYS
-    nobodys = LookupRequest(
-        tokens=[token + 1 for token in anothers.tokens], chunk_keys=bytes(byte ^ 1 for byte in anothers.chunk_keys)
-    )
+    if by == "tokens":
+        nobodys = LookupRequest(prompt=by_tokens([token + 1 for token in PROMPT]))
+    else:
+        nobodys = LookupRequest(prompt=by_keys([bytes(byte ^ 1 for byte in key) for key in KEYS]))
     a, b = (fleet.coordinator.tenants.of(tenant).cache for tenant in ("a", "b"))
     assert await steps_of(b, anothers) == await steps_of(b, nobodys)
     assert await steps_of(a, anothers) != await steps_of(a, nobodys)  # so it shows where it is held
@@ -130,7 +132,7 @@ async def test_nothing_of_another_tenants_is_listed_or_watched(fleet: Guarded) -
     first = await watcher.read()
     a = await fleet.instance("a", "ours", KEYS)
     pin = await (await fleet.cache(token_of("operator", "a"))).Pin(
-        PinRequest(position=Position(instance_id="ours"), tokens=PROMPT), timeout=60
+        PinRequest(prompt=by_tokens(PROMPT), position=Position(instance_id="ours")), timeout=60
     )
     assert a.pins.keys() == {pin.pin.pin_id}
     cache, registry = await fleet.cache(token_of("admin", "b")), await fleet.registry(token_of("admin", "b"))
@@ -145,7 +147,7 @@ async def test_nothing_of_another_tenants_is_listed_or_watched(fleet: Guarded) -
 
 async def test_hints_reach_the_instances_of_their_own_tenant_only(fleet: Guarded) -> None:
     ours = await fleet.instance("a", "ours", KEYS)
-    hint = HintRequest(instance_id="ours", action=HINT_ACTION_EVICT, tokens=PROMPT)
+    hint = HintRequest(prompt=by_tokens(PROMPT), instance_id="ours", action=HINT_ACTION_EVICT)
     other = await fleet.cache(token_of("operator", "b"))
     assert (await error_of(other.Hint(hint, timeout=60))).reason in ("INSTANCE_NOT_FOUND", "MODEL_NOT_FOUND")
     for role in ("engine", "reader"):
@@ -163,11 +165,11 @@ async def test_only_the_tenants_own_instances_explain_prompts(fleet: Guarded) ->
     await fleet.instance("b", "theirs")
     for tenant, instance_id in (("a", "ours"), ("b", "theirs")):
         answer = await (await fleet.cache(token_of("reader", tenant))).Explain(
-            ExplainRequest(tokens=PROMPT), timeout=60
+            ExplainRequest(prompt=by_tokens(PROMPT)), timeout=60
         )
         assert [one.instance_id for one in answer.explanations] == [instance_id]
     other = await fleet.cache(token_of("reader", "b"))
-    named = ExplainRequest(tokens=PROMPT, instance_id="ours")
+    named = ExplainRequest(prompt=by_tokens(PROMPT), instance_id="ours")
     assert (await error_of(other.Explain(named, timeout=60))).reason == "INSTANCE_NOT_FOUND"
     engine = await fleet.cache(token_of("engine", "a"))
     assert (await error_of(engine.Explain(named, timeout=60))).reason == "PERMISSION_DENIED"
@@ -178,11 +180,11 @@ async def test_another_tenants_instances_pins_and_operations_cannot_be_touched(f
     await fleet.instance("a", "ours-too")
     await fleet.instance("b", "theirs")
     own, other = await fleet.cache(token_of("operator", "a")), await fleet.cache(token_of("operator", "b"))
-    pin = (await own.Pin(PinRequest(position=Position(instance_id="ours"), tokens=PROMPT), timeout=60)).pin
+    pin = (await own.Pin(PinRequest(prompt=by_tokens(PROMPT), position=Position(instance_id="ours")), timeout=60)).pin
     copy = MoveRequest(
+        prompt=by_tokens(PROMPT),
         old_position=Position(instance_id="ours"),
         new_position=Position(instance_id="ours-too"),
-        tokens=PROMPT,
         copy=True,
     )
     operation = await own.Move(copy, timeout=60)

@@ -12,8 +12,9 @@ from hashlib import sha256
 from typing import Any, Self
 
 from lmkv import rpc
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey
 from lmkv.misses.reason import MissReason
+from lmkv.rpc.prompts import by_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
@@ -189,7 +190,7 @@ class Asker:
     async def tokens(self, keys: Sequence[ChunkKey] = KEYS) -> dict[str, int]:
         async with rpc.open_channel(self.address) as channel:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
-            request = LookupRequest(chunk_keys=join_keys(keys))
+            request = LookupRequest(prompt=by_keys(keys))
             response = await cache.Lookup(request, timeout=WAIT_SECONDS, wait_for_ready=True)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
@@ -209,8 +210,8 @@ class Asker:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
 
             async def is_partial() -> bool:
-                request = LookupRequest(chunk_keys=join_keys(KEYS))
+                request = LookupRequest(prompt=by_keys(KEYS))
                 response = await cache.Lookup(request, timeout=WAIT_SECONDS, wait_for_ready=True)
-                return bool(response.partial)
+                return not response.is_complete
 
             await eventually(is_partial, expected=False)

@@ -13,11 +13,11 @@ import grpc
 from lmkv import rpc
 from lmkv.errors import BadMessage, Full, ResyncRequired
 from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal.v1 import lookup_service_pb2, lookup_service_pb2_grpc, report_service_pb2_grpc
 from lmkv.internal.v1 import report_service_pb2 as report_pb
-from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey, split_keys
-from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
+from lmkv.v1 import registry_service_pb2_grpc
 
 
 class Sharing(registry_service_pb2_grpc.RegistryServiceServicer, report_service_pb2_grpc.ReportServiceServicer):
@@ -78,7 +78,7 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer, report_service_
         self._server = await rpc.make_server(["lmkv.v1.RegistryService"])
         registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(self, self._server)
         report_service_pb2_grpc.add_ReportServiceServicer_to_server(self, self._server)
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(_Cache(self), self._server)
+        lookup_service_pb2_grpc.add_LookupServiceServicer_to_server(_Lookups(self), self._server)
         self._port = rpc.add_port(self._server, f"127.0.0.1:{self._port}")
         await self._server.start()
 
@@ -147,33 +147,23 @@ class Sharing(registry_service_pb2_grpc.RegistryServiceServicer, report_service_
             stream.close()
 
 
-class _Cache(cache_service_pb2_grpc.CacheServiceServicer):
+class _Lookups(lookup_service_pb2_grpc.LookupServiceServicer):
     """Finds nothing."""
 
     def __init__(self, coordinator: Sharing) -> None:
         self._coordinator = coordinator
 
-    Clear: Any = None
-    Drain: Any = None
-    Hint: Any = None
-    ListPins: Any = None
-    Explain: Any = None
-    Move: Any = None
-    Pin: Any = None
-    Unpin: Any = None
-    Watch: Any = None
-
     async def Lookup(  # noqa: N802
-        self, request: cache_service_pb2.LookupRequest, context: Any
-    ) -> cache_service_pb2.LookupResponse:
+        self, request: lookup_service_pb2.LookupRequest, context: Any
+    ) -> lookup_service_pb2.LookupResponse:
         self._coordinator.counts["lookup"] += 1
-        return cache_service_pb2.LookupResponse()
+        return lookup_service_pb2.LookupResponse(is_complete=True)
 
     async def LookupStream(  # noqa: N802
-        self, request_iterator: AsyncIterator[cache_service_pb2.LookupStreamRequest], context: Any
-    ) -> AsyncIterator[cache_service_pb2.LookupStreamResponse]:
+        self, request_iterator: AsyncIterator[lookup_service_pb2.LookupStreamRequest], context: Any
+    ) -> AsyncIterator[lookup_service_pb2.LookupStreamResponse]:
         async for message in request_iterator:
-            answer = cache_service_pb2.LookupStreamResponse()
+            answer = lookup_service_pb2.LookupStreamResponse()
             for request in message.requests:
                 answer.results.add().response.CopyFrom(await self.Lookup(request, context))
             yield answer

@@ -16,7 +16,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.keys import join_keys
+from lmkv.keys import join_keys, split_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, LookupRequest, MoveRequest, MoveResult, PinRequest
@@ -27,6 +28,7 @@ from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.node_parts import node_config
+from tests.support.prompts import with_prompt
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 SPEC = small_spec()
@@ -107,7 +109,7 @@ async def test_a_node_without_transfers_is_in_the_fleet_and_nothing_is_fetched_f
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
 
         async def held() -> list[tuple[str, int, str]]:
-            found = await cache.Lookup(LookupRequest(chunk_keys=join_keys(keys)), timeout=WAIT_SECONDS)
+            found = await cache.Lookup(LookupRequest(prompt=by_keys(keys)), timeout=WAIT_SECONDS)
             return [(one.instance_id, one.matched_chunk_count, one.peer_address) for one in found.holders]
 
         await eventually(held, [("holder", 3, "")])
@@ -118,13 +120,13 @@ async def test_a_node_without_transfers_is_in_the_fleet_and_nothing_is_fetched_f
             old, new = (chunk_pb2.Position(instance_id=end) for end in ends)
             with pytest.raises(grpc.RpcError) as caught:
                 await cache.Move(
-                    MoveRequest(old_position=old, new_position=new, chunk_keys=join_keys(keys)), timeout=WAIT_SECONDS
+                    MoveRequest(prompt=by_keys(keys), old_position=old, new_position=new), timeout=WAIT_SECONDS
                 )
             error = rpc.from_rpc_error(caught.value)
             assert error.reason == "P2P_DISABLED"
             assert "set enable_p2p to true there" in str(error)
         position = chunk_pb2.Position(instance_id="holder")
-        pin = (await cache.Pin(PinRequest(position=position, chunk_keys=join_keys(keys)), timeout=WAIT_SECONDS)).pin
+        pin = (await cache.Pin(PinRequest(prompt=by_keys(keys), position=position), timeout=WAIT_SECONDS)).pin
         assert pin.chunk_count == 3
 
 
@@ -198,7 +200,7 @@ async def clear(coordinator: Coordinator, **selection: Any) -> ClearResult:
     async with rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         operations: Any = operations_pb2_grpc.OperationsStub(channel)
-        operation = await cache.Clear(ClearRequest(**selection), timeout=WAIT_SECONDS)
+        operation = await cache.Clear(ClearRequest(**with_prompt(**selection)), timeout=WAIT_SECONDS)
         operation = await operations.WaitOperation(
             operations_pb2.WaitOperationRequest(name=operation.name), timeout=WAIT_SECONDS
         )
@@ -279,11 +281,12 @@ async def test_what_the_coordinator_wants_done_is_done_by_whole_nodes(fleet: Two
         operations: Any = operations_pb2_grpc.OperationsStub(channel)
         here, there = chunk_pb2.Position(instance_id="asker"), chunk_pb2.Position(instance_id="holder")
         pin = await cache.Pin(
-            PinRequest(position=there, chunk_keys=keys[:16], ttl=Duration(seconds=60)), timeout=WAIT_SECONDS
+            PinRequest(prompt=by_keys(split_keys(keys[:16])), position=there, ttl=Duration(seconds=60)),
+            timeout=WAIT_SECONDS,
         )
         assert pin.pin.chunk_count == 1
         move = await cache.Move(
-            MoveRequest(old_position=there, new_position=here, chunk_keys=keys), timeout=WAIT_SECONDS
+            MoveRequest(prompt=by_keys(split_keys(keys)), old_position=there, new_position=here), timeout=WAIT_SECONDS
         )
         move = await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=move.name), timeout=WAIT_SECONDS)
     result = MoveResult()

@@ -11,8 +11,8 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv import rpc
-from lmkv.keys import join_keys
 from lmkv.parts import PartItem
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearRequest, MoveRequest, MoveResult, PinRequest
@@ -89,7 +89,7 @@ async def test_a_copy_brings_every_part_that_a_hit_needs(runtime_dir: Path) -> N
         await eventually(lambda: known(asking), [("peers", 7)])
         positions = [chunk_pb2.Position(instance_id=one, tier=chunk_pb2.TIER_HOST) for one in ("holder", "asker")]
         request = MoveRequest(
-            old_position=positions[0], new_position=positions[1], copy=True, chunk_keys=join_keys(PROMPT[:4])
+            prompt=by_keys(PROMPT[:4]), old_position=positions[0], new_position=positions[1], copy=True
         )
         async with rpc.open_channel(coordinator.address) as channel:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
@@ -108,7 +108,7 @@ async def test_every_part_that_a_hit_needs_is_pinned_and_cleared(runtime_dir: Pa
         await holding.store_hits(2, 4)
         await eventually(lambda: known(asking), [("peers", 7)])
         request = PinRequest(
-            position=chunk_pb2.Position(instance_id="holder"), chunk_keys=join_keys(PROMPT[:4]), request_id="r"
+            prompt=by_keys(PROMPT[:4]), position=chunk_pb2.Position(instance_id="holder"), request_id="r"
         )
         async with rpc.open_channel(coordinator.address) as channel:
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
@@ -116,7 +116,7 @@ async def test_every_part_that_a_hit_needs_is_pinned_and_cleared(runtime_dir: Pa
             pin = (await cache.Pin(request)).pin
             assert (pin.chunk_count, pin.token_count) == (7, 4 * HYBRID.chunk_size)
             assert {chunk.key for chunk in holder.tier if chunk.pins} == set(HYBRID.item_keys(HYBRID.items(4), PROMPT))
-            operation = await cache.Clear(ClearRequest(instance_id="holder", chunk_keys=join_keys(PROMPT)))
+            operation = await cache.Clear(ClearRequest(prompt=by_keys(PROMPT), instance_id="holder"))
             await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=operation.name))
         assert {chunk.key for chunk in holder.tier} == set(HYBRID.item_keys(HYBRID.items(4), PROMPT))
 

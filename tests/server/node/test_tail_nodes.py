@@ -11,6 +11,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.keys import ChunkKey
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
@@ -172,7 +173,7 @@ class Fleet:
 
     async def matched(self, tokens: list[int], instance_id: str = "holder") -> int:
         """Tokens of the match at an instance, by a lookup by tokens at the coordinator."""
-        found = await self.cache.Lookup(LookupRequest(tokens=tokens), timeout=WAIT_SECONDS)
+        found = await self.cache.Lookup(LookupRequest(prompt=by_tokens(tokens)), timeout=WAIT_SECONDS)
         return next((one.matched_token_count for one in found.holders if one.instance_id == instance_id), 0)
 
     def parent(self, key: ChunkKey) -> ChunkKey | None:
@@ -228,7 +229,7 @@ async def test_a_short_prompt_moves_as_the_longer_chunk_that_begins_with_it(runt
     async with Fleet(runtime_dir) as fleet:
         await fleet.store(longer, with_digests=True)
         request = MoveRequest(
-            tokens=longer[:12],
+            prompt=by_tokens(longer[:12]),
             old_position=Position(instance_id="holder"),
             new_position=Position(instance_id="asker"),
         )
@@ -238,15 +239,15 @@ async def test_a_short_prompt_moves_as_the_longer_chunk_that_begins_with_it(runt
         assert (progress.chunk_count, progress.token_count) == (1, 12)
         await eventually(lambda: fleet.matched(longer[:12], "asker"), 12)
         await eventually(lambda: fleet.matched(longer[:12], "holder"), 0)
-        pin = PinRequest(tokens=longer[:12], position=request.new_position)
+        pin = PinRequest(prompt=by_tokens(longer[:12]), position=request.new_position)
         pinned = (await fleet.cache.Pin(pin, timeout=WAIT_SECONDS)).pin
         assert pinned.chunk_count == 1
         await fleet.cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=WAIT_SECONDS)
-        explained = await fleet.cache.Explain(ExplainRequest(tokens=longer[:12]), timeout=WAIT_SECONDS)
+        explained = await fleet.cache.Explain(ExplainRequest(prompt=by_tokens(longer[:12])), timeout=WAIT_SECONDS)
         spans = {one.instance_id: list(one.explanation.spans) for one in explained.explanations}
         assert [(span.tier, span.token_count) for span in spans["asker"]] == [("host", 12)]
         assert [(span.token_count, span.reason) for span in spans["holder"]] == [(12, MISS_REASON_NEVER_STORED)]
-        cleared = await fleet.cache.Clear(ClearRequest(tokens=longer[:12]), timeout=WAIT_SECONDS)
+        cleared = await fleet.cache.Clear(ClearRequest(prompt=by_tokens(longer[:12])), timeout=WAIT_SECONDS)
         assert not cleared.HasField("error")
         await eventually(lambda: fleet.matched(longer[:12], "asker"), 0)
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from base64 import urlsafe_b64decode
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -40,8 +41,11 @@ RPC_TIMEOUT_SECONDS = 60.0
 """Timeout of an RPC. Only `WaitOperation` may take that long, and it returns before the deadline."""
 TOKENS_AT_ONCE = 32_768
 """Token ids that are added to a request before other tasks run: a millisecond or two."""
+KEYS_AT_ONCE = 2048
+"""The same of keys."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_texts = msgspec.json.Decoder(list[str])
 _value = msgspec.json.Decoder()
 
 
@@ -158,31 +162,61 @@ async def read_message(message: Message, body: bytes) -> Message:
     """
     async with turn(body) as is_large:
         texts: dict[str, msgspec.Raw] = decode(body, _fields)
-        for field in message.DESCRIPTOR.fields if is_large else ():
-            if field.name in texts and _is_token_ids(field) and await _extend(message, field.name, texts[field.name]):
-                del texts[field.name]
-        return parse(message, {name: decode(bytes(text), _value) for name, text in texts.items()})
+        return parse(message, await _read_lists(message, texts) if is_large else _values(texts))
+
+
+async def _read_lists(message: Message, texts: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    """Adds the lists of token ids and of keys in a JSON object to a message; returns the rest of its fields."""
+    rest: dict[str, Any] = {}
+    for name, text in texts.items():
+        field = _field_of(message, name)
+        if field is not None and _is_token_ids(field) and await _extend(message, field.name, text):
+            continue
+        if field is not None and _is_keys(field) and await _extend_keys(message, field.name, text):
+            continue
+        if field is not None and _is_message(field) and bytes(text).lstrip().startswith(b"{"):
+            rest[name] = await _read_lists(getattr(message, field.name), decode(bytes(text), _fields))
+            continue
+        rest[name] = decode(bytes(text), _value)
+    return rest
+
+
+def _values(texts: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    return {name: decode(bytes(text), _value) for name, text in texts.items()}
 
 
 def parse(message: Message, fields: dict[str, Any]) -> Message:
     """Fills a request from its JSON. Raises `BadRequest`."""
-    rest = dict(fields)
-    for field in message.DESCRIPTOR.fields:
-        values = rest.get(field.name)
-        if not (_is_token_ids(field) and isinstance(values, list)):
-            continue
-        try:
-            getattr(message, field.name).extend(values)  # a hundred times faster than json_format
-        except (TypeError, ValueError):
-            message.ClearField(field.name)
-        else:
-            del rest[field.name]
     try:
-        json_format.ParseDict(rest, message)
+        json_format.ParseDict(_without_tokens(message, fields), message)
     except (json_format.ParseError, TypeError, ValueError) as error:
         raise BadRequest(f"the body is not a {message.DESCRIPTOR.full_name}: {' '.join(str(error).split())}") from None
     check_times(message)
     return message
+
+
+def _without_tokens(message: Message, fields: dict[str, Any]) -> dict[str, Any]:
+    """Adds the lists of token ids in a JSON object to a message; returns the rest of its fields."""
+    rest: dict[str, Any] = {}
+    for name, value in fields.items():
+        field = _field_of(message, name)
+        if field is not None and _is_token_ids(field) and isinstance(value, list):
+            message.ClearField(field.name)
+            try:
+                getattr(message, field.name).extend(value)  # a hundred times faster than json_format
+                continue
+            except (TypeError, ValueError):
+                message.ClearField(field.name)
+        if field is not None and _is_message(field) and isinstance(value, dict):
+            value = _without_tokens(getattr(message, field.name), value)
+        rest[name] = value
+    return rest
+
+
+def _field_of(message: Message, name: str) -> Any:
+    """The descriptor of a field, by either of its names in JSON; None if there is none."""
+    fields = message.DESCRIPTOR
+    return fields.fields_by_name.get(name) or fields.fields_by_camelcase_name.get(name)
 
 
 def _is_token_ids(field: Any) -> bool:
@@ -190,8 +224,21 @@ def _is_token_ids(field: Any) -> bool:
     return bool(field.is_repeated and field.type == field.TYPE_INT32)
 
 
+def _is_keys(field: Any) -> bool:
+    """Whether a field, by its descriptor, is a list of keys."""
+    return bool(field.is_repeated and field.type == field.TYPE_BYTES)
+
+
+def _is_message(field: Any) -> bool:
+    """Whether a field, by its descriptor, is one message of ours: those of protobuf have a JSON of their own."""
+    return bool(
+        not field.is_repeated and field.message_type is not None and field.message_type.file.package.startswith("lmkv.")
+    )
+
+
 async def _extend(message: Message, name: str, text: msgspec.Raw) -> bool:
     """Adds the token ids of a JSON list to a field; whether they could be read."""
+    message.ClearField(name)
     values = getattr(message, name)
     try:
         tokens = await asyncio.to_thread(token_array, text)
@@ -199,6 +246,22 @@ async def _extend(message: Message, name: str, text: msgspec.Raw) -> bool:
             values.extend(tokens[start : start + TOKENS_AT_ONCE].tolist())
             await asyncio.sleep(0)
     except (BadTokens, ValueError):
+        message.ClearField(name)
+        return False
+    return True
+
+
+async def _extend_keys(message: Message, name: str, text: msgspec.Raw) -> bool:
+    """Adds the keys of a JSON list to a field; whether they could be read."""
+    message.ClearField(name)
+    values = getattr(message, name)
+    try:
+        keys = _texts.decode(text)
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            # As json_format reads them: padded or not, in either alphabet.
+            values.extend(urlsafe_b64decode(key + "=" * (-len(key) % 4)) for key in keys[start : start + KEYS_AT_ONCE])
+            await asyncio.sleep(0)
+    except (msgspec.DecodeError, ValueError):
         message.ClearField(name)
         return False
     return True

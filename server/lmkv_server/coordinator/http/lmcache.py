@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2
 
 from lmkv.errors import BadRequest, BadSelection, InstanceNotFound, OperationNotFound
+from lmkv.rpc.prompts import names_chunks
 from lmkv.tiers import NAMES
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
@@ -140,11 +142,11 @@ class _Handlers:
         operation = await self._call(
             self._services.cache.Move,
             pb.MoveRequest(
+                prompt=body.selector,
                 old_position=_position(*body.old_position),
                 new_position=_position(*body.new_position),
                 copy=values == {True},
                 request_id=body.request_id,
-                **body.named(),
             ),
         )
         return {"event_id": operation.name, "num_tokens": _token_count(operation)}
@@ -152,12 +154,14 @@ class _Handlers:
     async def clear(self, body: ClearBody) -> dict[str, Any]:
         if not body.instance_id:
             raise BadSelection("instance_id is empty; name the instance to clear")
-        named = body.named()
+        prompt = body.selector
+        names_prompt = names_chunks(prompt)
         request = pb.ClearRequest(
+            prompt=prompt if names_prompt else None,
             instance_id=body.instance_id,
             tier=_tier(body.location) if body.location else chunk_pb2.TIER_UNSPECIFIED,
-            **named,
-            all=not (named["tokens"] or named["model_name"]),
+            model_name="" if names_prompt else body.model_name,
+            all=not (names_prompt or body.model_name),
         )
         operation = await self._call(self._services.cache.Clear, request)
         timeout = duration_pb2.Duration(seconds=int(CLEAR_WAIT_SECONDS))
@@ -171,7 +175,7 @@ class _Handlers:
 
     async def pin(self, body: PinBody) -> dict[str, Any]:
         position = _position(body.instance_id, body.location)
-        request = pb.PinRequest(position=position, **body.named())
+        request = pb.PinRequest(prompt=body.selector, position=position)
         if body.ttl is not None:
             _set_seconds(request.ttl, body.ttl)
         pin = (await self._call(self._services.cache.Pin, request)).pin
@@ -324,7 +328,16 @@ def _token_count(operation: operations_pb2.Operation) -> int:
 def _failures(operation: operations_pb2.Operation) -> dict[str, Any]:
     """Its failures, if any."""
     failures = getattr(_details(operation), "failures", ())
-    return {"failures": [to_json(failure) for failure in failures]} if failures else {}
+    return {"failures": [_with_packed_keys(to_json(failure)) for failure in failures]} if failures else {}
+
+
+def _with_packed_keys(failure: dict[str, Any]) -> dict[str, Any]:
+    """A failure, or those of an instance, whose keys are one string here."""
+    if keys := failure.get("chunkKeys"):
+        failure["chunkKeys"] = b64encode(b"".join(map(b64decode, keys))).decode()
+    for part in failure.get("failures", ()):
+        _with_packed_keys(part)
+    return failure
 
 
 def _worker(instance: registry_pb.Instance, lease_ttl: float) -> dict[str, Any]:

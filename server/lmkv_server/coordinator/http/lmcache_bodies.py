@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from lmkv.rpc.prompts import by_tokens
+from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_server.coordinator.http.paths import Body
 from lmkv_server.coordinator.http.tokens import token_array
 
@@ -23,14 +25,15 @@ class Prompt(Body):
     cache_salt: str = ""
     lora_name: str = ""
 
-    def named(self) -> dict[str, Any]:
-        """The fields by which requests of RPCs name chunks."""
-        return {
-            "tokens": token_array(self.tokens).tolist(),
-            "model_name": self.model_name,
-            "cache_salt": self.cache_salt,
-            "lora_name": self.lora_name,
-        }
+    @property
+    def selector(self) -> PromptSelector:
+        """What requests of RPCs name the chunks by."""
+        return by_tokens(
+            token_array(self.tokens).tolist(),
+            model_name=self.model_name,
+            cache_salt=self.cache_salt,
+            lora_name=self.lora_name,
+        )
 
 
 class LookupBody(Prompt, kw_only=True):

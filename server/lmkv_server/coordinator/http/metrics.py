@@ -105,7 +105,7 @@ class CoordinatorMetrics(Collector):
         return iter((chunks, capacity, used, known))
 
     def _work(self) -> Iterator[Metric]:
-        lookups = self._services.cache.lookups
+        lookups = self._services.lookups.latencies
         counts = lookups.cumulative()
         seconds = HistogramMetricFamily(f"{PREFIX}lookup_seconds", "Time that answered lookups took in the handler.")
         bounds = [*map(str, BOUNDS_SECONDS), "+Inf"]

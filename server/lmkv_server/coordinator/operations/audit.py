@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 
 from lmkv.auth.caller import current_caller
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.keys import KEY_BYTES
 from lmkv.rpc.error_status import short
 
 logger = logging.getLogger("lmkv.audit")
@@ -69,7 +68,7 @@ def _redacted(field: FieldDescriptor, value: object) -> object:
     if field.name in _HIDDEN:
         return "hidden"
     if isinstance(value, bytes):
-        return f"{len(value) // KEY_BYTES} keys" if field.name.endswith("chunk_keys") else f"{len(value)} bytes"
+        return f"{len(value)} bytes"
     if field.is_repeated:
         return f"{len(value)} {field.name}"  # type: ignore[arg-type]
     if isinstance(value, Message):

@@ -10,8 +10,10 @@ from lmkv import rpc
 from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
+from lmkv.rpc.prompts import names_chunks
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -76,17 +78,21 @@ class Clears:
         """The orders for each instance."""
         common = report_pb.DropOrder(tier=request.tier, dry_run=request.dry_run)
         drops = []
-        names_prompt = bool(request.tokens or request.chunk_keys)
-        if (request.weight_version or request.kept_weight_version) and (names_prompt or not request.model_name):
-            raise BadSelection("a version of the weights is selected with a model, and without tokens and chunk_keys")
+        names_prompt = names_chunks(request.prompt)
+        if (request.weight_version or request.kept_weight_version) and not request.model_name:
+            raise BadSelection("a version of the weights is selected with a model: set model_name")
+        if names_prompt + bool(request.model_name) + request.all > 1:
+            raise BadSelection(
+                "prompt, model_name and all exclude each other; the model of a prompt is prompt.tokens.model_name"
+            )
         if names_prompt:
-            drops = await self._drops_of_prompt(request)
+            drops = await self._drops_of_prompt(request.prompt)
         elif request.model_name:
             drops = [_Drop(report_pb.DropOrder(fingerprint=spec.fingerprint)) for spec in self._specs(request)]
         elif request.all:
             drops = [_Drop(report_pb.DropOrder(all=True))]
         else:
-            raise BadSelection("nothing is selected: set tokens, chunk_keys or model_name, or all to clear all")
+            raise BadSelection("nothing is selected: set prompt or model_name, or all to clear all")
         for drop in drops:
             drop.order.MergeFrom(common)
         return drops
@@ -108,17 +114,17 @@ class Clears:
             )
         return [spec for spec in specs if (spec.weight_version == version if version else spec.weight_version != kept)]
 
-    async def _drops_of_prompt(self, request: pb.ClearRequest) -> list[_Drop]:
+    async def _drops_of_prompt(self, prompt: PromptSelector) -> list[_Drop]:
         """The orders for chunks that are named, with all their parts.
 
         Keys may be of any registered spec. Chunks that begin with a prompt's last tokens are those that are held now.
         """
-        if request.chunk_keys:
-            (named,) = await self._selector.select(request)
+        if prompt.HasField("keys") and not prompt.keys.fingerprint:
+            (named,) = await self._selector.select(prompt)
             part_count = self._registry.instances.models.max_part_count()
             columns = [await self._selector.keys_by_part(named.keys, part_count)]
         else:
-            selections = await self._selector.required(request)
+            selections = await self._selector.required(prompt)
             layout = self._registry.layout
             columns = [one.parts.all_keys if one.parts else (one.with_beginnings(layout),) for one in selections]
         return [

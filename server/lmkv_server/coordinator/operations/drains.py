@@ -26,7 +26,7 @@ from lmkv.errors import (
     Unreachable,
 )
 from lmkv.internal.v1 import report_service_pb2 as report_pb
-from lmkv.keys import KEY_BYTES
+from lmkv.keys import KEY_BYTES, join_keys
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance
@@ -274,9 +274,9 @@ class _Drain:
             cause = rpc.from_status(failure.status)
             if refusal or isinstance(cause, NoFreeExtents | KvSpecMismatch):
                 self._refusals[place] = cause
-                rest += failure.chunk_keys
+                rest += join_keys(failure.chunk_keys)
             else:
-                self._fail(failure.chunk_keys, cause)
+                self._fail(join_keys(failure.chunk_keys), cause)
         return rest
 
     def _why_refused(self, destinations: Sequence[Instance], fingerprint: bytes) -> LmkvError:

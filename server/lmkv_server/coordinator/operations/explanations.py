@@ -37,7 +37,7 @@ class Explanations:
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
         """Asks each instance that serves a spec of the prompt. Raises the errors of `CacheService.Explain`."""
         instances = self._instances(request.instance_id)
-        if request.engine_request_id and not (request.tokens or request.chunk_keys):
+        if request.engine_request_id:
             wanted = [
                 (one.instance_id, report_pb.ExplainOrder(engine_request_id=request.engine_request_id))
                 for one in instances
@@ -48,7 +48,7 @@ class Explanations:
         asked = (self._ask(instance_id, order, slots) for instance_id, order in wanted)
         response, size_bytes = pb.ExplainResponse(), 0
         for found in await asyncio.gather(*asked):
-            _clip(found, len(request.tokens))
+            _clip(found, len(request.prompt.tokens.token_ids))
             size_bytes += found.ByteSize()
             if size_bytes > ANSWER_BYTES:
                 found.ClearField("explanation")
@@ -66,7 +66,7 @@ class Explanations:
         self, request: pb.ExplainRequest, instances: Sequence[InstanceInfo]
     ) -> list[tuple[str, report_pb.ExplainOrder]]:
         """One order per instance and spec; keys without a known spec are asked for under each spec of an instance."""
-        selections = await self._selector.required(request)
+        selections = await self._selector.required(request.prompt)
         if any(len(chosen) > MAX_KEYS for chosen in selections):
             raise BadSelection(f"at most {MAX_KEYS} chunks of a prompt can be explained")
         return [

@@ -42,7 +42,7 @@ class FleetHints:
             raise BadSelection(f"action {request.action} is unknown; set one of HintAction", field="action")
         ttl_nanoseconds, priority = _ttl_nanoseconds(request), _priority(request, action)
         instance = self._registry.instances.named(request.instance_id, "instance_id")
-        chosen = self._choose(await self._selector.required(request), instance, action)
+        chosen = self._choose(await self._selector.required(request.prompt), instance, action)
         check_spec(instance, chosen)
         if len(chosen) > MAX_HINT_KEYS:
             raise BadSelection(f"{len(chosen)} chunks are named; a hint covers at most {MAX_HINT_KEYS}")

@@ -58,7 +58,7 @@ class Moves:
         if known := self._operations.repeated(request):
             return known
         self._check_synced(*self._positions(request))
-        selections = await self._selector.required(request)
+        selections = await self._selector.required(request.prompt)
         if known := self._operations.repeated(request):  # started meanwhile
             return known
         move = self._plan(request, selections)
@@ -151,11 +151,11 @@ class _Move:
         arrived = ~held & self._layout.held_mask(*destination, named.tobytes())
         self._moved = named[arrived]
         """Chunks that only the destination holds, in prompt order."""
-        if request.chunk_keys:  # a prompt may be held in part, but a key names one chunk
+        if request.prompt.HasField("keys"):  # a prompt may be held in part, but a key names one chunk
             absent = named[~held & ~arrived]
             missing = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
             self._fail(absent, rpc.to_status(missing))
-        if request.chunk_keys and self._parts:
+        if request.prompt.HasField("keys") and self._parts:
             beyond = np.frombuffer(selection.keys[hit * KEY_BYTES :], dtype=named.dtype)
             missing = ChunkNotFound(
                 f"instance {source.instance_id!r} does not hold all parts that a hit needs",
@@ -280,10 +280,12 @@ class _Move:
     def _add_failures(self, outcome: report_pb.OrderOutcome) -> NDArray[np.void]:
         for failure in outcome.failures:
             add_failure(self._result.failures, failure.chunk_keys, failure.status)
-        return np.frombuffer(b"".join(failure.chunk_keys for failure in outcome.failures), dtype=f"V{KEY_BYTES}")
+        return np.frombuffer(
+            b"".join(key for failure in outcome.failures for key in failure.chunk_keys), dtype=f"V{KEY_BYTES}"
+        )
 
     def _fail(self, keys: NDArray[np.void], status: status_pb2.Status) -> NDArray[np.void]:
-        add_failure(self._result.failures, keys.tobytes(), status)
+        add_failure(self._result.failures, keys.tolist(), status)
         return keys[:0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,11 +83,11 @@ class Operation:
         return self.done
 
 
-def add_failure(failures: Failures, chunk_keys: bytes, status: status_pb2.Status) -> None:
+def add_failure(failures: Failures, chunk_keys: Sequence[bytes], status: status_pb2.Status) -> None:
     """Adds chunks to the failures of an operation; chunks with equal status share one entry."""
     for known in failures:
         if known.status == status:
-            known.chunk_keys += chunk_keys
+            known.chunk_keys.extend(chunk_keys)
             return
     if chunk_keys:
         failures.add(chunk_keys=chunk_keys, status=status)

@@ -44,7 +44,7 @@ class FleetPins:
     async def pin(self, request: pb.PinRequest) -> chunk_pb2.PinnedChunks:
         """Sets a pin, or renews it if the `request_id` was used before. Raises the errors of `CacheService.Pin`."""
         instance_id, tier = resolve_position(self._registry.instances, request.position, "position")
-        selections = await self._selector.required(request)
+        selections = await self._selector.required(request.prompt)
         layout = self._registry.layout
         selections = [one.held_at(layout, instance_id, tier) for one in selections]
         chosen = max(selections, key=lambda one: one.match_at(layout, instance_id, tier))

@@ -7,16 +7,17 @@ and a cancelled call stops.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.errors import BadSelection, BadTokens, Full, ModelNotFound
+from lmkv.errors import BadChunkKey, BadSelection, BadTokens, Full, ModelNotFound
 from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, join_keys, page_seed, root_key
+from lmkv.rpc.prompts import names_chunks
 from lmkv.spec import KvSpec
+from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import Models, Namespace
@@ -32,23 +33,10 @@ SHORT_KEYS = 4096
 """Requests with at most this many keys are computed without a pause: about a millisecond."""
 READ_AT_ONCE = 32_768
 """Token ids of a message that are read before other tasks run: a millisecond or two."""
+JOINED_AT_ONCE = 16_384
+"""Keys of a message that are joined before other tasks run: a millisecond or two."""
 MAX_WAITING = 64
 """Long requests of one tenant that wait; each is at most a message in size."""
-
-
-class NamesChunks(Protocol):
-    """The fields by which requests name chunks."""
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def chunk_keys(self) -> bytes: ...
-    @property
-    def cache_salt(self) -> str: ...
-    @property
-    def lora_name(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,32 +105,44 @@ class Selector:
         self._keys_since_pause = 0
         """Keys that short requests computed since other tasks last ran."""
 
-    async def select(
-        self, request: NamesChunks, fingerprint: bytes = b"", *, held_only: bool = False
-    ) -> list[SelectedChunks]:
-        """The keys of a request, or those of its tokens under each spec of its model; empty if it names nothing.
+    async def select(self, prompt: PromptSelector, *, held_only: bool = False) -> list[SelectedChunks]:
+        """The keys of a prompt, or those of its tokens under each spec of its model; empty if it names nothing.
 
-        Also empty while no engine has registered. `fingerprint` is that of the keys' spec, if the request gives it:
-        empty if no instance has registered it. `held_only` omits specs without chunks in the layout map.
+        Also empty for tokens while no engine has registered, and for keys with a fingerprint that no instance has
+        registered. `held_only` omits specs without chunks in the layout map.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelNotFound`, `ModelAmbiguous`, `Full`.
         """
-        if not request.chunk_keys:
-            return await self.of_tokens(
-                await self._array(request.tokens),
-                request.model_name,
-                request.cache_salt,
-                request.lora_name,
-                held_only=held_only,
-            )
-        if request.tokens:
-            raise BadTokens("chunks are named by tokens and by chunk_keys; use one of the two")
-        if request.model_name:
-            self._models.namespaces(request.model_name)
-        keys = check_keys(request.chunk_keys)
-        if fingerprint and self._models.find_spec(fingerprint) is None:
+        if prompt.keys.chunk_keys:
+            return self.of_keys(await self._joined(prompt.keys.chunk_keys), prompt.keys.fingerprint)
+        named = prompt.tokens
+        tokens = await self._array(named.token_ids)
+        return await self.of_tokens(tokens, named.model_name, named.cache_salt, named.lora_name, held_only=held_only)
+
+    def of_keys(self, keys: bytes, fingerprint: bytes = b"") -> list[SelectedChunks]:
+        """Chunks by their keys, 16 bytes each; `fingerprint` is that of their spec, if the request gives it.
+
+        Empty without keys, and if no instance has registered the fingerprint. Raises `BadChunkKey`.
+        """
+        check_keys(keys)
+        if not keys or (fingerprint and self._models.find_spec(fingerprint) is None):
             return []
         return [self._of_keys(keys, fingerprint)]
+
+    async def _joined(self, keys: Sequence[bytes]) -> bytes:
+        """The keys of a message as one string; long lists are read in slices, one at a time. Raises `BadChunkKey`."""
+        if len(keys) > MAX_KEYS:
+            raise BadChunkKey(
+                f"chunk_keys has {len(keys)} keys; at most {MAX_KEYS} are allowed", field="chunk_keys", limit=MAX_KEYS
+            )
+        if len(keys) <= JOINED_AT_ONCE:
+            return _join(keys)
+        parts = []
+        async with self._reading:
+            for start in range(0, len(keys), JOINED_AT_ONCE):
+                parts.append(_join(keys[start : start + JOINED_AT_ONCE]))
+                await asyncio.sleep(0)
+        return b"".join(parts)
 
     async def _array(self, tokens: Sequence[int]) -> NDArray[np.int32]:
         """Token ids of a request. Long lists are read in slices, one list at a time."""
@@ -155,19 +155,24 @@ class Selector:
                 await asyncio.sleep(0)
         return array
 
-    async def required(self, request: NamesChunks) -> list[SelectedChunks]:
+    async def required(self, prompt: PromptSelector) -> list[SelectedChunks]:
         """As `select`, but never empty, and with the parts of chunks.
 
-        Keys have the spec under which the first held one was reported.
+        Keys without a fingerprint have the spec under which the first held one was reported.
 
-        Also raises `BadSelection`, or `ModelNotFound` if no engine has registered.
+        Also raises `BadSelection`, or `ModelNotFound` if no engine has registered, or none with the fingerprint.
         """
-        selections = await self.select(request)
-        if not selections and any(True for _ in request.tokens):
-            raise ModelNotFound("no engine has registered yet, so nothing is stored", known_models="")
+        if not names_chunks(prompt):
+            raise BadSelection("no chunk is named; set prompt.tokens.token_ids or prompt.keys.chunk_keys")
+        selections = await self.select(prompt)
+        if not selections and prompt.keys.fingerprint:
+            raise ModelNotFound(
+                f"no engine has registered a spec with fingerprint {prompt.keys.fingerprint[:MAX_SHOWN].hex()}",
+                known_models="",
+            )
         if not selections:
-            raise BadSelection("no chunk is named; set tokens or chunk_keys")
-        if request.chunk_keys:
+            raise ModelNotFound("no engine has registered yet, so nothing is stored", known_models="")
+        if prompt.keys.chunk_keys and not prompt.keys.fingerprint:
             (named,) = selections
             selections = [self._of_keys(named.keys, await self._held_fingerprint(named.keys))]
         return [
@@ -266,7 +271,7 @@ class Selector:
             raise BadTokens(
                 f"tokens: {tokens.size} tokens make {key_count} keys under the {len(namespaces)} specs and adapters of "
                 f"model {model_name[:MAX_SHOWN]!r}, at most {MAX_SELECTED_KEYS} are computed; send fewer tokens, or "
-                "chunk_keys",
+                "keys",
                 limit=MAX_SELECTED_KEYS,
                 spec_count=len(namespaces),
             )
@@ -282,10 +287,22 @@ class Selector:
     async def _compute_long(self, tokens: Tokens, chains: Sequence[PromptChain]) -> list[bytes]:
         """The keys of a long request, after earlier long requests. Raises `Full`."""
         if self._waiting_count >= MAX_WAITING:
-            raise Full(f"{MAX_WAITING} long requests by tokens are waiting; try again, or send chunk_keys")
+            raise Full(f"{MAX_WAITING} long requests by tokens are waiting; try again, or send keys")
         self._waiting_count += 1
         try:
             async with self._lock:
                 return [await chain.extend_in_slices(tokens) for chain in chains]
         finally:
             self._waiting_count -= 1
+
+
+def _join(keys: Iterable[bytes]) -> bytes:
+    """Raises `BadChunkKey` if one does not have 16 bytes."""
+    listed = list(keys)
+    if wrong := set(map(len, listed)) - {KEY_BYTES}:
+        raise BadChunkKey(
+            f"chunk_keys has a key of {min(wrong)} bytes; a key has {KEY_BYTES}",
+            field="chunk_keys",
+            size_bytes=min(wrong),
+        )
+    return b"".join(listed)

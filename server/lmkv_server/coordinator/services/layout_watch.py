@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lmkv.errors import Full, RevisionCompacted, WatcherTooSlow
-from lmkv.keys import KEY_BYTES
+from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.runtime.places import Places
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
@@ -63,8 +63,8 @@ class LayoutEvent:
             instance_id=self.instance_id,
             tier=chunk_pb2.Tier.ValueType(self.tier),
             fingerprint=self.fingerprint,
-            admitted_keys=self.admitted_keys,
-            evicted_keys=self.evicted_keys,
+            admitted_keys=split_keys(self.admitted_keys),
+            evicted_keys=split_keys(self.evicted_keys),
             instance_gone=self.instance_gone,
         )
 
@@ -147,8 +147,11 @@ class LayoutWatch:
     def changed(
         self, revision: int, instance_id: str, tier: int, fingerprint: bytes, gained: bytes, lost: bytes
     ) -> None:
-        """Publishes chunks that an instance gained or lost."""
-        self._publish(LayoutEvent(revision, instance_id, tier, fingerprint, gained, lost))
+        """Publishes chunks that an instance gained or lost, in parts that are small enough for a response."""
+        step = FRAME_BYTES // KEY_BYTES * KEY_BYTES
+        for start in range(0, max(len(gained), len(lost)), step):
+            part = slice(start, start + step)
+            self._publish(LayoutEvent(revision, instance_id, tier, fingerprint, gained[part], lost[part]))
 
     def replaced(self, revision: int, instance_id: str, content: Sequence[tuple[int, bytes, bytes]]) -> None:
         """Publishes that an instance's chunks were replaced."""

@@ -16,6 +16,7 @@ from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 from lmkv_server.coordinator.services.cache import CacheService
 from lmkv_server.coordinator.services.layout_watch import LayoutWatch
+from lmkv_server.coordinator.services.lookups import LookupAnswers, LookupService
 from lmkv_server.coordinator.services.operations import OperationsService
 from lmkv_server.coordinator.services.registry import RegistryService
 from lmkv_server.coordinator.services.reports import ReportService
@@ -24,6 +25,7 @@ SERVICE_NAMES = (
     "lmkv.v1.CacheService",
     "lmkv.v1.RegistryService",
     "lmkv.internal.v1.ReportService",
+    "lmkv.internal.v1.LookupService",
     "google.longrunning.Operations",
 )
 
@@ -40,6 +42,8 @@ class Services:
     cache: CacheService
     registry: RegistryService
     reports: ReportService
+    node_lookups: LookupService
+    lookups: LookupAnswers
     operations: OperationsService
 
     def resync(self, reason: str, instance_id: str = "") -> None:
@@ -75,14 +79,15 @@ def make_services(
     selector = Selector(core.instances.models, cluster_secret, core.layout.may_hold, core.layout.fingerprint_of)
     fleet = make_operations(core, selector, orders, operation_ttl=operation_ttl)
     watch = LayoutWatch(core.layout)
+    lookups = LookupAnswers(core, selector)
     return Services(
         core=core,
         history=History(),
         fleet_operations=fleet,
         watch=watch,
         cache=CacheService(
-            core,
             selector,
+            lookups,
             fleet.moves,
             fleet.clears,
             fleet.drains,
@@ -93,5 +98,7 @@ def make_services(
         ),
         registry=RegistryService(core, quota, layout_store),
         reports=ReportService(core, orders, quota, layout_store),
+        node_lookups=LookupService(core, selector, lookups),
+        lookups=lookups,
         operations=OperationsService(fleet.table),
     )

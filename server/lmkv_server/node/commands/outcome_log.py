@@ -6,7 +6,6 @@ import logging
 
 from lmkv import rpc
 from lmkv.internal.v1 import report_service_pb2 as pb
-from lmkv.keys import KEY_BYTES
 from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, OUTCOMES_BY_NUMBER
 from lmkv.units import format_bytes, format_duration
 
@@ -27,7 +26,7 @@ def log_outcome(order: pb.Order, outcome: pb.OrderOutcome, seconds: float) -> No
     if outcome.status.code:
         text += f"; {rpc.from_status(outcome.status).reason}: {outcome.status.message}"
     for failure in outcome.failures:
-        count, reason = len(failure.chunk_keys) // KEY_BYTES, rpc.from_status(failure.status).reason
+        count, reason = len(failure.chunk_keys), rpc.from_status(failure.status).reason
         text += f"; {count} chunks {reason}: {failure.status.message}"
     usual = logging.DEBUG if kind_of(order) == "explain" else logging.INFO
     logger.log(logging.WARNING if outcome.status.code or outcome.failures else usual, "%s", text)

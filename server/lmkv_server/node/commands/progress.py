@@ -62,12 +62,11 @@ class OrderProgress:
 
 def grouped(failures: dict[ChunkKey, LmkvError]) -> list[chunk_pb2.ChunkFailure]:
     """The failures, one message per reason."""
-    keys: dict[str, bytearray] = {}
+    keys: dict[str, list[bytes]] = {}
     firsts: dict[str, LmkvError] = {}
     for key, error in failures.items():
-        keys.setdefault(error.reason, bytearray()).extend(key)
+        keys.setdefault(error.reason, []).append(key)
         firsts.setdefault(error.reason, error)
     return [
-        chunk_pb2.ChunkFailure(chunk_keys=bytes(keys[reason]), status=rpc.to_status(error))
-        for reason, error in firsts.items()
+        chunk_pb2.ChunkFailure(chunk_keys=keys[reason], status=rpc.to_status(error)) for reason, error in firsts.items()
     ]

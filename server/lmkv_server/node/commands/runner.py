@@ -20,7 +20,6 @@ from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
 from lmkv.hints import HintResult
 from lmkv.internal.v1 import report_service_pb2 as pb
-from lmkv.keys import KEY_BYTES
 from lmkv.rpc.hint_messages import to_proto
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import chunk_pb2
@@ -283,7 +282,7 @@ class OrderRunner:
         self._chunk_counts[kind] += outcome.chunk_count
         self._transferred_bytes += outcome.transferred_bytes
         for failure in outcome.failures:
-            self._failed_chunks[rpc.from_status(failure.status).reason] += len(failure.chunk_keys) // KEY_BYTES
+            self._failed_chunks[rpc.from_status(failure.status).reason] += len(failure.chunk_keys)
         log_outcome(order, outcome, time.monotonic() - began)
         self._journal.end(order.order_id, outcome)
         self._notify()

@@ -23,7 +23,7 @@ NAME = "peers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundHolders:
-    """The answer of the coordinators to a lookup; its fields are those of `LookupResponse`."""
+    """The answer of the coordinators to a lookup; its fields are those of `lmkv.internal.v1.LookupResponse`."""
 
     holders: Sequence[Holder] = ()
     partial_token_counts: Sequence[int] = ()

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from lmkv import rpc
 from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
+from lmkv.internal.v1 import lookup_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.lookup_call import LookupCall
 from lmkv.runtime.patience import Silence
@@ -18,6 +19,8 @@ from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
 
 logger = logging.getLogger(__name__)
+
+NodeLookupCall: TypeAlias = LookupCall[pb.LookupRequest, pb.LookupResponse]
 
 MAX_LOOKUP_KEYS = 32_768
 """Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
@@ -39,8 +42,8 @@ class CoordinatorLookup:
         """Begins with a lookup that had no answer in time; ends with the coordinator's next answer to any message."""
         self._failure_count = 0
         self._coordinator_address = coordinator_address
-        self._call: LookupCall | None = None
-        self._retired: list[LookupCall] = []
+        self._call: NodeLookupCall | None = None
+        self._retired: list[NodeLookupCall] = []
         """Calls that take no more lookups and may still answer some."""
         self._unary_seconds = unary_seconds
         self._unary_until = 0.0
@@ -52,22 +55,22 @@ class CoordinatorLookup:
 
     async def lookup(
         self,
-        cache: Any,
+        stub: Any,
         instance_id: str,
         keys: Sequence[ChunkKey],
         deadline_seconds: float,
         **fields: Any,
-    ) -> cache_service_pb2.LookupResponse | None:
+    ) -> pb.LookupResponse | None:
         """Instances but this one that hold the chunks, as `LookupRequest` says; None if there is no answer.
 
         `fields` are further ones of the request.
         """
-        request = cache_service_pb2.LookupRequest(
+        request = pb.LookupRequest(
             chunk_keys=join_keys(keys[:MAX_LOOKUP_KEYS]), excluded_instance_id=instance_id, **fields
         )
         asked_at = time.monotonic()
         try:
-            response = await self._send(cache, request, deadline_seconds)
+            response = await self._send(stub, request, deadline_seconds)
         except LmkvError as error:
             self._failure_count += 1
             if isinstance(error, Unreachable):
@@ -84,29 +87,25 @@ class CoordinatorLookup:
         calls = [*self._retired, *([self._call] if self._call else [])]
         await asyncio.gather(*(call.aclose() for call in calls))
 
-    async def _send(
-        self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
-    ) -> cache_service_pb2.LookupResponse:
+    async def _send(self, stub: Any, request: pb.LookupRequest, deadline_seconds: float) -> pb.LookupResponse:
         """Raises the coordinator's error, or `Unreachable`. A lookup that is traced is a call of its own: only calls
         have spans."""
         if current_ids() is None and time.monotonic() >= self._unary_until:
             try:
-                return await self._send_on_stream(cache, request, deadline_seconds)
+                return await self._send_on_stream(stub, request, deadline_seconds)
             except LmkvError:
                 self._unary_until = time.monotonic() + self._unary_seconds
                 raise
-        method = "lmkv.v1.CacheService/Lookup"
+        method = "lmkv.internal.v1.LookupService/Lookup"
         return cast(
-            cache_service_pb2.LookupResponse,
-            await rpc.call(cache.Lookup, method, self._coordinator_address, request, deadline_seconds),
+            pb.LookupResponse,
+            await rpc.call(stub.Lookup, method, self._coordinator_address, request, deadline_seconds),
         )
 
-    async def _send_on_stream(
-        self, cache: Any, request: cache_service_pb2.LookupRequest, deadline_seconds: float
-    ) -> cache_service_pb2.LookupResponse:
+    async def _send_on_stream(self, stub: Any, request: pb.LookupRequest, deadline_seconds: float) -> pb.LookupResponse:
         if self._call is None or self._call.has_ended:
             self._retired = [one for one in (*self._retired, self._call) if one and not one.is_over]
-            self._call = LookupCall(cache, self._coordinator_address, idle_seconds=IDLE_SECONDS)
+            self._call = LookupCall(stub, pb.LookupStreamRequest, self._coordinator_address, idle_seconds=IDLE_SECONDS)
         call = self._call
         try:
             async with asyncio.timeout(deadline_seconds):

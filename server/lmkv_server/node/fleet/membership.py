@@ -252,7 +252,7 @@ class FleetMembership:
         """The other instances that hold the first key, longest contiguous run first. A failure is a miss.
 
         With a `fingerprint`: those that hold what a hit needs of the spec's chunks, the longest hit first. With a
-        `parent_key`, `any_key` and `prefix_digests`: as the fields of `LookupRequest`.
+        `parent_key`, `any_key` and `prefix_digests`: as the fields of `lmkv.internal.v1.LookupRequest`.
         Instances without an address are left out: nothing can be fetched from them. Lookups are distributed over the
         coordinators in turn. A partial answer, from a coordinator that does not have all snapshots yet, is returned
         only if no other coordinator answers within the deadline.
@@ -287,7 +287,7 @@ class FleetMembership:
                 prefix_key=found.prefix_key,
                 prefix_token_count=found.prefix_token_count,
             )
-            if not found.partial:
+            if found.is_complete:
                 return answer
             if best is None or longest(answer.holders) >= longest(best.holders):
                 best = answer

@@ -30,9 +30,9 @@ from lmkv.errors import (
     StaleEpoch,
     VersionMismatch,
 )
-from lmkv.internal.v1 import report_service_pb2_grpc
+from lmkv.internal.v1 import lookup_service_pb2, lookup_service_pb2_grpc, report_service_pb2_grpc
 from lmkv.keys import ChunkKey
-from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
+from lmkv.v1 import cache_service_pb2, chunk_pb2, registry_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.backoff import (
     MAX_BUSY_DELAY_SECONDS,
@@ -74,7 +74,7 @@ class CoordinatorSession:
         self._channel: grpc.aio.Channel | None = None
         self._registry: Any = None
         self._reports: Any = None
-        self._cache: Any = None
+        self._lookup_stub: Any = None
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._registrar = Registrar(context, hooks.conflicts_changed)
@@ -96,7 +96,7 @@ class CoordinatorSession:
         self._channel = rpc.open_channel(self.coordinator_address, self._credentials)
         self._registry = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
         self._reports = report_service_pb2_grpc.ReportServiceStub(self._channel)
-        self._cache = cache_service_pb2_grpc.CacheServiceStub(self._channel)
+        self._lookup_stub = lookup_service_pb2_grpc.LookupServiceStub(self._channel)
         self._task = asyncio.create_task(self._run(), name=f"lmkv-session-{self.coordinator_address}")
         return self
 
@@ -197,7 +197,7 @@ class CoordinatorSession:
 
     async def lookup(
         self, keys: Sequence[ChunkKey], deadline_seconds: float, **fields: Any
-    ) -> cache_service_pb2.LookupResponse | None:
+    ) -> lookup_service_pb2.LookupResponse | None:
         """The other instances that hold the chunks, as `FleetMembership.lookup`; None if there is no answer.
 
         After a lookup without an answer in time, none is sent that has less time than the coordinator has been silent,
@@ -206,7 +206,8 @@ class CoordinatorSession:
         lease = self._registrar.lease
         if not self.answers_within(deadline_seconds) or lease is None:
             return None
-        response = await self._lookups.lookup(self._cache, lease.instance.instance_id, keys, deadline_seconds, **fields)
+        instance_id = lease.instance.instance_id
+        response = await self._lookups.lookup(self._lookup_stub, instance_id, keys, deadline_seconds, **fields)
         if self._lookups.silence and self._stream is not None:
             self._stream.probe()
         return response

@@ -9,9 +9,11 @@ from typing import Any, cast
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
+from lmkv.keys import split_keys
 from lmkv.rpc.failover import Failover
 from lmkv.rpc.lookup_call import LookupCall
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from lmkv.rpc.prompts import by_keys
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -29,7 +31,7 @@ class CoordinatorClient:
         self._channels = {address: rpc.open_channel(address, credentials) for address in addresses}
         self._coordinators = Failover(addresses)
         self._timeout_seconds = timeout_seconds
-        self._call: LookupCall | None = None
+        self._call: LookupCall[LookupRequest, LookupResponse] | None = None
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -60,7 +62,7 @@ class CoordinatorClient:
     async def look_up(self, chains: Sequence[PromptKeys]) -> list[LookupResponse]:
         """What instances hold of each chain. Raises the coordinator's error, `Unreachable` or `TimeoutError`."""
         address = self._coordinators.current
-        requests = [LookupRequest(chunk_keys=one.keys, fingerprint=one.fingerprint) for one in chains]
+        requests = [LookupRequest(prompt=by_keys(split_keys(one.keys), fingerprint=one.fingerprint)) for one in chains]
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 call = self._open(address)
@@ -69,10 +71,10 @@ class CoordinatorClient:
             self._coordinators.report_failure(address)
             raise
 
-    def _open(self, address: str) -> LookupCall:
+    def _open(self, address: str) -> LookupCall[LookupRequest, LookupResponse]:
         """The stream to a coordinator, which is opened if there is none."""
         if self._call is None or self._call.has_ended or self._call.address != address:
             if self._call is not None:
                 self._call.end()
-            self._call = LookupCall(CacheServiceStub(self._channels[address]), address)
+            self._call = LookupCall(CacheServiceStub(self._channels[address]), LookupStreamRequest, address)
         return self._call

@@ -16,6 +16,7 @@ from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import LmkvError, ModelNotFound, Unreachable
 from lmkv.rpc.failover import Failover
+from lmkv.rpc.prompts import by_tokens
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -126,7 +127,8 @@ class PrefixLookup:
         model_name = body.get("model") or engine.model(None).name
         try:
             tokens = await tokens_of(client, path, body, headers)
-            request = LookupRequest(tokens=tokens, model_name=model_name, cache_salt=body.get("cache_salt") or "")
+            salt = body.get("cache_salt") or ""
+            request = LookupRequest(prompt=by_tokens(tokens, model_name=model_name, cache_salt=salt))
             response = await self._look_up(request)
         except NotTokenizable as e:
             logger.debug("routed without a lookup: %s", e)

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from lmkv import rpc, telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import KeyChain, as_tokens, root_key
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import TIER_HOST, Position
@@ -46,7 +47,7 @@ CHUNKS = 3
 TOKENS = [number % 900 + 2 for number in range(CHUNKS * SPEC.chunk_size + 5)]
 KEYS = KeyChain(root_key(SPEC.fingerprint), SPEC.chunk_size)
 KEYS.extend(as_tokens(TOKENS))
-LOOKUP, ACQUIRE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.PeerService/Acquire"
+LOOKUP, ACQUIRE = "lmkv.internal.v1.LookupService/Lookup", "lmkv.v1.PeerService/Acquire"
 MOVE = "lmkv.v1.CacheService/Move"
 LONG = 30.0
 ENDING_SECONDS = 15.0
@@ -290,9 +291,9 @@ async def test_a_move_is_one_trace_from_the_call_to_the_peer_that_gives_the_byte
         with telemetry.trace_process("tool", ""), telemetry.begin("click", parent=HEADERS["traceparent"]) as click:
             async with rpc.open_channel(fleet.coordinator.address) as channel:
                 request = MoveRequest(
+                    prompt=by_tokens(TOKENS),
                     old_position=Position(instance_id="holder", tier=TIER_HOST),
                     new_position=Position(instance_id="asker", tier=TIER_HOST),
-                    tokens=TOKENS,
                     copy=True,
                 )
                 stub = CacheServiceStub(channel)

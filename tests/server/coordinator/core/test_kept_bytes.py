@@ -11,6 +11,8 @@ import pytest
 from lmkv import rpc
 from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
 from lmkv.internal.v1 import report_service_pb2 as report_pb
+from lmkv.keys import KEY_BYTES
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -33,9 +35,9 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
 ) -> None:
     core = coordinator.tenants.unnamed.fleet_operations.table
     move = cache_pb.MoveRequest(
+        prompt=by_keys(number.to_bytes(16, "little") for number in range(1, 58_001)),
         old_position=chunk_pb2.Position(instance_id="a"),
         new_position=chunk_pb2.Position(instance_id="b"),
-        chunk_keys=b"".join(number.to_bytes(16, "little") for number in range(1, 60_001)),
     )
     async with make("a", KEYS[:1]) as a, make("b") as b:
         for number in range(45):  # they fail, for the source holds nothing of that
@@ -44,7 +46,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
         assert core.used_bytes <= operation_table.MAX_BYTES
         a.going.clear()
         b.going.clear()
-        move.chunk_keys = KEYS[0] + move.chunk_keys[16:]
+        move.prompt.keys.chunk_keys[0] = KEYS[0]
         errors = []
         for number in range(75):
             move.request_id = f"running {number}"
@@ -72,12 +74,14 @@ async def test_orders_that_an_instance_does_not_carry_out_are_bounded_in_bytes(
     monkeypatch.setattr(pins, "TIMEOUT_SECONDS", 2 * WAIT_SECONDS)  # none of the orders ends by itself
     async with make("a", KEYS) as a:
         a.going.clear()
-        request = cache_pb.PinRequest(position=chunk_pb2.Position(instance_id="a"), chunk_keys=b"k" * 16 * 32_000)
+        request = cache_pb.PinRequest(
+            prompt=by_keys([b"k" * 16] * 32_000), position=chunk_pb2.Position(instance_id="a")
+        )
 
         async def pin() -> Any:
             return await cache.Pin(request, timeout=2 * WAIT_SECONDS)
 
-        calls = [asyncio.create_task(pin()) for _ in range(2 * MAX_PENDING_BYTES // len(request.chunk_keys))]
+        calls = [asyncio.create_task(pin()) for _ in range(2 * MAX_PENDING_BYTES // (32_000 * KEY_BYTES))]
         await until(lambda: sum(call.done() for call in calls) >= len(calls) // 3)
         ended = [call.exception() for call in calls if call.done()]
         errors = [rpc.from_rpc_error(error) for error in ended if isinstance(error, grpc.RpcError)]

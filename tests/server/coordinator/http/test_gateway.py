@@ -40,12 +40,22 @@ async def test_no_body_is_an_empty_request(http: httpx.AsyncClient) -> None:
         assert (response.status_code, response.json()) == (200, {})
 
 
+def asking(token_ids: Any, **fields: Any) -> dict[str, Any]:
+    """A body that names a prompt by tokens."""
+    return {"prompt": {"tokens": {"token_ids": token_ids} | fields}}
+
+
+def keyed(field: str, *keys: bytes) -> dict[str, Any]:
+    """A body that names a prompt by keys, under either name of the field."""
+    return {"prompt": {"keys": {field: [base64.b64encode(key).decode() for key in keys]}}}
+
+
 @pytest.mark.parametrize("field", ["chunk_keys", "chunkKeys"])
 async def test_fields_go_by_both_names_and_bytes_are_base64(http: httpx.AsyncClient, field: str) -> None:
-    response = await http.post(LOOKUP, json={field: base64.b64encode(bytes(32)).decode()})
+    response = await http.post(LOOKUP, json=keyed(field, bytes(16), bytes(16)))
     assert response.status_code == 200
     assert int(response.json()["revision"]) > 0
-    refused = await http.post(LOOKUP, json={field: base64.b64encode(bytes(17)).decode()})
+    refused = await http.post(LOOKUP, json=keyed(field, bytes(17)))
     assert refused.status_code == 400
     assert refused.json()["details"][0]["reason"] == "BAD_CHUNK_KEY"
 
@@ -53,16 +63,17 @@ async def test_fields_go_by_both_names_and_bytes_are_base64(http: httpx.AsyncCli
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"tokens": [1, -2]}, "-2 is negative"),
-        ({"tokens": [1, "x"]}, "x"),
-        ({"tokens": [1, 1 << 40]}, "1099511627776"),
-        ({"tokens": "1,2"}, "tokens"),
-        ({"tokens": [[1]]}, "tokens"),
-        ({"tokens": {"a": 1}}, "tokens"),
-        ({"tokens": [1], "chunk_keys": "AAAA"}, "use one of the two"),
-        ({"token": [1]}, "token"),
-        ({"model_name": 7}, "model_name"),
-        ({"chunk_keys": "A"}, "chunk_keys"),
+        (asking([1, -2]), "-2 is negative"),
+        (asking([1, "x"]), "x"),
+        (asking([1, 1 << 40]), "1099511627776"),
+        (asking("1,2"), "token_ids"),
+        (asking([[1]]), "token_ids"),
+        (asking({"a": 1}), "token_ids"),
+        ({"prompt": {"tokens": {"tokenIds": [1]}, "keys": {"chunkKeys": ["AAAA"]}}}, "oneof"),
+        ({"tokens": [1]}, "tokens"),
+        (asking([1], model_name=7), "model_name"),
+        ({"prompt": {"keys": {"chunk_keys": ["A"]}}}, "chunk_keys"),
+        ({"prompt": {"keys": {"chunk_keys": "AAAA"}}}, "chunk_keys"),
     ],
 )
 async def test_a_bad_request_is_400_and_says_why(http: httpx.AsyncClient, body: Any, says: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmkv import rpc
-from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
@@ -55,7 +55,7 @@ class Load:
         async with rpc.open_channel(coordinator.address) as channel:
             cache = cache_service_pb2_grpc.CacheServiceStub(channel)
             while True:
-                await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=60)
+                await cache.Lookup(cache_service_pb2.LookupRequest(prompt=by_keys(KEYS)), timeout=60)
                 self.answers += 1
                 await asyncio.sleep(0.005)
 

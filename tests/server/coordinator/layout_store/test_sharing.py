@@ -19,6 +19,7 @@ from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.callers import read_callers
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -112,7 +113,7 @@ async def test_lookups_count_the_tokens_of_partial_chunks_everywhere(pair: tuple
         for coordinator in pair:
             async with rpc.open_channel(coordinator.address) as channel:
                 cache = cache_service_pb2_grpc.CacheServiceStub(channel)
-                answer = await cache.Lookup(cache_service_pb2.LookupRequest(tokens=PROMPT), timeout=60)
+                answer = await cache.Lookup(cache_service_pb2.LookupRequest(prompt=by_tokens(PROMPT)), timeout=60)
             assert [(holder.instance_id, holder.matched_token_count) for holder in answer.holders] == [("a", 40)]
 
 
@@ -253,7 +254,7 @@ async def look_up(address: str) -> None:
     async with rpc.open_channel(address) as channel:
         cache = cache_service_pb2_grpc.CacheServiceStub(channel)
         for _ in itertools.count():
-            await cache.Lookup(cache_service_pb2.LookupRequest(chunk_keys=join_keys(KEYS)), timeout=60)
+            await cache.Lookup(cache_service_pb2.LookupRequest(prompt=by_keys(KEYS)), timeout=60)
             await asyncio.sleep(0.01)
 
 

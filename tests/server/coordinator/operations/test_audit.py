@@ -17,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import ConfigError
 from lmkv.rpc.error_status import short
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     DrainRequest,
@@ -59,15 +60,17 @@ async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Gua
     cache = await fleet.cache(token_of("operator", "a"))
     operations = await fleet.operations(token_of("operator", "a"))
     n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
-    copied = await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=60)
+    copied = await cache.Move(
+        MoveRequest(prompt=by_tokens(PROMPT), old_position=n1, new_position=n2, copy=True), timeout=60
+    )
     await operations.WaitOperation(operations_pb2.WaitOperationRequest(name=copied.name), timeout=60)
-    pin = (await cache.Pin(PinRequest(position=n2, tokens=PROMPT), timeout=60)).pin
+    pin = (await cache.Pin(PinRequest(prompt=by_tokens(PROMPT), position=n2), timeout=60)).pin
     await cache.Unpin(UnpinRequest(pin_id=pin.pin_id), timeout=60)
-    moved = await cache.Move(MoveRequest(old_position=n1, new_position=n2, chunk_keys=b"".join(KEYS)), timeout=60)
+    moved = await cache.Move(MoveRequest(prompt=by_keys(KEYS), old_position=n1, new_position=n2), timeout=60)
     await operations.CancelOperation(operations_pb2.CancelOperationRequest(name=moved.name), timeout=60)
     cleared = await cache.Clear(ClearRequest(instance_id="n2", all=True), timeout=60)
     drained = await cache.Drain(DrainRequest(instance_id="n1", destination_instance_ids=["n2"], evict=True), timeout=60)
-    await cache.Lookup(LookupRequest(tokens=PROMPT), timeout=60)  # looking is no act
+    await cache.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=60)  # looking is no act
     entries = lines(log)
     assert [line["act"] for line in entries] == ["copy", "pin", "unpin", "move", "cancel", "clear", "drain"]
     assert {(line["caller"], line["role"], line["tenant"]) for line in entries} == {("operator-of-a", "operator", "a")}
@@ -81,23 +84,23 @@ async def test_each_act_is_one_line_with_who_what_and_which_operation(fleet: Gua
     }
     assert entries[1]["pin"] == entries[2]["request"]["pin_id"] == pin.pin_id
     assert entries[0]["request"] == {
+        "prompt": {"tokens": {"token_ids": f"{len(PROMPT)} token_ids"}},
         "old_position": {"instance_id": "n1"},
         "new_position": {"instance_id": "n2"},
-        "tokens": f"{len(PROMPT)} tokens",
         "copy": True,
     }
-    assert entries[3]["request"]["chunk_keys"] == f"{len(KEYS)} keys"
+    assert entries[3]["request"]["prompt"] == {"keys": {"chunk_keys": f"{len(KEYS)} chunk_keys"}}
     assert all(line["time"].endswith("Z") for line in entries)
 
 
 async def test_refusals_are_logged_without_the_salt(fleet: Guarded, log: Path) -> None:
     cache = await fleet.cache(token_of("operator", "a"))
-    pin = PinRequest(position=Position(instance_id="unknown"), tokens=PROMPT, cache_salt="pepper")
+    pin = PinRequest(prompt=by_tokens(PROMPT, cache_salt="pepper"), position=Position(instance_id="unknown"))
     with pytest.raises(grpc.RpcError):
         await cache.Pin(pin, timeout=60)
     (line,) = lines(log)
     assert (line["act"], line["outcome"]) == ("pin", "INSTANCE_NOT_FOUND")
-    assert line["request"]["cache_salt"] == "hidden"
+    assert line["request"]["prompt"]["tokens"]["cache_salt"] == "hidden"
     assert "pepper" not in str(line)
     assert token_of("operator", "a") not in str(line)
 
@@ -110,7 +113,8 @@ def test_any_request_can_be_logged() -> None:
         "ttl": {"seconds": 1, "nanos": 1 << 30},  # more nanoseconds than JSON has a form for
     }
     assert redacted(Position(tier=TIER_HOST)) == {"tier": "TIER_HOST"}
-    assert redacted(PinRequest(model_name="m" * 10_000))["model_name"] == short("m" * 10_000)
+    long = redacted(PinRequest(prompt=by_tokens([], model_name="m" * 10_000)))
+    assert long == {"prompt": {"tokens": {"model_name": short("m" * 10_000)}}}
 
 
 async def test_http_leaves_the_same_lines(fleet: Guarded, log: Path) -> None:
@@ -153,7 +157,7 @@ async def test_the_documentation_shows_a_line_as_it_is(fleet: Guarded, log: Path
     shown = json.loads(page.partition("```json\n")[2].partition("\n```")[0])
     cache = await fleet.cache(token_of("operator", "a"))
     n1, n2 = Position(instance_id="n1"), Position(instance_id="n2")
-    await cache.Move(MoveRequest(old_position=n1, new_position=n2, tokens=PROMPT, copy=True), timeout=60)
+    await cache.Move(MoveRequest(prompt=by_tokens(PROMPT), old_position=n1, new_position=n2, copy=True), timeout=60)
     (line,) = lines(log)
     assert list(line) == list(shown)
     assert shown["request"].keys() < line["request"].keys()

@@ -13,6 +13,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position
@@ -20,6 +21,7 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make, unpacked, until
+from tests.support.prompts import with_prompt
 from tests.waiting import WAIT_SECONDS
 
 
@@ -29,7 +31,7 @@ def operations(channel: grpc.aio.Channel) -> Any:
 
 
 async def ended(cache: Any, operations: Any, **fields: Any) -> operations_pb2.Operation:
-    operation = await cache.Clear(ClearRequest(**fields), timeout=60)
+    operation = await cache.Clear(ClearRequest(**with_prompt(**fields)), timeout=60)
     assert operation.name.startswith("clear-")
     done: operations_pb2.Operation = await operations.WaitOperation(
         operations_pb2.WaitOperationRequest(name=operation.name), timeout=60
@@ -47,7 +49,7 @@ async def cleared(cache: Any, operations: Any, **fields: Any) -> ClearResult:
 
 async def refused(cache: Any, **fields: Any) -> LmkvError:
     with pytest.raises(grpc.RpcError) as caught:
-        await cache.Clear(ClearRequest(**fields), timeout=60)
+        await cache.Clear(ClearRequest(**with_prompt(**fields)), timeout=60)
     return from_rpc_error(caught.value)
 
 
@@ -110,7 +112,7 @@ async def test_versions_of_the_weights_are_cleared_one_by_one_or_all_but_one(
             ({"model_name": "llama", "weight_version": "40"}, "registered are: 41, 42"),
             ({"model_name": "llama", "weight_version": "41", "kept_weight_version": "42"}, "exclude each other"),
             ({"all": True, "weight_version": "41"}, "with a model"),
-            ({"tokens": PROMPT, "model_name": "llama", "kept_weight_version": "42"}, "without tokens"),
+            ({"tokens": PROMPT, "model_name": "llama", "kept_weight_version": "42"}, "set model_name"),
         ):
             error = await refused(cache, **fields)
             assert (error.reason, why in str(error)) == ("BAD_SELECTION", True), error
@@ -127,19 +129,38 @@ async def test_a_prompt_of_an_adapter_is_cleared_by_the_adapters_name(make: Make
 
 
 async def test_tokens_select_nothing_else_while_no_engine_has_registered(cache: Any) -> None:
-    for more in ({}, {"all": True}):
-        error = await refused(cache, tokens=PROMPT, **more)
-        assert (error.reason, "no engine has registered yet" in str(error)) == ("MODEL_NOT_FOUND", True)
+    error = await refused(cache, tokens=PROMPT)
+    assert (error.reason, "no engine has registered yet" in str(error)) == ("MODEL_NOT_FOUND", True)
+
+
+async def test_a_prompt_a_model_and_all_exclude_each_other(make: Make, cache: Any) -> None:
+    async with make("a", KEYS) as a:
+        for prompt in (by_tokens(PROMPT), by_keys(KEYS)):
+            for more in ({"all": True}, {"model_name": "llama"}):
+                error = await refused(cache, prompt=prompt, **more)
+                assert (error.reason, "exclude each other" in str(error)) == ("BAD_SELECTION", True)
+        error = await refused(cache, prompt=by_tokens([], model_name="llama"))  # names a model, and no chunk
+        assert (error.reason, "nothing is selected" in str(error)) == ("BAD_SELECTION", True)
+        assert len(a.chunks) == len(KEYS)
+
+
+async def test_keys_with_a_fingerprint_are_those_of_that_spec_only(make: Make, cache: Any, operations: Any) -> None:
+    async with make("a", KEYS) as a:
+        error = await refused(cache, prompt=by_keys(KEYS, fingerprint=bytes(16)))
+        assert (error.reason, bytes(16).hex() in str(error)) == ("MODEL_NOT_FOUND", True)
+        assert len(a.chunks) == len(KEYS)
+        result = await cleared(cache, operations, prompt=by_keys(KEYS[:1], fingerprint=LLAMA.fingerprint))
+        assert (result.chunk_count, len(a.chunks)) == (1, len(KEYS) - 1)
 
 
 async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS) as a:
-        await cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16]), timeout=60)
+        await cache.Pin(PinRequest(prompt=by_tokens(PROMPT[:16]), position=Position(instance_id="a")), timeout=60)
         result = await cleared(cache, operations, tokens=PROMPT)
         assert result.chunk_count == 2
         (failure,) = result.failures
         assert failure.instance_id == "a"
-        assert failure.failures[0].chunk_keys == KEYS[0]
+        assert failure.failures[0].chunk_keys == [KEYS[0]]
         assert from_status(failure.failures[0].status).reason == "CHUNK_PINNED"
         assert list(a.chunks) == KEYS[:1]
 
@@ -147,7 +168,9 @@ async def test_pinned_chunks_stay_and_are_named(make: Make, cache: Any, operatio
 async def test_pinned_chunks_outside_the_request_are_counted(make: Make, cache: Any, operations: Any) -> None:
     async with make("a", CHUNKS), make("b", CHUNKS):
         for instance_id, length in (("a", 16), ("b", 32)):
-            await cache.Pin(PinRequest(position=Position(instance_id=instance_id), tokens=PROMPT[:length]), timeout=60)
+            await cache.Pin(
+                PinRequest(prompt=by_tokens(PROMPT[:length]), position=Position(instance_id=instance_id)), timeout=60
+            )
         result = await cleared(cache, operations, all=True)
         assert (result.chunk_count, result.pinned_chunk_count) == (2 * len(CHUNKS) - 3, 3)
         assert not result.failures

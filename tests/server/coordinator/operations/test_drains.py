@@ -14,6 +14,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import DrainProgress, DrainRequest, DrainResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
@@ -186,7 +187,7 @@ async def test_chunks_that_are_stored_meanwhile_are_found_by_the_next_pass(make:
         b.before = store
         operation = await drainer.start()
         await until(lambda: bool(stored) and stored[0].done())
-        await drainer.cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT), timeout=60)
+        await drainer.cache.Pin(PinRequest(prompt=by_tokens(PROMPT), position=Position(instance_id="a")), timeout=60)
         b.going.set()  # what `a` has stored was reported before the pin
         ended = await drainer.finish(operation)
         result = unpacked(ended.response, DrainResult)

@@ -19,10 +19,11 @@ from lmkv.v1.chunk_pb2 import (
 from lmkv_server.coordinator.operations import explanations
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.prompts import with_prompt
 
 
 async def explain(cache: Any, **fields: Any) -> list[InstanceExplanation]:
-    return list((await cache.Explain(ExplainRequest(**fields), timeout=60)).explanations)
+    return list((await cache.Explain(ExplainRequest(**with_prompt(**fields)), timeout=60)).explanations)
 
 
 async def refused(cache: Any, **fields: Any) -> LmkvError:

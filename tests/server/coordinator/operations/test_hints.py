@@ -15,10 +15,11 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.prompts import with_prompt
 
 
 async def hint(cache: Any, action: int = chunk_pb2.HINT_ACTION_PIN, **fields: Any) -> HintResponse:
-    request = HintRequest(**({"instance_id": "a", "tokens": PROMPT} | fields), action=action)  # type: ignore[arg-type]
+    request = HintRequest(**with_prompt(**({"instance_id": "a", "tokens": PROMPT} | fields)), action=action)  # type: ignore[arg-type]
     response: HintResponse = await cache.Hint(request, timeout=60)
     return response
 

@@ -17,6 +17,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.rpc.prompts import by_tokens
 from lmkv.tiers import format_position
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -28,6 +29,7 @@ from lmkv_server.coordinator.operations import moves
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 from tests.support.node_stub import registration
+from tests.support.prompts import with_prompt
 
 
 class Asker:
@@ -41,9 +43,8 @@ class Asker:
         """Begins a move of the prompt, unless the fields name something else."""
         if "chunk_keys" not in fields:
             fields.setdefault("tokens", PROMPT)
-        request = MoveRequest(
-            old_position=Position(instance_id=source), new_position=Position(instance_id=destination), **fields
-        )
+        ends = {"old_position": Position(instance_id=source), "new_position": Position(instance_id=destination)}
+        request = MoveRequest(**with_prompt(**ends, **fields))
         operation: operations_pb2.Operation = await self.cache.Move(request, timeout=60)
         return operation
 
@@ -76,7 +77,7 @@ class Asker:
 
     async def holders(self) -> dict[str, int]:
         """Who holds how many tokens of the prompt."""
-        response = await self.cache.Lookup(LookupRequest(tokens=PROMPT), timeout=60)
+        response = await self.cache.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=60)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
 
@@ -141,7 +142,7 @@ async def test_the_source_drops_only_chunks_that_have_arrived(make: Make, asker:
         result = await asker.move()
         assert (result.chunk_count, result.dropped_chunk_count) == (2, 2)
         (failure,) = result.failures
-        assert failure.chunk_keys == KEYS[2]
+        assert failure.chunk_keys == [KEYS[2]]
         assert list(a.chunks) == KEYS[2:]
 
 
@@ -157,7 +158,7 @@ async def test_what_the_source_lost_meanwhile_is_named(make: Make, asker: Asker)
         b.before = lambda *_: a.chunks.pop(KEYS[1], None)  # type: ignore[assignment]
         result = await asker.move()
         assert (result.chunk_count, result.dropped_chunk_count) == (2, 2)
-        assert [failure.chunk_keys for failure in result.failures] == [KEYS[1]]
+        assert [failure.chunk_keys for failure in result.failures] == [[KEYS[1]]]
         assert from_status(result.failures[0].status).reason == "CHUNK_NOT_FOUND"
 
 
@@ -171,7 +172,7 @@ async def test_a_key_that_the_source_does_not_hold_is_a_failure(make: Make, aske
     async with make("a", KEYS[:1]), make("b"):
         result = await asker.move(chunk_keys=join_keys(KEYS[:2]))
         assert result.chunk_count == 1
-        assert [failure.chunk_keys for failure in result.failures] == [KEYS[1]]
+        assert [failure.chunk_keys for failure in result.failures] == [[KEYS[1]]]
         error = await asker.failure(chunk_keys=bytes(32))
         assert error.reason == "CHUNK_NOT_FOUND"
 
@@ -185,7 +186,7 @@ async def test_a_key_that_is_named_twice_moves_once(make: Make, asker: Asker) ->
 
 async def test_a_pinned_chunk_arrives_and_stays(make: Make, asker: Asker) -> None:
     async with make("a", CHUNKS) as a, make("b") as b:
-        pin = PinRequest(position=Position(instance_id="a"), tokens=PROMPT[:16])
+        pin = PinRequest(prompt=by_tokens(PROMPT[:16]), position=Position(instance_id="a"))
         await asker.cache.Pin(pin, timeout=60)
         result = await asker.move()
         assert (result.chunk_count, result.dropped_chunk_count) == (3, 2)
@@ -218,7 +219,7 @@ async def test_what_cannot_begin_says_why(make: Make, asker: Asker) -> None:
         assert (await asker.refusal(model_name="gpt")).reason == "MODEL_NOT_FOUND"
         assert (await asker.refusal("a", "other", model_name="llama")).reason == "KV_SPEC_MISMATCH"
         disk = Position(instance_id="b", tier=chunk_pb2.TIER_DISK)
-        request = MoveRequest(old_position=Position(instance_id="a"), new_position=disk, tokens=PROMPT)
+        request = MoveRequest(prompt=by_tokens(PROMPT), old_position=Position(instance_id="a"), new_position=disk)
         with pytest.raises(grpc.RpcError) as caught:
             await asker.cache.Move(request, timeout=60)
         assert from_rpc_error(caught.value).reason == "TIER_UNSUPPORTED"

@@ -10,8 +10,9 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.internal.v1.report_service_pb2 import Order
-from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     ClearResult,
@@ -29,6 +30,7 @@ from lmkv_server.coordinator.operations import drains
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked
+from tests.support.prompts import with_prompt
 
 ITEMS = items(4)
 OLDER = [item(WINDOW, 0), item(WINDOW, 1), item(STATE, 1)]
@@ -52,9 +54,8 @@ class Operator:
 
     async def start_move(self, keys: list[ChunkKey] | None = None, **fields: Any) -> operations_pb2.Operation:
         named: dict[str, Any] = {"chunk_keys": join_keys(keys)} if keys else {"tokens": PROMPT}
-        request = MoveRequest(
-            old_position=Position(instance_id="a"), new_position=Position(instance_id="b"), **named, **fields
-        )
+        ends = {"old_position": Position(instance_id="a"), "new_position": Position(instance_id="b")}
+        request = MoveRequest(**with_prompt(**named, **ends, **fields))
         operation: operations_pb2.Operation = await self.cache.Move(request, timeout=60)
         return operation
 
@@ -66,7 +67,7 @@ class Operator:
 
     async def clear(self, keys: list[ChunkKey] | None = None, **fields: Any) -> ClearResult:
         named: dict[str, Any] = {"chunk_keys": join_keys(keys)} if keys else {"tokens": PROMPT}
-        over = await self.ended(await self.cache.Clear(ClearRequest(**(named | fields)), timeout=60))
+        over = await self.ended(await self.cache.Clear(ClearRequest(**with_prompt(**(named | fields))), timeout=60))
         assert not over.HasField("error"), over.error.message
         result: ClearResult = unpacked(over.response, ClearResult)
         return result
@@ -74,12 +75,12 @@ class Operator:
     async def pin(self, keys: list[ChunkKey] | None = None) -> PinnedChunks:
         named: dict[str, Any] = {"chunk_keys": join_keys(keys)} if keys else {"tokens": PROMPT}
         pinned: PinnedChunks = (
-            await self.cache.Pin(PinRequest(position=Position(instance_id="a"), **named), timeout=60)
+            await self.cache.Pin(PinRequest(position=Position(instance_id="a"), **with_prompt(**named)), timeout=60)
         ).pin
         return pinned
 
     async def found(self, model_name: str = "") -> dict[str, int]:
-        response = await self.cache.Lookup(LookupRequest(tokens=PROMPT, model_name=model_name), timeout=60)
+        response = await self.cache.Lookup(LookupRequest(prompt=by_tokens(PROMPT, model_name=model_name)), timeout=60)
         return {holder.instance_id: holder.matched_token_count for holder in response.holders}
 
 
@@ -114,7 +115,7 @@ async def test_a_hit_that_ends_earlier_is_moved_up_to_its_end(make: Make, operat
     async with make("a", held, HYBRID) as a, make("b", spec=HYBRID) as b:
         result = await operator.move(KEYS)
         (failure,) = result.failures
-        assert split_keys(failure.chunk_keys) == KEYS[2:]
+        assert failure.chunk_keys == KEYS[2:]
         assert isinstance(from_status(failure.status), ChunkNotFound)
         assert (result.chunk_count, result.token_count) == (len(items(2)), 32)
         assert (list(a.chunks), list(b.chunks)) == (KEYS[2:], items(2))

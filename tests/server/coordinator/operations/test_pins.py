@@ -20,11 +20,13 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import pins
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
+from tests.support.prompts import with_prompt
 
 
 async def pin(cache: Any, instance_id: str = "a", **fields: Any) -> PinnedChunks:
     fields.setdefault("tokens", PROMPT)
-    response = await cache.Pin(PinRequest(position=Position(instance_id=instance_id), **fields), timeout=60)
+    request = PinRequest(**with_prompt(position=Position(instance_id=instance_id), **fields))
+    response = await cache.Pin(request, timeout=60)
     pinned: PinnedChunks = response.pin
     return pinned
 

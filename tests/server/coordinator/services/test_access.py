@@ -22,6 +22,7 @@ from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
 from lmkv.auth.roles import ROLES, Role
 from lmkv.internal.v1 import report_service_pb2
+from lmkv.rpc.prompts import by_keys
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
@@ -135,7 +136,7 @@ async def test_every_path_is_in_the_table() -> None:
 async def test_a_token_that_is_taken_away_ends_its_stream_with_the_next_message(fleet: Guarded) -> None:
     engine = await fleet.cache(token_of("engine"))
     stream = engine.LookupStream()
-    request = LookupRequest(chunk_keys=b"".join(KEYS))
+    request = LookupRequest(prompt=by_keys(KEYS))
     await stream.write(LookupStreamRequest(requests=[request]))
     assert (await stream.read()).results
     write(fleet.tokens, *(each for each in ENTRIES if each["name"] != "engine"))
@@ -160,7 +161,7 @@ async def test_a_token_that_is_moved_to_another_tenant_loses_its_streams(
         report_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=1, snapshot=True, snapshot_end=True)
     )
     await reports.read()
-    request = LookupRequest(chunk_keys=b"".join(KEYS))
+    request = LookupRequest(prompt=by_keys(KEYS))
     await lookups.write(LookupStreamRequest(requests=[request]))
     assert (await lookups.read()).results
     moved = entry("engine", before)

@@ -24,6 +24,7 @@ from lmkv.keys import (
     split_keys,
 )
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.spec import MAX_IDENTITY_BYTES, MAX_NAME_BYTES, MAX_SERVED_MODELS, KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import (
@@ -34,9 +35,10 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES
-from lmkv_server.coordinator.services.cache import MAX_ALTERNATIVES, MAX_ANSWERS
+from lmkv_server.coordinator.services.lookups import MAX_ANSWERS
 from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
 from tests.support.node_stub import registration
+from tests.support.prompts import with_prompt
 
 ROOT = root_key(LLAMA.fingerprint, secret=b"hush")
 
@@ -82,7 +84,7 @@ async def holds(
 
 
 async def lookup(cache: Any, **fields: Any) -> LookupResponse:
-    response: LookupResponse = await cache.Lookup(LookupRequest(**fields), timeout=60)
+    response: LookupResponse = await cache.Lookup(LookupRequest(**with_prompt(**fields)), timeout=60)
     return response
 
 
@@ -161,33 +163,6 @@ async def test_tokens_find_the_partial_chunk_of_a_prompt_that_they_continue(regi
     assert [one.instance_id for one in response.holders] == ["a", "b", "c"]
     assert [(run.chunk_count, run.token_count) for run in response.holders[0].runs] == [(3, 40)]
     assert found(await lookup(cache, tokens=longer, excluded_instance_id="a")) == {"b": (2, 32), "c": (1, 5)}
-
-
-async def test_keys_with_a_parent_find_the_lengths_behind_the_longest_match(registry: Any, cache: Any) -> None:
-    keys = keys_of(PROMPT)
-    _a = await holds(registry, "a", keys, last_tokens=8, parent=keys[1])
-    _b = await holds(registry, "b", keys_of(PROMPT[:5]), last_tokens=5, parent=ROOT)
-    packed = join_keys([*keys[:2], b"n" * 16])  # type: ignore[list-item]
-    response = await lookup(cache, chunk_keys=packed, parent_key=ROOT)
-    assert (found(response), list(response.partial_token_counts)) == ({"a": (2, 32)}, [8])
-    response = await lookup(cache, chunk_keys=b"n" * 16, parent_key=ROOT)
-    assert (found(response), list(response.partial_token_counts)) == ({}, [5])
-    assert not (await lookup(cache, chunk_keys=packed)).partial_token_counts
-    error = await refused(cache, chunk_keys=packed, parent_key=b"short")
-    assert (error.reason, "parent_key" in str(error)) == ("BAD_CHUNK_KEY", True)
-
-
-async def test_of_alternatives_the_first_that_is_held_is_found(registry: Any, cache: Any) -> None:
-    keys = keys_of(PROMPT)
-    _a = await holds(registry, "a", keys[:2])
-    _b = await holds(registry, "b", keys[1:2])
-    packed = join_keys([b"n" * 16, keys[1], keys[0]])  # type: ignore[list-item]
-    response = await lookup(cache, chunk_keys=packed, any_key=True)
-    assert (found(response), response.key_index) == ({"a": (1, 16), "b": (1, 16)}, 1)
-    response = await lookup(cache, chunk_keys=packed[:16], any_key=True)
-    assert (found(response), response.key_index) == ({}, 0)
-    error = await refused(cache, chunk_keys=b"k" * 16 * (MAX_ALTERNATIVES + 1), any_key=True)
-    assert error.reason == "BAD_CHUNK_KEY"
 
 
 @pytest.mark.parametrize(("index", "parent", "reason"), [(0, bytes(16), "BAD_MESSAGE"), (1, b"short", "BAD_CHUNK_KEY")])
@@ -352,9 +327,9 @@ async def test_every_tier_is_found(registry: Any, cache: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 15, 17, 31])
-async def test_a_broken_key_list_is_refused(registry: Any, cache: Any, size: int) -> None:
-    error = await refused(cache, chunk_keys=bytes(size))
+@pytest.mark.parametrize("size", [0, 1, 15, 17, 32])
+async def test_a_broken_key_is_refused(registry: Any, cache: Any, size: int) -> None:
+    error = await refused(cache, chunk_keys=[bytes(16), bytes(size)])
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_CHUNK_KEY")
     assert error.metadata["size_bytes"] == str(size)
 
@@ -369,11 +344,6 @@ async def test_tokens_beyond_the_vocabulary_are_refused(registry: Any, cache: An
 
 async def test_negative_tokens_are_refused_even_if_nothing_is_registered(cache: Any) -> None:
     assert (await refused(cache, tokens=[-5])).reason == "BAD_TOKENS"
-
-
-async def test_naming_chunks_in_both_ways_is_refused(cache: Any) -> None:
-    error = await refused(cache, tokens=[1], chunk_keys=bytes(16))
-    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_TOKENS")
 
 
 async def test_more_tokens_than_keys_may_be_are_refused(registry: Any, cache: Any) -> None:
@@ -394,10 +364,9 @@ async def test_several_specs_need_a_model_name(registry: Any, cache: Any) -> Non
 
 async def test_an_unknown_model_is_refused_and_the_known_ones_are_named(registry: Any, cache: Any) -> None:
     _a = await holds(registry, "a", keys_of(PROMPT))
-    for way in ({"tokens": PROMPT}, {"chunk_keys": bytes(16)}):
-        error = await refused(cache, model_name="mistral", **way)
-        assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
-        assert error.metadata == {"model_name": "mistral", "known_models": "llama"}
+    error = await refused(cache, model_name="mistral", tokens=PROMPT)
+    assert (error.code, error.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
+    assert error.metadata == {"model_name": "mistral", "known_models": "llama"}
     assert (await refused(cache, tokens=PROMPT, model_name=100_000 * "x")).reason == "MODEL_NOT_FOUND"
 
 
@@ -424,10 +393,10 @@ async def test_a_stream_answers_each_lookup_in_order_and_continues_after_an_erro
     _a = await holds(registry, "a", keys_of(PROMPT), last_tokens=8)
     stream = cache.LookupStream(timeout=60)
     requests = [
-        LookupRequest(tokens=PROMPT),
-        LookupRequest(tokens=[-1]),
-        LookupRequest(tokens=PROMPT, model_name="gpt"),
-        LookupRequest(chunk_keys=keys_of(PROMPT)[0]),
+        LookupRequest(prompt=by_tokens(PROMPT)),
+        LookupRequest(prompt=by_tokens([-1])),
+        LookupRequest(prompt=by_tokens(PROMPT, model_name="gpt")),
+        LookupRequest(prompt=by_keys(keys_of(PROMPT)[:1])),
     ]
     for part in (requests[:1], requests[1:]):
         await stream.write(LookupStreamRequest(requests=part))

@@ -19,7 +19,7 @@ from lmkv.auth import authenticator, token_bucket
 from lmkv.auth.caller import current_caller
 from lmkv.auth.token_bucket import MIN_REFUSALS_PER_SECOND
 from lmkv.errors import TooManyRequests
-from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, WatchRequest
 from lmkv_server.coordinator import coordinator
 from lmkv_server.coordinator.http import app
@@ -37,7 +37,7 @@ OTHER_LOOKUPS = 50
 """Lookups of another tenant in the meantime."""
 DEADLINE_SECONDS = 60.0
 SHORT_DEADLINE_SECONDS = 8.0
-LOOKUP = LookupRequest(chunk_keys=join_keys(KEYS))
+LOOKUP = LookupRequest(prompt=by_keys(KEYS))
 HTTP_LOOKUP = "/lmkv.v1.CacheService/Lookup"
 
 

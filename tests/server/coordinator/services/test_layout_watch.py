@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from lmkv.errors import Full, LmkvError
-from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import WatchRequest, WatchResponse
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
@@ -46,8 +46,8 @@ class Watcher:
                 self.held.pop(change.instance_id, None)
                 continue
             keys = self.held.setdefault(change.instance_id, set())
-            keys |= set(split_keys(change.admitted_keys))
-            keys -= set(split_keys(change.evicted_keys))
+            keys |= {*map(ChunkKey, change.admitted_keys)}
+            keys -= {*map(ChunkKey, change.evicted_keys)}
         return response
 
     async def until(self, held: dict[str, set[ChunkKey]]) -> None:
@@ -183,7 +183,7 @@ async def test_the_history_forgets_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(LmkvError, match="is not between 102 and 105"):
         await anext(watched.watch(101))
     response = await anext(watched.watch(102))
-    assert [change.admitted_keys[0] for change in response.changes] == [2, 3, 4]
+    assert [change.admitted_keys[0][0] for change in response.changes] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("key_count", [1, 4, 16, 64, 1000])
@@ -234,8 +234,8 @@ async def test_changes_during_a_long_snapshot_are_not_lost(monkeypatch: pytest.M
     step = 0
     async for response in watched.watch(0):
         for change in response.changes:
-            held |= set(split_keys(change.admitted_keys))
-            held -= set(split_keys(change.evicted_keys))
+            held |= {*map(ChunkKey, change.admitted_keys)}
+            held -= {*map(ChunkKey, change.evicted_keys)}
         if step < 100:
             layout.apply("a", Change(2, FINGERPRINT, 16, keys[100 + step], {}, keys[step]))
             step += 1
@@ -256,7 +256,7 @@ async def test_a_watcher_that_leaves_during_a_large_change_misses_none_of_it(mon
     left_at = (await anext(first)).revision
     held: set[ChunkKey] = set()
     async for response in watched.watch(left_at):
-        held |= {key for change in response.changes for key in split_keys(change.admitted_keys)}
+        held |= {ChunkKey(key) for change in response.changes for key in change.admitted_keys}
         if response.revision == layout.revision:
             break
     assert held == set(keys)

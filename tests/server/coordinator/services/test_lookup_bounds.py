@@ -16,6 +16,7 @@ from lmkv import rpc
 from lmkv.errors import BadInstance, BadTokens, Full, LmkvError
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_tokens
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.chunk_pb2 import TIER_HOST
@@ -25,7 +26,7 @@ from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT, keys_of
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 from tests.support.node_stub import registration
 
-LONG = LookupRequest(tokens=range(65_000), model_name="attacked")
+LONG = LookupRequest(prompt=by_tokens(range(65_000), model_name="attacked"))
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ async def test_a_lookup_covers_the_newest_specs_of_a_model(fleet: Guarded) -> No
     keys = [join_keys(keys_of(PROMPT, spec)[: held.get(at, 1)]) for at, spec in enumerate(own)]
     stream = await hold(await join(fleet, own), own, keys)
     cache = await fleet.cache(token_of("reader", "a"))
-    found = await cache.Lookup(LookupRequest(tokens=PROMPT, model_name="attacked"), timeout=120)
+    found = await cache.Lookup(LookupRequest(prompt=by_tokens(PROMPT, model_name="attacked")), timeout=120)
     assert [one.matched_chunk_count for one in found.holders] == [20]
     stream.cancel()
 
@@ -146,7 +147,7 @@ async def test_long_lookups_stall_no_other_tenant(fleet: Guarded) -> None:
     attacker = await fleet.cache(token_of("reader", "a"))
     long = [asyncio.ensure_future(attacker.Lookup(LONG, timeout=120)) for _ in range(MAX_WAITING)]
     for _ in range(10):
-        found = await theirs.Lookup(LookupRequest(tokens=PROMPT), timeout=120)
+        found = await theirs.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=120)
         assert found.holders[0].matched_chunk_count == len(KEYS)
         probed = await health.Check(health_pb2.HealthCheckRequest(), timeout=120)
         assert probed.status == health_pb2.HealthCheckResponse.SERVING

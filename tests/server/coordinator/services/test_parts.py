@@ -14,6 +14,7 @@ import pytest
 from lmkv.errors import BadChunkKey, BadTokens, LmkvError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
+from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
@@ -22,6 +23,7 @@ from lmkv_server.coordinator.registry.selection import MAX_SELECTED_KEYS
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.prompts import with_prompt
 from tests.waiting import eventually
 
 
@@ -44,7 +46,7 @@ async def lookup(cache: Any, keys: Sequence[ChunkKey] = (), **fields: Any) -> Lo
         fields["chunk_keys"] = join_keys(keys)
     else:
         fields.setdefault("tokens", PROMPT)
-    response: LookupResponse = await cache.Lookup(LookupRequest(**fields), timeout=60)
+    response: LookupResponse = await cache.Lookup(LookupRequest(**with_prompt(**fields)), timeout=60)
     return response
 
 
@@ -147,7 +149,9 @@ async def test_a_model_with_plain_and_other_specs_is_looked_up_under_each(make: 
 
 async def test_a_stream_answers_prompts_with_and_without_parts(make: Make, cache: Any) -> None:
     async with make("a", items(4), HYBRID), make("b", keys_of(PROMPT)[:2], LLAMA):
-        requests = [LookupRequest(tokens=PROMPT, model_name=one) for one in (HYBRID.model_name, LLAMA.model_name)]
+        requests = [
+            LookupRequest(prompt=by_tokens(PROMPT, model_name=one)) for one in (HYBRID.model_name, LLAMA.model_name)
+        ]
         stream = cache.LookupStream(timeout=60)
         await stream.write(LookupStreamRequest(requests=requests * 2))
         answer = await stream.read()
@@ -170,7 +174,7 @@ async def test_other_tasks_run_between_the_holders_of_a_long_prompt(make: Make, 
     keys = keys_of([1] * 16 * 5000, HYBRID)[:5000]
     held = [*keys, *HYBRID.item_keys(HYBRID.items(4999), keys)]  # no state behind the last chunk
     service = coordinator.tenants.of("").cache
-    request = LookupRequest(chunk_keys=join_keys(keys), fingerprint=HYBRID.fingerprint)
+    request = LookupRequest(prompt=by_keys(keys, fingerprint=HYBRID.fingerprint))
     turns = 0
 
     async def count_turns() -> None:

@@ -15,8 +15,9 @@ from lmkv import __version__, rpc
 from lmkv.errors import LmkvError
 from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
-from lmkv.keys import KEY_BYTES, MAX_KEYS
+from lmkv.keys import KEY_BYTES, MAX_KEYS, split_keys
 from lmkv.rpc.error_status import from_rpc_error
+from lmkv.rpc.prompts import by_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest
@@ -97,7 +98,7 @@ async def refused_report(registry: Any, *reports: ReportRequest) -> LmkvError:
 
 
 async def is_held(cache: Any) -> bool:
-    response = await cache.Lookup(LookupRequest(chunk_keys=KEY), timeout=WAIT_SECONDS)
+    response = await cache.Lookup(LookupRequest(prompt=by_keys(split_keys(KEY))), timeout=WAIT_SECONDS)
     return bool(response.holders)
 
 

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
 from lmkv.internal.v1 import report_service_pb2 as pb
-from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.keys import ChunkKey, join_keys
 from lmkv.misses.reason import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
@@ -103,7 +103,9 @@ def reason(outcome: pb.OrderOutcome) -> str:
 
 def failed(outcome: pb.OrderOutcome) -> dict[str, list[ChunkKey]]:
     """The chunks that failed, by reason."""
-    found = {rpc.from_status(failure.status).reason: split_keys(failure.chunk_keys) for failure in outcome.failures}
+    found = {
+        rpc.from_status(failure.status).reason: [*map(ChunkKey, failure.chunk_keys)] for failure in outcome.failures
+    }
     assert len(found) == len(outcome.failures)
     return found
 

@@ -13,11 +13,10 @@ import pytest
 
 from lmkv import rpc
 from lmkv.errors import BadChunkKey, LmkvError, Unreachable
+from lmkv.internal.v1 import lookup_service_pb2 as pb
+from lmkv.internal.v1 import lookup_service_pb2_grpc as pb_grpc
 from lmkv.keys import ChunkKey
-from lmkv.rpc.lookup_call import LookupCall
-from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
-from lmkv_server.node.fleet.lookup import CoordinatorLookup
+from lmkv_server.node.fleet.lookup import CoordinatorLookup, NodeLookupCall
 from tests.waiting import WAIT_SECONDS, until
 
 KEY = ChunkKey(bytes(16))
@@ -54,7 +53,7 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
 
     async def _unary(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self.unary_count += 1
-        return pb.LookupResponse(revision=self.request_count)
+        return pb.LookupResponse(key_index=self.request_count)
 
     async def _stream(self, messages: AsyncIterator[pb.LookupStreamRequest], context: Any) -> AsyncIterator[Any]:
         self.stream_count += 1
@@ -72,9 +71,9 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
                     if request.chunk_keys == BAD or self.is_refusing:
                         result.error.CopyFrom(rpc.to_status(BadChunkKey("it is bad")))
                     else:
-                        result.response.revision = self.request_count
+                        result.response.key_index = self.request_count
                 for _ in range(self.extra_answer_count):
-                    answer.results.add().response.revision = 1
+                    answer.results.add().response.key_index = 1
                 yield answer
         finally:
             self.open_count -= 1
@@ -90,7 +89,7 @@ async def serving() -> AsyncIterator[tuple[Lookups, Any, str]]:
     await server.start()
     channel = rpc.open_channel(address)
     try:
-        yield lookups, pb_grpc.CacheServiceStub(channel), address
+        yield lookups, pb_grpc.LookupServiceStub(channel), address
     finally:
         lookups.released.set()
         await channel.close(None)
@@ -102,7 +101,7 @@ async def test_all_lookups_of_a_node_are_on_one_stream_and_each_gets_its_own_ans
         coordinator = CoordinatorLookup(address)
         one = await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         others = await asyncio.gather(*(coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) for _ in range(20)))
-        assert [found.revision if found else 0 for found in (one, *others)] == list(range(1, 22))
+        assert [found.key_index if found else 0 for found in (one, *others)] == list(range(1, 22))
         assert (lookups.stream_count, lookups.unary_count, coordinator.failure_count) == (1, 0, 0)
         await coordinator.aclose()
         await until(lambda: lookups.open_count == 0)
@@ -110,32 +109,32 @@ async def test_all_lookups_of_a_node_are_on_one_stream_and_each_gets_its_own_ans
 
 async def test_a_refused_lookup_does_not_affect_the_others() -> None:
     async with serving() as (_, stub, address):
-        call = LookupCall(stub, address)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
         bad = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=BAD)))
         good = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY)))
         with pytest.raises(BadChunkKey):
             await bad
-        assert (await good).revision == 2
+        assert (await good).key_index == 2
         assert not call.has_ended
         await call.aclose()
 
 
 async def test_a_lookup_that_is_cancelled_does_not_take_the_answer_of_the_next() -> None:
     async with serving() as (lookups, stub, address):
-        call = LookupCall(stub, address)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
         late = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
         await until(lambda: lookups.open_count == 1)
         late.cancel()
         await asyncio.gather(late, return_exceptions=True)
         lookups.released.set()
-        assert (await call.lookup(pb.LookupRequest(chunk_keys=KEY))).revision in (1, 2)  # the late one may be unsent
+        assert (await call.lookup(pb.LookupRequest(chunk_keys=KEY))).key_index in (1, 2)  # the late one may be unsent
         await call.aclose()
 
 
 async def test_a_late_answer_retires_the_stream_and_the_next_lookup_opens_another() -> None:
     async with serving() as (lookups, stub, address):
         coordinator = CoordinatorLookup(address, unary_seconds=0.0)
-        call = LookupCall(stub, address)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
         coordinator._call = call
         patient = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
         await until(lambda: lookups.open_count == 1)
@@ -147,7 +146,7 @@ async def test_a_late_answer_retires_the_stream_and_the_next_lookup_opens_anothe
         assert (lookups.stream_count, coordinator.failure_count) == (2, 1)
         assert not call.is_over
         lookups.released.set()
-        assert (await patient).revision, "a lookup that has more time still gets its answer"
+        assert (await patient).key_index, "a lookup that has more time still gets its answer"
         await until(lambda: call.is_over)
         await coordinator.aclose()
 
@@ -155,7 +154,7 @@ async def test_a_late_answer_retires_the_stream_and_the_next_lookup_opens_anothe
 async def test_a_retired_stream_ends_with_its_lookups() -> None:
     async with serving() as (lookups, stub, address):
         coordinator = CoordinatorLookup(address, unary_seconds=0.0)
-        call = LookupCall(stub, address)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
         coordinator._call = call
         waiting = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE))) for _ in range(2)]
         await until(lambda: lookups.open_count == 1)
@@ -209,7 +208,7 @@ async def test_lookups_do_not_wait_behind_refusals() -> None:
 async def test_a_stream_without_lookups_ends_and_the_next_lookup_opens_another() -> None:
     async with serving() as (lookups, stub, address):
         coordinator = CoordinatorLookup(address)
-        coordinator._call = LookupCall(stub, address, idle_seconds=0.01)
+        coordinator._call = NodeLookupCall(stub, pb.LookupStreamRequest, address, idle_seconds=0.01)
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
         await until(lambda: lookups.stream_count > 0 and lookups.open_count == 0)
         assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
@@ -220,7 +219,7 @@ async def test_a_stream_without_lookups_ends_and_the_next_lookup_opens_another()
 
 async def test_lookups_that_wait_end_with_the_stream() -> None:
     async with serving() as (lookups, stub, address):
-        call = LookupCall(stub, address)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
         waiting = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE))) for _ in range(3)]
         await until(lambda: lookups.open_count == 1)
         await call.aclose()
@@ -233,7 +232,7 @@ async def test_lookups_that_are_not_sent_yet_end_with_the_call() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts no connection
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         async with rpc.open_channel(address) as channel:
-            call = LookupCall(pb_grpc.CacheServiceStub(channel), address)
+            call = NodeLookupCall(pb_grpc.LookupServiceStub(channel), pb.LookupStreamRequest, address)
             lookups = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY)))]
             await until(lambda: call._pending)  # gRPC takes no more before it has sent this
             lookups += [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY))) for _ in range(3)]
@@ -246,7 +245,7 @@ async def test_lookups_that_are_not_sent_yet_end_with_the_call() -> None:
 
 async def test_lookups_end_with_a_call_that_is_ended_before_it_begins() -> None:
     async with serving() as (_, stub, address):
-        call = LookupCall(stub, address)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
         lookup = call.lookup(pb.LookupRequest(chunk_keys=KEY))
         answer = lookup.send(None)  # waits, before any other task has run
         assert answer is not None
@@ -260,7 +259,7 @@ async def test_a_coordinator_that_answers_what_it_was_not_asked_ends_the_call() 
     async with serving() as (lookups, stub, address):
         lookups.extra_answer_count = 1
         failures: list[LmkvError] = []
-        call = LookupCall(stub, address, on_failure=failures.append)
+        call = NodeLookupCall(stub, pb.LookupStreamRequest, address, on_failure=failures.append)
         assert await call.lookup(pb.LookupRequest(chunk_keys=KEY))
         await until(lambda: call.has_ended)
         assert [type(one) for one in failures] == [Unreachable]

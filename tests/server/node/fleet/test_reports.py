@@ -96,8 +96,8 @@ def test_digests_cover_every_tier_that_is_asked_for() -> None:
 
 
 def test_outcomes_travel_in_order_in_reports_that_fit() -> None:
-    sizes = [0, 16 * 32_768, 160, 160_000, 160_000, 16]
-    failures = [[chunk_pb2.ChunkFailure(chunk_keys=bytes(size))] if size else [] for size in sizes]
+    counts = [0, 32_768, 10, 10_000, 10_000, 1]
+    failures = [[chunk_pb2.ChunkFailure(chunk_keys=[bytes(16)] * count)] if count else [] for count in counts]
     outcomes = [pb.OrderOutcome(order_id=str(index), failures=failed) for index, failed in enumerate(failures)]
     reports = list(outcome_reports(outcomes))
     assert [outcome for report in reports for outcome in report.outcomes] == outcomes

@@ -13,6 +13,7 @@ from lmkv import rpc
 from lmkv.hints import HintOutcome, HintReason
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
 from lmkv_server.node.hints.orders import carry_out
@@ -36,12 +37,7 @@ async def cache(fleet: TwoNodes) -> AsyncIterator[Any]:
 
 
 async def hint(cache: Any, instance_id: str, action: int, numbers: list[int], **fields: Any) -> HintResponse:
-    request = HintRequest(
-        instance_id=instance_id,
-        action=action,  # type: ignore[arg-type]
-        chunk_keys=join_keys(chunk_keys(*numbers)),
-        **fields,
-    )
+    request = HintRequest(prompt=by_keys(chunk_keys(*numbers)), instance_id=instance_id, action=action, **fields)  # type: ignore[arg-type]
     response: HintResponse = await cache.Hint(request, timeout=WAIT_SECONDS)
     return response
 

@@ -90,7 +90,7 @@ export class Fleet extends EventTarget {
       this.instances = instances;
       this.pins = pins;
       this.revision = Number(layout.revision ?? 0);
-      this.partial = layout.partial ?? false;
+      this.isComplete = layout.isComplete ?? false;
       this.#flows.note(instances, performance.now() / 1000);
       this.#noteRenewals();
       this.#failures = 0;

@@ -77,7 +77,7 @@ function readFailures(failures) {
     const parts = failure.failures ?? [failure];
     const who = failure.instanceId ? `${failure.instanceId}: ` : "";
     return parts.map(({ chunkKeys, chunkCount, status }) => {
-      const keys = chunkKeys ? Math.floor((chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16) : Number(chunkCount ?? 0);
+      const keys = chunkKeys?.length ?? Number(chunkCount ?? 0);
       const chunks = keys ? `${keys} chunk${keys === 1 ? "" : "s"}: ` : "";
       return `${who}${chunks}${status?.message || "no reason was given"}`;
     });

@@ -35,7 +35,7 @@ fleet.addEventListener("change", () => {
 });
 
 function showState() {
-  const state = fleet.lost ? "lost" : fleet.partial ? "rebuilding" : "live";
+  const state = fleet.lost ? "lost" : !fleet.isComplete ? "rebuilding" : "live";
   const words = { lost: "Connection lost", rebuilding: "Rebuilding", live: "Live" };
   setAttribute(byId("state"), "data-state", state);
   setText(byId("state-text"), words[state]);

@@ -5,7 +5,7 @@ import { openClear, openMove, openPin } from "./actions.js";
 import { byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
 import { showExplanation } from "./explanation.js";
 import { count, counted, percent, tierName } from "./format.js";
-import { commandsFor, readSelection, requestOf } from "./selection.js";
+import { commandsFor, promptOf, readSelection } from "./selection.js";
 
 const MAX_FOLLOWED_TOKENS = 16_384;
 /** Longer prompts are looked up on request only, not after every change. */
@@ -56,9 +56,9 @@ export class Prompt {
     const choices = [{ value: "", words: "Choose a model" }, ...models.map((name) => ({ value: name, words: name }))];
     keyed(byId("prompt-model"), choices, (choice) => choice.value, makeOption);
     show(byId("prompt-model-field"), models.length > 1);
-    const isFollowed = this.#asked && !this.#fleet.lost && (this.#asked.tokens?.length ?? 0) <= MAX_FOLLOWED_TOKENS;
+    const isFollowed = this.#asked && !this.#fleet.lost && (this.#asked.prompt.tokens?.tokenIds.length ?? 0) <= MAX_FOLLOWED_TOKENS;
     const isOld =
-      Number(this.#answer?.revision) !== this.#fleet.revision || Boolean(this.#answer?.partial) !== this.#fleet.partial;
+      Number(this.#answer?.revision) !== this.#fleet.revision || (this.#answer?.isComplete ?? false) !== this.#fleet.isComplete;
     if (isFollowed && isOld) this.#look();
   }
 
@@ -67,7 +67,7 @@ export class Prompt {
     const words = {
       nothing: () => "",
       tokens: () => counted(selection.tokens.length, "token"),
-      keys: () => counted(selection.count, "chunk key"),
+      keys: () => counted(selection.keys.length, "chunk key"),
       wrong: () => selection.why,
       text: () => (this.#takesText() ? `${counted(selection.text.length, "character")} of text` : ""),
     };
@@ -108,12 +108,8 @@ export class Prompt {
       byId("prompt-input").focus();
       return;
     }
-    const request = { ...requestOf(selection), modelName: this.#model() };
-    if (selection.kind === "tokens") {
-      request.cacheSalt = byId("prompt-salt").value;
-      request.loraName = byId("prompt-lora").value;
-    }
-    await act(request);
+    const fields = { modelName: this.#model(), cacheSalt: byId("prompt-salt").value, loraName: byId("prompt-lora").value };
+    await act({ prompt: promptOf(selection, fields) });
   }
 
   #follow(request) {
@@ -189,7 +185,7 @@ export class Prompt {
       ? `${counted(holders.length, "instance")} ${holders.length === 1 ? "holds" : "hold"} a beginning of it; ` +
         `the longest is ${percent(best, length)}.`
       : "No instance holds a prefix of it.";
-    setText(byId("prompt-summary"), this.#answer.partial ? `${found} The map is being rebuilt: more may be held.` : found);
+    setText(byId("prompt-summary"), this.#answer.isComplete ? found : `${found} The map is being rebuilt: more may be held.`);
     show(byId("prompt-holders-field"), holders.length > 0);
     show(byId("prompt-actions"), holders.length > 0);
     setText(byId("prompt-chosen"), `The copy on ${this.#chosen}:`);
@@ -214,7 +210,7 @@ export class Prompt {
       radio.checked = holder.instanceId === this.#chosen;
       setText(name, holder.instanceId);
       setText(tiers, [...new Set((holder.runs ?? []).map((run) => tierName(run.tier)))].join(" + "));
-      const unit = this.#asked.tokens ? "tokens" : "chunks";
+      const unit = this.#asked.prompt.tokens ? "tokens" : "chunks";
       setText(text, `${count(part)} of ${count(length)} ${unit} · ${percent(part, length)}`);
       const runs = (holder.runs ?? []).map((run, index) => ({ ...run, index, length, asked: this.#asked }));
       keyed(bar, runs, (run) => run.index, makeSegment);
@@ -234,10 +230,10 @@ export class Prompt {
 const isAboutModel = (error) => ["MODEL_AMBIGUOUS", "MODEL_NOT_FOUND"].includes(error.reason);
 
 /** Length of the prompt: in tokens if known, otherwise in chunks. */
-const lengthOf = (asked) => asked.tokens?.length ?? Math.floor((asked.chunkKeys.replace(/=+$/, "").length * 3) / 4 / 16);
+const lengthOf = ({ prompt }) => prompt.tokens?.tokenIds.length ?? prompt.keys.chunkKeys.length;
 
 function matched(part, asked) {
-  return (asked.tokens ? (part.matchedTokenCount ?? part.tokenCount) : (part.matchedChunkCount ?? part.chunkCount)) ?? 0;
+  return (asked.prompt.tokens ? (part.matchedTokenCount ?? part.tokenCount) : (part.matchedChunkCount ?? part.chunkCount)) ?? 0;
 }
 
 function makeSegment() {

@@ -16,9 +16,10 @@ export function readSelection(pasted) {
   return { kind: "text", text };
 }
 
-/** The request fields for the parsed input. */
-export function requestOf(selection) {
-  return selection.kind === "keys" ? { chunkKeys: selection.base64 } : { tokens: selection.tokens };
+/** The `PromptSelector` of the parsed input; `fields` are further ones of tokens. */
+export function promptOf(selection, fields) {
+  if (selection.kind === "keys") return { keys: { chunkKeys: selection.keys } };
+  return { tokens: { tokenIds: selection.tokens, ...fields } };
 }
 
 function readJson(text) {
@@ -42,10 +43,8 @@ function tokens(numbers) {
 }
 
 function keys(hex) {
-  const bytes = hex.match(/../g).map((pair) => Number.parseInt(pair, 16));
-  const blocks = [];
-  for (let at = 0; at < bytes.length; at += 8192) blocks.push(String.fromCharCode(...bytes.slice(at, at + 8192)));
-  return { kind: "keys", count: bytes.length / 16, base64: btoa(blocks.join("")) };
+  const bytes = (key) => key.match(/../g).map((pair) => Number.parseInt(pair, 16));
+  return { kind: "keys", keys: hex.match(/.{32}/g).map((key) => btoa(String.fromCharCode(...bytes(key)))) };
 }
 
 /** Shell commands that tokenize a text, quoted safely. */

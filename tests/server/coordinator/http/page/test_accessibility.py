@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, expect
 
+from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import PinRequest
 from lmkv.v1.chunk_pb2 import Position
 from tests.server.coordinator.cases import CHUNKS, LLAMA_FLOAT, PROMPT
@@ -112,7 +113,7 @@ async def test_everything_can_be_read_and_has_a_name(
 ) -> None:
     fleet["c"].limit = 2
     await start_copy(cache)
-    await cache.Pin(PinRequest(position=Position(instance_id="a"), tokens=PROMPT), timeout=5)
+    await cache.Pin(PinRequest(prompt=by_tokens(PROMPT), position=Position(instance_id="a")), timeout=5)
     async with make("odd", spec=LLAMA_FLOAT):
         page = await visitor.open(color_scheme=theme, reduced_motion="reduce")
         await expect(page.locator(".operation .badge")).to_have_text("done in part")

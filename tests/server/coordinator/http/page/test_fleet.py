@@ -12,7 +12,8 @@ import httpx
 import pytest
 from playwright.async_api import expect
 
-from lmkv.keys import join_keys
+from lmkv.keys import join_keys, split_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import PinRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import DeregisterRequest, InstanceStats, PeerTraffic, TierUsage
@@ -411,7 +412,7 @@ async def test_names_that_look_like_html_are_only_text(visitor: Visitor, make: M
     async with make(evil, CHUNKS, spec), make("b", spec=spec) as b:
         keys = join_keys(KEYS)
         await start_copy(cache, evil, "b", chunk_keys=keys)
-        await cache.Pin(PinRequest(position=Position(instance_id=evil), chunk_keys=keys), timeout=60)
+        await cache.Pin(PinRequest(prompt=by_keys(split_keys(keys)), position=Position(instance_id=evil)), timeout=60)
         await until(lambda: b.chunks == CHUNKS)
         page = await visitor.open()
         await look_up(page, join_keys(KEYS).hex())

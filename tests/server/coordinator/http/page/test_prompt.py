@@ -92,10 +92,10 @@ async def test_prompts_are_understood_however_they_are_pasted(visitor: Visitor) 
     for pasted, kind, content in PASTED:
         selection = await page.evaluate(read, pasted)
         assert selection.pop("kind") == kind, pasted
-        selection.pop("base64", None)
-        assert next(iter(selection.values()), None) == content, pasted
+        found = next(iter(selection.values()), None)
+        assert (len(found or ()) if kind == "keys" else found) == content, pasted
     keys = await page.evaluate(read, join_keys(KEYS).hex())
-    assert base64.b64decode(keys["base64"]) == join_keys(KEYS)
+    assert [base64.b64decode(key) for key in keys["keys"]] == KEYS
 
 
 async def test_keys_are_looked_up_and_counted_in_chunks(visitor: Visitor, fleet: dict[str, ScriptedInstance]) -> None:

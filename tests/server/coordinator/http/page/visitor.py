@@ -12,6 +12,7 @@ from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.prompts import with_prompt
 
 GIB = 1 << 30
 TEXT = " ".join(f"t{token}" for token in PROMPT)
@@ -79,7 +80,7 @@ async def look_up(page: Page, prompt: str = str(PROMPT)) -> None:
 
 async def start_copy(cache: Any, source: str = "a", destination: str = "c", **prompt: Any) -> None:
     """Has the prompt copied, or what else is named."""
-    request = MoveRequest(copy=True, **(prompt or {"tokens": PROMPT}))
+    request = MoveRequest(copy=True, **with_prompt(**(prompt or {"tokens": PROMPT})))
     request.old_position.instance_id, request.new_position.instance_id = source, destination
     await cache.Move(request, timeout=60)
 

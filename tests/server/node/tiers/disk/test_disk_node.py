@@ -20,7 +20,8 @@ from prometheus_client import generate_latest
 from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.errors import ChunkNotFound
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, engine_service_pb2
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
 from lmkv.v1.chunk_pb2 import Position
@@ -231,7 +232,8 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
             ends = []
             for old, new in ((there, here), (here, there)):
                 move = await cache.Move(
-                    MoveRequest(old_position=old, new_position=new, chunk_keys=keys), timeout=WAIT_SECONDS
+                    MoveRequest(prompt=by_keys(split_keys(keys)), old_position=old, new_position=new),
+                    timeout=WAIT_SECONDS,
                 )
                 ends.append(
                     await operations.WaitOperation(
@@ -248,7 +250,7 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
 
 async def until_listed(cache: Any, tier: chunk_pb2.Tier.ValueType, count: int) -> None:
     """Waits until the coordinator knows of this number of chunks, with this tier as their fastest."""
-    request = cache_service_pb2.LookupRequest(chunk_keys=join_keys(chunk_keys(*range(count))))
+    request = cache_service_pb2.LookupRequest(prompt=by_keys(chunk_keys(*range(count))))
 
     async def runs() -> list[tuple[chunk_pb2.Tier.ValueType, int]]:
         holders = (await cache.Lookup(request, timeout=WAIT_SECONDS)).holders

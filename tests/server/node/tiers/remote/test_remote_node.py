@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 
 from lmkv import rpc
 from lmkv.config import NodeConfig
-from lmkv.keys import join_keys
+from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import MoveRequest
@@ -251,9 +251,9 @@ async def test_a_move_to_the_store_is_refused(runtime_dir: Path, redis: RedisSer
     async with fleet(runtime_dir, redis.url) as (coordinator, _, _), rpc.open_channel(coordinator.address) as channel:
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         move = MoveRequest(
+            prompt=by_keys(chunk_keys(0)),
             old_position=Position(instance_id="a"),
             new_position=Position(instance_id="b", tier=REMOTE),
-            chunk_keys=join_keys(chunk_keys(0)),
         )
         with pytest.raises(grpc.aio.AioRpcError, match="'b' has no TIER_REMOTE"):
             await cache.Move(move, timeout=WAIT_SECONDS)

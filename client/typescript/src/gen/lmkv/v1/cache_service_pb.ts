@@ -13,13 +13,15 @@ import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
 import type { ChunkFailure, HintAction, HintResult, PinnedChunks, Position, PromptExplanation, Tier } from "./chunk_pb.js";
 import { file_lmkv_v1_chunk } from "./chunk_pb.js";
+import type { PromptSelector } from "./prompt_pb.js";
+import { file_lmkv_v1_prompt } from "./prompt_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file lmkv/v1/cache_service.proto.
  */
 export const file_lmkv_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEimgIKDUxvb2t1cFJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIiChRleGNsdWRlZF9pbnN0YW5jZV9pZBgGIAEoCUIE4kEBARIZCgtmaW5nZXJwcmludBgHIAEoDEIE4kEBARIYCgpwYXJlbnRfa2V5GAggASgMQgTiQQEBEhUKB2FueV9rZXkYCSABKAhCBOJBAQESHAoOcHJlZml4X2RpZ2VzdHMYCiABKAxCBOJBAQEitgEKDkxvb2t1cFJlc3BvbnNlEiAKB2hvbGRlcnMYASADKAsyDy5sbWt2LnYxLkhvbGRlchIQCghyZXZpc2lvbhgCIAEoAxIPCgdwYXJ0aWFsGAMgASgIEhwKFHBhcnRpYWxfdG9rZW5fY291bnRzGAQgAygFEhEKCWtleV9pbmRleBgFIAEoBRISCgpwcmVmaXhfa2V5GAYgASgMEhoKEnByZWZpeF90b2tlbl9jb3VudBgHIAEoBSLJAQoORXhwbGFpblJlcXVlc3QSFAoGdG9rZW5zGAEgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYAiABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgDIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAQgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgFIAEoCUIE4kEBARIZCgtpbnN0YW5jZV9pZBgGIAEoCUIE4kEBARIfChFlbmdpbmVfcmVxdWVzdF9pZBgHIAEoCUIE4kEBASJFCg9FeHBsYWluUmVzcG9uc2USMgoMZXhwbGFuYXRpb25zGAEgAygLMhwubG1rdi52MS5JbnN0YW5jZUV4cGxhbmF0aW9uIpMBChNJbnN0YW5jZUV4cGxhbmF0aW9uEhMKC2luc3RhbmNlX2lkGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgMEi8KC2V4cGxhbmF0aW9uGAMgASgLMhoubG1rdi52MS5Qcm9tcHRFeHBsYW5hdGlvbhIhCgVlcnJvchgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIkUKE0xvb2t1cFN0cmVhbVJlcXVlc3QSLgoIcmVxdWVzdHMYASADKAsyFi5sbWt2LnYxLkxvb2t1cFJlcXVlc3RCBOJBAQIiPgoUTG9va3VwU3RyZWFtUmVzcG9uc2USJgoHcmVzdWx0cxgBIAMoCzIVLmxta3YudjEuTG9va3VwUmVzdWx0ImoKDExvb2t1cFJlc3VsdBIrCghyZXNwb25zZRgBIAEoCzIXLmxta3YudjEuTG9va3VwUmVzcG9uc2VIABIjCgVlcnJvchgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzSABCCAoGcmVzdWx0IpwBCgZIb2xkZXISEwoLaW5zdGFuY2VfaWQYASABKAkSDQoFZXBvY2gYAiABKAMSFAoMcGVlcl9hZGRyZXNzGAMgASgJEhsKE21hdGNoZWRfY2h1bmtfY291bnQYBCABKAUSGwoTbWF0Y2hlZF90b2tlbl9jb3VudBgFIAEoBRIeCgRydW5zGAYgAygLMhAubG1rdi52MS5UaWVyUnVuIlAKB1RpZXJSdW4SGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtjaHVua19jb3VudBgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBSKWAgoLTW92ZVJlcXVlc3QSLQoMb2xkX3Bvc2l0aW9uGAEgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhItCgxuZXdfcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uQgTiQQECEhQKBnRva2VucxgDIAMoBUIE4kEBARIYCgptb2RlbF9uYW1lGAQgASgJQgTiQQEBEhgKCmNodW5rX2tleXMYBSABKAxCBOJBAQESGAoKY2FjaGVfc2FsdBgGIAEoCUIE4kEBARIXCglsb3JhX25hbWUYByABKAlCBOJBAQESEgoEY29weRgIIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAkgASgJQgTiQQEBIrsBCgpNb3ZlUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDEicKCGZhaWx1cmVzGAQgAygLMhUubG1rdi52MS5DaHVua0ZhaWx1cmUSGwoTZHJvcHBlZF9jaHVua19jb3VudBgFIAEoBRIiChphcnJpdmVkX2JlZm9yZV9jaHVua19jb3VudBgGIAEoBSLPAgoMTW92ZVByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtjaHVua19jb3VudBgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRIYChBkb25lX2NodW5rX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBInCgxvbGRfcG9zaXRpb24YBiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEicKDG5ld19wb3NpdGlvbhgHIAEoCzIRLmxta3YudjEuUG9zaXRpb24SGQoRdHJhbnNmZXJyZWRfYnl0ZXMYCCABKAMSLAoIZW5kX3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIvwBCgpQaW5SZXF1ZXN0EikKCHBvc2l0aW9uGAEgASgLMhEubG1rdi52MS5Qb3NpdGlvbkIE4kEBAhIUCgZ0b2tlbnMYAiADKAVCBOJBAQESGAoKbW9kZWxfbmFtZRgDIAEoCUIE4kEBARIYCgpjaHVua19rZXlzGAQgASgMQgTiQQEBEhgKCmNhY2hlX3NhbHQYBSABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAYgASgJQgTiQQEBEiwKA3R0bBgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIE4kEBARIYCgpyZXF1ZXN0X2lkGAggASgJQgTiQQEBIjEKC1BpblJlc3BvbnNlEiIKA3BpbhgBIAEoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzIiQKDFVucGluUmVxdWVzdBIUCgZwaW5faWQYASABKAlCBOJBAQIiDwoNVW5waW5SZXNwb25zZSJfCg9MaXN0UGluc1JlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQESFwoJcGFnZV9zaXplGAIgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAyABKAlCBOJBAQEiUAoQTGlzdFBpbnNSZXNwb25zZRIjCgRwaW5zGAEgAygLMhUubG1rdi52MS5QaW5uZWRDaHVua3MSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIrACCgtIaW50UmVxdWVzdBIZCgtpbnN0YW5jZV9pZBgBIAEoCUIE4kEBAhIpCgZhY3Rpb24YAiABKA4yEy5sbWt2LnYxLkhpbnRBY3Rpb25CBOJBAQISFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIsCgN0dGwYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESFgoIcHJpb3JpdHkYCSABKAVCBOJBAQESGAoKcmVxdWVzdF9pZBgKIAEoCUIE4kEBASJDCgxIaW50UmVzcG9uc2USIwoGcmVzdWx0GAEgASgLMhMubG1rdi52MS5IaW50UmVzdWx0Eg4KBnBpbl9pZBgCIAEoCSLOAgoMQ2xlYXJSZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQEBEiEKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXJCBOJBAQESFAoGdG9rZW5zGAMgAygFQgTiQQEBEhgKCm1vZGVsX25hbWUYBCABKAlCBOJBAQESGAoKY2h1bmtfa2V5cxgFIAEoDEIE4kEBARIYCgpjYWNoZV9zYWx0GAYgASgJQgTiQQEBEhcKCWxvcmFfbmFtZRgHIAEoCUIE4kEBARIRCgNhbGwYCCABKAhCBOJBAQESFQoHZHJ5X3J1bhgJIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAogASgJQgTiQQEBEhwKDndlaWdodF92ZXJzaW9uGAsgASgJQgTiQQEBEiEKE2tlcHRfd2VpZ2h0X3ZlcnNpb24YDCABKAlCBOJBAQEifAoLQ2xlYXJSZXN1bHQSEwoLY2h1bmtfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAMSJwoIZmFpbHVyZXMYAyADKAsyFS5sbWt2LnYxLkNsZWFyRmFpbHVyZRIaChJwaW5uZWRfY2h1bmtfY291bnQYBCABKAUiTAoMQ2xlYXJGYWlsdXJlEhMKC2luc3RhbmNlX2lkGAEgASgJEicKCGZhaWx1cmVzGAIgAygLMhUubG1rdi52MS5DaHVua0ZhaWx1cmUi5gEKDUNsZWFyUHJvZ3Jlc3MSLwoLY3JlYXRlX3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhYKDmluc3RhbmNlX2NvdW50GAIgASgFEhsKE2RvbmVfaW5zdGFuY2VfY291bnQYAyABKAUSEwoLaW5zdGFuY2VfaWQYBCABKAkSGwoEdGllchgFIAEoDjINLmxta3YudjEuVGllchIPCgdkcnlfcnVuGAYgASgIEiwKCGVuZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCKyAQoMRHJhaW5SZXF1ZXN0EhkKC2luc3RhbmNlX2lkGAEgASgJQgTiQQECEiYKGGRlc3RpbmF0aW9uX2luc3RhbmNlX2lkcxgCIAMoCUIE4kEBARITCgVldmljdBgDIAEoCEIE4kEBARIwCgd0aW1lb3V0GAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgTiQQEBEhgKCnJlcXVlc3RfaWQYBSABKAlCBOJBAQEirQEKC0RyYWluUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgDEhMKC3Rva2VuX2NvdW50GAIgASgDEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDEh0KFXJlbWFpbmluZ19jaHVua19jb3VudBgEIAEoAxInCghmYWlsdXJlcxgFIAMoCzIVLmxta3YudjEuRHJhaW5GYWlsdXJlEhEKCXBpbl9jb3VudBgGIAEoBSJHCgxEcmFpbkZhaWx1cmUSEwoLY2h1bmtfY291bnQYASABKAMSIgoGc3RhdHVzGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXMioQIKDURyYWluUHJvZ3Jlc3MSLwoLY3JlYXRlX3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC2luc3RhbmNlX2lkGAIgASgJEg0KBWVwb2NoGAMgASgDEhMKC2NodW5rX2NvdW50GAQgASgDEhgKEGRvbmVfY2h1bmtfY291bnQYBSABKAMSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYBiABKAMSEgoKcGFzc19jb3VudBgHIAEoBRIvCgtleHBpcmVfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLAoIZW5kX3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkcKDFdhdGNoUmVxdWVzdBIcCg5zdGFydF9yZXZpc2lvbhgBIAEoA0IE4kEBARIZCgtmaW5nZXJwcmludBgCIAEoDEIE4kEBASJbCg1XYXRjaFJlc3BvbnNlEhAKCHJldmlzaW9uGAEgASgDEhAKCHNuYXBzaG90GAIgASgIEiYKB2NoYW5nZXMYAyADKAsyFS5sbWt2LnYxLkxheW91dENoYW5nZSKZAQoMTGF5b3V0Q2hhbmdlEhMKC2luc3RhbmNlX2lkGAEgASgJEhsKBHRpZXIYAiABKA4yDS5sbWt2LnYxLlRpZXISFQoNYWRtaXR0ZWRfa2V5cxgDIAEoDBIUCgxldmljdGVkX2tleXMYBCABKAwSFQoNaW5zdGFuY2VfZ29uZRgFIAEoCBITCgtmaW5nZXJwcmludBgGIAEoDDKOBgoMQ2FjaGVTZXJ2aWNlEjkKBkxvb2t1cBIWLmxta3YudjEuTG9va3VwUmVxdWVzdBoXLmxta3YudjEuTG9va3VwUmVzcG9uc2USPAoHRXhwbGFpbhIXLmxta3YudjEuRXhwbGFpblJlcXVlc3QaGC5sbWt2LnYxLkV4cGxhaW5SZXNwb25zZRJPCgxMb29rdXBTdHJlYW0SHC5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlcXVlc3QaHS5sbWt2LnYxLkxvb2t1cFN0cmVhbVJlc3BvbnNlKAEwARJaCgRNb3ZlEhQubG1rdi52MS5Nb3ZlUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iHcpBGgoKTW92ZVJlc3VsdBIMTW92ZVByb2dyZXNzEjAKA1BpbhITLmxta3YudjEuUGluUmVxdWVzdBoULmxta3YudjEuUGluUmVzcG9uc2USNgoFVW5waW4SFS5sbWt2LnYxLlVucGluUmVxdWVzdBoWLmxta3YudjEuVW5waW5SZXNwb25zZRI/CghMaXN0UGlucxIYLmxta3YudjEuTGlzdFBpbnNSZXF1ZXN0GhkubG1rdi52MS5MaXN0UGluc1Jlc3BvbnNlEjMKBEhpbnQSFC5sbWt2LnYxLkhpbnRSZXF1ZXN0GhUubG1rdi52MS5IaW50UmVzcG9uc2USXgoFQ2xlYXISFS5sbWt2LnYxLkNsZWFyUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iH8pBHAoLQ2xlYXJSZXN1bHQSDUNsZWFyUHJvZ3Jlc3MSXgoFRHJhaW4SFS5sbWt2LnYxLkRyYWluUmVxdWVzdBodLmdvb2dsZS5sb25ncnVubmluZy5PcGVyYXRpb24iH8pBHAoLRHJhaW5SZXN1bHQSDURyYWluUHJvZ3Jlc3MSOAoFV2F0Y2gSFS5sbWt2LnYxLldhdGNoUmVxdWVzdBoWLmxta3YudjEuV2F0Y2hSZXNwb25zZTABQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk]);
+  fileDesc("ChtsbWt2L3YxL2NhY2hlX3NlcnZpY2UucHJvdG8SB2xta3YudjEiYgoNTG9va3VwUmVxdWVzdBItCgZwcm9tcHQYASABKAsyFy5sbWt2LnYxLlByb21wdFNlbGVjdG9yQgTiQQEBEiIKFGV4Y2x1ZGVkX2luc3RhbmNlX2lkGAIgASgJQgTiQQEBIlkKDkxvb2t1cFJlc3BvbnNlEiAKB2hvbGRlcnMYASADKAsyDy5sbWt2LnYxLkhvbGRlchIQCghyZXZpc2lvbhgCIAEoAxITCgtpc19jb21wbGV0ZRgDIAEoCCKKAQoORXhwbGFpblJlcXVlc3QSLwoGcHJvbXB0GAEgASgLMhcubG1rdi52MS5Qcm9tcHRTZWxlY3RvckIE4kEBAUgAEiEKEWVuZ2luZV9yZXF1ZXN0X2lkGAIgASgJQgTiQQEBSAASGQoLaW5zdGFuY2VfaWQYAyABKAlCBOJBAQFCCQoHc3ViamVjdCJFCg9FeHBsYWluUmVzcG9uc2USMgoMZXhwbGFuYXRpb25zGAEgAygLMhwubG1rdi52MS5JbnN0YW5jZUV4cGxhbmF0aW9uIpMBChNJbnN0YW5jZUV4cGxhbmF0aW9uEhMKC2luc3RhbmNlX2lkGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgMEi8KC2V4cGxhbmF0aW9uGAMgASgLMhoubG1rdi52MS5Qcm9tcHRFeHBsYW5hdGlvbhIhCgVlcnJvchgEIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzIkUKE0xvb2t1cFN0cmVhbVJlcXVlc3QSLgoIcmVxdWVzdHMYASADKAsyFi5sbWt2LnYxLkxvb2t1cFJlcXVlc3RCBOJBAQIiPgoUTG9va3VwU3RyZWFtUmVzcG9uc2USJgoHcmVzdWx0cxgBIAMoCzIVLmxta3YudjEuTG9va3VwUmVzdWx0ImoKDExvb2t1cFJlc3VsdBIrCghyZXNwb25zZRgBIAEoCzIXLmxta3YudjEuTG9va3VwUmVzcG9uc2VIABIjCgVlcnJvchgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzSABCCAoGcmVzdWx0IpwBCgZIb2xkZXISEwoLaW5zdGFuY2VfaWQYASABKAkSDQoFZXBvY2gYAiABKAMSFAoMcGVlcl9hZGRyZXNzGAMgASgJEhsKE21hdGNoZWRfY2h1bmtfY291bnQYBCABKAUSGwoTbWF0Y2hlZF90b2tlbl9jb3VudBgFIAEoBRIeCgRydW5zGAYgAygLMhAubG1rdi52MS5UaWVyUnVuIlAKB1RpZXJSdW4SGwoEdGllchgBIAEoDjINLmxta3YudjEuVGllchITCgtjaHVua19jb3VudBgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBSLIAQoLTW92ZVJlcXVlc3QSLQoGcHJvbXB0GAEgASgLMhcubG1rdi52MS5Qcm9tcHRTZWxlY3RvckIE4kEBAhItCgxvbGRfcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uQgTiQQECEi0KDG5ld19wb3NpdGlvbhgDIAEoCzIRLmxta3YudjEuUG9zaXRpb25CBOJBAQISEgoEY29weRgEIAEoCEIE4kEBARIYCgpyZXF1ZXN0X2lkGAUgASgJQgTiQQEBIrsBCgpNb3ZlUmVzdWx0EhMKC2NodW5rX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhkKEXRyYW5zZmVycmVkX2J5dGVzGAMgASgDEicKCGZhaWx1cmVzGAQgAygLMhUubG1rdi52MS5DaHVua0ZhaWx1cmUSGwoTZHJvcHBlZF9jaHVua19jb3VudBgFIAEoBRIiChphcnJpdmVkX2JlZm9yZV9jaHVua19jb3VudBgGIAEoBSLPAgoMTW92ZVByb2dyZXNzEi8KC2NyZWF0ZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtjaHVua19jb3VudBgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRIYChBkb25lX2NodW5rX2NvdW50GAQgASgFEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBInCgxvbGRfcG9zaXRpb24YBiABKAsyES5sbWt2LnYxLlBvc2l0aW9uEicKDG5ld19wb3NpdGlvbhgHIAEoCzIRLmxta3YudjEuUG9zaXRpb24SGQoRdHJhbnNmZXJyZWRfYnl0ZXMYCCABKAMSLAoIZW5kX3RpbWUYCSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIq4BCgpQaW5SZXF1ZXN0Ei0KBnByb21wdBgBIAEoCzIXLmxta3YudjEuUHJvbXB0U2VsZWN0b3JCBOJBAQISKQoIcG9zaXRpb24YAiABKAsyES5sbWt2LnYxLlBvc2l0aW9uQgTiQQECEiwKA3R0bBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIE4kEBARIYCgpyZXF1ZXN0X2lkGAQgASgJQgTiQQEBIjEKC1BpblJlc3BvbnNlEiIKA3BpbhgBIAEoCzIVLmxta3YudjEuUGlubmVkQ2h1bmtzIiQKDFVucGluUmVxdWVzdBIUCgZwaW5faWQYASABKAlCBOJBAQIiDwoNVW5waW5SZXNwb25zZSJfCg9MaXN0UGluc1JlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQESFwoJcGFnZV9zaXplGAIgASgFQgTiQQEBEhgKCnBhZ2VfdG9rZW4YAyABKAlCBOJBAQEiUAoQTGlzdFBpbnNSZXNwb25zZRIjCgRwaW5zGAEgAygLMhUubG1rdi52MS5QaW5uZWRDaHVua3MSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIuIBCgtIaW50UmVxdWVzdBItCgZwcm9tcHQYASABKAsyFy5sbWt2LnYxLlByb21wdFNlbGVjdG9yQgTiQQECEhkKC2luc3RhbmNlX2lkGAIgASgJQgTiQQECEikKBmFjdGlvbhgDIAEoDjITLmxta3YudjEuSGludEFjdGlvbkIE4kEBAhIsCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESFgoIcHJpb3JpdHkYBSABKAVCBOJBAQESGAoKcmVxdWVzdF9pZBgGIAEoCUIE4kEBASJDCgxIaW50UmVzcG9uc2USIwoGcmVzdWx0GAEgASgLMhMubG1rdi52MS5IaW50UmVzdWx0Eg4KBnBpbl9pZBgCIAEoCSKaAgoMQ2xlYXJSZXF1ZXN0Ei0KBnByb21wdBgBIAEoCzIXLmxta3YudjEuUHJvbXB0U2VsZWN0b3JCBOJBAQESGQoLaW5zdGFuY2VfaWQYAiABKAlCBOJBAQESIQoEdGllchgDIAEoDjINLmxta3YudjEuVGllckIE4kEBARIYCgptb2RlbF9uYW1lGAQgASgJQgTiQQEBEhEKA2FsbBgFIAEoCEIE4kEBARIVCgdkcnlfcnVuGAYgASgIQgTiQQEBEhgKCnJlcXVlc3RfaWQYByABKAlCBOJBAQESHAoOd2VpZ2h0X3ZlcnNpb24YCCABKAlCBOJBAQESIQoTa2VwdF93ZWlnaHRfdmVyc2lvbhgJIAEoCUIE4kEBASJ8CgtDbGVhclJlc3VsdBITCgtjaHVua19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoAxInCghmYWlsdXJlcxgDIAMoCzIVLmxta3YudjEuQ2xlYXJGYWlsdXJlEhoKEnBpbm5lZF9jaHVua19jb3VudBgEIAEoBSJMCgxDbGVhckZhaWx1cmUSEwoLaW5zdGFuY2VfaWQYASABKAkSJwoIZmFpbHVyZXMYAiADKAsyFS5sbWt2LnYxLkNodW5rRmFpbHVyZSLmAQoNQ2xlYXJQcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFgoOaW5zdGFuY2VfY291bnQYAiABKAUSGwoTZG9uZV9pbnN0YW5jZV9jb3VudBgDIAEoBRITCgtpbnN0YW5jZV9pZBgEIAEoCRIbCgR0aWVyGAUgASgOMg0ubG1rdi52MS5UaWVyEg8KB2RyeV9ydW4YBiABKAgSLAoIZW5kX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIrIBCgxEcmFpblJlcXVlc3QSGQoLaW5zdGFuY2VfaWQYASABKAlCBOJBAQISJgoYZGVzdGluYXRpb25faW5zdGFuY2VfaWRzGAIgAygJQgTiQQEBEhMKBWV2aWN0GAMgASgIQgTiQQEBEjAKB3RpbWVvdXQYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBOJBAQESGAoKcmVxdWVzdF9pZBgFIAEoCUIE4kEBASKtAQoLRHJhaW5SZXN1bHQSEwoLY2h1bmtfY291bnQYASABKAMSEwoLdG9rZW5fY291bnQYAiABKAMSGQoRdHJhbnNmZXJyZWRfYnl0ZXMYAyABKAMSHQoVcmVtYWluaW5nX2NodW5rX2NvdW50GAQgASgDEicKCGZhaWx1cmVzGAUgAygLMhUubG1rdi52MS5EcmFpbkZhaWx1cmUSEQoJcGluX2NvdW50GAYgASgFIkcKDERyYWluRmFpbHVyZRITCgtjaHVua19jb3VudBgBIAEoAxIiCgZzdGF0dXMYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1cyKhAgoNRHJhaW5Qcm9ncmVzcxIvCgtjcmVhdGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLaW5zdGFuY2VfaWQYAiABKAkSDQoFZXBvY2gYAyABKAMSEwoLY2h1bmtfY291bnQYBCABKAMSGAoQZG9uZV9jaHVua19jb3VudBgFIAEoAxIZChF0cmFuc2ZlcnJlZF9ieXRlcxgGIAEoAxISCgpwYXNzX2NvdW50GAcgASgFEi8KC2V4cGlyZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIsCghlbmRfdGltZRgJIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiRwoMV2F0Y2hSZXF1ZXN0EhwKDnN0YXJ0X3JldmlzaW9uGAEgASgDQgTiQQEBEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBIlsKDVdhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAMSEAoIc25hcHNob3QYAiABKAgSJgoHY2hhbmdlcxgDIAMoCzIVLmxta3YudjEuTGF5b3V0Q2hhbmdlIpkBCgxMYXlvdXRDaGFuZ2USEwoLaW5zdGFuY2VfaWQYASABKAkSGwoEdGllchgCIAEoDjINLmxta3YudjEuVGllchIVCg1hZG1pdHRlZF9rZXlzGAMgAygMEhQKDGV2aWN0ZWRfa2V5cxgEIAMoDBIVCg1pbnN0YW5jZV9nb25lGAUgASgIEhMKC2ZpbmdlcnByaW50GAYgASgMMo4GCgxDYWNoZVNlcnZpY2USOQoGTG9va3VwEhYubG1rdi52MS5Mb29rdXBSZXF1ZXN0GhcubG1rdi52MS5Mb29rdXBSZXNwb25zZRI8CgdFeHBsYWluEhcubG1rdi52MS5FeHBsYWluUmVxdWVzdBoYLmxta3YudjEuRXhwbGFpblJlc3BvbnNlEk8KDExvb2t1cFN0cmVhbRIcLmxta3YudjEuTG9va3VwU3RyZWFtUmVxdWVzdBodLmxta3YudjEuTG9va3VwU3RyZWFtUmVzcG9uc2UoATABEloKBE1vdmUSFC5sbWt2LnYxLk1vdmVSZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIdykEaCgpNb3ZlUmVzdWx0EgxNb3ZlUHJvZ3Jlc3MSMAoDUGluEhMubG1rdi52MS5QaW5SZXF1ZXN0GhQubG1rdi52MS5QaW5SZXNwb25zZRI2CgVVbnBpbhIVLmxta3YudjEuVW5waW5SZXF1ZXN0GhYubG1rdi52MS5VbnBpblJlc3BvbnNlEj8KCExpc3RQaW5zEhgubG1rdi52MS5MaXN0UGluc1JlcXVlc3QaGS5sbWt2LnYxLkxpc3RQaW5zUmVzcG9uc2USMwoESGludBIULmxta3YudjEuSGludFJlcXVlc3QaFS5sbWt2LnYxLkhpbnRSZXNwb25zZRJeCgVDbGVhchIVLmxta3YudjEuQ2xlYXJSZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIfykEcCgtDbGVhclJlc3VsdBINQ2xlYXJQcm9ncmVzcxJeCgVEcmFpbhIVLmxta3YudjEuRHJhaW5SZXF1ZXN0Gh0uZ29vZ2xlLmxvbmdydW5uaW5nLk9wZXJhdGlvbiIfykEcCgtEcmFpblJlc3VsdBINRHJhaW5Qcm9ncmVzcxI4CgVXYXRjaBIVLmxta3YudjEuV2F0Y2hSZXF1ZXN0GhYubG1rdi52MS5XYXRjaFJlc3BvbnNlMAFCGwoHbG1rdi52MVABWg5sbWt2L3YxO2xta3Z2MWIGcHJvdG8z", [file_google_api_field_behavior, file_google_longrunning_operations, file_google_protobuf_duration, file_google_protobuf_timestamp, file_google_rpc_status, file_lmkv_v1_chunk, file_lmkv_v1_prompt]);
 
 /**
  * Request for `CacheService.Lookup`.
@@ -28,79 +30,18 @@ export const file_lmkv_v1_cache_service: GenFile = /*@__PURE__*/
  */
 export type LookupRequest = Message<"lmkv.v1.LookupRequest"> & {
   /**
-   * Token ids of the prompt, in order.
+   * The prompt; unset in a health probe. By keys with a fingerprint that no instance has registered, nothing is found.
    *
-   * @generated from field: repeated int32 tokens = 1;
+   * @generated from field: lmkv.v1.PromptSelector prompt = 1;
    */
-  tokens: number[];
+  prompt?: PromptSelector;
 
   /**
-   * Model of the tokens, or a LoRA adapter of it; required only if several specs are registered.
+   * An instance to omit from the response.
    *
-   * @generated from field: string model_name = 2;
-   */
-  modelName: string;
-
-  /**
-   * Keys of the prompt's chunks, 16 bytes each, in prompt order.
-   *
-   * @generated from field: bytes chunk_keys = 3;
-   */
-  chunkKeys: Uint8Array;
-
-  /**
-   * Cache salt of the prompt; for lookups by tokens.
-   *
-   * @generated from field: string cache_salt = 4;
-   */
-  cacheSalt: string;
-
-  /**
-   * LoRA adapter of the prompt, by served name or by identity `name@digest`; for lookups by tokens.
-   *
-   * @generated from field: string lora_name = 5;
-   */
-  loraName: string;
-
-  /**
-   * An instance to omit from the response; a node omits itself.
-   *
-   * @generated from field: string excluded_instance_id = 6;
+   * @generated from field: string excluded_instance_id = 2;
    */
   excludedInstanceId: string;
-
-  /**
-   * With `chunk_keys`: fingerprint of their spec; nothing is found if no instance has registered it. Without it an instance
-   * counts as holding a chunk if it holds part 0.
-   *
-   * @generated from field: bytes fingerprint = 7;
-   */
-  fingerprint: Uint8Array;
-
-  /**
-   * With `chunk_keys`: the key of the chunk before them in the prompt, or the root of the key chain if there is none; 16
-   * bytes. The response then has `partial_token_counts`.
-   *
-   * @generated from field: bytes parent_key = 8;
-   */
-  parentKey: Uint8Array;
-
-  /**
-   * With `chunk_keys`: whether these are alternatives and not a prompt. The response then has the instances that hold the
-   * first of them that an instance holds, with one matched chunk each. At most 1,024 keys.
-   *
-   * @generated from field: bool any_key = 9;
-   */
-  anyKey: boolean;
-
-  /**
-   * With `parent_key` and `any_key`: digests of the prompt's next tokens behind that chunk, as in `CommitChunk`. If an
-   * instance holds a chunk behind `parent_key` that has more of these tokens than the key that is found, the response has
-   * `prefix_key`.
-   *
-   * @generated from field: bytes prefix_digests = 10;
-   */
-  prefixDigests: Uint8Array;
 };
 
 /**
@@ -133,42 +74,12 @@ export type LookupResponse = Message<"lmkv.v1.LookupResponse"> & {
   revision: bigint;
 
   /**
-   * Whether instances have yet to report their chunks, so that there may be more holders or longer matches.
+   * Whether all instances have reported their chunks. If not, as for a while after a coordinator's start, there may be more
+   * holders or longer matches.
    *
-   * @generated from field: bool partial = 3;
+   * @generated from field: bool is_complete = 3;
    */
-  partial: boolean;
-
-  /**
-   * With `parent_key`: the token counts of the partial chunks that instances hold behind the longest match, ascending and
-   * each once. The chunks may be of other prompts: a client that has the tokens computes the keys, and looks them
-   * up with `any_key`.
-   *
-   * @generated from field: repeated int32 partial_token_counts = 4;
-   */
-  partialTokenCounts: number[];
-
-  /**
-   * With `any_key`: index of the key in `chunk_keys` that the holders have.
-   *
-   * @generated from field: int32 key_index = 5;
-   */
-  keyIndex: number;
-
-  /**
-   * With `prefix_digests`: the key of a chunk that begins with more of the prompt's tokens than any of `chunk_keys`; 16 bytes.
-   * The holders are then those of this chunk.
-   *
-   * @generated from field: bytes prefix_key = 6;
-   */
-  prefixKey: Uint8Array;
-
-  /**
-   * With `prefix_key`: the number of the prompt's tokens that the chunk begins with.
-   *
-   * @generated from field: int32 prefix_token_count = 7;
-   */
-  prefixTokenCount: number;
+  isComplete: boolean;
 };
 
 /**
@@ -185,53 +96,34 @@ export const LookupResponseSchema: GenMessage<LookupResponse> = /*@__PURE__*/
  */
 export type ExplainRequest = Message<"lmkv.v1.ExplainRequest"> & {
   /**
-   * Token ids of the prompt, in order.
+   * What to explain.
    *
-   * @generated from field: repeated int32 tokens = 1;
+   * @generated from oneof lmkv.v1.ExplainRequest.subject
    */
-  tokens: number[];
-
-  /**
-   * Model of the tokens, or a LoRA adapter of it; required only if several specs are registered.
-   *
-   * @generated from field: string model_name = 2;
-   */
-  modelName: string;
-
-  /**
-   * Keys of the prompt's chunks, 16 bytes each, in prompt order.
-   *
-   * @generated from field: bytes chunk_keys = 3;
-   */
-  chunkKeys: Uint8Array;
-
-  /**
-   * Cache salt of the prompt; for tokens.
-   *
-   * @generated from field: string cache_salt = 4;
-   */
-  cacheSalt: string;
-
-  /**
-   * LoRA adapter of the prompt, by served name or by identity `name@digest`; for tokens.
-   *
-   * @generated from field: string lora_name = 5;
-   */
-  loraName: string;
+  subject: {
+    /**
+     * The chunks of a prompt.
+     *
+     * @generated from field: lmkv.v1.PromptSelector prompt = 1;
+     */
+    value: PromptSelector;
+    case: "prompt";
+  } | {
+    /**
+     * Recent requests whose ids, which engines gave them, contain this text.
+     *
+     * @generated from field: string engine_request_id = 2;
+     */
+    value: string;
+    case: "engineRequestId";
+  } | { case: undefined; value?: undefined };
 
   /**
    * The instance; empty means all.
    *
-   * @generated from field: string instance_id = 6;
+   * @generated from field: string instance_id = 3;
    */
   instanceId: string;
-
-  /**
-   * Without chunks: a part of the engine's id of a request.
-   *
-   * @generated from field: string engine_request_id = 7;
-   */
-  engineRequestId: string;
 };
 
 /**
@@ -483,58 +375,30 @@ export const TierRunSchema: GenMessage<TierRun> = /*@__PURE__*/
  */
 export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
   /**
+   * The chunks.
+   *
+   * @generated from field: lmkv.v1.PromptSelector prompt = 1;
+   */
+  prompt?: PromptSelector;
+
+  /**
    * Source of the chunks.
    *
-   * @generated from field: lmkv.v1.Position old_position = 1;
+   * @generated from field: lmkv.v1.Position old_position = 2;
    */
   oldPosition?: Position;
 
   /**
    * Destination of the chunks.
    *
-   * @generated from field: lmkv.v1.Position new_position = 2;
+   * @generated from field: lmkv.v1.Position new_position = 3;
    */
   newPosition?: Position;
 
   /**
-   * Token ids of the prompt, in order.
-   *
-   * @generated from field: repeated int32 tokens = 3;
-   */
-  tokens: number[];
-
-  /**
-   * Model of the tokens.
-   *
-   * @generated from field: string model_name = 4;
-   */
-  modelName: string;
-
-  /**
-   * Keys of the chunks.
-   *
-   * @generated from field: bytes chunk_keys = 5;
-   */
-  chunkKeys: Uint8Array;
-
-  /**
-   * Cache salt of the prompt.
-   *
-   * @generated from field: string cache_salt = 6;
-   */
-  cacheSalt: string;
-
-  /**
-   * LoRA adapter of the prompt, as in `LookupRequest`.
-   *
-   * @generated from field: string lora_name = 7;
-   */
-  loraName: string;
-
-  /**
    * Whether the source keeps its copy.
    *
-   * @generated from field: bool copy = 8;
+   * @generated from field: bool copy = 4;
    */
   copy: boolean;
 
@@ -542,7 +406,7 @@ export type MoveRequest = Message<"lmkv.v1.MoveRequest"> & {
    * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation, or continues its work if
    * the coordinator does not know it any more.
    *
-   * @generated from field: string request_id = 9;
+   * @generated from field: string request_id = 5;
    */
   requestId: string;
 };
@@ -694,58 +558,30 @@ export const MoveProgressSchema: GenMessage<MoveProgress> = /*@__PURE__*/
  */
 export type PinRequest = Message<"lmkv.v1.PinRequest"> & {
   /**
-   * Source of the chunks.
+   * The chunks.
    *
-   * @generated from field: lmkv.v1.Position position = 1;
+   * @generated from field: lmkv.v1.PromptSelector prompt = 1;
+   */
+  prompt?: PromptSelector;
+
+  /**
+   * The instance and tier that hold the chunks.
+   *
+   * @generated from field: lmkv.v1.Position position = 2;
    */
   position?: Position;
 
   /**
-   * Token ids of the prompt, in order.
-   *
-   * @generated from field: repeated int32 tokens = 2;
-   */
-  tokens: number[];
-
-  /**
-   * Model of the tokens.
-   *
-   * @generated from field: string model_name = 3;
-   */
-  modelName: string;
-
-  /**
-   * Keys of the chunks.
-   *
-   * @generated from field: bytes chunk_keys = 4;
-   */
-  chunkKeys: Uint8Array;
-
-  /**
-   * Cache salt of the prompt.
-   *
-   * @generated from field: string cache_salt = 5;
-   */
-  cacheSalt: string;
-
-  /**
-   * LoRA adapter of the prompt, as in `LookupRequest`.
-   *
-   * @generated from field: string lora_name = 6;
-   */
-  loraName: string;
-
-  /**
    * Lifetime; unset means 300 s, and the instance may grant less.
    *
-   * @generated from field: google.protobuf.Duration ttl = 7;
+   * @generated from field: google.protobuf.Duration ttl = 3;
    */
   ttl?: Duration;
 
   /**
    * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's pin.
    *
-   * @generated from field: string request_id = 8;
+   * @generated from field: string request_id = 4;
    */
   requestId: string;
 };
@@ -884,72 +720,44 @@ export const ListPinsResponseSchema: GenMessage<ListPinsResponse> = /*@__PURE__*
  */
 export type HintRequest = Message<"lmkv.v1.HintRequest"> & {
   /**
+   * The chunks.
+   *
+   * @generated from field: lmkv.v1.PromptSelector prompt = 1;
+   */
+  prompt?: PromptSelector;
+
+  /**
    * The instance that carries it out.
    *
-   * @generated from field: string instance_id = 1;
+   * @generated from field: string instance_id = 2;
    */
   instanceId: string;
 
   /**
    * What to do.
    *
-   * @generated from field: lmkv.v1.HintAction action = 2;
+   * @generated from field: lmkv.v1.HintAction action = 3;
    */
   action: HintAction;
 
   /**
-   * Token ids of the prompt, in order.
-   *
-   * @generated from field: repeated int32 tokens = 3;
-   */
-  tokens: number[];
-
-  /**
-   * Model of the tokens.
-   *
-   * @generated from field: string model_name = 4;
-   */
-  modelName: string;
-
-  /**
-   * Keys of the chunks.
-   *
-   * @generated from field: bytes chunk_keys = 5;
-   */
-  chunkKeys: Uint8Array;
-
-  /**
-   * Cache salt of the prompt.
-   *
-   * @generated from field: string cache_salt = 6;
-   */
-  cacheSalt: string;
-
-  /**
-   * LoRA adapter of the prompt, as in `LookupRequest`.
-   *
-   * @generated from field: string lora_name = 7;
-   */
-  loraName: string;
-
-  /**
    * How long to pin or to retain the chunks; unset means 300 s, and more than 24 h is clipped.
    *
-   * @generated from field: google.protobuf.Duration ttl = 8;
+   * @generated from field: google.protobuf.Duration ttl = 4;
    */
   ttl?: Duration;
 
   /**
    * With `HINT_ACTION_RETAIN`: 1 to 100, chunks of lower priority are evicted first; 0 means 50.
    *
-   * @generated from field: int32 priority = 9;
+   * @generated from field: int32 priority = 5;
    */
   priority: number;
 
   /**
    * UUID chosen by the caller, at most 256 bytes; a repeat with `HINT_ACTION_PIN` extends the first call's pin.
    *
-   * @generated from field: string request_id = 10;
+   * @generated from field: string request_id = 6;
    */
   requestId: string;
 };
@@ -996,66 +804,44 @@ export const HintResponseSchema: GenMessage<HintResponse> = /*@__PURE__*/
  */
 export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
   /**
+   * The chunks of a prompt, to drop these only.
+   *
+   * @generated from field: lmkv.v1.PromptSelector prompt = 1;
+   */
+  prompt?: PromptSelector;
+
+  /**
    * The instance; empty means all.
    *
-   * @generated from field: string instance_id = 1;
+   * @generated from field: string instance_id = 2;
    */
   instanceId: string;
 
   /**
    * The tier; unset means all.
    *
-   * @generated from field: lmkv.v1.Tier tier = 2;
+   * @generated from field: lmkv.v1.Tier tier = 3;
    */
   tier: Tier;
 
   /**
-   * Token ids of a prompt, to drop its chunks only.
-   *
-   * @generated from field: repeated int32 tokens = 3;
-   */
-  tokens: number[];
-
-  /**
-   * Without tokens: all chunks of this model and of its LoRA adapters; the name of an adapter is refused
-   * (`BAD_SELECTION`). With tokens: the model or adapter of the tokens.
+   * All chunks of this model and of its LoRA adapters; the name of an adapter is refused (`BAD_SELECTION`).
    *
    * @generated from field: string model_name = 4;
    */
   modelName: string;
 
   /**
-   * Keys of the chunks, to drop these only.
-   *
-   * @generated from field: bytes chunk_keys = 5;
-   */
-  chunkKeys: Uint8Array;
-
-  /**
-   * Cache salt of the prompt.
-   *
-   * @generated from field: string cache_salt = 6;
-   */
-  cacheSalt: string;
-
-  /**
-   * LoRA adapter of the prompt, as in `LookupRequest`.
-   *
-   * @generated from field: string lora_name = 7;
-   */
-  loraName: string;
-
-  /**
    * Drops all chunks of the instance and tier; required if nothing else is selected.
    *
-   * @generated from field: bool all = 8;
+   * @generated from field: bool all = 5;
    */
   all: boolean;
 
   /**
    * Only counts the chunks that would be dropped.
    *
-   * @generated from field: bool dry_run = 9;
+   * @generated from field: bool dry_run = 6;
    */
   dryRun: boolean;
 
@@ -1063,22 +849,21 @@ export type ClearRequest = Message<"lmkv.v1.ClearRequest"> & {
    * UUID chosen by the caller, at most 256 bytes; a repeat returns the first call's operation, or continues its work if
    * the coordinator does not know it any more.
    *
-   * @generated from field: string request_id = 10;
+   * @generated from field: string request_id = 7;
    */
   requestId: string;
 
   /**
-   * With `model_name` and without tokens and keys: only chunks of this version of the weights (`KvSpec`).
+   * With `model_name`: only chunks of this version of the weights (`KvSpec`).
    *
-   * @generated from field: string weight_version = 11;
+   * @generated from field: string weight_version = 8;
    */
   weightVersion: string;
 
   /**
-   * With `model_name` and without tokens and keys: only chunks of other versions of the weights than this one. Excludes
-   * `weight_version`.
+   * With `model_name`: only chunks of other versions of the weights than this one. Excludes `weight_version`.
    *
-   * @generated from field: string kept_weight_version = 12;
+   * @generated from field: string kept_weight_version = 9;
    */
   keptWeightVersion: string;
 };
@@ -1521,16 +1306,16 @@ export type LayoutChange = Message<"lmkv.v1.LayoutChange"> & {
   /**
    * Admitted keys, 16 bytes each. Each part of a chunk has its own key (`KvPart`).
    *
-   * @generated from field: bytes admitted_keys = 3;
+   * @generated from field: repeated bytes admitted_keys = 3;
    */
-  admittedKeys: Uint8Array;
+  admittedKeys: Uint8Array[];
 
   /**
    * Evicted keys, 16 bytes each.
    *
-   * @generated from field: bytes evicted_keys = 4;
+   * @generated from field: repeated bytes evicted_keys = 4;
    */
-  evictedKeys: Uint8Array;
+  evictedKeys: Uint8Array[];
 
   /**
    * Whether the instance left; all its chunks are removed.
@@ -1555,28 +1340,22 @@ export const LayoutChangeSchema: GenMessage<LayoutChange> = /*@__PURE__*/
   messageDesc(file_lmkv_v1_cache_service, 31);
 
 /**
- * Lookups, and operations on chunks. Served by the coordinator; called by operators, routers and nodes.
+ * Lookups, and operations on chunks. Served by the coordinator; called by operators and routers.
  *
- * Every request names chunks either by `tokens`, from which the coordinator computes the keys, or by `chunk_keys`, 16
- * bytes each, concatenated in prompt order. Using both, or more than 65,536 keys, is `INVALID_ARGUMENT`. A request by
- * tokens needs `model_name` only if several specs are registered.
+ * Every request names chunks by a `PromptSelector`: by tokens or by keys.
  *
- * If chunks have several parts (`KvSpec`), `chunk_keys` are those of part 0, from the prompt's first chunk on; all parts
- * together may have 131,072 keys. Counts of chunks count each part as a chunk. The tokens of a prompt count once. Where a
- * node counts all that it holds (`ListPins`, `Drain`, and `Clear` without tokens and keys), they count once for each part.
+ * Counts of chunks count each part of a chunk (`KvSpec`) as a chunk. The tokens of a prompt count once. Where a node counts
+ * all that it holds (`ListPins`, `Drain`, and `Clear` without a prompt), they count once for each part.
  *
- * `model_name` is any name that an engine serves: one of vLLM's `--served-model-name`, or the name of a LoRA adapter, which
- * then needs no `lora_name`. Engines register an adapter with its first request.
- *
- * Errors of every RPC that takes tokens or keys:
- * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): `chunk_keys` is not a multiple of 16 bytes, or there are too many keys; or
- *   `parent_key` has another length than 16.
- * * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, `tokens` and `chunk_keys` are
- *   both set, or the tokens have more than 65,536 chunks under one spec, or 131,072 keys under all specs of the model.
+ * Errors of every RPC that takes a prompt:
+ * * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): a key does not have 16 bytes, or there are too many keys.
+ * * `INVALID_ARGUMENT` (`BAD_TOKENS`): a token is negative or outside the model's vocabulary, or the tokens have more than
+ *   65,536 chunks under one spec, or 131,072 keys under all specs of the model.
  * * `RESOURCE_EXHAUSTED` (`FULL`): 64 requests by tokens with more than 4,096 keys are waiting already.
  * * `FAILED_PRECONDITION` (`MODEL_AMBIGUOUS`): several specs are registered and `model_name` does not select one.
  * * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine has registered this `model_name` or `lora_name`; the metadata contains the
- *   known ones. All RPCs but lookups also return it for tokens while no engine has registered.
+ *   known ones. All RPCs but lookups also return it for tokens while no engine has registered, and for keys with a
+ *   `fingerprint` that no engine has registered.
  *
  * Errors of every RPC:
  * * `INVALID_ARGUMENT` (`BAD_MESSAGE`): a request is not a valid protobuf message, does not arrive within 10 s, or has a
@@ -1588,7 +1367,7 @@ export const CacheService: GenService<{
   /**
    * Finds the instances that hold the beginning of a prompt.
    *
-   * A miss is not an error: the response has no holders. A request without tokens and keys is a health probe.
+   * A miss is not an error: the response has no holders. A request without a prompt is a health probe.
    *
    * Errors: those of the service.
    *
@@ -1730,8 +1509,9 @@ export const CacheService: GenService<{
    *
    * Errors, besides those of the service:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
-   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or a version of the weights
-   *   is named without a model, with tokens or keys, or that no engine has registered.
+   * * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
+   *   `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
+   *   no engine has registered.
    * buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
    * buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
    *

@@ -1,0 +1,214 @@
+"""Answers lookups: those of everyone (`CacheService`), and those of nodes (`LookupService`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from lmkv import rpc
+from lmkv.auth.caller import count_request
+from lmkv.errors import BadChunkKey, LmkvError
+from lmkv.internal.v1 import lookup_service_pb2 as internal_pb
+from lmkv.internal.v1 import lookup_service_pb2_grpc as internal_pb_grpc
+from lmkv.keys import KEY_BYTES, check_keys, check_prefix_digests
+from lmkv.rpc.refusal_delay import delay_refusal
+from lmkv.v1 import cache_service_pb2 as pb
+from lmkv.v1 import chunk_pb2
+from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match
+from lmkv_server.coordinator.core.tail_match import MAX_BEGINNINGS, with_tails
+from lmkv_server.coordinator.registry.part_lookup import PartLookup
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.registry.selection import SHORT_KEYS, SelectedChunks, Selector
+
+ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
+"""Size of the answers that share a message on a stream: half of the message limit."""
+MAX_ANSWERS = 64
+"""Answers per message: about a millisecond of work. Sending it lets other tasks run."""
+MAX_ALTERNATIVES = 1024
+"""Most keys of a lookup with `any_key`: about a millisecond of work."""
+
+StreamResponse = TypeVar("StreamResponse", pb.LookupStreamResponse, internal_pb.LookupStreamResponse)
+
+
+class LookupAnswers:
+    """Fills in the responses of lookups in one tenant's layout map."""
+
+    def __init__(self, registry: Registry, selector: Selector) -> None:
+        self._registry = registry
+        self._part_lookup = PartLookup(registry.layout, selector)
+        self.latencies = LatencyHistogram()
+        """Of the lookups that were answered; a hit found at least one holder."""
+
+    async def answer(
+        self,
+        begin: float,
+        selections: Sequence[SelectedChunks],
+        response: pb.LookupResponse | internal_pb.LookupResponse,
+        excluded: str = "",
+        *,
+        is_probe: bool = False,
+    ) -> None:
+        """Fills in `response`: adding a finished message to another one would copy it.
+
+        `begin` is when the lookup arrived. A health probe names nothing, and is not counted.
+        """
+        layout = self._registry.layout
+        found: list[list[Match]] = []
+        read_count = 0
+        for selection in selections:
+            if selection.parted_spec is None:
+                matches = layout.lookup(selection.keys, excluded)
+                if selection.tail:
+                    matches = with_tails(layout, selection.tail, selection.keys, matches, excluded)
+                    matches.sort(key=lambda match: (-match.token_count, match.instance_id))
+                found.append(matches)
+            else:
+                matches = await self._part_lookup.lookup(selection.parted_spec, selection.keys, excluded)
+                found.append(longest_first(matches))
+            read_count += len(selection)
+            if read_count > SHORT_KEYS:
+                read_count = 0
+                await asyncio.sleep(0)
+        matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
+        self.finish(begin, matches, response, is_probe=is_probe)
+
+    def finish(
+        self,
+        begin: float,
+        matches: Iterable[Match],
+        response: pb.LookupResponse | internal_pb.LookupResponse,
+        *,
+        is_probe: bool = False,
+    ) -> None:
+        """Fills in the holders, and counts the lookup."""
+        for match in matches:
+            self._add_holder(match, response)
+        response.revision = self._registry.layout.revision
+        response.is_complete = not self._registry.is_partial(time.monotonic())
+        if not is_probe:
+            self.latencies.add(time.perf_counter() - begin, bool(response.holders))
+
+    def _add_holder(self, match: Match, response: pb.LookupResponse | internal_pb.LookupResponse) -> None:
+        instance = self._registry.instances.find(match.instance_id)
+        if instance is None:  # it left after the match was found
+            return
+        holder = response.holders.add(
+            instance_id=match.instance_id,
+            epoch=instance.info.epoch,
+            peer_address=instance.info.peer_address,
+            matched_chunk_count=match.chunk_count,
+            matched_token_count=match.token_count,
+        )
+        for run in match.runs:
+            holder.runs.add(
+                tier=chunk_pb2.Tier.ValueType(run.tier),
+                chunk_count=run.chunk_count,
+                token_count=run.token_count,
+            )
+
+
+class LookupService(internal_pb_grpc.LookupServiceServicer):
+    """Handlers of one tenant's nodes."""
+
+    def __init__(self, registry: Registry, selector: Selector, lookups: LookupAnswers) -> None:
+        self._layout = registry.layout
+        self._selector = selector
+        self._lookups = lookups
+
+    async def Lookup(self, request: internal_pb.LookupRequest, context: Any) -> internal_pb.LookupResponse:
+        return await self._lookup(request, internal_pb.LookupResponse())
+
+    async def LookupStream(
+        self, request_iterator: AsyncIterator[internal_pb.LookupStreamRequest], context: Any
+    ) -> AsyncIterator[internal_pb.LookupStreamResponse]:
+        async for answer in answers(request_iterator, self._lookup, internal_pb.LookupStreamResponse, context):
+            yield answer
+
+    async def _lookup(
+        self, request: internal_pb.LookupRequest, response: internal_pb.LookupResponse
+    ) -> internal_pb.LookupResponse:
+        begin = time.perf_counter()
+        if request.any_key and (request.chunk_keys or request.prefix_digests):
+            return self._answer_any(begin, request, response)
+        keys, excluded = request.chunk_keys, request.excluded_instance_id
+        selections = self._selector.of_keys(keys, request.fingerprint)
+        await self._lookups.answer(begin, selections, response, excluded, is_probe=not keys)
+        if request.parent_key and keys:
+            self._add_partial_lengths(request, response)
+        return response
+
+    def _answer_any(
+        self, begin: float, request: internal_pb.LookupRequest, response: internal_pb.LookupResponse
+    ) -> internal_pb.LookupResponse:
+        """The holders of the first of the keys that an instance holds, or of a chunk that has more of the prompt.
+
+        Raises `BadChunkKey`.
+        """
+        keys, excluded = check_keys(request.chunk_keys, limit=MAX_ALTERNATIVES), request.excluded_instance_id
+        response.key_index, matches = self._layout.lookup_any(keys, excluded)
+        found_count = matches[0].token_count if matches else 0
+        for token_count, key in self._beginnings(request) if request.prefix_digests else ():
+            if token_count > found_count and (longer := self._layout.lookup(key, excluded)):
+                response.key_index, response.prefix_key, response.prefix_token_count = 0, key, token_count
+                matches = longer
+                break
+        self._lookups.finish(begin, matches, response)
+        return response
+
+    def _beginnings(self, request: internal_pb.LookupRequest) -> Iterator[tuple[int, bytes]]:
+        """Chunks behind `parent_key` that begin as the prompt does, those with the most tokens in common first."""
+        _check_parent(request.parent_key)
+        digests = check_prefix_digests(request.prefix_digests, MAX_TOKENS)
+        return islice(self._layout.beginning_as(request.parent_key, digests), MAX_BEGINNINGS)
+
+    def _add_partial_lengths(self, request: internal_pb.LookupRequest, response: internal_pb.LookupResponse) -> None:
+        """Adds the lengths of the partial chunks behind the longest match. Raises `BadChunkKey`."""
+        parent = request.parent_key
+        _check_parent(parent)
+        if end := max((holder.matched_chunk_count for holder in response.holders), default=0) * KEY_BYTES:
+            parent = request.chunk_keys[end - KEY_BYTES : end]
+        response.partial_token_counts.extend(self._layout.partial_lengths(parent))
+
+
+async def answers(
+    messages: AsyncIterator[Any],
+    look_up: Callable[[Any, Any], Awaitable[Any]],
+    kind: type[StreamResponse],
+    context: Any,
+) -> AsyncIterator[StreamResponse]:
+    """The answers of a stream of lookups; `look_up` fills in the response of one, or raises its error."""
+    async for message in messages:
+        answer, size_bytes, delay_seconds = kind(), 0, 0.0
+        for request in message.requests:
+            if size_bytes > ANSWER_BYTES or len(answer.results) == MAX_ANSWERS:
+                yield answer
+                answer, size_bytes = kind(), 0
+            result = answer.results.add()
+            try:
+                count_request()
+                await look_up(request, result.response)
+            except LmkvError as error:
+                result.error.CopyFrom(rpc.to_status(error))
+                delay_seconds = max(delay_seconds, error.delay_seconds)
+            size_bytes += result.ByteSize()
+        if delay_seconds:
+            await delay_refusal(delay_seconds, context)
+        yield answer
+
+
+def longest_first(matches: Iterable[Match]) -> list[Match]:
+    """The longest match of each instance, longest first, then by instance id."""
+    ranked = sorted(matches, key=lambda match: (-match.token_count, match.instance_id))
+    best: dict[str, Match] = {}
+    for match in ranked:
+        best.setdefault(match.instance_id, match)
+    return list(best.values())
+
+
+def _check_parent(parent: bytes) -> None:
+    if len(parent) != KEY_BYTES:
+        raise BadChunkKey(f"parent_key has {len(parent)} bytes, not {KEY_BYTES}", field="parent_key")
