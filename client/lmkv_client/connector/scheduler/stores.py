@@ -268,7 +268,7 @@ class Stores:
                 else:
                     copies += self._blocks.state_copies(part, list(blocks.items()), offset=offset)
                     last = state.state_chunks.get(part, -1)
-                    self._note(state, part, index, size, offset, source, superseded=last)
+                    self._note(state, part, index, size, offset, source, superseded=last if last < index else -1)
                     state.state_chunks[part] = index
 
     def _write(
