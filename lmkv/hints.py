@@ -90,6 +90,8 @@ class HintReason(StrEnum):
     """Other prompts continue all of the chunks, or they are pinned."""
     QUOTA = "quota"
     """The share of the pool, or the number of hints, that the caller may have is in use."""
+    FAILED = "failed"
+    """The node could not carry it out; the detail says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,8 +120,8 @@ class HintResult:
     action: str
     """The action, or the first characters of an unknown type."""
     outcome: HintOutcome
-    reason: str = ""
-    """Of rejected actions: a `HintReason`, or that of an error."""
+    reason: HintReason | None = None
+    """Of rejected actions."""
     detail: str = ""
     """For people: what was wrong."""
     chunk_count: int = 0
@@ -133,7 +135,7 @@ class HintResult:
             "action_id": self.action_id,
             "action": self.action,
             "outcome": self.outcome.value,
-            "reason": self.reason,
+            "reason": self.reason and self.reason.value,
             "detail": self.detail,
             "chunk_count": self.chunk_count,
             "ttl": self.ttl_seconds,
@@ -180,7 +182,7 @@ def parse(envelope: object, *, vocab_size: int = 0) -> ParsedHints:
     return ParsedHints(hints=hints, rejected=rejected)
 
 
-def reject(action_id: str, action: str, reason: str, detail: str = "") -> HintResult:
+def reject(action_id: str, action: str, reason: HintReason, detail: str = "") -> HintResult:
     """The result of an action that is not carried out."""
     return HintResult(action_id=action_id, action=action, outcome=HintOutcome.REJECTED, reason=reason, detail=detail)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from google.protobuf.duration_pb2 import Duration
 
-from lmkv.hints import HintAction, HintOutcome, HintResult
+from lmkv.hints import HintAction, HintOutcome, HintReason, HintResult
 from lmkv.v1 import chunk_pb2
 
 MAX_HINT_KEYS = 32_768
@@ -31,6 +31,11 @@ OUTCOMES: Mapping[HintOutcome, chunk_pb2.HintOutcome.ValueType] = {
 }
 OUTCOMES_BY_NUMBER: Mapping[int, HintOutcome] = {number: outcome for outcome, number in OUTCOMES.items()}
 
+REASONS: Mapping[HintReason, chunk_pb2.HintReason.ValueType] = {
+    reason: chunk_pb2.HintReason.Value(f"HINT_REASON_{reason.name}") for reason in HintReason
+}
+REASONS_BY_NUMBER: Mapping[int, HintReason] = {number: reason for reason, number in REASONS.items()}
+
 
 def to_proto(result: HintResult) -> chunk_pb2.HintResult:
     """The message of a result."""
@@ -38,7 +43,7 @@ def to_proto(result: HintResult) -> chunk_pb2.HintResult:
         outcome=OUTCOMES[result.outcome],
         chunk_count=result.chunk_count,
         ttl=Duration(seconds=int(result.ttl_seconds), nanos=int(result.ttl_seconds % 1 * 1e9)),
-        reason=result.reason,
+        reason=REASONS[result.reason] if result.reason else chunk_pb2.HINT_REASON_UNSPECIFIED,
         detail=result.detail,
     )
 
@@ -49,7 +54,7 @@ def from_proto(message: chunk_pb2.HintResult, *, action_id: str, action: HintAct
         action_id=action_id,
         action=action,
         outcome=OUTCOMES_BY_NUMBER.get(message.outcome, HintOutcome.REJECTED),
-        reason=message.reason,
+        reason=REASONS_BY_NUMBER.get(message.reason),
         detail=message.detail,
         chunk_count=message.chunk_count,
         ttl_seconds=message.ttl.ToNanoseconds() / 1e9,

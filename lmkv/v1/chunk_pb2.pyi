@@ -193,6 +193,77 @@ HINT_OUTCOME_MISSING: HintOutcome.ValueType  # 5
 """None of the chunks is held."""
 Global___HintOutcome: _TypeAlias = HintOutcome  # noqa: Y015
 
+class _HintReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HintReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HINT_REASON_UNSPECIFIED: _HintReason.ValueType  # 0
+    """Not set: the hint was not rejected."""
+    HINT_REASON_MALFORMED: _HintReason.ValueType  # 1
+    """The envelope or the action lacks a field, or a field has another type."""
+    HINT_REASON_UNKNOWN_VERSION: _HintReason.ValueType  # 2
+    """The version of the envelope or of the action is not known."""
+    HINT_REASON_UNKNOWN_ACTION: _HintReason.ValueType  # 3
+    """The action is not known."""
+    HINT_REASON_BAD_PAYLOAD: _HintReason.ValueType  # 4
+    """A field of the payload is unknown, or its value is out of range."""
+    HINT_REASON_TOO_LARGE: _HintReason.ValueType  # 5
+    """The envelope has too many actions or tokens."""
+    HINT_REASON_DUPLICATE_ID: _HintReason.ValueType  # 6
+    """Another action of the envelope has the same id."""
+    HINT_REASON_DISABLED: _HintReason.ValueType  # 7
+    """The engine accepts no hints."""
+    HINT_REASON_NOT_CACHED: _HintReason.ValueType  # 8
+    """The request is not cached."""
+    HINT_REASON_NO_NODE: _HintReason.ValueType  # 9
+    """The node is not reachable."""
+    HINT_REASON_NO_TIER: _HintReason.ValueType  # 10
+    """The node has no tier that the action needs."""
+    HINT_REASON_IN_USE: _HintReason.ValueType  # 11
+    """Other prompts continue all of the chunks, or they are pinned."""
+    HINT_REASON_QUOTA: _HintReason.ValueType  # 12
+    """The share of the pool, or the number of hints, that the caller may have is in use."""
+    HINT_REASON_FAILED: _HintReason.ValueType  # 13
+    """The node could not carry it out; the detail says why."""
+
+class HintReason(_HintReason, metaclass=_HintReasonEnumTypeWrapper):
+    """Why a hint was rejected. Values are also those of `reason` in answers to requests, in lower case and without the prefix.
+
+    New reasons may be added; clients show an unknown one by its number.
+    """
+
+HINT_REASON_UNSPECIFIED: HintReason.ValueType  # 0
+"""Not set: the hint was not rejected."""
+HINT_REASON_MALFORMED: HintReason.ValueType  # 1
+"""The envelope or the action lacks a field, or a field has another type."""
+HINT_REASON_UNKNOWN_VERSION: HintReason.ValueType  # 2
+"""The version of the envelope or of the action is not known."""
+HINT_REASON_UNKNOWN_ACTION: HintReason.ValueType  # 3
+"""The action is not known."""
+HINT_REASON_BAD_PAYLOAD: HintReason.ValueType  # 4
+"""A field of the payload is unknown, or its value is out of range."""
+HINT_REASON_TOO_LARGE: HintReason.ValueType  # 5
+"""The envelope has too many actions or tokens."""
+HINT_REASON_DUPLICATE_ID: HintReason.ValueType  # 6
+"""Another action of the envelope has the same id."""
+HINT_REASON_DISABLED: HintReason.ValueType  # 7
+"""The engine accepts no hints."""
+HINT_REASON_NOT_CACHED: HintReason.ValueType  # 8
+"""The request is not cached."""
+HINT_REASON_NO_NODE: HintReason.ValueType  # 9
+"""The node is not reachable."""
+HINT_REASON_NO_TIER: HintReason.ValueType  # 10
+"""The node has no tier that the action needs."""
+HINT_REASON_IN_USE: HintReason.ValueType  # 11
+"""Other prompts continue all of the chunks, or they are pinned."""
+HINT_REASON_QUOTA: HintReason.ValueType  # 12
+"""The share of the pool, or the number of hints, that the caller may have is in use."""
+HINT_REASON_FAILED: HintReason.ValueType  # 13
+"""The node could not carry it out; the detail says why."""
+Global___HintReason: _TypeAlias = HintReason  # noqa: Y015
+
 class _MissReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -846,8 +917,8 @@ class HintResult(_message.Message):
     """The outcome."""
     chunk_count: _builtins.int
     """Chunks for which it was carried out."""
-    reason: _builtins.str
-    """Why it was rejected, as a word such as `quota`; otherwise empty."""
+    reason: Global___HintReason.ValueType
+    """Why it was rejected; otherwise unset."""
     detail: _builtins.str
     """The same for people."""
     @_builtins.property
@@ -860,7 +931,7 @@ class HintResult(_message.Message):
         outcome: Global___HintOutcome.ValueType = ...,
         chunk_count: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
-        reason: _builtins.str = ...,
+        reason: Global___HintReason.ValueType = ...,
         detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lmkv.errors import LmkvError
+from lmkv.errors import Full, LmkvError
 from lmkv.hints import MAX_TTL_SECONDS, HintAction, HintOutcome, HintReason, HintResult
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv_server.node.cache.allocator import align
@@ -103,7 +103,7 @@ class HintExecutor:
         try:
             result = self._actions[hint.action](hint, self._held(hint))
         except LmkvError as error:
-            result = hint.rejected(error.reason.lower(), str(error))
+            result = hint.rejected(HintReason.QUOTA if isinstance(error, Full) else HintReason.FAILED, str(error))
         return self._counted(result)
 
     async def prefetch(self, hint: PromptHint) -> HintResult:

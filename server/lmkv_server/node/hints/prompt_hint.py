@@ -85,7 +85,7 @@ class PromptHint:
             ttl_seconds=ttl_seconds,
         )
 
-    def rejected(self, reason: HintReason | str, detail: str) -> HintResult:
+    def rejected(self, reason: HintReason, detail: str) -> HintResult:
         """The result of a hint that is not carried out."""
         return reject(self.hint_id, self.action, reason, detail)
 

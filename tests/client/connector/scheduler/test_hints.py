@@ -113,7 +113,7 @@ def test_the_outcome_of_the_node_is_in_the_response(make_engine: MakeEngine) -> 
 
     def on_hint(hint: pb.HintChunks) -> pb.HintedChunks:
         rejected = chunk_pb2.HINT_OUTCOME_REJECTED
-        result = chunk_pb2.HintResult(outcome=rejected, reason="quota", detail="full")
+        result = chunk_pb2.HintResult(outcome=rejected, reason=chunk_pb2.HINT_REASON_QUOTA, detail="full")
         return pb.HintedChunks(hint_id=hint.hint_id, result=result)
 
     engine.node.on_hint = on_hint

@@ -70,7 +70,10 @@ async def test_a_pin_by_a_hint_is_listed_and_ends_by_its_id(fleet: TwoNodes, cac
 
     await eventually(listed, [pinned.pin_id])
     evicted = await hint(cache, "holder", chunk_pb2.HINT_ACTION_EVICT, [1, 2, 3])
-    assert (evicted.result.outcome, evicted.result.reason) == (chunk_pb2.HINT_OUTCOME_REJECTED, "in_use")
+    assert (evicted.result.outcome, evicted.result.reason) == (
+        chunk_pb2.HINT_OUTCOME_REJECTED,
+        chunk_pb2.HINT_REASON_IN_USE,
+    )
     await cache.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=WAIT_SECONDS)
     assert not len(pins)
     gone = await hint(cache, "holder", chunk_pb2.HINT_ACTION_EVICT, [1, 2, 3])

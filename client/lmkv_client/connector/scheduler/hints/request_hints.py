@@ -203,7 +203,7 @@ class RequestHints:
             parent=sent.state.traceparent,
             action=result.action,
             outcome=result.outcome.value,
-            reason=result.reason,
+            reason=result.reason or "",
             chunk_count=result.chunk_count,
         )
 
