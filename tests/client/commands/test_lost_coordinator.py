@@ -72,7 +72,10 @@ class Running:
 @pytest.fixture
 async def running(tmp_path: Path, short_folder: Path) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
-        coordinator = stack.enter_context(cluster.CoordinatorProcess(tmp_path))
+        # A node that stands still stays registered until the command has started, on a busy machine too.
+        coordinator = stack.enter_context(
+            cluster.CoordinatorProcess(tmp_path, arguments=["--lease-ttl", f"{WAIT_SECONDS:g}"])
+        )
         nodes = stack.enter_context(
             NodeProcesses(
                 (FIRST, SECOND),
