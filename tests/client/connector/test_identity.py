@@ -15,6 +15,7 @@ from vllm.config import MultiModalConfig
 
 from lmkv.errors import ConfigError
 from lmkv_client.connector.identity import (
+    AITER,
     ENCODED_BY,
     OPTIONS,
     VARIABLES,
@@ -108,13 +109,18 @@ CHANGED = {
 def test_variables_that_change_what_is_computed_are_part_of_the_identity(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    config = make_vllm_config(tiny_model)
-    before = engine_identity(config)
     if name not in envs.environment_variables:
         pytest.skip(f"this vLLM has no {name}")
-    monkeypatch.setenv(name, CHANGED.get(name, "1"))
+    if name.startswith(f"{AITER}_"):
+        monkeypatch.setenv(AITER, "1")  # without it they have no effect
+    changed = CHANGED.get(name, "1")
+    if changed == "0":
+        monkeypatch.setenv(name, "1")  # which is not what all versions of vLLM do by themselves
+    config = make_vllm_config(tiny_model)
+    before = engine_identity(config)
+    monkeypatch.setenv(name, changed)
     assert engine_identity(config) != before
-    with pytest.raises(ConfigError, match=f"share_across_engines: other engines do not compute with {name}="):
+    with pytest.raises(ConfigError, match=f"share_across_engines: other engines do not compute with .*{name}="):
         identity_across_engines(config, kv_dtype="float32", model_id="llama@7")
 
 
