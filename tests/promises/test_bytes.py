@@ -140,7 +140,7 @@ def test_the_proof_of_a_handoff() -> None:
 def test_what_an_image_adds_to_the_keys_of_its_chunks() -> None:
     position = SimpleNamespace(offset=10, length=10, is_embed=None)
     data = {"pixels": SimpleNamespace(data=torch.arange(6, dtype=torch.int32).reshape(2, 3))}
-    image: Any = SimpleNamespace(modality="image", data=data, mm_position=position)
+    image: Any = SimpleNamespace(identifier="a name", modality="image", data=data, mm_position=position)
     digest = bytes.fromhex("8421061197c66766ed0a1b6096a23f009d48b89474bb54c3f4f76872b0796cf8")
     expected = {0: digest + little(10, 8), 1: digest + little((1 << 64) - 6, 8)}
     assert MediaDigests().extras([image], 16) == expected
