@@ -25,6 +25,9 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.auth.token_bucket import BURST_SECONDS
 from lmkv.errors import LmkvError
+from lmkv.keys import split_keys
+from lmkv.rpc.prompts import by_keys
+from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_client.demo.cluster import CoordinatorProcess
 
@@ -68,7 +71,7 @@ async def measure(run: BenchmarkRun) -> None:
 async def _lookups(cache: Any, questions: Questions, count: int) -> list[float]:
     seconds = []
     for _ in range(count):
-        request = questions.ask(LOOKUP_CHUNKS)
+        request = LookupRequest(prompt=by_keys(split_keys(questions.keys(LOOKUP_CHUNKS))))
         begin = time.perf_counter()
         response = await cache.Lookup(request, timeout=ANSWER_SECONDS)
         seconds.append(time.perf_counter() - begin)
@@ -107,7 +110,9 @@ async def _send(address: str, rate: int) -> None:
     async def one() -> None:
         async with slots:
             with contextlib.suppress(grpc.RpcError):
-                await cache.Lookup(questions.ask(LOOKUP_CHUNKS), timeout=ANSWER_SECONDS)
+                await cache.Lookup(
+                    LookupRequest(prompt=by_keys(split_keys(questions.keys(LOOKUP_CHUNKS)))), timeout=ANSWER_SECONDS
+                )
 
     async with _channel(address, "b", "reader") as channel, asyncio.TaskGroup() as group:
         cache: Any = CacheServiceStub(channel)

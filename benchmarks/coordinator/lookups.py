@@ -24,10 +24,9 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.keys import KEY_BYTES, ChunkKey, chunk_keys, join_keys, root_key, split_keys
-from lmkv.rpc.prompts import by_keys
-from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
-from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
+from lmkv.internal.v1.lookup_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
+from lmkv.internal.v1.lookup_service_pb2_grpc import LookupServiceStub
+from lmkv.keys import KEY_BYTES, chunk_keys, join_keys, root_key, split_keys
 from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
 
@@ -61,18 +60,22 @@ class Questions:
         self._fleet = fleet
         self._random = random.Random(1)
 
-    def ask(self, chunk_count: int) -> LookupRequest:
-        """A prompt of `chunk_count` chunks, a new one each time: a repeated prompt would measure a warm cache."""
+    def keys(self, chunk_count: int) -> bytes:
+        """Those of a prompt of `chunk_count` chunks, a new one each time: a repeated one would measure a warm cache."""
         keys = self._random.choice(self._fleet).keys
         first = self._random.randrange(len(keys) // KEY_BYTES - chunk_count)
-        return LookupRequest(prompt=by_keys(split_keys(keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)])))
+        return keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)]
+
+    def ask(self, chunk_count: int) -> LookupRequest:
+        """The lookup of a node."""
+        return LookupRequest(chunk_keys=self.keys(chunk_count))
 
 
 class RawLookupStream:
     """One `LookupStream` call, one question at a time."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        stub: Any = CacheServiceStub(channel)
+        stub: Any = LookupServiceStub(channel)
         self._call = stub.LookupStream()
 
     async def __aenter__(self) -> RawLookupStream:
@@ -97,7 +100,7 @@ class RawLookupStream:
 async def _measure_one_client(
     run: BenchmarkRun, channel: grpc.aio.Channel, line: RawLookupStream, questions: Questions
 ) -> None:
-    stub: Any = CacheServiceStub(channel)
+    stub: Any = LookupServiceStub(channel)
     health: Any = health_pb2_grpc.HealthStub(channel)
     count = 300 if run.quick else 5000
     (held,) = (await line.ask(questions.ask(40))).holders
@@ -140,7 +143,7 @@ async def _measure_many(
     async with Client(coordinator.address) as client, client.lookup_stream() as stream:
 
         async def ask(request: LookupRequest) -> object:
-            return await stream.lookup(keys=[ChunkKey(key) for key in request.prompt.keys.chunk_keys])
+            return await stream.lookup(keys=split_keys(request.chunk_keys))
 
         lines = [RawLookupStream(channel) for _ in range(IN_FLIGHT)]
         pid = coordinator.pid

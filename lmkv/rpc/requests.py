@@ -51,6 +51,8 @@ class Requests(AsyncIterator[Any]):
         check_caller()
         self._lease.add(max(len(data) - self._lease.size_bytes, 0))  # it counts while it waits to be decoded
         await self._lease.acquire(len(data) * DECODED_PROTOBUF_FACTOR)
+        if len(data) < turns.LARGE_BYTES:  # most messages, which wait for no turn
+            return checked(data, self._decode)
         async with turns.of_loop().take(self._lease.caller, len(data)):
             return checked(data, self._decode)
 
