@@ -20,9 +20,8 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.keys import KEY_BYTES, split_keys
-from lmkv.rpc.prompts import by_keys
-from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.internal.v1.lookup_service_pb2 import LookupRequest
+from lmkv.keys import KEY_BYTES
 from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess
@@ -90,7 +89,7 @@ async def _measure_steady(run: BenchmarkRun, coordinator: CoordinatorProcess, co
             # From the middle on, since the oldest chunks are evicted all the while.
             keys = random_keys(1 + number % count, CHUNK_COUNT)[-KEY_BYTES * PROMPT_CHUNKS :]
             began = time.perf_counter()
-            answer = await line.ask(LookupRequest(prompt=by_keys(split_keys(keys))))
+            answer = await line.ask(LookupRequest(chunk_keys=keys))
             seconds.append(time.perf_counter() - began)
             if len(answer.holders) != 1:
                 raise LmkvError(f"a lookup found {len(answer.holders)} holders of what one node has")

@@ -23,8 +23,7 @@ from benchmarks.support.redis import RedisProcess
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
 from lmkv.errors import LmkvError
-from lmkv.rpc.prompts import by_keys
-from lmkv.v1.cache_service_pb2 import LookupRequest
+from lmkv.internal.v1.lookup_service_pb2 import LookupRequest
 from lmkv_client import Coordinator as Client
 from lmkv_client.demo.cluster import CoordinatorProcess
 
@@ -126,7 +125,7 @@ async def _measure_news(addresses: Sequence[str], number: int) -> list[float]:
 
 async def _found(line: RawLookupStream, key: bytes, began: float) -> None:
     while time.perf_counter() - began < NEWS_SECONDS:
-        if (await line.ask(LookupRequest(prompt=by_keys([key])))).holders:
+        if (await line.ask(LookupRequest(chunk_keys=key))).holders:
             return
     raise LmkvError(f"a coordinator does not know a chunk of {SPEC.model_name} after {NEWS_SECONDS:g} s")
 

@@ -108,7 +108,7 @@ async def test_pins_of_one_owner_and_of_all_are_bounded(node: Node, engine: Engi
     assert ended(again) == ("clipped", share // 2), "the same chunks count once"
     await store(engine, *range(21, 31))
     more = await hint(engine, chunk_pb2.HINT_ACTION_PIN, *range(21, 31), hint_id="c", ttl=99)
-    assert (ended(more), more.reason) == (("rejected", 0), "quota")
+    assert (ended(more), more.reason) == (("rejected", 0), chunk_pb2.HINT_REASON_QUOTA)
     other = await hint(engine, chunk_pb2.HINT_ACTION_PIN, *range(21, 31), hint_id="d", ttl=99, root=OTHER_ROOT)
     assert ended(other) == ("clipped", share // 2)
     assert node.orders.pins.owned_bytes() <= node.tier.size_bytes // PIN_SHARE
@@ -137,7 +137,7 @@ async def test_retained_chunks_of_one_owner_are_bounded(node: Node, engine: Engi
     assert ended(answer) == ("clipped", CAPACITY // RETAIN_SHARE // 2)
     await store(engine, 21)
     refused = await hint(engine, chunk_pb2.HINT_ACTION_RETAIN, 21, ttl=9, priority=1)
-    assert (ended(refused), refused.reason) == (("rejected", 0), "quota")
+    assert (ended(refused), refused.reason) == (("rejected", 0), chunk_pb2.HINT_REASON_QUOTA)
     assert ended(await hint(engine, chunk_pb2.HINT_ACTION_RETAIN, 55, ttl=9, priority=1)) == ("missing", 0)
 
 
@@ -149,7 +149,7 @@ async def test_evicted_are_the_chunks_that_no_other_prompt_continues(node: Node,
     assert ended(await hint(engine, chunk_pb2.HINT_ACTION_EVICT, 1, 2, 3, 4)) == ("clipped", 2)
     assert numbers_in(node) == {1, 2, 5}
     refused = await hint(engine, chunk_pb2.HINT_ACTION_EVICT, 1)
-    assert (ended(refused), refused.reason) == (("rejected", 0), "in_use")
+    assert (ended(refused), refused.reason) == (("rejected", 0), chunk_pb2.HINT_REASON_IN_USE)
     assert ended(await hint(engine, chunk_pb2.HINT_ACTION_EVICT, 1, 2, 5)) == ("accepted", 3)
     assert ended(await hint(engine, chunk_pb2.HINT_ACTION_EVICT, 1, 2, 5)) == ("missing", 0)
     assert not len(node.tier)
@@ -168,7 +168,7 @@ async def test_a_node_without_other_tiers_neither_demotes_nor_shares(
 ) -> None:
     await store(engine, 1)
     answer = await hint(engine, action, 1)
-    assert (ended(answer), answer.reason) == (("rejected", 0), "no_tier")
+    assert (ended(answer), answer.reason) == (("rejected", 0), chunk_pb2.HINT_REASON_NO_TIER)
 
 
 async def test_a_prefetch_of_what_no_tier_holds_is_missing(node: Node, engine: EngineClient) -> None:
@@ -257,7 +257,7 @@ async def test_a_malformed_hint_is_rejected_and_the_stream_continues(
     await engine.say(hint=[pb.HintChunks(**(fields | change))])  # type: ignore[arg-type]
     (answer,) = await engine.hear("hinted")
     result = answer.result
-    assert (ended(result), result.reason) == (("rejected", 0), "malformed")
+    assert (ended(result), result.reason) == (("rejected", 0), chunk_pb2.HINT_REASON_MALFORMED)
     assert named in result.detail
     assert len(answer.hint_id) <= 64
     assert ended(await hint(engine, chunk_pb2.HINT_ACTION_PIN, 1, ttl=5)) == ("accepted", 1)

@@ -39,7 +39,7 @@ async def test_a_pin_keeps_what_the_longest_hit_needs(runtime_dir: Path) -> None
         pinned = await hint(engine, chunk_pb2.HINT_ACTION_PIN)
         assert (pinned.outcome, pinned.chunk_count) == (chunk_pb2.HINT_OUTCOME_ACCEPTED, ITEMS)
         refused = await hint(engine, chunk_pb2.HINT_ACTION_EVICT)
-        assert (refused.outcome, refused.reason) == (chunk_pb2.HINT_OUTCOME_REJECTED, "in_use")
+        assert (refused.outcome, refused.reason) == (chunk_pb2.HINT_OUTCOME_REJECTED, chunk_pb2.HINT_REASON_IN_USE)
         (pin,) = node.orders.pins
         node.orders.pins.unpin(pin.pin_id)
         evicted = await hint(engine, chunk_pb2.HINT_ACTION_EVICT)
