@@ -121,7 +121,7 @@ class HintResult:
     """The action, or the first characters of an unknown type."""
     outcome: HintOutcome
     reason: HintReason | None = None
-    """Of rejected actions."""
+    """Why the action was rejected; None if it was not."""
     detail: str = ""
     """For people: what was wrong."""
     chunk_count: int = 0

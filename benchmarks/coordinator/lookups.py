@@ -61,7 +61,7 @@ class Questions:
         self._random = random.Random(1)
 
     def keys(self, chunk_count: int) -> bytes:
-        """Those of a prompt of `chunk_count` chunks, a new one each time: a repeated one would measure a warm cache."""
+        """Keys of a prompt of `chunk_count` chunks, another prompt at each call: a repeated one is answered faster."""
         keys = self._random.choice(self._fleet).keys
         first = self._random.randrange(len(keys) // KEY_BYTES - chunk_count)
         return keys[KEY_BYTES * first : KEY_BYTES * (first + chunk_count)]

@@ -11,7 +11,7 @@ from lmkv.errors import BadChunkKey, BadRequest, BadTokens
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.prompts import by_keys, by_tokens
-from lmkv.v1.prompt_pb2 import KeyPrompt, PromptSelector, TokenPrompt
+from lmkv.v1.prompt_pb2 import PromptSelector, TokenPrompt
 
 Request = TypeVar("Request", bound=Message)
 
@@ -47,7 +47,7 @@ def make_request(kind: Callable[..., Request], tokens: Sequence[int], chunks: Ch
 
 
 def selector_of(tokens: Sequence[int], chunks: Chunks) -> PromptSelector | None:
-    """What a request names the chunks by; None without tokens and keys. Raises `BadTokens`, `BadRequest`."""
+    """The selector of a request; None if the caller names no chunks. Raises `BadTokens` or `BadRequest`."""
     keys = list(chunks.get("keys", ()))
     of_tokens = {name: chunks[name] for name in ("model_name", "cache_salt", "lora_name") if chunks.get(name)}
     if keys and len(tokens):
@@ -79,10 +79,10 @@ def _too_long(request: Any) -> BadRequest:
     )
 
 
-def _size_of(message: TokenPrompt | KeyPrompt, field: str) -> int:
+def _size_of(message: Message, field: str) -> int:
     """Bytes of one field in a message."""
     whole = message.ByteSize()
     rest = type(message)()
-    rest.CopyFrom(message)  # type: ignore[arg-type]
-    rest.ClearField(field)  # type: ignore[arg-type]
+    rest.CopyFrom(message)
+    rest.ClearField(field)
     return whole - rest.ByteSize()

@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lmkv.errors import ConfigError
@@ -68,8 +67,9 @@ def _minor(version: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+@functools.cache  # vLLM asks for the class several times, and the user reads the warning once
 def _load_if_compatible(version: str) -> type:
-    """The connector's class, under a vLLM that has all that it relies on."""
+    """The connector's class, if this vLLM has all that it relies on; else the engine ends."""
     from lmkv_client import vllm_contract
 
     if moved := vllm_contract.moved():
@@ -83,18 +83,13 @@ def _load_if_compatible(version: str) -> type:
         )
     from vllm.logger import init_logger
 
-    _warn_once(
-        init_logger("vllm.lmkv").warning,
-        f"vLLM {version} is newer than lmkv was tested with ({NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}); it has all that the "
-        "connector relies on",
+    init_logger("vllm.lmkv").warning(
+        "vLLM %s is newer than lmkv was tested with (%d.%d); it has all that the connector relies on",
+        version,
+        *NEWEST_VLLM,
     )
-    found: type = getattr(importlib.import_module(MODULE), NAME)
-    return found
-
-
-@functools.cache
-def _warn_once(warn: Callable[[str], None], text: str) -> None:
-    warn(text)
+    connector: type = getattr(importlib.import_module(MODULE), NAME)
+    return connector
 
 
 def _refuse(error: ConfigError) -> NoReturn:

@@ -229,7 +229,7 @@ class _HintReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HintReason
     """The node could not carry it out; the detail says why."""
 
 class HintReason(_HintReason, metaclass=_HintReasonEnumTypeWrapper):
-    """Why a hint was rejected. Values are also those of `reason` in answers to requests, in lower case and without the prefix.
+    """Why a hint was rejected. Engines put the same words into `reason` of their answers, in lower case and without the prefix.
 
     New reasons may be added; clients show an unknown one by its number.
     """

@@ -73,7 +73,7 @@ class TokenPrompt(_message.Message):
     """LoRA adapter that the prompt was sent with, by served name or by identity `name@digest`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids, in order. At most those of 65,536 chunks."""
+        """Token ids of the prompt, in order. A prompt has at most 65,536 chunks."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class KeyPrompt(_message.Message):
     """
     @_builtins.property
     def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Keys, 16 bytes each, in prompt order, from the first chunk on; at most 65,536. If chunks have several parts (`KvSpec`):
+        """Keys, 16 bytes each, in prompt order, from the first chunk on; at most 65,536 (a gRPC request holds about 58,000). If chunks have several parts (`KvSpec`):
         the keys of part 0, and all parts together may have 131,072 keys.
         """
 

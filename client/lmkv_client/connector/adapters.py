@@ -32,12 +32,15 @@ class Adapter:
     """One adapter, with its files as they were before vLLM loaded it."""
 
     def __init__(self, lora: LoRARequest, folder: Path, options: str) -> None:
-        """Begins to compute the digest. `options` are those of the engine. Raises `OSError` without files."""
+        """Begins to compute the digest. `options` are the engine's (`adapter_options`).
+
+        Raises `OSError` if there are no files.
+        """
         self.number = lora.lora_int_id
         self.path = lora.lora_path
         self.name = lora.lora_name
         self.pages = adapter_pages(lora)
-        """The values by which vLLM distinguishes its pages from those of other adapters."""
+        """vLLM hashes these values into the keys of its own pages, so that adapters do not share pages."""
         self.identity = ""
         """`name@digest`; empty while that is not known, or if it never will be."""
         self.is_ambiguous = False

@@ -132,7 +132,7 @@ def changed_modes(vllm_config: VllmConfig) -> list[str]:
 
 
 def adapter_options(lora: LoRAConfig) -> str:
-    """What decides how this engine applies adapters, beside their files."""
+    """The engine's options that change what an adapter computes; its files are identified elsewhere."""
     options: dict[str, Any] = {name: getattr(lora, name) for name in ADAPTED_BY}
     if options["target_modules"] is not None:
         options["target_modules"] = sorted(options["target_modules"])

@@ -1,4 +1,4 @@
-"""What a node's messages mean to the scheduler side: each event goes to the object that waits for it."""
+"""Passes each event of the node to the object of the scheduler side that waits for it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class PartialChunk:
 
 
 class StoredTokens:
-    """What the workers have stored of one request, for one line of the log."""
+    """Counts what the workers have stored of one request. The log has one line of it, when the request is over."""
 
     def __init__(self) -> None:
         self._tokens_by_chunk: dict[int, int] = {}

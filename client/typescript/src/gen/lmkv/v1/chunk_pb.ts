@@ -948,7 +948,7 @@ export const HintOutcomeSchema: GenEnum<HintOutcome> = /*@__PURE__*/
   enumDesc(file_lmkv_v1_chunk, 4);
 
 /**
- * Why a hint was rejected. Values are also those of `reason` in answers to requests, in lower case and without the prefix.
+ * Why a hint was rejected. Engines put the same words into `reason` of their answers, in lower case and without the prefix.
  *
  * New reasons may be added; clients show an unknown one by its number.
  *

@@ -60,7 +60,7 @@ export const PromptSelectorSchema: GenMessage<PromptSelector> = /*@__PURE__*/
  */
 export type TokenPrompt = Message<"lmkv.v1.TokenPrompt"> & {
   /**
-   * Token ids, in order. At most those of 65,536 chunks.
+   * Token ids of the prompt, in order. A prompt has at most 65,536 chunks.
    *
    * @generated from field: repeated int32 token_ids = 1;
    */
@@ -104,7 +104,7 @@ export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
  */
 export type KeyPrompt = Message<"lmkv.v1.KeyPrompt"> & {
   /**
-   * Keys, 16 bytes each, in prompt order, from the first chunk on; at most 65,536. If chunks have several parts (`KvSpec`):
+   * Keys, 16 bytes each, in prompt order, from the first chunk on; at most 65,536 (a gRPC request holds about 58,000). If chunks have several parts (`KvSpec`):
    * the keys of part 0, and all parts together may have 131,072 keys.
    *
    * @generated from field: repeated bytes chunk_keys = 1;
