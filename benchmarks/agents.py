@@ -23,8 +23,7 @@ from benchmarks.support.rows import Row, compare
 from benchmarks.support.timing import percentile
 from benchmarks.systems import chats, routes
 from benchmarks.systems.chats import ALONE, ChatPlan
-from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.endpoint import Completion, Endpoint
 
 PROMPTS_IN_CACHE = 2
 """The number of prompts of full length that fit into the engine's own cache."""

@@ -19,7 +19,7 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 
 QUESTION_TOKENS = 16

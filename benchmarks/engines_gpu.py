@@ -27,7 +27,7 @@ from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems import device_handoffs
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.model import Draw, ModelShape, make_model
 

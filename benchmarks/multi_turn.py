@@ -21,7 +21,7 @@ from benchmarks.support.rows import Row, compare
 from benchmarks.systems import chats
 from benchmarks.systems.chats import ALONE, ChatPlan
 from lmkv.errors import LmkvError
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 
 ANSWER_TOKENS = 24

@@ -31,7 +31,7 @@ from benchmarks.systems.pairs import PairPlan
 from lmkv.errors import LmkvError
 from lmkv.v1.chunk_pb2 import TIER_DISK
 from lmkv_client.demo.cluster import Cluster, CoordinatorProcess
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.sync import Coordinator
 

@@ -17,7 +17,7 @@ import yaml
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, keys
 from lmkv.config.kinds import BUILT_IN_CHANNELS
 from lmkv.config.schema import Config
-from lmkv.config.spellings import REPLACED, known_spellings, spellings
+from lmkv.config.sources import REPLACED, known_spellings, spellings
 
 CHART = Path(__file__).parent / "lmkv"
 RULES = Path(__file__).parents[1] / "docs" / "prometheus" / "rules.yaml"

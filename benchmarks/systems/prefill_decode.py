@@ -23,7 +23,7 @@ from benchmarks.systems.calls import PdCalls
 from benchmarks.systems.pairs import ROOT, PairPlan
 from lmkv.errors import LmkvError, Unreachable
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import CompletionToken
+from lmkv_client.demo.endpoint import CompletionToken
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import ServerProcess, free_port, session_pids
 from tests.support.plain_nixl import plain_nixl

@@ -5,13 +5,11 @@ other processes are ignored, unknown keys are refused. `docs/reference/configura
 `lmkv.auth`, `lmkv.runtime` and `lmkv.plugins`. Start with `schema.Config`.
 """
 
-from lmkv.config.arguments import add_arguments, from_arguments
-from lmkv.config.client import ClientConfig, WebhookConfig
-from lmkv.config.connector import ConnectorConfig
+from lmkv.config.connector import ClientConfig, ConnectorConfig, WebhookConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
-from lmkv.config.resolve import as_written, load, to_comparison, to_environment
+from lmkv.config.resolve import add_arguments, as_written, from_arguments, load, to_comparison, to_environment
 from lmkv.config.router import PickerConfig
 from lmkv.config.schema import Config, keys
 

@@ -19,8 +19,7 @@ from lmkv.config.kinds import FLAG, one_port
 from lmkv.config.node import NodeConfig
 from lmkv.config.proxy import ProxyConfig
 from lmkv.config.schema import Alias, Config, keys
-from lmkv.config.sources import SourceEntry
-from lmkv.config.spellings import REPLACED, spellings
+from lmkv.config.sources import REPLACED, SourceEntry, spellings
 
 _PROCESSES: tuple[type[Config], ...] = (ConnectorConfig, CoordinatorConfig, ProxyConfig)
 """Classes whose keys a file may set. Keys of several classes are the same in each."""

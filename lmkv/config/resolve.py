@@ -1,29 +1,35 @@
-"""Loads a configuration from its sources, and writes it to the environment of a child process."""
+"""Loads a configuration from its sources and flags, applies changes of its file, and passes it to child processes."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkv.config import lmcache
-from lmkv.config.schema import Config, keys
+from lmkv.config.schema import Config, Key, keys
 from lmkv.config.sources import (
     FILE_VARIABLE,
     LMCACHE_PREFIX,
     PREFIX,
+    REPLACED,
     SourceEntry,
+    flag,
+    known_spellings,
     read_environment,
     read_file,
     read_flags,
     read_lmcache,
+    spellings,
     variable,
 )
-from lmkv.config.spellings import REPLACED, known_spellings, spellings
 from lmkv.errors import ConfigError, suggestion
+from lmkv.runtime.reload import Reloadable
 
 C = TypeVar("C", bound=Config)
 
@@ -148,3 +154,80 @@ def _notices(entries: Iterable[SourceEntry]) -> list[str]:
         for entry in entries
         if entry.raw is not None and entry.spelling in REPLACED
     ]
+
+
+_DEST = "config."  # no other argument's name has a dot
+_FILE = "config_file"
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
+    """Adds `--config FILE` and a flag per key of `cls`, except secrets: command lines are visible to all users."""
+    group = parser.add_argument_group(
+        "configuration",
+        f"Each key may also be set in the YAML file (max_local_cpu_size: 5) or in the environment "
+        f"({variable('max_local_cpu_size')}=5); flags override the environment, which overrides the file.",
+    )
+    group.add_argument(
+        "--config", dest=_FILE, metavar="FILE", help=f"YAML file with any of these keys (default: ${FILE_VARIABLE})"
+    )
+    for name, declared in keys(cls).items():
+        if not declared.kind.secret:
+            _add(group, name, declared)
+    for name in cls.replaced_flags:
+        group.add_argument(flag(name), dest=_DEST + name, help=argparse.SUPPRESS)
+
+
+def from_arguments(args: argparse.Namespace, cls: type[C], *, env: Mapping[str, str] = os.environ) -> C:
+    """The configuration from a parsed command line, the environment and the file. Raises as `load` does."""
+    flags = {name.removeprefix(_DEST): raw for name, raw in vars(args).items() if name.startswith(_DEST)}
+    return load(cls, file=getattr(args, _FILE, None), env=env, flags=flags)
+
+
+def file_from_arguments(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> str | None:
+    """The configuration file that a parsed command line or the environment names; None without one."""
+    return getattr(args, _FILE, None) or env.get(FILE_VARIABLE)
+
+
+def _add(group: Any, name: str, declared: Key) -> None:
+    text = f"{declared.doc} (default: {declared.default})".replace("%", "%%")
+    _add_spelling(group, name, declared, text)
+    for alias in declared.aliases:
+        _add_spelling(group, alias.name, declared, argparse.SUPPRESS)
+
+
+def _add_spelling(group: Any, name: str, declared: Key, text: str) -> None:
+    is_switch = declared.kind.metavar == "BOOL"  # --enable-p2p alone means true
+    group.add_argument(
+        flag(name),
+        dest=_DEST + name,
+        metavar=declared.kind.metavar,
+        help=text,
+        **({"nargs": "?", "const": "true"} if is_switch else {}),
+        **({"action": "append"} if declared.kind.repeatable else {}),
+    )
+
+
+CHECK_SECONDS = 5.0
+"""Interval at which the file is checked for a change. Kubernetes updates a mounted ConfigMap within about a minute."""
+
+
+async def follow_logging(
+    args: argparse.Namespace, cls: type[C], set_up: Callable[[C], None], *, env: Mapping[str, str] = os.environ
+) -> None:
+    """Calls `set_up` with the configuration each time its file changes. Never returns; cancel it.
+
+    Environment and flags still override the file. An invalid file is logged, and logging stays as it was. Does nothing
+    if no regular file is configured: a pipe can be read only once.
+    """
+    path = file_from_arguments(args, env)
+    file = (
+        Reloadable([path], lambda: set_up(from_arguments(args, cls, env=env))) if path and _is_regular(path) else None
+    )
+    while True:
+        await asyncio.sleep(CHECK_SECONDS)
+        if file:
+            file.get()
+
+
+def _is_regular(path: str) -> bool:
+    return Path(path).is_file()

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from lmkv.errors import ConfigError
-from lmkv.pool.memory import available_bytes, huge_pages
-from lmkv.pool.numa import prefer
+from lmkv.pool.memory import available_bytes, huge_pages, prefer
 from lmkv.runtime.folder import Folder
 from lmkv.units import format_bytes
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lmkv.auth.credentials import Credentials
-from lmkv.errors import Unreachable
+from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
 from lmkv.pool.pool import Pool
 from lmkv.transfer.access import PeerReader, ReadAccess
 
@@ -157,3 +159,36 @@ def check_copies(peer_name: str, copies: Sequence[Copy], peer: Region, own: Regi
             raise Unreachable(f"{copy} is outside of the memory of {peer_name}", peer=peer_name)
         if not own.contains(copy.local_address, copy.size_bytes):
             raise Unreachable(f"{copy}, read from {peer_name}, is outside of the local pool")
+
+
+_DIGEST_BYTES = 8
+_HEAD = struct.Struct("!HHQQ")  # sizes of channel name and owner name, address and size of the owner's pool
+
+
+def wrap(channel: str, end: ChannelEnd, payload: bytes) -> bytes:
+    """Encodes the metadata of a channel of the local node."""
+    names = channel.encode(), end.name.encode()
+    head = _HEAD.pack(*map(len, names), end.pool.address, end.pool.size_bytes)
+    return _sealed(b"".join((head, *names, payload)))
+
+
+def unwrap(channel: str, owner: str, metadata: bytes) -> tuple[Region, bytes]:
+    """Decodes the owner's pool and the payload.
+
+    Raises `ChannelUnsupported` if the metadata is damaged or of another channel, `WrongInstance` if not of `owner`.
+    """
+    content = metadata[_DIGEST_BYTES:]
+    if len(content) < _HEAD.size or _sealed(content) != metadata:
+        raise ChannelUnsupported("the channel metadata is damaged, or of another version of lmkv", channel=channel)
+    channel_size, owner_size, address, size_bytes = _HEAD.unpack_from(content)
+    names = content[_HEAD.size : _HEAD.size + channel_size + owner_size]
+    found, found_owner = (part.decode(errors="replace") for part in (names[:channel_size], names[channel_size:]))
+    if found != channel:
+        raise ChannelUnsupported(f"the channel metadata is of {found!r}, not of {channel!r}", channel=channel)
+    if found_owner != owner:
+        raise WrongInstance(f"the channel metadata is of {found_owner}, not of {owner}", peer=owner)
+    return Region(address=address, size_bytes=size_bytes), content[_HEAD.size + len(names) :]
+
+
+def _sealed(content: bytes) -> bytes:
+    return sha256(content).digest()[:_DIGEST_BYTES] + content

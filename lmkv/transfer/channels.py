@@ -13,8 +13,7 @@ from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.plugins import CHANNELS, load_plugin, plugin_names
 from lmkv.transfer.access import ReadAccess
 from lmkv.transfer.channel import Channel, ChannelEnd, Copy
-from lmkv.transfer.links import NEEDED_LINKS, find_links, missing_link, rank
-from lmkv.transfer.switching import SwitchingReader
+from lmkv.transfer.choice import NEEDED_LINKS, SwitchingReader, find_links, missing_link, rank
 
 logger = logging.getLogger(__name__)
 

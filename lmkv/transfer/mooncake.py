@@ -14,8 +14,7 @@ import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer
-from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer, unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
 ENVIRONMENT = {

@@ -18,8 +18,7 @@ from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report
 from lmkv.errors import LmkvError
 from lmkv.hints import parse
-from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.endpoint import Completion, Endpoint
 from tests.benchmarks.test_rows import make_report
 
 

@@ -12,7 +12,7 @@ from benchmarks.multi_turn import ANSWER_TOKENS, MESSAGE_TOKENS, Turn, Workload
 from benchmarks.support import bar_chart, charts, machine
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 
 
 def make_turn(ttft_ms: float, *, cached: int = 0, token: int = 1) -> Turn:

@@ -25,7 +25,7 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.meanings import meaning_of
 from benchmarks.support.rows import Report, Row, compare, make_table, markdown_table, number, read_report
 from lmkv.errors import LmkvError
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from tests.support.fork_server import start_module
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from lmkv.internal.v1.lookup_service_pb2 import (
     LookupStreamRequest,
     LookupStreamResponse,
 )
-from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.channel import unwrap, wrap
 from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from tests.chaos.schedule import Kind

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from lmkv.errors import LmkvError
-from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.endpoint import Completion, Endpoint
 from lmkv_client.demo.engine import _ENVIRONMENT as ENGINE_ENVIRONMENT
 from lmkv_client.demo.model import make_model
 from tests.cluster.cluster import Change, Cluster, unchanged

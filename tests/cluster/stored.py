@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from lmkv.errors import LmkvError
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from tests.cluster.fleet import MODEL, Fleet, prompt
 from tests.cluster.kubelet import RunningPod
 from tests.cluster.nodes import Missed, load_at, store_at

@@ -15,7 +15,7 @@ from typing import Self
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 from lmkv_client.sync import Coordinator

@@ -19,8 +19,7 @@ from lmkv.auth.handoff import HandoffKeys
 from lmkv.auth.token import NO_TOKEN
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.endpoint import Endpoint
+from lmkv_client.demo.endpoint import Completion, Endpoint
 from lmkv_client.demo.process import free_port
 from tests.engines.faults import eventually, kill, state, thaw
 from tests.support.proxy import ProxyProcess

@@ -16,7 +16,7 @@ import pytest
 
 from lmkv.v1.chunk_pb2 import TIER_DISK
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 from tests.engines.faults import ATTACHED, CHUNK_TOKENS, counting, eventually, kill

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import free_port
 from tests.engines.llm import CALM, make_prompt

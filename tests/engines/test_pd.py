@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from tests.engines.faults import eventually
 from tests.engines.generated import generating
 from tests.engines.pd import BUFFER_CHUNKS, CHUNK_BYTES, CHUNK_TOKENS, OUTPUT_TOKENS, Trio

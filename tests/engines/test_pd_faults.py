@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from lmkv.errors import LmkvError
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from tests.engines.pd import REQUEST_TIMEOUT_SECONDS, Trio
 
 LONG_TOKENS = 3500

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import session_pids
 from tests.engines.faults import ATTACHED, CHUNK_TOKENS, HEAL_SECONDS, counting, eventually

@@ -12,7 +12,7 @@ import yaml
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig, ProxyConfig, WebhookConfig, keys
 from lmkv.config.schema import Config
-from lmkv.config.spellings import spellings
+from lmkv.config.sources import spellings
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from tests.helm.chart import NAMES, Manifest, containers, find, manifests_of, name_of, pods, render, values_of, variable

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmkv_kernels import ChunkCopy, Pages, checksum, cuda, packed_rows, token_rows, whole_states
 from lmkv_kernels.cuda import CopyPath, CopyPaths, CudaCopier, CudaStream, Device, RegisteredMemory
-from lmkv_kernels.cuda.launch_buffers import MAX_BUFFERS
+from lmkv_kernels.cuda.copier import MAX_BUFFERS
 from lmkv_kernels.reference import ReferencePages
 from tests.kernels.emulation import emulated_device
 from tests.kernels.layouts import LAYOUTS, Bytes, Case, cases, kv_cache, random_bytes

@@ -100,7 +100,7 @@ def test_no_compiler_is_one_error_that_names_both(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_can_be_built_ahead_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lmkv_kernels.cuda.build", "80", "90", "--into", str(tmp_path)]
+    command = [sys.executable, "-m", "lmkv_kernels.cuda.images", "80", "90", "--into", str(tmp_path)]
     printed = subprocess.check_output(command, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ""})
     files = [tmp_path / images.file_name(architecture) for architecture in (80, 90)]
     assert set(tmp_path.iterdir()) == set(files)

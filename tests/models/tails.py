@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lmkv.keys import ChunkKey, chunk_keys, partial_keys, root_key
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.tail_match import PromptTail, with_tails

@@ -20,10 +20,9 @@ from lmkv.keys import ChunkKey
 from lmkv.packing import pack_fields
 from lmkv.pool.pool import Pool
 from lmkv.rpc.frames import FrameKind, to_frame
-from lmkv.transfer import metadata
+from lmkv.transfer import channel, ucx
 from lmkv.transfer.channel import ChannelEnd
 from lmkv.transfer.tcp import wire as tcp
-from lmkv.transfer.ucx import wire as ucx
 from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.kv_event_publisher import END, frames, read_replay
 from lmkv_client.kv_events import PublishedBatch
@@ -64,7 +63,7 @@ def test_the_metadata_of_a_channel() -> None:
     with Pool.create(1 << 20) as pool:
         content = big(3, 2) + big(6, 2) + big(pool.address, 8) + big(1 << 20, 8) + b"tcpnode:1" + b"payload"
         assert (
-            metadata.wrap("tcp", ChannelEnd(name="node:1", pool=pool), b"payload")
+            channel.wrap("tcp", ChannelEnd(name="node:1", pool=pool), b"payload")
             == sha256(content).digest()[:8] + content
         )
 

@@ -127,7 +127,7 @@ def test_the_wheel_holds_all_four_packages_with_types_stubs_kernels_and_nothing_
 COORDINATOR = """
 import pathlib, sys
 import lmkv, lmkv_kernels, lmkv_server
-from lmkv_client.demo import command, measure, table
+from lmkv_client.demo import command, measure
 from lmkv_client.demo.cluster import Cluster
 
 folder = pathlib.Path(sys.argv[1])

@@ -12,9 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from lmkv import rpc
 from lmkv.cli import Command
 from lmkv.errors import ConfigError
-from lmkv.misses.advice import ADVICE
-from lmkv.misses.messages import reason_from_proto, reason_name
-from lmkv.misses.reason import MissReason
+from lmkv.misses import ADVICE, MissReason, reason_from_proto, reason_name
 from lmkv.units import format_duration
 from lmkv.v1.cache_service_pb2 import ExplainResponse, InstanceExplanation
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from lmkv.keys import ChunkKey, Tokens
-from lmkv.misses.messages import reason_name
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_name
 from lmkv.v1.chunk_pb2 import MISS_REASON_OTHER_SALT, PromptSpan
 
 MAX_BEGINNINGS = 4096

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkv.hints import HintAction
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.tiers import HIT_TIERS, OWN
 from lmkv_client.connector.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 

@@ -23,11 +23,10 @@ from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.runtime.signals import stop_signals
 from lmkv.units import format_bytes
 from lmkv_client.demo.cluster import Cluster
-from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoEngine, DemoResult, StoredKv, measure
+from lmkv_client.demo.measure import COMPLETION_TOKENS, DemoEngine, DemoResult, StoredKv, make_table, measure
 from lmkv_client.demo.model import SHAPES, make_model
 from lmkv_client.demo.process import available_memory_bytes
 from lmkv_client.demo.sglang_engine import check_sglang
-from lmkv_client.demo.table import make_table
 
 CHUNK_SIZE = 256
 BLOCK_SIZE = 128

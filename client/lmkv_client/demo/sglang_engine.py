@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmkv.errors import ConfigError, LmkvError, Unreachable
-from lmkv_client.demo.completion import Completion
+from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.process import CheckedServer, free_port
 
 CONTROL_DEVICE = Path("/dev/nvidiactl")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from lmkv import rpc
 from lmkv.config import ConnectorConfig
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Attachment

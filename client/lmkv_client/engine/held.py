@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Self
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_client.engine.dispatcher import Dispatcher
 from lmkv_client.engine.extent import Extent
 from lmkv_client.engine.lookups import HeldChunks, LoadWaiter

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lmkv.keys import ChunkKey, Tokens
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.runtime.patience import Suspicion
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Send

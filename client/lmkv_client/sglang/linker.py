@@ -22,7 +22,7 @@ from typing import Any
 
 from lmkv import config as configuration
 from lmkv.config import ConnectorConfig
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_client.engine import Extent, Held
 from lmkv_client.sglang.device_pool import UnknownPool, device_tensors
 from lmkv_client.sglang.linker_api import (

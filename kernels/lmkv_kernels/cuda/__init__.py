@@ -5,11 +5,9 @@ Imported only by processes with a GPU. `driver()` raises `NoCuda` with the reaso
 """
 
 from lmkv_kernels.cuda.copier import CopyPath, CopyPaths, CudaCopier, PendingCopy
-from lmkv_kernels.cuda.driver import Device, Driver, driver
-from lmkv_kernels.cuda.errors import Busy, CompileError, CudaError, NoCompiler, NoCuda
-from lmkv_kernels.cuda.memory import DeviceMemory, PinnedMemory, RegisteredMemory
+from lmkv_kernels.cuda.driver import Busy, CompileError, CudaError, Device, Driver, NoCompiler, NoCuda, driver
+from lmkv_kernels.cuda.memory import CudaEvent, CudaStream, DeviceMemory, PinnedMemory, RegisteredMemory
 from lmkv_kernels.cuda.program import Program
-from lmkv_kernels.cuda.streams import CudaEvent, CudaStream
 
 __all__ = [
     "Busy",

@@ -13,13 +13,181 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv_kernels.copies import ChunkCopy, Rows, check, check_written_once
-from lmkv_kernels.cuda.driver import Device, Driver, rectangle
-from lmkv_kernels.cuda.launch_buffers import LaunchBuffer, LaunchBuffers
-from lmkv_kernels.cuda.memory import DeviceMemory
+from lmkv_kernels.cuda.driver import Busy, Device, Driver, rectangle
+from lmkv_kernels.cuda.memory import CudaEvent, CudaStream, DeviceMemory, PinnedMemory
 from lmkv_kernels.cuda.program import Arguments, Operation, Program, width_of
-from lmkv_kernels.cuda.staging import Batch, launch_words, make_batches, make_dma_copies
-from lmkv_kernels.cuda.streams import CudaEvent, CudaStream
 from lmkv_kernels.pages import Pages
+
+ALIGNMENT = 256
+"""Alignment of copies in the staging buffer, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DmaCopy:
+    """One DMA copy: `height` rows of `width` bytes, contiguous in the staging buffer, `pitch` apart in the pool."""
+
+    pool_offset: int
+    staging_offset: int
+    width: int
+    height: int
+    pitch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Copies of one launch, through one fill of the staging buffer or without it."""
+
+    indices: list[int]
+    """Indices of the call's copies."""
+    staging_offsets: list[int] | None
+    """Offset of each copy in the staging buffer; None: the launch accesses the pool itself."""
+
+
+def staged_bytes(pages: Pages, row_count: int) -> int:
+    """Bytes of a copy of `row_count` rows, for the heads of this rank."""
+    return len(pages.layer_addresses) * pages.head_count * len(pages.parts) * row_count * pages.row_bytes
+
+
+def make_batches(pages: Pages, rows: Rows, capacity_bytes: int) -> list[Batch]:
+    """Splits copies into batches that fit the staging buffer. The first batch has the copies that cannot be staged.
+
+    Only copies of whole chunks are staged: each layer is one contiguous range in the pool. Other copies would need a
+    DMA copy per head and part, and short DMA copies are slower than the kernel.
+    """
+    direct: list[int] = []
+    staged: list[Batch] = []
+    end = capacity_bytes
+    for index, (_, extent_rows, _, row_count, _, _) in enumerate(rows.tolist()):
+        size = staged_bytes(pages, row_count)
+        if row_count != extent_rows or size > capacity_bytes:
+            direct.append(index)
+            continue
+        if end + size > capacity_bytes:
+            staged.append(Batch(indices=[], staging_offsets=[]))
+            end = 0
+        batch = staged[-1]
+        assert batch.staging_offsets is not None
+        batch.indices.append(index)
+        batch.staging_offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return ([Batch(indices=direct, staging_offsets=None)] if direct else []) + staged
+
+
+def make_dma_copies(pages: Pages, rows: Rows, batch: Batch) -> list[DmaCopy]:
+    """The DMA copies of a staged batch. Copies that are adjacent on both sides are merged."""
+    assert batch.staging_offsets is not None
+    dma_copies: list[DmaCopy] = []
+    for index, staging_offset in zip(batch.indices, batch.staging_offsets, strict=True):
+        dma_copy = _dma_copy(pages, int(rows[index, 0]), int(rows[index, 1]), staging_offset)
+        last = dma_copies[-1] if dma_copies else None
+        if last and last.height == dma_copy.height == 1 and _follows(last, dma_copy):
+            dma_copies[-1] = DmaCopy(
+                pool_offset=last.pool_offset,
+                staging_offset=last.staging_offset,
+                width=last.width + dma_copy.width,
+                height=1,
+                pitch=last.pitch + dma_copy.pitch,
+            )
+        else:
+            dma_copies.append(dma_copy)
+    return dma_copies
+
+
+def _dma_copy(pages: Pages, offset: int, extent_rows: int, staging_offset: int) -> DmaCopy:
+    per_head = len(pages.parts) * extent_rows * pages.row_bytes
+    layers, width, pitch = len(pages.layer_addresses), pages.head_count * per_head, pages.kv_head_count * per_head
+    if width == pitch:  # the layers are contiguous
+        layers, width, pitch = 1, layers * width, layers * pitch
+    return DmaCopy(
+        pool_offset=offset + pages.first_chunk_head * per_head,
+        staging_offset=staging_offset,
+        width=width,
+        height=layers,
+        pitch=pitch,
+    )
+
+
+def _follows(last: DmaCopy, dma_copy: DmaCopy) -> bool:
+    return (
+        dma_copy.pool_offset == last.pool_offset + last.width
+        and dma_copy.staging_offset == last.staging_offset + last.width
+    )
+
+
+def launch_words(
+    rows: Rows, block_ids: NDArray[np.int64], batch: Batch
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """A batch for the kernels: copies `[copy, 6]` as `lmkv::ChunkCopy`, block ids, and the copy of each id."""
+    counts = rows[batch.indices, 5]
+    firsts = np.concatenate([[0], np.cumsum(rows[:, 5])])[batch.indices]
+    ids = np.concatenate([block_ids[first : first + count] for first, count in zip(firsts, counts, strict=True)])
+    copies = rows[batch.indices].copy()
+    copies[:, 5] = np.cumsum(counts) - counts
+    return copies, ids, np.repeat(np.arange(len(batch.indices)), counts)
+
+
+BUFFER_COUNT = 8
+"""Allocated at the start, because allocation may synchronize the device."""
+BUFFER_WORDS = 32 << 10
+"""Words of 8 bytes in a buffer: enough for about 15,000 blocks."""
+MAX_BUFFERS = 64
+
+
+class LaunchBuffer:
+    """A buffer of 8-byte words in pinned host memory and one of the same size on the device."""
+
+    def __init__(self, driver: Driver, word_count: int) -> None:
+        self._driver = driver
+        self.pinned = PinnedMemory(driver, 8 * word_count)
+        self.device = DeviceMemory(driver, 8 * word_count)
+        self.words: NDArray[np.int64] = self.pinned.bytes.view(np.int64)
+        """The words in host memory."""
+
+    def upload(self, word_count: int, stream: int) -> None:
+        """Copies the first words to the device."""
+        self._driver.call("cuMemcpyAsync", self.device.address, self.pinned.address, 8 * word_count, stream)
+
+    def download(self, word_count: int, stream: int) -> None:
+        """Copies the first words to the host."""
+        self._driver.call("cuMemcpyAsync", self.pinned.address, self.device.address, 8 * word_count, stream)
+
+    def close(self) -> None:
+        """Frees the memory, which no stream may use any more. Idempotent."""
+        self.pinned.close()
+        self.device.close()
+
+
+class LaunchBuffers:
+    """The buffers of one copier. Must be closed with the device current."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._all = [LaunchBuffer(driver, BUFFER_WORDS) for _ in range(BUFFER_COUNT)]
+        self._free = list(self._all)
+
+    def acquire(self, word_count: int) -> LaunchBuffer:
+        """A free buffer of at least `word_count` words. Raises `Busy` if too many are in use."""
+        for buffer in self._free:
+            if buffer.words.size >= word_count:
+                self._free.remove(buffer)
+                return buffer
+        if len(self._all) >= MAX_BUFFERS:
+            raise Busy(f"{len(self._all) - len(self._free)} copies are in flight already")
+        buffer = LaunchBuffer(self._driver, max(BUFFER_WORDS, 1 << (word_count - 1).bit_length()))
+        self._all.append(buffer)
+        return buffer
+
+    def release(self, buffer: LaunchBuffer) -> None:
+        """Returns a buffer, which the device no longer uses."""
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Frees all buffers, which no stream may use any more. Idempotent."""
+        for buffer in self._all:
+            buffer.close()
+        self._all.clear()
+        self._free.clear()
+
 
 STAGING_BYTES = 32 << 20
 """Size of each half of the staging buffer of a direction."""

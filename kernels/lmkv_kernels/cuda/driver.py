@@ -9,7 +9,26 @@ from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 
-from lmkv_kernels.cuda.errors import CudaError, NoCuda
+
+class CudaError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+class NoCuda(CudaError):
+    """There is no CUDA driver or no device."""
+
+
+class NoCompiler(CudaError):
+    """Neither NVRTC nor nvcc is installed."""
+
+
+class CompileError(CudaError):
+    """The kernels could not be compiled; the message contains the compiler's."""
+
+
+class Busy(CudaError):
+    """Too many copies are in flight; these were not started."""
+
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600

@@ -1,7 +1,11 @@
-"""Compiled kernels: built ahead of time or on first use, stored per architecture and source with a checksum."""
+"""Compiled kernels: built ahead of time or on first use, stored per architecture and source with a checksum.
+
+`python -m lmkv_kernels.cuda.images 80 90 100` compiles them ahead of time, for machines without NVRTC.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import tempfile
@@ -11,13 +15,13 @@ from pathlib import Path
 from typing import Protocol
 
 from lmkv_kernels.cuda import nvcc, nvrtc
-from lmkv_kernels.cuda.errors import CompileError, NoCompiler
+from lmkv_kernels.cuda.driver import CompileError, NoCompiler
 from lmkv_kernels.cuda.nvrtc import Compiled
 
 NAME = "paged_copy.cu"
 HEADERS = ("layout.h",)
 BUILT_FOLDER = Path(__file__).with_name("built")
-"""Output folder of `python -m lmkv_kernels.cuda.build`."""
+"""Output folder of `python -m lmkv_kernels.cuda.images`."""
 _PACKAGE = Path(__file__).parent.parent
 _DIGEST_BYTES = 32
 
@@ -130,3 +134,23 @@ def forget(architecture: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def main() -> None:
+    """Compiles for each architecture of the command line; needs no GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lmkv_kernels.cuda.images",
+        description="Compiles the kernels ahead of time, for machines without NVRTC.",
+    )
+    parser.add_argument("architectures", nargs="+", type=int, metavar="ARCHITECTURE", help="such as 90 for sm_90")
+    parser.add_argument("--into", type=Path, default=BUILT_FOLDER, help="folder (default: the package's own)")
+    args = parser.parse_args()
+    compiler = find_compiler()
+    for architecture in args.architectures:
+        file = args.into / file_name(architecture)
+        write(file, compile_kernels(compiler, architecture).image)
+        print(f"{file}: by {type(compiler).__name__} {compiler.version}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from lmkv_kernels.cuda.errors import CompileError, NoCompiler
+from lmkv_kernels.cuda.driver import CompileError, NoCompiler
 from lmkv_kernels.cuda.nvrtc import Compiled, packaged
 
 TIMEOUT_SECONDS = 120.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lmkv_kernels.cuda.errors import CompileError, NoCompiler
+from lmkv_kernels.cuda.driver import CompileError, NoCompiler
 
 STDINT = "namespace std { using int64_t = long; using uint32_t = unsigned int; using uint64_t = unsigned long; }\n"
 """Replaces `<cstdint>`: NVRTC has no standard headers."""

@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 
 from lmkv_kernels.cuda import images
-from lmkv_kernels.cuda.driver import Device, Driver
-from lmkv_kernels.cuda.errors import CudaError
+from lmkv_kernels.cuda.driver import CudaError, Device, Driver
 from lmkv_kernels.pages import Pages
 
 Operation = Literal["gather", "gather_sum", "scatter"]

@@ -12,10 +12,8 @@ from typing import Self
 
 from lmkv.errors import LmkvError, Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, check_copies
-from lmkv.transfer.metadata import unwrap, wrap
-from lmkv.transfer.nixl.agent import STALL_SECONDS, AgentThread
-from lmkv.transfer.nixl.read import Read, ReadOutcome
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, check_copies, unwrap, wrap
+from lmkv.transfer.nixl.agent import STALL_SECONDS, AgentThread, Read, ReadOutcome
 
 logger = logging.getLogger(__name__)
 

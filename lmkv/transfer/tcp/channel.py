@@ -15,11 +15,9 @@ from typing import Any, Self
 
 from lmkv.errors import ChannelUnsupported, Unreachable
 from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer
-from lmkv.transfer.metadata import unwrap, wrap
-from lmkv.transfer.tcp.connection import Connection, Tls
+from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer, unwrap, wrap
 from lmkv.transfer.tcp.server import TcpServer
-from lmkv.transfer.tcp.wire import GRANTED, MAX_RANGES, REFUSED, hello, request
+from lmkv.transfer.tcp.wire import GRANTED, MAX_RANGES, REFUSED, Connection, Tls, hello, request
 from lmkv.transfer.threads import Job, Threads
 
 READ_THREADS = 8

@@ -16,8 +16,7 @@ from lmkv.runtime.places import Places, client_of, most_of
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import ChannelEnd
-from lmkv.transfer.tcp.connection import SEND_BYTES, Tls, shut
-from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED
+from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED, SEND_BYTES, Tls, shut
 
 logger = logging.getLogger(__name__)
 

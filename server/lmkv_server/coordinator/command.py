@@ -13,7 +13,7 @@ from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.exposure import exposure
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
-from lmkv.config.live import follow_logging
+from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)

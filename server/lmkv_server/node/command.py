@@ -11,7 +11,7 @@ from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import NodeConfig
-from lmkv.config.live import follow_logging
+from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import first_of, hold_stop_signals, stop_on_signals
 
 SERVICE_NAME = "lmkv-node"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.tiers import Run
 from lmkv_server.node.cache.host import HostTier

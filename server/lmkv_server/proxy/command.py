@@ -9,7 +9,7 @@ import logging
 from lmkv import telemetry
 from lmkv.cli import Command
 from lmkv.config import ProxyConfig, add_arguments, from_arguments
-from lmkv.config.live import follow_logging
+from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ import pytest
 
 from lmkv import cli, rpc
 from lmkv.errors import Unreachable
-from lmkv.misses.advice import ADVICE
-from lmkv.misses.reason import MissReason
+from lmkv.misses import ADVICE, MissReason
 from lmkv.rpc.endpoints import make_server
 from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import ExplainRequest, ExplainResponse, InstanceExplanation

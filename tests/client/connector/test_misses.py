@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lmkv.keys import ChunkKey, as_tokens
-from lmkv.misses.messages import reason_to_proto
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_to_proto
 from lmkv.v1.chunk_pb2 import PromptSpan
 from lmkv_client.connector.misses import MAX_BEGINNINGS, Beginnings, spans_in_answer
 

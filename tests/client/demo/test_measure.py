@@ -12,10 +12,8 @@ import pytest
 from rich.console import Console
 
 from lmkv_client.demo.command import _failure
-from lmkv_client.demo.completion import Completion
-from lmkv_client.demo.endpoint import Endpoint
-from lmkv_client.demo.measure import CacheTransfer, DemoResult, DemoRound, taken
-from lmkv_client.demo.table import make_table
+from lmkv_client.demo.endpoint import Completion, Endpoint
+from lmkv_client.demo.measure import CacheTransfer, DemoResult, DemoRound, make_table, taken
 
 NOTHING = CacheTransfer(tokens=0, size_bytes=0, seconds=0.0)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lmkv.misses.messages import reason_name, reason_to_proto
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_name, reason_to_proto
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1.chunk_pb2 import PromptSpan
 from lmkv.v1.engine_service_pb2 import Act, AttachRequest

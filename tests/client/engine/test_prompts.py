@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from lmkv import telemetry
-from lmkv.misses.messages import describe
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, describe
 from lmkv.rpc.endpoints import CHANNEL_OPTIONS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub

@@ -17,13 +17,13 @@ from lmkv.pool import fd_passing
 from lmkv.pool import socket as pool_socket
 from lmkv.runtime.places import Places
 from lmkv.transfer.access import ReadAccess, new_grant_id
-from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.channel import unwrap, wrap
 from lmkv.transfer.tcp.server import TcpServer
 from lmkv.transfer.tcp.wire import HELLO_BYTES, hello, request
 from tests.fuzz.inputs import Input
 from tests.fuzz.promises import refused_as
 
-COVERS = ("lmkv.transfer.metadata", "lmkv.transfer.tcp.server", "lmkv.transfer.access", "lmkv.pool.fd_passing")
+COVERS = ("lmkv.transfer.channel", "lmkv.transfer.tcp.server", "lmkv.transfer.access", "lmkv.pool.fd_passing")
 END = cast(Any, SimpleNamespace(name="peer:1", pool=SimpleNamespace(address=4096, size_bytes=1 << 20)))
 EPOCH = 7
 FILE = "fuzz-answer"
@@ -53,9 +53,9 @@ def run(data: bytes) -> None:
 def _metadata(source: Input, sealed: bool) -> None:
     data = source.rest()
     if sealed:
-        from lmkv.transfer import metadata
+        from lmkv.transfer import channel
 
-        data = metadata._sealed(data)
+        data = channel._sealed(data)
     with refused_as(ChannelUnsupported, WrongInstance):
         region, payload = unwrap("tcp", "peer:1", data)
         end = SimpleNamespace(name="peer:1", pool=SimpleNamespace(address=region.address, size_bytes=region.size_bytes))

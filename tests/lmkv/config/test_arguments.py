@@ -16,7 +16,7 @@ from lmkv.config import (
     from_arguments,
     keys,
 )
-from lmkv.config.spellings import REPLACED
+from lmkv.config.sources import REPLACED
 from lmkv.errors import ConfigError
 from tests.lmkv.config.files import EMPTY, PROCESSES, written
 

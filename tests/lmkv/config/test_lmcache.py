@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, load
 from lmkv.config.lmcache import ABSENT, RENAMED, as_yaml, render, translate
-from lmkv.config.sources import SourceEntry, read_file
-from lmkv.config.spellings import REPLACED, known_spellings
+from lmkv.config.sources import REPLACED, SourceEntry, known_spellings, read_file
 from lmkv.errors import ConfigError
 from tests.lmkv.config.files import EMPTY, LMCACHE_DECODE, LMCACHE_LOOKUP, LMCACHE_P2P, LMCACHE_PREFILL
 

@@ -14,7 +14,7 @@ from lmkv.config import (
     load,
     to_environment,
 )
-from lmkv.config.spellings import REPLACED
+from lmkv.config.sources import REPLACED
 from tests.lmkv.config.files import (
     EMPTY,
     LMCACHE_DECODE,

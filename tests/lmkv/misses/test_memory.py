@@ -5,8 +5,7 @@ import random
 import pytest
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.memory import CAPACITY, Loss, LossMemory
-from lmkv.misses.reason import MissReason
+from lmkv.misses import CAPACITY, Loss, LossMemory, MissReason
 
 
 def key(number: int, head: int | None = None) -> ChunkKey:

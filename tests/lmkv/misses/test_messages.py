@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from lmkv.misses.messages import reason_from_proto, reason_to_proto
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_from_proto, reason_to_proto
 from lmkv.v1 import chunk_pb2
 
 

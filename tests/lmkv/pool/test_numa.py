@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ConfigError
-from lmkv.pool.numa import nearest_node, node_for
+from lmkv.pool.memory import nearest_node, node_for
 from lmkv.pool.pool import Pool
 
 NVIDIA, OTHER = "0x10de", "0x8086"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.transfer import channels
-from lmkv.transfer.links import find_links
+from lmkv.transfer.choice import find_links
 
 
 def fake_rdma(folder: Path, states: Sequence[str] = ("4: ACTIVE",)) -> None:

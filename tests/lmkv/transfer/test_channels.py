@@ -17,7 +17,7 @@ import pytest
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.transfer import Channels, open_channel
 from lmkv.transfer.channels import AUTO_NAMES
-from lmkv.transfer.links import RDMA
+from lmkv.transfer.choice import RDMA
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory, Owner, Stops, content, environment, whole
 from tests.waiting import until
 

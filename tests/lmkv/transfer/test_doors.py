@@ -14,12 +14,11 @@ import pytest
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.pool.fd_passing import receive_fd
 from lmkv.transfer import ChannelEnd, Copy
-from lmkv.transfer.metadata import unwrap, wrap
+from lmkv.transfer.channel import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
 from lmkv.transfer.tcp import server
 from lmkv.transfer.tcp.channel import TcpChannel
-from lmkv.transfer.tcp.connection import shut
-from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request
+from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request, shut
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory
 from tests.waiting import WAIT_SECONDS, until
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.transfer.channels import AUTO_NAMES, names_of
-from lmkv.transfer.links import RDMA, active_rdma_devices, find_links, rank
+from lmkv.transfer.choice import RDMA, active_rdma_devices, find_links, rank
 from tests.lmkv.transfer.rdma import fake_rdma
 
 LINKS = st.sampled_from([frozenset[str](), frozenset({RDMA})])

@@ -11,8 +11,7 @@ import pytest
 
 from lmkv.errors import ChannelUnsupported, LmkvError, Unreachable
 from lmkv.transfer import Copy, choice
-from lmkv.transfer.choice import SAMPLE_BYTES
-from lmkv.transfer.switching import SwitchingReader
+from lmkv.transfer.choice import SAMPLE_BYTES, SwitchingReader
 from tests.lmkv.transfer.ends import Stops
 from tests.waiting import until
 
@@ -187,7 +186,7 @@ async def test_a_failed_read_of_a_trial_is_repeated_too(two: Two, stops: Stops) 
 async def test_a_switch_after_a_trial_is_logged_once_with_what_was_measured(
     two: Two, stops: Stops, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "lmkv.transfer.switching")
+    caplog.set_level(logging.INFO, "lmkv.transfer.choice")
     two.choice_always_switches()
     for _ in range(2):
         await two.read(stops)

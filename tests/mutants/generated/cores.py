@@ -21,7 +21,7 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv.config.remote_url": (f"{_LMKV}config/test_remote_url.py",),
     "lmkv.hints": (f"{_LMKV}test_hints.py",),
     "lmkv.keys": (f"{_LMKV}test_keys.py",),
-    "lmkv.misses.memory": (f"{_LMKV}misses/test_memory.py",),
+    "lmkv.misses": (f"{_LMKV}misses/test_memory.py",),
     "lmkv.partial_index": (f"{_CORE}test_partial_chunks.py", f"{_CACHE}test_partial_chunks.py"),
     "lmkv.parts": (f"{_LMKV}test_parts.py", f"{_LMKV}test_spec.py", f"{_CORE}test_part_match.py"),
     "lmkv.rpc.frames": (f"{_LMKV}rpc/test_frames.py",),

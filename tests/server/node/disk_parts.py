@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from lmkv import rpc
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.rpc.prompts import by_keys
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc

@@ -14,13 +14,19 @@ from lmkv.cli import Command
 from lmkv.config import Config, ConnectorConfig, CoordinatorConfig, load
 from lmkv.errors import ConfigError
 from lmkv_client.commands import DONE, FAILED
-from lmkv_client.commands.doctor.certificates import check_tls
-from lmkv_client.commands.doctor.encryption import check_encryption
-from lmkv_client.commands.doctor.finding import Finding, Level, fail, ok, warn
+from lmkv_client.commands.doctor.finding import (
+    Finding,
+    Level,
+    check_encryption,
+    check_remote,
+    check_tls,
+    fail,
+    ok,
+    warn,
+)
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
 from lmkv_client.commands.doctor.kernels import check_kernels, check_pool
-from lmkv_client.commands.doctor.remote import check_remote
 from lmkv_client.commands.doctor.transfer import check_transfer
 
 EXAMPLES = """\

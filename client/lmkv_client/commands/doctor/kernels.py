@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from lmkv.config import ConnectorConfig, NodeConfig
 from lmkv.errors import ConfigError
-from lmkv.pool import numa
-from lmkv.pool.memory import huge_pages
+from lmkv.pool.memory import huge_pages, node_for, node_of_pci
 from lmkv.units import format_bytes
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import node_runs
@@ -30,7 +29,7 @@ def check_kernels(config: ConnectorConfig) -> Iterator[Finding]:
     version = ".".join(map(str, cuda.version))
     for ordinal in range(cuda.device_count):
         device = Device(cuda, ordinal)
-        node = numa.node_of_pci(device.pci_address)
+        node = node_of_pci(device.pci_address)
         where = f", NUMA node {node}" if node is not None else ""
         yield ok(
             "cuda", f"device {ordinal} is {device.name}, sm_{device.architecture}{where}; the driver has CUDA {version}"
@@ -81,7 +80,7 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
     else:
         yield ok("pool", f"uses small pages: {free}; vm.nr_hugepages sets some apart")
     try:
-        node = numa.node_for(config.numa_node)
+        node = node_for(config.numa_node)
     except ConfigError as error:
         yield fail("pool", str(error))
         return

@@ -19,7 +19,7 @@ from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.pool.pool import Pool
 from lmkv.transfer import ChannelEnd, names_of, open_channel
-from lmkv.transfer.links import find_links, missing_link
+from lmkv.transfer.choice import find_links, missing_link
 from lmkv.units import format_duration
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import existing_folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmkv.config import ConnectorConfig
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv_client.connector.scheduler.loads.loads import Loads
 from lmkv_client.connector.scheduler.loads.step_loads import StepLoads

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.misses.memory import LossMemory
-from lmkv.misses.messages import reason_name, reason_to_proto
-from lmkv.misses.reason import MissReason
+from lmkv.misses import LossMemory, MissReason, reason_name, reason_to_proto
 from lmkv.runtime.patience import Suspicion, worth_seconds
 from lmkv.telemetry import SpanKind
 from lmkv.v1 import engine_service_pb2 as pb

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lmkv.config import ConnectorConfig
-from lmkv.misses.memory import LossMemory
-from lmkv.misses.reason import MissReason
+from lmkv.misses import LossMemory, MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import EngineKv

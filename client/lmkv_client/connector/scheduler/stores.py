@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from lmkv import telemetry
-from lmkv.misses.memory import LossMemory
-from lmkv.misses.reason import MissReason
+from lmkv.misses import LossMemory, MissReason
 from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmkv.errors import Unreachable
-from lmkv.misses.messages import describe, reason_from_proto, reason_to_proto
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, describe, reason_from_proto, reason_to_proto
 from lmkv.rpc import from_status
 from lmkv.tiers import PEERS
 from lmkv.v1 import engine_service_pb2 as pb

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lmkv import telemetry
-from lmkv.misses.messages import reason_name
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_name
 from lmkv.telemetry import NO_SPAN, Span, SpanKind
 from lmkv.tiers import OWN, PEERS
 from lmkv.v1 import engine_service_pb2 as pb

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
-from lmkv.pool import numa
+from lmkv.pool import memory
 from lmkv.pool.file import PoolFile, remove_unused
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv.units import format_bytes
@@ -56,7 +56,7 @@ def _open_file(config: NodeConfig) -> PoolFile:
         config.pool_bytes,
         ledger_bytes(config.pool_bytes),
         stamp=STAMP,
-        numa_node=numa.node_for(config.numa_node),
+        numa_node=memory.node_for(config.numa_node),
     )
 
 
@@ -68,7 +68,7 @@ def _make_pool(config: NodeConfig) -> Pool:
         config.pool_bytes,
         Path(config.pool_path) if config.pool_path else None,
         huge_pages=config.pool_huge_pages,
-        numa_node=numa.node_for(config.numa_node),
+        numa_node=memory.node_for(config.numa_node),
     )
 
 

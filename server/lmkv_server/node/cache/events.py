@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 
 HOST = "host"
 """Name of the host tier in events."""

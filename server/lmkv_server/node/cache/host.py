@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.allocator import FreeList, align
 from lmkv_server.node.cache.events import HOST, CacheListener
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.memory import Loss, LossMemory
-from lmkv.misses.reason import MissReason
+from lmkv.misses import Loss, LossMemory, MissReason
 from lmkv_server.node.cache.events import CachedChunk
 
 

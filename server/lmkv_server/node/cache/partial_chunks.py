@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from lmkv.keys import ChunkKey, Tokens, partial_keys, prefix_digests
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.partial_index import PartialIndex
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.events import CachedChunk

@@ -21,7 +21,7 @@ from lmkv.errors import (
 )
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, split_keys
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.tiers import NAMES
 from lmkv.v1 import chunk_pb2

@@ -11,7 +11,7 @@ import numpy as np
 from lmkv import telemetry
 from lmkv.errors import BadChunkKey, BadMessage
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
-from lmkv.misses.messages import reason_to_proto
+from lmkv.misses import reason_to_proto
 from lmkv.runtime.patience import MAX_BUDGET_SECONDS, NODE_SHARE
 from lmkv.telemetry import Span
 from lmkv.tiers import HANDOFF, OWN, Run

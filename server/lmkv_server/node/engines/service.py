@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import ChunkKey, listed_keys
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb

@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from lmkv import rpc
 from lmkv.errors import BadChunkKey, BadMessage, Full, GrantNotFound, LmkvError
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier

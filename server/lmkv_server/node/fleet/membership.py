@@ -18,7 +18,7 @@ from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.rpc.resolver import resolve
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.v1 import cache_service_pb2, chunk_pb2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lmkv import telemetry
 from lmkv.errors import BadMessage, Full, LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
 from lmkv_server.node.cache.events import HOST, CachedChunk

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.cache.prompt_items import parent_of

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.events import HOST, CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from lmkv.errors import Full
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.runtime.places import Places, most_of
 from lmkv_kernels import checksum

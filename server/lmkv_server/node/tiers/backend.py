@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.health import BackendHealth
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from lmkv.keys import ChunkKey, part_key
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.tiers import OWN, Run
 from lmkv_server.node.cache.events import HOST

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.prompt_items import PromptItems

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.events import HOST, CachedChunk

@@ -15,13 +15,12 @@ import trustme
 from lmkv import cli
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
 from lmkv.internal.protocol import PROTOCOL_VERSION, Build
-from lmkv.transfer.links import RDMA
+from lmkv.transfer.choice import RDMA
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor import fleet as fleet_checks
 from lmkv_client.commands.doctor import host, transfer
-from lmkv_client.commands.doctor.certificates import check_tls
-from lmkv_client.commands.doctor.finding import Finding
+from lmkv_client.commands.doctor.finding import Finding, check_tls
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
 from lmkv_client.commands.doctor.transfer import check_transfer

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.config import NodeConfig
-from lmkv_client.commands.doctor import encryption
-from lmkv_client.commands.doctor.encryption import check_encryption
-from lmkv_client.commands.doctor.finding import Finding
+from lmkv_client.commands.doctor.finding import Finding, check_encryption
 from tests.support.encryption_keys import key_line, write_keys
 
 
@@ -37,7 +35,7 @@ def test_a_file_that_others_may_read_fails_with_the_fix(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_fails_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encryption, "find_spec", lambda _name: None)
+    monkeypatch.setattr("lmkv_client.commands.doctor.finding.find_spec", lambda _name: None)
     finding = found(write_keys(tmp_path / "keys", "new"))
     assert finding.level == "fail"
     assert "pip install '.[encryption]'" in finding.text

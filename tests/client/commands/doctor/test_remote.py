@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 
 from lmkv.config import NodeConfig
-from lmkv_client.commands.doctor.finding import Finding
-from lmkv_client.commands.doctor.remote import check_remote
+from lmkv_client.commands.doctor.finding import Finding, check_remote
 
 
 def found(**values: object) -> Finding:

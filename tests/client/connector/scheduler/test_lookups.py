@@ -6,7 +6,7 @@ import time
 
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, split_keys
-from lmkv.misses.memory import LossMemory
+from lmkv.misses import LossMemory
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.lookups import RequestLookups

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmkv.errors import Unreachable
-from lmkv.misses.messages import reason_name
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_name
 from lmkv.runtime.patience import TIMEOUTS_UNTIL_SUSPECT
 from lmkv.v1.chunk_pb2 import MISS_REASON_EVICTED_BY_STORE
 from lmkv_client.connector.stats import miss_tokens

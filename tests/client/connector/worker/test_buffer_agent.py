@@ -14,7 +14,7 @@ import pytest
 
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.transfer.links import find_links
+from lmkv.transfer.choice import find_links
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Attachment
 from lmkv_server.node.handoff import device_buffer, transfer

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation

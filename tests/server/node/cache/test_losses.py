@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.memory import Loss
-from lmkv.misses.reason import MissReason
+from lmkv.misses import Loss, MissReason
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import HOST, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
 from tests.server.node.cases import small_spec
 from tests.server.node.hybrid_engine import HYBRID

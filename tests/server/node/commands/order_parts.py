@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from lmkv import rpc
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import Holder

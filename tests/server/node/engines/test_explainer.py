@@ -10,7 +10,7 @@ import pytest
 from lmkv.errors import Full, KvSpecMismatch
 from lmkv.internal.v1.report_service_pb2 import ExplainOrder
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.misses.messages import reason_name
+from lmkv.misses import reason_name
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
 from lmkv_server.node.engines.explainer import MAX_LISTED, MAX_REPORTS, MAX_RUNNING

@@ -6,8 +6,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from lmkv.misses.messages import reason_from_proto
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason, reason_from_proto
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv_server.node.cache.events import CachedChunk
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, no_grants
 from tests.waiting import until

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from lmkv.keys import ChunkKey, part_key
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.tiers import Run
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import CacheEvents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.telemetry import NO_SPAN, Span
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult

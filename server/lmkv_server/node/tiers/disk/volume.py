@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import WriteResult

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from lmkv.keys import ChunkKey
-from lmkv.misses.reason import MissReason
+from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk
