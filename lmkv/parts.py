@@ -1,12 +1,12 @@
 """The parts of a chunk: what the layers of one kind hold of it, and which of them a hit needs.
 
-A hit of n chunks ends at token E = n * C, where C is the chunk size. Of each part it needs the chunks from `start` on:
+A hit that ends at token E needs of each part the chunks from `start` on, where C is the chunk size:
 
     rule              kind of layers              start
     ALL               full attention, MLA         0
     LAST(w)           sliding window              floor(max(0, E - (w - 1)) / C)
     SINCE_MULTIPLE(a) chunked local attention     floor(floor(E / a) * a / C)
-    END               recurrent states            n - 1
+    END               recurrent states            floor((E - 1) / C)
 
 The needed chunks of all parts, part by part and in prompt order, are the *items* of the hit.
 """
@@ -78,30 +78,44 @@ class KvPart:
             return end // self.span * self.span
         return end - 1 if self.rule == PART_RULE_END else 0
 
-    def needed(self, chunk_count: int, chunk_size: int) -> range:
-        """The chunks of this part that a hit of `chunk_count` chunks needs; empty for a hit of none."""
-        return range(self.first_token(chunk_count * chunk_size) // chunk_size if chunk_count else 0, chunk_count)
+    def needed(self, end: int, chunk_size: int) -> range:
+        """The chunks of this part that a hit that ends at token `end` needs: none if it reads no tokens of it."""
+        first, stop = self.first_token(end), -(-end // chunk_size)
+        return range(first // chunk_size if 0 <= first < end else stop, stop)
+
+    def first_needed(self, ends: NDArray[np.int64], chunk_size: int) -> NDArray[np.int64]:
+        """The first chunk of this part that hits with these ends need. It never decreases with the end."""
+        if self.rule == PART_RULE_ALL:
+            return np.zeros_like(ends)
+        if self.rule == PART_RULE_LAST:
+            return np.maximum(ends - (self.span - 1), 0) // chunk_size
+        if self.rule == PART_RULE_SINCE_MULTIPLE:
+            firsts = ends // self.span * self.span
+            return np.where(firsts == ends, -(-ends // chunk_size), firsts // chunk_size)
+        return np.maximum(ends - 1, 0) // chunk_size
 
     def is_needed(self, chunk: int, chunk_size: int) -> bool:
-        """Whether any hit needs a chunk of this part: if none does, it is not stored."""
-        return chunk in self.needed(chunk + 1, chunk_size)
+        """Whether any hit needs a full chunk of this part: if none does, it is not stored."""
+        return chunk in self.needed((chunk + 1) * chunk_size, chunk_size)
 
-    def kept_tokens(self, chunk_size: int) -> int:
-        """Tokens of a full chunk that its extent has: the last ones, where a window is shorter than a chunk."""
+    def first_kept(self, token_count: int) -> int:
+        """The first token of a chunk of `token_count` tokens that its extent has: those before it no hit reads that
+        ends behind them, where a window is shorter than a chunk."""
         if self.rule != PART_RULE_LAST:
-            return chunk_size
-        tokens = self.span - 1
-        if self.block_size:
-            tokens = -(-tokens // self.block_size) * self.block_size
-        return min(tokens, chunk_size)
+            return 0
+        first = max(0, token_count - (self.span - 1))
+        return first // self.block_size * self.block_size if self.block_size else first
 
-    def size_bytes(self, token_count: int, chunk_size: int) -> int:
-        """Bytes of an extent of a chunk of `token_count` tokens, of which only a part with the rule ALL has fewer than
-        `chunk_size`."""
+    def kept_tokens(self, token_count: int) -> int:
+        """Tokens of a chunk of `token_count` tokens that its extent has: the last ones."""
+        return token_count - self.first_kept(token_count)
+
+    def size_bytes(self, token_count: int) -> int:
+        """Bytes of an extent of a chunk of `token_count` tokens."""
         element_bytes = DTYPE_BYTES[self.kv_dtype]
         if self.rule == PART_RULE_END:
             return self.layer_count * self.kv_head_count * self.head_size * element_bytes
-        tokens = min(token_count, self.kept_tokens(chunk_size))
+        tokens = self.kept_tokens(token_count)
         if self.block_size:  # whole tiles
             tokens = -(-tokens // self.block_size) * self.block_size
         return self.layer_count * self.kv_head_count * tokens * (1 if self.mla else 2) * self.head_size * element_bytes
@@ -115,39 +129,6 @@ class PartItem:
     chunk: int
 
 
-def items_of_hit(parts: Sequence[KvPart], chunk_count: int, chunk_size: int) -> list[PartItem]:
-    """The items of a hit of `chunk_count` chunks."""
-    return [
-        PartItem(index, chunk) for index, part in enumerate(parts) for chunk in part.needed(chunk_count, chunk_size)
-    ]
-
-
-def first_needed(part: KvPart, chunk_size: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first chunk of a part that hits of `counts` chunks need. It never decreases with the count."""
-    ends = counts * chunk_size
-    if part.rule == PART_RULE_ALL:
-        return np.zeros_like(counts)
-    if part.rule == PART_RULE_LAST:
-        return np.maximum(ends - (part.span - 1), 0) // chunk_size
-    if part.rule == PART_RULE_SINCE_MULTIPLE:
-        return ends // part.span * part.span // chunk_size
-    return np.maximum(counts - 1, 0)
-
-
-def possible_hits(parts: Sequence[KvPart], chunk_size: int, present: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """For each number of chunks from 0 on, whether every item of such a hit is present.
-
-    `present` says for each part which chunks of the prompt are there, as an array of shape `[chunks]`.
-    """
-    counts = np.arange(present[0].size + 1)
-    possible = np.ones(counts.size, np.bool_)
-    for part, mask in zip(parts, present, strict=True):
-        starts = first_needed(part, chunk_size, counts)
-        before = np.concatenate(([0], np.cumsum(mask)))
-        possible &= before[counts] - before[starts] == counts - starts
-    return possible
-
-
-def longest_hit(parts: Sequence[KvPart], chunk_size: int, present: Sequence[NDArray[np.bool_]]) -> int:
-    """Chunks of the longest of the `possible_hits`."""
-    return int(np.flatnonzero(possible_hits(parts, chunk_size, present))[-1])
+def items_of_hit(parts: Sequence[KvPart], end: int, chunk_size: int) -> list[PartItem]:
+    """The items of a hit that ends at token `end`."""
+    return [PartItem(index, chunk) for index, part in enumerate(parts) for chunk in part.needed(end, chunk_size)]

@@ -165,28 +165,38 @@ class KvSpec:
         """Bytes of one part of a chunk of `token_count` tokens, by default of a full one."""
         if token_count in (0, self.chunk_size):
             return self._full_bytes[part]
-        return self.parts[part].size_bytes(token_count, self.chunk_size)
+        return self.parts[part].size_bytes(token_count)
 
     @cached_property
     def _full_bytes(self) -> tuple[int, ...]:
         """Bytes of the parts of a full chunk."""
-        return tuple(part.size_bytes(self.chunk_size, self.chunk_size) for part in self.parts)
+        return tuple(part.size_bytes(self.chunk_size) for part in self.parts)
 
     def size_bytes(self, token_count: int) -> int:
         """Bytes of part 0 of a chunk of `token_count` tokens: of the whole chunk, if it has one part."""
         return self.part_bytes(0, token_count)
 
+    @cached_property
+    def ends_anywhere(self) -> bool:
+        """Whether a hit may end inside a chunk: pages are full, and states are offered at the ends of chunks only."""
+        return not self.has_page_hashes and all(part.rule != chunk_pb2.PART_RULE_END for part in self.parts)
+
+    @cached_property
+    def matches_prefixes(self) -> bool:
+        """Whether the first chunks of a hit are a hit: there is one part, of which hits need every chunk."""
+        return self.rule == ALL and not self.more_parts
+
     def fits(self, size_bytes: int, token_count: int) -> bool:
         """Whether some part of a chunk of `token_count` tokens has this size."""
         if token_count == self.chunk_size:
             return size_bytes in self._full_bytes
-        if not 0 < token_count <= self.chunk_size or (token_count < self.chunk_size and not self.has_plain_parts):
+        if not 0 < token_count < self.chunk_size or not self.ends_anywhere:
             return False
         return any(self.part_bytes(part, token_count) == size_bytes for part in range(len(self.parts)))
 
-    def items(self, chunk_count: int) -> list[PartItem]:
-        """What a hit of `chunk_count` chunks needs, part by part."""
-        return items_of_hit(self.parts, chunk_count, self.chunk_size)
+    def items(self, chunk_count: int, rest_count: int = 0) -> list[PartItem]:
+        """What a hit of `chunk_count` full chunks, and of `rest_count` tokens behind them, needs, part by part."""
+        return items_of_hit(self.parts, chunk_count * self.chunk_size + rest_count, self.chunk_size)
 
     def item_keys(self, items: Sequence[PartItem], chunk_keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys of items of a prompt whose chunks have these keys."""

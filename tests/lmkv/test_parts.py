@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lmkv.errors import BadKvSpec
 from lmkv.keys import ChunkKey, part_key
-from lmkv.parts import KvPart, PartItem, items_of_hit, longest_hit
+from lmkv.parts import KvPart, PartItem
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 
@@ -60,43 +60,34 @@ PARTS = st.one_of(
 )
 
 
-@given(part=PARTS, chunk_count=st.integers(1, 12), chunk_size=st.integers(1, 12))
-def test_a_hit_needs_exactly_the_chunks_whose_tokens_are_read(part: KvPart, chunk_count: int, chunk_size: int) -> None:
-    tokens = read_tokens(part, chunk_count * chunk_size)
-    assert set(part.needed(chunk_count, chunk_size)) == {token // chunk_size for token in tokens}
+@given(part=PARTS, end=st.integers(1, 140), chunk_size=st.integers(1, 12))
+def test_a_hit_needs_exactly_the_chunks_whose_tokens_are_read(part: KvPart, end: int, chunk_size: int) -> None:
+    tokens = read_tokens(part, end)
+    needed = part.needed(end, chunk_size)
+    assert set(needed) == {token // chunk_size for token in tokens}
     if tokens:
-        assert part.first_token(chunk_count * chunk_size) == min(tokens)
+        assert part.first_token(end) == min(tokens)
+    first = int(part.first_needed(np.array([end]), chunk_size)[0])
+    assert first == (needed.start if needed else -(-end // chunk_size))
 
 
 @given(part=PARTS, chunk=st.integers(0, 12), chunk_size=st.integers(1, 12))
 def test_a_chunk_is_stored_if_any_hit_needs_it(part: KvPart, chunk: int, chunk_size: int) -> None:
-    needed = any(chunk in part.needed(count, chunk_size) for count in range(1, 100))
+    needed = any(chunk in part.needed(count * chunk_size, chunk_size) for count in range(1, 100))
     assert part.is_needed(chunk, chunk_size) == needed
 
 
-@given(part=PARTS, chunk_count=st.integers(1, 12), chunk_size=st.integers(1, 12))
-def test_the_kept_tokens_of_a_chunk_are_all_that_any_hit_reads(part: KvPart, chunk_count: int, chunk_size: int) -> None:
-    if part.rule == PART_RULE_END:
-        return
-    for token in read_tokens(part, chunk_count * chunk_size):
-        assert token % chunk_size >= chunk_size - part.kept_tokens(chunk_size)
-
-
-@given(
-    parts=st.lists(PARTS, min_size=1, max_size=4),
-    chunk_size=st.integers(1, 12),
-    bits=st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=4, max_size=4),
-)
-def test_the_longest_hit_is_the_last_whose_items_are_present(
-    parts: list[KvPart], chunk_size: int, bits: list[list[bool]]
+@given(part=PARTS, end=st.integers(1, 140), chunk_size=st.integers(1, 12), block_size=st.sampled_from([0, 1, 2, 4]))
+def test_the_kept_tokens_of_a_chunk_are_all_that_any_hit_reads(
+    part: KvPart, end: int, chunk_size: int, block_size: int
 ) -> None:
-    present = [np.array(bits[index]) for index in range(len(parts))]
-    hits = [
-        count
-        for count in range(10)
-        if all(present[item.part][item.chunk] for item in items_of_hit(parts, count, chunk_size))
-    ]
-    assert longest_hit(parts, chunk_size, present) == hits[-1]
+    part = replace(part, block_size=block_size)
+    last = (end - 1) // chunk_size
+    for token in read_tokens(part, end) if part.rule != PART_RULE_END else ():
+        chunk = token // chunk_size
+        stored = end - chunk * chunk_size if chunk == last else chunk_size
+        assert token % chunk_size >= part.first_kept(stored)
+        assert part.kept_tokens(stored) + part.first_kept(stored) == stored
 
 
 def test_items_are_listed_part_by_part() -> None:
@@ -180,16 +171,17 @@ def test_a_spec_of_too_many_parts_is_refused() -> None:
 def test_an_extent_of_a_window_has_the_tokens_that_the_next_one_reads() -> None:
     part = window(17)
     assert (part.kept_tokens(8), part.kept_tokens(16), part.kept_tokens(100)) == (8, 16, 16)
-    assert part.size_bytes(100, 100) == 2 * 2 * 16 * 2 * 16 * 4
+    assert part.size_bytes(100) == 2 * 2 * 16 * 2 * 16 * 4
     blocks = replace(part, block_size=32)
-    assert (blocks.kept_tokens(100), blocks.kept_tokens(24)) == (32, 24)
-    assert replace(part, block_size=16).kept_tokens(100) == 16
+    assert (blocks.kept_tokens(96), blocks.kept_tokens(24)) == (32, 24)
+    assert replace(part, block_size=16).kept_tokens(96) == 16
+    assert blocks.kept_tokens(100) == 36, "an extent begins with a block"
 
 
 def test_sizes_of_partial_chunks_states_and_latents() -> None:
-    assert FULL.size_bytes(5, 8) == 2 * 2 * 5 * 2 * 16 * 4
-    assert replace(FULL, mla=True).size_bytes(5, 8) == 2 * 2 * 5 * 16 * 4
-    assert replace(FULL, block_size=4).size_bytes(5, 8) == 2 * 2 * 8 * 2 * 16 * 4
-    assert STATE.size_bytes(5, 8) == STATE.size_bytes(8, 8) == 2 * 1 * 4096
+    assert FULL.size_bytes(5) == 2 * 2 * 5 * 2 * 16 * 4
+    assert replace(FULL, mla=True).size_bytes(5) == 2 * 2 * 5 * 16 * 4
+    assert replace(FULL, block_size=4).size_bytes(5) == 2 * 2 * 8 * 2 * 16 * 4
+    assert STATE.size_bytes(5) == STATE.size_bytes(8) == 2 * 1 * 4096
     tiled = replace(FULL, block_size=4)
     assert (tiled.tile_bytes, replace(tiled, mla=True).tile_bytes, FULL.tile_bytes) == (4 * 2 * 16 * 4, 4 * 16 * 4, 0)

@@ -13,9 +13,10 @@ import numpy as np
 
 from lmkv.keys import ChunkKey, chunk_keys, partial_keys, root_key
 from lmkv.misses import MissReason
+from lmkv.prompt import Prompt
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
-from lmkv_server.coordinator.core.tail_match import PromptTail, with_tails
+from lmkv_server.coordinator.core.match import with_tails
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -280,8 +281,8 @@ class MapTailModel:
     def check(self) -> None:
         self.registry.check()
         layout = self.registry.layout
-        prompt = PromptTail(root=ROOT, chunk_size=SPEC.chunk_size, tokens=TOKENS)
-        matches = with_tails(layout, prompt, F, layout.lookup(F), "")
+        found_chunks = layout.lookup(F)
+        matches = with_tails(layout, Prompt(SPEC, F, root=ROOT, tokens=TOKENS), found_chunks, found_chunks, "")
         found = {match.instance_id: (match.chunk_count, match.token_count) for match in matches}
         expected = {}
         for instance_id, holder in self.holders.items():
@@ -321,5 +322,5 @@ class MapTailModel:
                 for name, holder in sorted(self.holders.items())
             ],
             [NAMES[key] for key in partials._queue],
-            sorted(NAMES[key] for key in partials._index),
+            sorted(NAMES[key] for key in partials.index),
         )

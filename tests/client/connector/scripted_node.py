@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from lmkv import rpc
 from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.keys import ChunkKey, KeyChain, part_key, split_keys
-from lmkv.parts import longest_hit
+from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import (
@@ -356,11 +356,8 @@ class ScriptedNode:
         """Finds the longest hit whose items can be loaded, wherever they are."""
         chunk_keys = split_keys(lookup.chunk_keys)
         places = self.chunks if self.refuses_fetches else self.chunks | self.peer_chunks
-        present = [
-            np.array([part_key(key, part) in places for key in chunk_keys], np.bool_)
-            for part in range(len(self.spec.parts))
-        ]
-        hit = longest_hit(self.spec.parts, self.spec.chunk_size, present)
+        prompt = Prompt(self.spec, chunk_keys)
+        hit = match(prompt, HeldKeys(prompt, places)).chunk_count
         keys = self.spec.item_keys(self.spec.items(hit), chunk_keys)
         own = self._prefix(keys, self.chunks)
         tiers = groupby("own" if key in self.chunks else "peers" for key in keys[len(own) :])

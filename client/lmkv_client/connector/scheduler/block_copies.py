@@ -43,8 +43,8 @@ class BlockMap:
         """
         size = self.spec.chunk_size
         kind = self.spec.parts[part]
-        kept = min(extent_tokens, kind.kept_tokens(size))
-        start = chunk * size + extent_tokens - kept
+        kept = kind.kept_tokens(extent_tokens)
+        start = chunk * size + kind.first_kept(extent_tokens)
         return [
             self._state_copy(block_ids[index], group, chunk, offset, index)
             if kind.rule == PART_RULE_END
@@ -63,8 +63,8 @@ class BlockMap:
 
     def stored(self, part: int, chunk: int, block_ids: BlockIds, *, offset: int, token_count: int) -> list[ChunkCopy]:
         """Copies of all that the extent of one part of a chunk of `token_count` tokens has."""
-        high = chunk * self.spec.chunk_size + token_count
-        low = high - min(token_count, self.spec.parts[part].kept_tokens(self.spec.chunk_size))
+        base = chunk * self.spec.chunk_size
+        low, high = base + self.spec.parts[part].first_kept(token_count), base + token_count
         return self.copies(part, chunk, block_ids, low=low, high=high, offset=offset, extent_tokens=token_count)
 
     def loaded(

@@ -280,7 +280,8 @@ class Stores:
         copies: list[ChunkCopy],
     ) -> bool:
         """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
-        is_full = token_count == self._spec.chunk_size
+        size = self._spec.chunk_size
+        is_full = token_count == size
         source = self.credits[part] if is_full else self.credits.partial(token_count)
         offset = self._take_credit(state, source)
         if offset is None:
@@ -295,7 +296,7 @@ class Stores:
                 self._refuse_null_page(state)
             return False
         copies += own
-        older = self._spec.parts[part].needed(index + 1, self._spec.chunk_size).start - 1
+        older = self._spec.parts[part].needed(index * size + token_count, size).start - 1
         self._note(state, part, index, token_count, offset, source, superseded=older)
         return True
 

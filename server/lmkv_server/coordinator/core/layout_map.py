@@ -9,7 +9,7 @@ Keys are passed as one string of bytes, 16 for each, so that no code here handle
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lmkv.errors import Full
 from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, Digest, join_keys, split_keys
+from lmkv.prompt import EndIndex
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.partial_chunks import PartialChunkMap
 
@@ -223,18 +224,10 @@ class LayoutMap:
                 return index, matches
         return 0, []
 
-    def partial_lengths(self, parent: bytes) -> Sequence[int]:
-        """Token counts of the partial chunks behind a chunk or a root, ascending; some may have no holder any more."""
-        return self._partials.lengths(parent)
-
-    def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, bytes]]:
-        """The chunks behind a chunk or a root that begin as a prompt with these prefix digests, by key, each with the
-        number of tokens in common; the most first. Some may have no holder any more."""
-        return self._partials.beginning_as(parent, digests)
-
-    def has_digests(self, parent: bytes) -> bool:
-        """Whether `beginning_as` may find a chunk behind a chunk or a root."""
-        return self._partials.has_digests(parent)
+    @property
+    def ends(self) -> EndIndex[bytes]:
+        """The chunks in which prompts end, by the chunk before them; some may have no holder any more."""
+        return self._partials.index
 
     def may_hold(self, fingerprint: bytes) -> bool:
         """Whether there may be chunks of a spec; chunks reported without a spec may be of any."""
@@ -259,7 +252,7 @@ class LayoutMap:
         return np.frombuffer(self.held(instance_id, tier, chunk_keys), np.bool_)
 
     def held(self, instance_id: str, tier: int, chunk_keys: bytes) -> bytes:
-        """As `held_mask`, a byte for each chunk: 1 or 0."""
+        """As `held_mask`, a byte for each chunk, 1 or 0."""
         slot = self._live.get(instance_id)
         return bytes(len(chunk_keys) // KEY_BYTES) if slot is None else self._table.held(slot, tier, chunk_keys)
 

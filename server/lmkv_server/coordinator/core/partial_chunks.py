@@ -7,10 +7,10 @@ chunk is added, two others are looked at, and removed if no instance holds them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from lmkv.keys import KEY_BYTES, split_keys
-from lmkv.partial_index import PartialIndex
+from lmkv.prompt import EndIndex
 
 LOOKED_AT = 2
 """Chunks that are looked at for each one that is added."""
@@ -26,51 +26,39 @@ class PartialChunkMap:
 
     def __init__(self, is_held: Callable[[bytes], bool]) -> None:
         self._is_held = is_held
-        self._index: PartialIndex[bytes] = PartialIndex()
+        self.index: EndIndex[bytes] = EndIndex()
         self._queue: deque[bytes] = deque()
         """Every chunk of the index, the one to look at next first; and at most as many others, which were removed."""
 
     def __len__(self) -> int:
-        return len(self._index)
-
-    def lengths(self, parent: bytes) -> Sequence[int]:
-        """Token counts of the chunks behind a chunk or a root, ascending."""
-        return self._index.lengths(parent)
-
-    def has_digests(self, parent: bytes) -> bool:
-        """Whether a chunk behind a chunk or a root has prefix digests."""
-        return self._index.has_digests(parent)
-
-    def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, bytes]]:
-        """As `PartialIndex.beginning_as`."""
-        return self._index.beginning_as(parent, digests)
+        return len(self.index)
 
     def add(self, key: bytes, parent: bytes, token_count: int, prefix_digests: bytes = b"", *, look: bool) -> None:
         """Adds a chunk; with `look`, looks at others."""
-        if key not in self._index:
+        if key not in self.index:
             self._queue.append(key)
-        self._index.add(key, parent, token_count, prefix_digests)
+        self.index.add(key, parent, token_count, prefix_digests)
         for _ in range(min(LOOKED_AT, len(self._queue)) if look else 0):
             oldest = self._queue.popleft()
-            if oldest in self._index and self._is_held(oldest):
+            if oldest in self.index and self._is_held(oldest):
                 self._queue.append(oldest)
             else:
-                self._index.remove(oldest)
+                self.index.remove(oldest)
         self._trim()
 
     def lost(self, keys: bytes) -> None:
         """Removes those of the chunks, which an instance has lost, that no other instance holds."""
-        if self._index and len(keys) <= MAX_LOST * KEY_BYTES:
-            self._index.remove_all(key for key in split_keys(keys) if key in self._index and not self._is_held(key))
+        if self.index and len(keys) <= MAX_LOST * KEY_BYTES:
+            self.index.remove_all(key for key in split_keys(keys) if key in self.index and not self._is_held(key))
             self._trim()
 
     def _trim(self) -> None:
         """Bounds the queue: chunks that were removed wait in it to be looked at, which may never be."""
-        if len(self._queue) > 2 * len(self._index):
-            self._queue = deque(self._index)
+        if len(self._queue) > 2 * len(self.index):
+            self._queue = deque(self.index)
 
     def check(self) -> None:
         """Asserts the invariants."""
-        self._index.check()
-        assert set(self._index) <= set(self._queue)
-        assert len(self._queue) <= 2 * len(self._index)
+        self.index.check()
+        assert set(self.index) <= set(self._queue)
+        assert len(self._queue) <= 2 * len(self.index)

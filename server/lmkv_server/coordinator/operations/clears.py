@@ -126,7 +126,7 @@ class Clears:
         else:
             selections = await self._selector.required(prompt)
             layout = self._registry.layout
-            columns = [one.parts.all_keys if one.parts else (one.with_beginnings(layout),) for one in selections]
+            columns = [one.columns(layout) for one in selections]
         return [
             _Drop(report_pb.DropOrder(chunk_keys=keys[start : start + BATCH_CHUNKS * KEY_BYTES]), has_tokens=part == 0)
             for column in columns

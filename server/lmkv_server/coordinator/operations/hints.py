@@ -16,7 +16,7 @@ from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.tail_match import keys_with_tail
+from lmkv_server.coordinator.core.match import keys_with_tail
 from lmkv_server.coordinator.operations.moves import check_spec
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry
@@ -80,10 +80,10 @@ class FleetHints:
 
     def _keys(self, chosen: SelectedChunks, instance_id: str, action: HintAction) -> bytes:
         """The chosen keys; of tokens, the end is what the instance holds of it, or any for a prefetch."""
-        if chosen.tail is None:
+        if chosen.prompt is None:
             return chosen.keys
         holder = "" if action is HintAction.PREFETCH else instance_id
-        return keys_with_tail(self._registry.layout, chosen.tail, chosen.keys, holder)
+        return keys_with_tail(self._registry.layout, chosen.prompt, holder)
 
 
 def _ttl_nanoseconds(request: pb.HintRequest) -> int:

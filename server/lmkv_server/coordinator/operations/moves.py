@@ -24,10 +24,12 @@ from lmkv.errors import (
     Unreachable,
 )
 from lmkv.internal.v1 import report_service_pb2 as report_pb
-from lmkv.keys import KEY_BYTES
+from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.prompt import HeldKeys, Hit, match
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
+from lmkv_server.coordinator.core.match import HeldAt, item_keys
 from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
@@ -134,16 +136,17 @@ class _Move:
         self._fingerprint = selection.fingerprint
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.MoveResult()
-        self._parts = selection.parts
-        self._most_tokens = selection.tail.tokens.size if selection.tail else MAX_MOVED_TOKENS
+        self._parted = selection.parted
+        prompt = selection.prompt
+        self._most_tokens = prompt.tokens.size if prompt and prompt.tokens is not None else MAX_MOVED_TOKENS
         """Tokens of the prompt: its last chunk may have others behind them."""
-        keys, hit = selection.keys, 0
-        if self._parts:
+        keys, hit = selection.keys, Hit()
+        if self._parted:
             # An earlier call may have moved some of it: what both hold together is one hit. What the source holds of a
             # shorter one goes with it.
-            own = self._parts.hit_at(self._layout, *source)
-            hit = self._parts.hit_at_either(self._layout, source, destination)
-            keys = self._parts.item_keys(hit) + self._parts.item_keys(own)
+            own = match(self._parted, HeldAt(self._layout, self._parted, source))
+            hit = match(self._parted, HeldAt(self._layout, self._parted, source, destination))
+            keys = item_keys(self._parted, hit) + item_keys(self._parted, own)
         named = np.array(list(dict.fromkeys(_keys_of(keys))), dtype=f"V{KEY_BYTES}")  # without duplicates
         held = self._layout.held_mask(*source, named.tobytes())
         self._keys = named[held]
@@ -155,8 +158,8 @@ class _Move:
             absent = named[~held & ~arrived]
             missing = ChunkNotFound(f"instance {source.instance_id!r} does not hold it", instance_id=source.instance_id)
             self._fail(absent, rpc.to_status(missing))
-        if request.prompt.HasField("keys") and self._parts:
-            beyond = np.frombuffer(selection.keys[hit * KEY_BYTES :], dtype=named.dtype)
+        if request.prompt.HasField("keys") and self._parted:
+            beyond = np.frombuffer(selection.keys[hit.chunk_count * KEY_BYTES :], dtype=named.dtype)
             missing = ChunkNotFound(
                 f"instance {source.instance_id!r} does not hold all parts that a hit needs",
                 instance_id=source.instance_id,
@@ -166,8 +169,8 @@ class _Move:
         _, done_tokens = self._layout.match_at(*destination, self._moved.tobytes())
         self._result.chunk_count = self._result.arrived_before_chunk_count = len(self._moved)
         self._result.token_count = min(done_tokens, self._most_tokens)
-        if self._parts:
-            token_count = hit * self._parts.spec.chunk_size
+        if self._parted:
+            token_count = self._parted.end(hit)
         else:
             _, token_count = self._layout.match_at(*source, self._keys.tobytes())
             token_count = min(done_tokens + token_count, self._most_tokens)
@@ -210,8 +213,9 @@ class _Move:
             )
         if self._result.failures and not self._result.chunk_count:
             raise rpc.from_status(self._result.failures[0].status)
-        if self._parts:
-            self._result.token_count = self._parts.hit_of(np.concatenate(arrived)) * self._parts.spec.chunk_size
+        if self._parted:
+            held = HeldKeys(self._parted, set(_keys_of(np.concatenate(arrived).tobytes())))
+            self._result.token_count = self._parted.end(match(self._parted, held))
         return self._result
 
     async def _fetch(self, batch: NDArray[np.void], operation: Operation) -> NDArray[np.void]:
@@ -317,8 +321,8 @@ def check_spec(instance: Instance, selection: SelectedChunks) -> None:
         )
 
 
-def _keys_of(keys: bytes) -> Iterable[bytes]:
-    return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+def _keys_of(keys: bytes) -> Iterable[ChunkKey]:
+    return (ChunkKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES))
 
 
 def _contradiction(instance_id: str) -> status_pb2.Status:

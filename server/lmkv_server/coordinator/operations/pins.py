@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from lmkv import rpc
 from lmkv.errors import BadSelection, ChunkNotFound, PinNotFound
 from lmkv.internal.v1 import report_service_pb2 as report_pb
-from lmkv.keys import KEY_BYTES
+from lmkv.keys import KEY_BYTES, split_keys
+from lmkv.prompt import HeldKeys, match
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instance_info import ReportedPin
+from lmkv_server.coordinator.core.match import HeldAt, item_keys
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.operations.positions import resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
@@ -48,9 +48,9 @@ class FleetPins:
         layout = self._registry.layout
         selections = [one.held_at(layout, instance_id, tier) for one in selections]
         chosen = max(selections, key=lambda one: one.match_at(layout, instance_id, tier))
-        keys, parts = chosen.keys, chosen.parts
-        if parts:
-            keys = parts.item_keys(parts.hit_at(layout, instance_id, tier))
+        keys, parted = chosen.keys, chosen.parted
+        if parted:
+            keys = item_keys(parted, match(parted, HeldAt(layout, parted, (instance_id, tier))))
             if not keys:
                 raise ChunkNotFound(
                     f"instance {instance_id!r} does not hold all parts that a hit of this prompt needs",
@@ -78,9 +78,9 @@ class FleetPins:
         instance = self._registry.instances.find(instance_id)
         if instance and (pin.pin_id in instance.pins or len(instance.pins) < MAX_PINS):
             pin = instance.pins.setdefault(pin.pin_id, pin)
-        if parts:  # the instance counts the tokens of each part
-            pinned = np.frombuffer(keys, dtype=f"V{KEY_BYTES}")[: outcome.chunk_count]
-            pin = replace(pin, token_count=parts.hit_of(pinned) * parts.spec.chunk_size)
+        if parted:  # the instance counts the tokens of each part
+            pinned = split_keys(keys[: outcome.chunk_count * KEY_BYTES])
+            pin = replace(pin, token_count=parted.end(match(parted, HeldKeys(parted, set(pinned)))))
         return _to_proto(instance_id, pin)
 
     async def unpin(self, pin_id: str) -> None:

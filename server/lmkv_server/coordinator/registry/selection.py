@@ -14,17 +14,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadChunkKey, BadSelection, BadTokens, Full, ModelNotFound
-from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, Tokens, as_tokens, check_keys, join_keys, page_seed, root_key
+from lmkv.keys import (
+    KEY_BYTES,
+    MAX_KEYS,
+    ChunkKey,
+    Tokens,
+    as_tokens,
+    check_keys,
+    join_keys,
+    page_keys,
+    page_seed,
+    part_key,
+    root_key,
+    split_keys,
+)
+from lmkv.prompt import Prompt, match
 from lmkv.rpc.prompts import names_chunks
-from lmkv.spec import KvSpec
 from lmkv.v1.prompt_pb2 import PromptSelector
+from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.core.match import HeldAt, keys_of_whole
 from lmkv_server.coordinator.core.models import Models, Namespace
-from lmkv_server.coordinator.core.part_match import PromptParts, keys_of_part
-from lmkv_server.coordinator.core.tail_match import PromptTail, keys_of_whole
-from lmkv_server.coordinator.registry.prompt_chain import SLICE_KEYS, SLICE_PAGES, SLICE_TOKENS, PromptChain
 
+SLICE_KEYS = 2048
+SLICE_PAGES = 256
+"""The same of an engine's pages: each costs two digests, in Python."""
+SLICE_TOKENS = 65_536
+"""Work before other tasks run: at most about half a millisecond."""
 MAX_SELECTED_KEYS = 2 * MAX_KEYS
 """Keys that one request may need: all parts of its chunks, by tokens under all specs of its model. 2 MiB."""
 MAX_NAMESPACES = 16
@@ -41,44 +58,80 @@ MAX_WAITING = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectedChunks:
-    """Chunk keys in prompt order."""
+    """The chunks of a prompt under one spec, or chunks whose spec is not known."""
 
     keys: bytes
-    """16 bytes each. If chunks have several parts, or are an engine's pages: of part 0, without a partial chunk."""
+    """16 bytes each, in prompt order."""
     fingerprint: bytes = b""
     """Fingerprint of their spec; empty if the request gave keys, and their spec is not known."""
-    parted_spec: KvSpec | None = None
-    """Their spec, if it has other parts than plain ones (`KvSpec.has_plain_parts`)."""
-    tail: PromptTail | None = None
-    """What keys of partial chunks are computed from; None if there are none: the request gave keys, with `parted_spec`,
-    or chunks are an engine's pages."""
-    parts: PromptParts | None = None
-    """With `parted_spec`: their parts, which `Selector.required` computes."""
+    prompt: Prompt | None = None
+    """The prompt that has them; None if their spec is not known. It has tokens if the request gave these, and hits may
+    end inside chunks."""
 
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
 
+    @property
+    def parted(self) -> Prompt | None:
+        """The prompt, if a hit of it has other items than its first chunks."""
+        return self.prompt if self.prompt and not self.prompt.spec.matches_prefixes else None
+
     def held_at(self, layout: LayoutMap, instance_id: str, tier: int) -> SelectedChunks:
         """These chunks as an instance holds them in one tier (0: in any): without a chunk of exactly the prompt's last
         tokens, it may have one that begins with them."""
-        if self.tail is None or not self.tail.tokens.size % self.tail.chunk_size:
+        if self.prompt is None or not self.keys:
             return self
         own = self.keys[-KEY_BYTES:]
-        if not layout.match_at(instance_id, tier, own)[0]:
-            for key in keys_of_whole(layout, self.tail, self.keys):
-                if layout.match_at(instance_id, tier, key)[0]:
-                    return replace(self, keys=self.keys[:-KEY_BYTES] + key)
+        for key in keys_of_whole(layout, self.prompt) if not layout.match_at(instance_id, tier, own)[0] else ():
+            if layout.match_at(instance_id, tier, key)[0]:
+                return replace(self, keys=self.keys[:-KEY_BYTES] + key, prompt=self.prompt.ending_with(key))
         return self
 
-    def with_beginnings(self, layout: LayoutMap) -> bytes:
-        """The keys, and those of other chunks that begin with the prompt's last tokens."""
-        return self.keys + join_keys(keys_of_whole(layout, self.tail, self.keys)) if self.tail else self.keys
+    def columns(self, layout: LayoutMap) -> list[bytes]:
+        """The keys of each part, and those of other chunks that begin with the prompt's last tokens."""
+        if self.prompt is None:
+            return [self.keys]
+        others = list(keys_of_whole(layout, self.prompt))
+        return [
+            self.prompt.packed_keys(part, 0, len(self)) + join_keys(part_key(key, part) for key in others)
+            for part in range(len(self.prompt.spec.parts))
+        ]
 
     def match_at(self, layout: LayoutMap, instance_id: str, tier: int) -> int:
-        """Chunks of the prefix, or of the hit if chunks have several parts, that an instance holds in one tier."""
-        if self.parts:
-            return self.parts.hit_at(layout, instance_id, tier)
-        return layout.match_at(instance_id, tier, self.keys)[0]
+        """Chunks of the longest hit that an instance holds in one tier."""
+        if self.prompt is None:
+            return layout.match_at(instance_id, tier, self.keys)[0]
+        return match(self.prompt, HeldAt(layout, self.prompt, (instance_id, tier))).chunk_count
+
+
+class PromptChain:
+    """The chain of keys of one prompt, which grows by consecutive tokens."""
+
+    def __init__(self, root: ChunkKey, chunk_size: int, page_prior: bytes | None = None) -> None:
+        """`page_prior` is the digest before the first page (`page_seed`) if chunks are an engine's pages, else None."""
+        self._root = root
+        self._parent: bytes = root
+        self._chunk_size = chunk_size
+        self._prior = page_prior
+        chunk_count = min(SLICE_KEYS if page_prior is None else SLICE_PAGES, SLICE_TOKENS // chunk_size)
+        self._slice_tokens = max(chunk_count, 1) * chunk_size
+
+    def extend(self, tokens: Tokens) -> bytes:
+        """The keys of the next tokens, which begin with a chunk. If chunks are an engine's pages: of full ones only."""
+        if self._prior is not None:
+            keys, self._prior = page_keys(tokens, self._root, self._chunk_size, self._prior)
+            return keys
+        keys = chunk_keys(tokens, self._parent, self._chunk_size)
+        self._parent = keys[-KEY_BYTES:]
+        return keys
+
+    async def extend_in_slices(self, tokens: Tokens) -> bytes:
+        """As `extend`; other tasks run after each slice."""
+        parts = []
+        for start in range(0, tokens.size, self._slice_tokens):
+            parts.append(self.extend(tokens[start : start + self._slice_tokens]))
+            await asyncio.sleep(0)
+        return b"".join(parts)
 
 
 class Selector:
@@ -175,25 +228,31 @@ class Selector:
         if prompt.keys.chunk_keys and not prompt.keys.fingerprint:
             (named,) = selections
             selections = [self._of_keys(named.keys, await self._held_fingerprint(named.keys))]
-        return [
-            replace(one, parts=await self.parts_of(one.parted_spec, one.keys)) if one.parted_spec else one
-            for one in selections
-        ]
+        for one in selections:
+            if one.prompt:
+                await self.prepare(one.prompt)
+        return selections
 
-    async def parts_of(self, spec: KvSpec, keys: bytes) -> PromptParts:
-        """The parts of a prompt's chunks. Other tasks run after each slice of a long prompt."""
-        return PromptParts(spec, await self.keys_by_part(keys, len(spec.parts)))
+    async def prepare(self, prompt: Prompt, chunk_count: int | None = None) -> None:
+        """Computes the keys of all parts of a prompt's first chunks. Other tasks run after each slice of a long one."""
+        count = len(prompt) if chunk_count is None else chunk_count
+        for part in range(1, len(prompt.spec.parts)):
+            for start in range(0, count, SLICE_KEYS):
+                stop = min(start + SLICE_KEYS, count)
+                prompt.packed_keys(part, start, stop)
+                await self._pause_if_due(stop - start)
 
-    async def keys_by_part(self, keys: bytes, part_count: int) -> tuple[bytes, ...]:
-        """The keys of each part of chunks. Other tasks run after each slice of a long prompt."""
+    async def keys_by_part(self, keys: bytes, part_count: int) -> list[bytes]:
+        """The keys of each part of chunks whose spec is not known. Other tasks run after each slice of many."""
         columns = [keys]
         for part in range(1, part_count):
             column = []
             for start in range(0, len(keys), SLICE_KEYS * KEY_BYTES):
-                column.append(keys_of_part(keys[start : start + SLICE_KEYS * KEY_BYTES], part))
-                await self._pause_if_due(len(column[-1]) // KEY_BYTES)
+                named = split_keys(keys[start : start + SLICE_KEYS * KEY_BYTES])
+                column.append(join_keys(part_key(key, part) for key in named))
+                await self._pause_if_due(len(named))
             columns.append(b"".join(column))
-        return tuple(columns)
+        return columns
 
     async def of_tokens(
         self,
@@ -227,21 +286,22 @@ class Selector:
     def _of_chain(self, keys: bytes, namespace: Namespace, tokens: Tokens, cache_salt: str) -> SelectedChunks:
         spec = namespace.spec
         if spec.has_page_hashes:
-            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint)
-        if spec.has_plain_parts:
-            tail = PromptTail(root=self._root(namespace, cache_salt), chunk_size=spec.chunk_size, tokens=tokens)
-            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, tail=tail)
-        return SelectedChunks(
-            keys=keys[: tokens.size // spec.chunk_size * KEY_BYTES], fingerprint=spec.fingerprint, parted_spec=spec
-        )
+            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=Prompt(spec, keys))
+        if not spec.ends_anywhere:
+            keys = keys[: tokens.size // spec.chunk_size * KEY_BYTES]
+            return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=Prompt(spec, keys))
+        root = self._root(namespace, cache_salt)
+        prompt = Prompt(spec, keys, token_count=tokens.size, root=root, tokens=tokens)
+        return SelectedChunks(keys=keys, fingerprint=spec.fingerprint, prompt=prompt)
 
     def _of_keys(self, keys: bytes, fingerprint: bytes) -> SelectedChunks:
         """Chunks by key. Raises `BadChunkKey` if they have too many parts together."""
         spec = self._models.find_spec(fingerprint) if fingerprint else None
-        if spec is None or spec.has_plain_parts:
+        if spec is None:
             return SelectedChunks(keys=keys, fingerprint=fingerprint)
-        check_keys(keys, limit=min(MAX_KEYS, MAX_SELECTED_KEYS // len(spec.parts)))
-        return SelectedChunks(keys=keys, fingerprint=fingerprint, parted_spec=spec)
+        if len(spec.parts) > 1:
+            check_keys(keys, limit=min(MAX_KEYS, MAX_SELECTED_KEYS // len(spec.parts)))
+        return SelectedChunks(keys=keys, fingerprint=fingerprint, prompt=Prompt(spec, keys))
 
     async def _held_fingerprint(self, keys: bytes) -> bytes:
         """The spec under which the first held chunk was reported; empty if none is held."""

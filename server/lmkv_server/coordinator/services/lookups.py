@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -14,13 +15,13 @@ from lmkv.errors import BadChunkKey, LmkvError
 from lmkv.internal.v1 import lookup_service_pb2 as internal_pb
 from lmkv.internal.v1 import lookup_service_pb2_grpc as internal_pb_grpc
 from lmkv.keys import KEY_BYTES, check_keys, check_prefix_digests
+from lmkv.prompt import MAX_BEGINNINGS, Prompt
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match
-from lmkv_server.coordinator.core.tail_match import MAX_BEGINNINGS, with_tails
-from lmkv_server.coordinator.registry.part_lookup import PartLookup
+from lmkv_server.coordinator.core.match import UnpreparedError, match_of, prefixes, with_tails
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, SelectedChunks, Selector
 
@@ -28,6 +29,8 @@ ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the answers that share a message on a stream: half of the message limit."""
 MAX_ANSWERS = 64
 """Answers per message: about a millisecond of work. Sending it lets other tasks run."""
+MATCH_KEYS = 64
+"""The work of matching one instance whose hit is its prefix, as a number of keys to read."""
 MAX_ALTERNATIVES = 1024
 """Most keys of a lookup with `any_key`: about a millisecond of work."""
 
@@ -39,7 +42,10 @@ class LookupAnswers:
 
     def __init__(self, registry: Registry, selector: Selector) -> None:
         self._registry = registry
-        self._part_lookup = PartLookup(registry.layout, selector)
+        self._selector = selector
+        self._long = asyncio.Lock()
+        self._work = 0
+        """Since other tasks last ran, as a number of keys to read."""
         self.latencies = LatencyHistogram()
         """Of the lookups that were answered; a hit found at least one holder."""
 
@@ -56,25 +62,58 @@ class LookupAnswers:
 
         `begin` is when the lookup arrived. A health probe names nothing, and is not counted.
         """
-        layout = self._registry.layout
         found: list[list[Match]] = []
         read_count = 0
         for selection in selections:
-            if selection.parted_spec is None:
-                matches = layout.lookup(selection.keys, excluded)
-                if selection.tail:
-                    matches = with_tails(layout, selection.tail, selection.keys, matches, excluded)
-                    matches.sort(key=lambda match: (-match.token_count, match.instance_id))
-                found.append(matches)
-            else:
-                matches = await self._part_lookup.lookup(selection.parted_spec, selection.keys, excluded)
-                found.append(longest_first(matches))
+            found.append(await self._match(selection, excluded))
             read_count += len(selection)
             if read_count > SHORT_KEYS:
                 read_count = 0
                 await asyncio.sleep(0)
         matches = found[0] if len(found) == 1 else longest_first(match for part in found for match in part)
         self.finish(begin, matches, response, is_probe=is_probe)
+
+    async def _match(self, selection: SelectedChunks, excluded: str) -> list[Match]:
+        """The longest hit of each instance but `excluded`, the longest first.
+
+        Of prompts whose hits have other items than their first chunks, long ones are matched one at a time.
+        """
+        layout, prompt, parted = self._registry.layout, selection.prompt, selection.parted
+        if parted is None:
+            found = layout.lookup(selection.keys, excluded)
+            if prompt is None or not prompt.may_end_behind(0):
+                return found
+            matches = with_tails(layout, prompt, found, found, excluded)
+        else:
+            before = prefixes(layout, parted, excluded)
+            if not before and not parted.may_end_behind(0):
+                return []
+            async with self._long if len(selection) > SHORT_KEYS else nullcontext():
+                matches = await self._match_parts(parted, before)
+            matches = with_tails(layout, parted, matches, before, excluded)
+        matches.sort(key=lambda match: (-match.token_count, match.instance_id))
+        return matches
+
+    async def _match_parts(self, prompt: Prompt, before: Sequence[Match]) -> list[Match]:
+        matches = []
+        longest = max((prefix.chunk_count for prefix in before), default=0)
+        for prefix in before:
+            try:
+                match = match_of(self._registry.layout, prompt, prefix)
+            except UnpreparedError:
+                await self._selector.prepare(prompt, longest)
+                match = match_of(self._registry.layout, prompt, prefix)
+            if match:
+                matches.append(match)
+            lacking_count = prefix.chunk_count - (match.chunk_count if match else 0)
+            await self._pause_if_due(MATCH_KEYS + lacking_count * len(prompt.spec.parts))
+        return matches
+
+    async def _pause_if_due(self, work: int) -> None:
+        self._work += work
+        if self._work > SHORT_KEYS:
+            self._work = 0
+            await asyncio.sleep(0)
 
     def finish(
         self,
@@ -163,7 +202,7 @@ class LookupService(internal_pb_grpc.LookupServiceServicer):
         """Chunks behind `parent_key` that begin as the prompt does, those with the most tokens in common first."""
         _check_parent(request.parent_key)
         digests = check_prefix_digests(request.prefix_digests, MAX_TOKENS)
-        return islice(self._layout.beginning_as(request.parent_key, digests), MAX_BEGINNINGS)
+        return islice(self._layout.ends.beginning_as(request.parent_key, digests), MAX_BEGINNINGS)
 
     def _add_partial_lengths(self, request: internal_pb.LookupRequest, response: internal_pb.LookupResponse) -> None:
         """Adds the lengths of the partial chunks behind the longest match. Raises `BadChunkKey`."""
@@ -171,7 +210,7 @@ class LookupService(internal_pb_grpc.LookupServiceServicer):
         _check_parent(parent)
         if end := max((holder.matched_chunk_count for holder in response.holders), default=0) * KEY_BYTES:
             parent = request.chunk_keys[end - KEY_BYTES : end]
-        response.partial_token_counts.extend(self._layout.partial_lengths(parent))
+        response.partial_token_counts.extend(self._layout.ends.lengths(parent))
 
 
 async def answers(

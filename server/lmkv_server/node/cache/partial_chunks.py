@@ -13,7 +13,7 @@ from itertools import islice
 
 from lmkv.keys import ChunkKey, Tokens, partial_keys, prefix_digests
 from lmkv.misses import MissReason
-from lmkv.partial_index import PartialIndex
+from lmkv.prompt import EndIndex
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.events import CachedChunk
 
@@ -29,7 +29,7 @@ class PartialChunks:
         self._tiers = dict(tiers or {})
         self._chunk_sizes: dict[bytes, int] = {}
         """By fingerprint."""
-        self._index: PartialIndex[tuple[str, ChunkKey]] = PartialIndex()
+        self._index: EndIndex[tuple[str, ChunkKey]] = EndIndex()
         """By tier and key."""
         self.on_found: Callable[[str, CachedChunk], None] = lambda _, __: None
         """Called with each chunk that was found when its spec was added."""

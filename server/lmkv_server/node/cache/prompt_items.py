@@ -43,7 +43,9 @@ class PromptItems:
     @classmethod
     def of_hit(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey], chunk_count: int) -> Self:
         """The items of a hit of `chunk_count` chunks, in their order (`KvSpec.items`)."""
-        return cls._of_ranges(spec, chunk_keys, [part.needed(chunk_count, spec.chunk_size) for part in spec.parts])
+        return cls._of_ranges(
+            spec, chunk_keys, [part.needed(chunk_count * spec.chunk_size, spec.chunk_size) for part in spec.parts]
+        )
 
     @classmethod
     def _of_ranges(cls, spec: KvSpec, chunk_keys: Sequence[ChunkKey], ranges: Sequence[range]) -> Self:
@@ -96,7 +98,7 @@ class PromptItems:
 
     def in_hit(self, chunk_count: int) -> NDArray[np.bool_]:
         """Which of the items a hit of `chunk_count` chunks needs."""
-        needed = [part.needed(chunk_count, self.spec.chunk_size) for part in self.spec.parts]
+        needed = [part.needed(chunk_count * self.spec.chunk_size, self.spec.chunk_size) for part in self.spec.parts]
         starts = np.array([part.start for part in needed])
         found: NDArray[np.bool_] = (self.chunks >= starts[self.parts]) & (self.chunks < chunk_count)
         return found

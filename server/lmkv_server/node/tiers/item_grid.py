@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.parts import first_needed, possible_hits
 from lmkv_server.node.cache.prompt_items import PromptItems
 
 OWN = 0
@@ -24,7 +23,7 @@ class ItemGrid:
         self.chunk_count = len(items.chunk_keys)
         counts = np.arange(self.chunk_count + 1)
         self._sources = np.full((len(spec.parts), self.chunk_count), ABSENT)
-        self._starts = np.stack([first_needed(part, spec.chunk_size, counts) for part in spec.parts])
+        self._starts = np.stack([part.first_needed(counts * spec.chunk_size, spec.chunk_size) for part in spec.parts])
         sizes = np.array([[spec.part_bytes(part)] for part in range(len(spec.parts))])
         self._hit_bytes = ((counts - self._starts) * sizes).sum(axis=0)
 
@@ -41,8 +40,11 @@ class ItemGrid:
 
     def longest(self, last_source: int = ABSENT - 1, budget_bytes: int | None = None) -> int:
         """Chunks of the longest hit with the sources up to `last_source` whose items together fit into the budget."""
-        spec = self.items.spec
-        possible = possible_hits(spec.parts, spec.chunk_size, list(self._sources <= last_source))
+        counts = np.arange(self.chunk_count + 1)
+        possible = np.ones(counts.size, np.bool_)
+        for starts, held in zip(self._starts, self._sources <= last_source, strict=True):
+            before = np.concatenate(([0], np.cumsum(held)))
+            possible &= before[counts] - before[starts] == counts - starts
         if budget_bytes is not None:
             possible &= self._hit_bytes <= budget_bytes
         found = np.flatnonzero(possible)

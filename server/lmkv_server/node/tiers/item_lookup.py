@@ -176,7 +176,7 @@ class ItemLookup:
         """A chunk that a hit needs of some windows or states, and the pool lacks."""
         for number, part in enumerate(self.spec.parts):
             if part.rule != ALL:
-                for chunk in reversed(part.needed(chunk_count, self.spec.chunk_size)):
+                for chunk in reversed(part.needed(chunk_count * self.spec.chunk_size, self.spec.chunk_size)):
                     if not self._has_part(number, chunk):
                         return chunk
         return None

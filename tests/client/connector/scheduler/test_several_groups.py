@@ -6,11 +6,10 @@ that each group's rows are what the key says; every copy, that it names no null 
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from lmkv.keys import ChunkKey, part_key, split_keys
-from lmkv.parts import longest_hit
+from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.tiers import PEERS
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.stats import tier_tokens
@@ -197,7 +196,7 @@ def test_a_part_supersedes_that_of_the_chunk_that_the_next_hit_no_longer_needs(
         for chunk in range(CHUNKS):
             if part.rule == PART_RULE_ALL or not part.is_needed(chunk, CHUNK):
                 continue
-            older = part.needed(chunk + 1, CHUNK).start - 1
+            older = part.needed((chunk + 1) * CHUNK, CHUNK).start - 1
             if older >= 0:
                 expected[part_key(chain[chunk], index)] = chain[older]
     assert engine.node.superseded == expected
@@ -343,8 +342,8 @@ def test_after_the_eviction_of_one_item_what_is_complete_is_loaded(make_engine: 
 def longest_hit_of(engine: SimulatedEngine, keys: list[ChunkKey] | None = None) -> int:
     """Tokens of the prompt with these keys, by default the last one, that the items in the pool make a hit of."""
     spec, keys = engine.kv.spec, chain_of(engine) if keys is None else keys
-    present = [np.array([part_key(key, part) in engine.node.chunks for key in keys]) for part in parts_of(engine)]
-    return longest_hit(spec.parts, CHUNK, present) * CHUNK
+    prompt = Prompt(spec, keys)
+    return match(prompt, HeldKeys(prompt, engine.node.chunks)).chunk_count * CHUNK
 
 
 # ---- handoffs

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, prefix_digests, root_key, split_keys
+from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, part_key, prefix_digests, root_key, split_keys
+from lmkv.parts import KvPart
+from lmkv.prompt import Prompt
+from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, MatchRun
+from lmkv_server.coordinator.core.match import keys_with_tail, match_of, prefixes, with_tails
 from lmkv_server.coordinator.core.partial_chunks import MAX_LOST
-from lmkv_server.coordinator.core.tail_match import PromptTail, keys_with_tail, with_tails
 from lmkv_server.coordinator.registry.selection import SelectedChunks
+from tests.server.coordinator.cases import LLAMA
 
 HOST, DISK = 2, 3
 SIZE = 4
-FINGERPRINT = b"f" * 16
+SPEC = replace(LLAMA, chunk_size=SIZE)
+FINGERPRINT = SPEC.fingerprint
 ROOT = root_key(FINGERPRINT)
+
+
+def prompt_of(tokens: Sequence[int]) -> Prompt:
+    packed = join_keys(keys_of(tokens))
+    return Prompt(SPEC, packed, token_count=len(tokens), root=ROOT, tokens=as_tokens(tokens))
 
 
 def keys_of(tokens: Sequence[int]) -> list[ChunkKey]:
@@ -43,9 +54,9 @@ def evicted(*keys: ChunkKey, tier: int = HOST) -> Change:
 
 def tails(layout: LayoutMap, tokens: Sequence[int], excluded: str = "") -> dict[str, tuple[int, int]]:
     """Chunks and tokens of the match of each instance."""
-    keys = join_keys(keys_of(tokens))
-    prompt = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(tokens))
-    matches = with_tails(layout, prompt, keys, layout.lookup(keys, excluded), excluded)
+    prompt = prompt_of(tokens)
+    found = layout.lookup(prompt.packed, excluded)
+    matches = with_tails(layout, prompt, found, found, excluded)
     for match in matches:
         assert match.chunk_count == sum(run.chunk_count for run in match.runs)
         assert match.token_count == sum(run.token_count for run in match.runs)
@@ -59,8 +70,7 @@ def test_the_keys_of_a_prompt_end_with_the_longest_partial_chunk_that_is_held_at
     layout.apply("other", change([*prompt[:8], 99]))
 
     def chosen(tokens: Sequence[int], instance_id: str = "") -> list[ChunkKey]:
-        tail = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(tokens))
-        return split_keys(keys_with_tail(layout, tail, join_keys(keys_of(tokens)), instance_id))
+        return split_keys(keys_with_tail(layout, prompt_of(tokens), instance_id))
 
     assert chosen(prompt) == keys_of(prompt[:10])
     assert chosen(prompt[:10]) == keys_of(prompt[:10])
@@ -113,11 +123,10 @@ def test_an_instance_with_a_longer_chunk_holds_the_shorter_prompts_that_begin_as
     assert tails(layout, [*longer[:5], 99, 98]) == {"a": (2, 5), "b": (1, 4)}
     assert tails(layout, [99, *longer[1:]]) == {}
     prompt = longer[:6]
-    tail = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(prompt))
-    chosen = SelectedChunks(keys=join_keys(keys_of(prompt)), tail=tail)
+    chosen = SelectedChunks(keys=join_keys(keys_of(prompt)), prompt=prompt_of(prompt))
     assert chosen.held_at(layout, "a", HOST).keys == join_keys(keys_of(longer))
     assert [chosen.held_at(layout, *place) for place in (("b", HOST), ("a", DISK), ("c", 0))] == [chosen] * 3
-    assert chosen.with_beginnings(layout) == chosen.keys + keys_of(longer)[-1]
+    assert chosen.columns(layout) == [chosen.keys + keys_of(longer)[-1]]
     layout.apply("a", change(prompt))
     assert chosen.held_at(layout, "a", HOST) == chosen, "its own chunk is the better one"
     layout.apply("a", evicted(*keys_of(prompt)[1:], *keys_of(longer)[1:]))
@@ -130,11 +139,11 @@ def test_lengths_leave_with_the_last_holder() -> None:
     for instance_id in ("a", "b"):
         layout.apply(instance_id, change([1, 2]))
     layout.apply("a", change([1, 2, 3]))
-    assert list(layout.partial_lengths(ROOT)) == [2, 3]
+    assert list(layout.ends.lengths(ROOT)) == [2, 3]
     layout.apply("a", evicted(*keys_of([1, 2]), *keys_of([1, 2, 3])))
-    assert list(layout.partial_lengths(ROOT)) == [2]
+    assert list(layout.ends.lengths(ROOT)) == [2]
     layout.apply("b", evicted(*keys_of([1, 2])))
-    assert not layout.partial_lengths(ROOT)
+    assert not layout.ends.lengths(ROOT)
     layout.check()
 
 
@@ -199,8 +208,9 @@ def test_a_tail_belongs_to_the_last_run_if_it_is_in_the_same_tier() -> None:
         layout.apply(instance_id, Change(DISK, FINGERPRINT, SIZE, keys[16:]))
         layout.apply(instance_id, change(tokens[:9], tier))
         layout.apply(instance_id, Change(HOST, FINGERPRINT, SIZE, evicted=keys[16:]))
-    prompt = PromptTail(root=ROOT, chunk_size=SIZE, tokens=as_tokens(tokens))
-    matches = with_tails(layout, prompt, keys, layout.lookup(keys), "")
+    prompt = Prompt(SPEC, keys, root=ROOT, tokens=as_tokens(tokens))
+    found = layout.lookup(keys)
+    matches = with_tails(layout, prompt, found, found, "")
     runs = {match.instance_id: match.runs for match in matches}
     assert runs["disk"] == (MatchRun(HOST, 1, 4), MatchRun(DISK, 2, 5))
     assert runs["host"] == (MatchRun(HOST, 1, 4), MatchRun(DISK, 1, 4), MatchRun(HOST, 1, 1))
@@ -213,7 +223,7 @@ def test_chunks_of_a_large_loss_are_removed_later(count: int, left: list[int]) -
     others = [ChunkKey(number.to_bytes(16, "big")) for number in range(count - 1)]
     layout.apply("a", Change(HOST, FINGERPRINT, SIZE, join_keys(others)))
     layout.apply("a", evicted(*keys_of([1, 2]), *others))
-    assert list(layout.partial_lengths(ROOT)) == left
+    assert list(layout.ends.lengths(ROOT)) == left
 
 
 def test_removed_chunks_leave_the_queue_as_well() -> None:
@@ -229,8 +239,55 @@ def test_a_partial_chunk_may_come_before_others() -> None:
     layout = LayoutMap()
     (key,), (other,) = keys_of([1, 2]), keys_of([5, 6, 7, 8])
     layout.apply("a", Change(HOST, FINGERPRINT, SIZE, key + other, {0: 2}, partial_parents={0: ROOT}))
-    assert list(layout.partial_lengths(ROOT)) == [2]
+    assert list(layout.ends.lengths(ROOT)) == [2]
     assert tails(layout, [1, 2, 3]) == {"a": (1, 2)}
     layout.apply("a", evicted(key))
-    assert list(layout.partial_lengths(ROOT)) == []
+    assert list(layout.ends.lengths(ROOT)) == []
     layout.check()
+
+
+WINDOWS = replace(
+    SPEC,
+    more_parts=(KvPart(rule=PART_RULE_LAST, span=6, layer_count=1, kv_head_count=1, head_size=8, kv_dtype="float32"),),
+)
+
+
+def stored(layout: LayoutMap, instance_id: str, tokens: Sequence[int], *missing: tuple[int, int]) -> None:
+    """The items of a hit of all tokens, but for some: parts and chunks."""
+    keys, rest = keys_of(tokens), len(tokens) % SIZE
+    for item in WINDOWS.items(len(tokens) // SIZE, rest):
+        if (item.part, item.chunk) not in missing:
+            is_last = rest > 0 and item.chunk == len(keys) - 1
+            ends: dict[int, bytes] = (
+                {0: keys[item.chunk - 1] if item.chunk else ROOT} if is_last and not item.part else {}
+            )
+            counts = {0: rest} if is_last else {}
+            key = part_key(keys[item.chunk], item.part)
+            layout.apply(instance_id, Change(HOST, FINGERPRINT, SIZE, key, counts, partial_parents=ends))
+
+
+def test_a_hit_with_windows_ends_inside_a_chunk_where_all_parts_of_it_are_held() -> None:
+    layout, prompt = LayoutMap(), list(range(15))
+    stored(layout, "all", prompt[:10])
+    stored(layout, "no part", prompt[:10], (1, 2))
+    stored(layout, "no window", prompt[:10], (1, 1))
+    stored(layout, "start", prompt[:3])
+    stored(layout, "both", prompt[:8])
+    stored(layout, "both", prompt[:9])
+
+    def found(tokens: Sequence[int]) -> dict[str, tuple[int, int]]:
+        keys = join_keys(keys_of(tokens))
+        whole = Prompt(WINDOWS, keys, token_count=len(tokens), root=ROOT, tokens=as_tokens(tokens))
+        before = prefixes(layout, whole)
+        matches = [one for prefix in before if (one := match_of(layout, whole, prefix))]
+        return {
+            one.instance_id: (one.chunk_count, one.token_count)
+            for one in with_tails(layout, whole, matches, before, "")
+        }
+
+    assert found(prompt) == {"all": (3, 10), "start": (1, 3), "both": (3, 9)}
+    assert found(prompt[:10]) == {"all": (3, 10), "start": (1, 3), "both": (3, 9)}
+    assert found([*prompt[:9], 99]) == {"both": (3, 9), "start": (1, 3)}
+    stored(layout, "no window", prompt[:8])
+    assert found(prompt)["no window"] == (3, 10)
+    assert found(prompt[:9])["no window"] == (2, 8)

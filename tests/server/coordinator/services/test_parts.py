@@ -114,10 +114,13 @@ async def test_the_tier_is_the_slowest_that_a_needed_item_is_in(make: Make, cach
         await eventually(tier, TIER_DISK)
 
 
-@pytest.mark.parametrize("spec", [HYBRID, MISTRAL])
-async def test_a_prompt_shorter_than_a_chunk_has_no_hit(make: Make, cache: Any, spec: KvSpec) -> None:
-    async with make("a", [*items(4, spec), keys_of(PROMPT[:10], spec)[0]], spec):
-        assert found(await lookup(cache, tokens=PROMPT[:10])) == {}
+@pytest.mark.parametrize(("spec", "expected"), [(HYBRID, []), (MISTRAL, [(1, 10)])])
+async def test_a_prompt_shorter_than_a_chunk_has_a_hit_unless_it_would_need_a_state(
+    make: Make, cache: Any, spec: KvSpec, expected: list[tuple[int, int]]
+) -> None:
+    async with make("a", {**dict.fromkeys(items(4, spec), 16), keys_of(PROMPT[:10], spec)[0]: 10}, spec):
+        holders = (await lookup(cache, tokens=PROMPT[:10])).holders
+        assert [(one.matched_chunk_count, one.matched_token_count) for one in holders] == expected
 
 
 async def test_keys_of_a_spec_that_no_instance_has_registered_are_a_miss(make: Make, cache: Any) -> None:
@@ -172,7 +175,7 @@ async def test_the_limits_of_a_request_count_the_keys_of_all_parts(make: Make, c
 
 async def test_other_tasks_run_between_the_holders_of_a_long_prompt(make: Make, coordinator: Coordinator) -> None:
     keys = keys_of([1] * 16 * 5000, HYBRID)[:5000]
-    held = [*keys, *HYBRID.item_keys(HYBRID.items(4999), keys)]  # no state behind the last chunk
+    held = [*keys, *HYBRID.item_keys(HYBRID.items(99), keys)]  # no state behind the other chunks
     service = coordinator.tenants.of("").cache
     request = LookupRequest(prompt=by_keys(keys, fingerprint=HYBRID.fingerprint))
     turns = 0
@@ -188,7 +191,7 @@ async def test_other_tasks_run_between_the_holders_of_a_long_prompt(make: Make, 
             await stack.enter_async_context(make(name, held, HYBRID))
         counting = asyncio.create_task(count_turns())
         try:
-            assert found(await service.Lookup(request, None)) == dict.fromkeys("abcdefgh", 4999)
+            assert found(await service.Lookup(request, None)) == dict.fromkeys("abcdefgh", 99)
             assert turns >= 8
         finally:
             counting.cancel()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lmkv.errors import LmkvError
 from lmkv.keys import part_key
-from lmkv.parts import PartItem, items_of_hit
+from lmkv.parts import PartItem
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_server.node.cache.host import HostTier
@@ -95,7 +95,7 @@ def all_items(spec: KvSpec) -> list[PartItem]:
 
 def hits(spec: KvSpec, held: set[PartItem]) -> list[int]:
     """All hits that are possible with these items."""
-    return [count for count in range(len(PROMPT) + 1) if set(items_of_hit(spec.parts, count, spec.chunk_size)) <= held]
+    return [count for count in range(len(PROMPT) + 1) if set(spec.items(count)) <= held]
 
 
 @given(spec=st.sampled_from(SPECS), data=st.data(), budget=st.integers(0, 12) | st.just(1000))

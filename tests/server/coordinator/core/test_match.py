@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.keys import ChunkKey, join_keys, split_keys
+from lmkv.keys import ChunkKey, join_keys, part_key, split_keys
 from lmkv.parts import KvPart
+from lmkv.prompt import HeldKeys, Hit, Prompt, match
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PartRule
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Match, MatchRun
-from lmkv_server.coordinator.core.part_match import (
-    MAX_KNOWN_HITS,
-    MAX_TAIL_KEYS,
-    PromptParts,
-    keys_of_part,
-    match_tail,
+from lmkv_server.coordinator.core.match import (
+    MAX_UNPREPARED_KEYS,
+    HeldAt,
+    UnpreparedError,
+    item_keys,
+    match_of,
     prefixes,
-    tail_keys,
 )
 from tests.server.coordinator.cases import HYBRID, MISTRAL, PROMPT, keys_of
 
@@ -45,13 +45,17 @@ def spec_of(rules: Sequence[tuple[PartRule.ValueType, int]]) -> KvSpec:
     return replace(HYBRID, rule=rule, span=span, more_parts=more_parts)
 
 
-def prompt_parts(spec: KvSpec, keys: Sequence[ChunkKey] = KEYS) -> PromptParts:
-    packed = join_keys(keys)
-    return PromptParts(spec, tuple(keys_of_part(packed, part) for part in range(len(spec.parts))))
+def prompt_of(spec: KvSpec, keys: Sequence[ChunkKey] = KEYS) -> Prompt:
+    return Prompt(spec, join_keys(keys))
 
 
-def item_keys(spec: KvSpec, chunk_count: int) -> list[ChunkKey]:
+def items_of(spec: KvSpec, chunk_count: int) -> list[ChunkKey]:
     return spec.item_keys(spec.items(chunk_count), KEYS)
+
+
+def hit_at(layout: LayoutMap, spec: KvSpec, *positions: tuple[str, int]) -> int:
+    prompt = prompt_of(spec)
+    return match(prompt, HeldAt(layout, prompt, *positions)).chunk_count
 
 
 def admit(
@@ -73,7 +77,7 @@ def test_each_instance_has_the_longest_hit_of_which_it_holds_every_item(
     rules: list[tuple[PartRule.ValueType, int]], holdings: list[dict[tuple[int, int], int]], mostly: bool
 ) -> None:
     spec = spec_of(rules)
-    parts = prompt_parts(spec)
+    prompt = prompt_of(spec)
     layout = LayoutMap()
     tiers: dict[str, dict[ChunkKey, int]] = {}
     for number, holding in enumerate(holdings):
@@ -81,54 +85,56 @@ def test_each_instance_has_the_longest_hit_of_which_it_holds_every_item(
         # Few random items make a hit, so half of the cases lack these few and hold the others.
         held = [(item, HOST) for item in named if item not in holding] if mostly else holding.items()
         own = tiers[f"i{number}"] = {
-            split_keys(keys_of_part(KEYS[chunk], part))[0]: tier for (part, chunk), tier in held if part < len(rules)
+            part_key(KEYS[chunk], part): tier for (part, chunk), tier in held if part < len(rules)
         }
         for key, tier in own.items():
             admit(layout, f"i{number}", [key], spec, tier)
-    found = {prefix.instance_id: prefix for prefix in prefixes(layout, spec, join_keys(KEYS))}
+    found = {prefix.instance_id: prefix for prefix in prefixes(layout, prompt)}
     for instance_id, own in tiers.items():
-        hits = [n for n in range(CHUNK_COUNT + 1) if all(key in own for key in item_keys(spec, n))]
+        hits = [n for n in range(CHUNK_COUNT + 1) if all(key in own for key in items_of(spec, n))]
         longest = hits[-1] if own else 0  # chunked attention alone needs nothing at its boundaries
-        match = parts.match(layout, found[instance_id]) if instance_id in found else None
-        assert (match.chunk_count if match else 0) == longest
-        if instance_id in found:
-            tail = tail_keys(spec, join_keys(KEYS), found[instance_id].chunk_count)
-            assert tail is not None
-            is_longest = longest == found[instance_id].chunk_count
-            assert match_tail(layout, found[instance_id], tail) == (match if is_longest else None)
-        if match:
-            slowest = max((own[key] for key in item_keys(spec, longest)), default=GPU)
-            assert match.runs == (MatchRun(slowest, longest, longest * CHUNK),)
-            assert match.token_count == longest * CHUNK
+        found_match = match_of(layout, prompt, found[instance_id]) if instance_id in found else None
+        assert (found_match.chunk_count if found_match else 0) == longest
+        if found_match:
+            slowest = max((own[key] for key in items_of(spec, longest)), default=GPU)
+            assert found_match.runs == (MatchRun(slowest, longest, longest * CHUNK),)
+            assert found_match.token_count == longest * CHUNK
 
 
 @pytest.mark.parametrize("spec", [HYBRID, MISTRAL])
 def test_the_keys_of_a_hit_are_those_of_its_items_in_order(spec: KvSpec) -> None:
-    parts = prompt_parts(spec)
+    prompt = prompt_of(spec)
     for chunk_count in range(CHUNK_COUNT + 1):
-        assert split_keys(parts.item_keys(chunk_count)) == item_keys(spec, chunk_count)
+        assert split_keys(item_keys(prompt, Hit(chunk_count))) == items_of(spec, chunk_count)
+
+
+@pytest.mark.parametrize("spec", [HYBRID, MISTRAL])
+def test_a_set_of_keys_has_the_hit_whose_items_are_among_them(spec: KvSpec) -> None:
+    prompt = prompt_of(spec)
+    for chunk_count in range(CHUNK_COUNT + 1):
+        assert match(prompt, HeldKeys(prompt, items_of(spec, chunk_count))).chunk_count == chunk_count
 
 
 def test_a_hit_at_two_positions_may_be_held_by_each_in_part() -> None:
     layout = LayoutMap()
-    items = item_keys(HYBRID, 3)
+    items = items_of(HYBRID, 3)
     admit(layout, "a", items[:2])
     admit(layout, "b", items[2:])
-    parts = prompt_parts(HYBRID)
-    assert parts.hit_at(layout, "a", 0) == parts.hit_at(layout, "b", HOST) == 0
-    assert parts.hit_at_either(layout, ("a", HOST), ("b", HOST)) == 3
-    assert parts.hit_at_either(layout, ("a", HOST), ("b", DISK)) == 0
+    assert hit_at(layout, HYBRID, ("a", 0)) == hit_at(layout, HYBRID, ("b", HOST)) == 0
+    assert hit_at(layout, HYBRID, ("a", HOST), ("b", HOST)) == 3
+    assert hit_at(layout, HYBRID, ("a", HOST), ("b", DISK)) == 0
 
 
 def test_an_item_in_two_tiers_counts_for_the_faster_one() -> None:
     layout = LayoutMap()
-    items = item_keys(HYBRID, 2)
+    items = items_of(HYBRID, 2)
     admit(layout, "a", items)
     admit(layout, "a", items[:1], tier=REMOTE)
-    (prefix,) = prefixes(layout, HYBRID, join_keys(KEYS))
-    match = prompt_parts(HYBRID).match(layout, prefix)
-    assert match is not None
-    assert match.runs[0].tier == HOST
+    prompt = prompt_of(HYBRID)
+    (prefix,) = prefixes(layout, prompt)
+    found = match_of(layout, prompt, prefix)
+    assert found is not None
+    assert found.runs[0].tier == HOST
 
 
 def test_only_holders_of_the_spec_are_considered() -> None:
@@ -136,29 +142,24 @@ def test_only_holders_of_the_spec_are_considered() -> None:
     last = keys_of(PROMPT, MISTRAL)[1:2]
     admit(layout, "a", last, MISTRAL)
     admit(layout, "b", KEYS)
-    assert prefixes(layout, MISTRAL, join_keys(KEYS)) == [Match("a", CHUNK_COUNT, CHUNK * CHUNK_COUNT, ())]
-    assert prefixes(layout, MISTRAL, join_keys(KEYS), "a") == []
-    assert [prefix.instance_id for prefix in prefixes(layout, HYBRID, join_keys(KEYS))] == ["b"]
+    assert prefixes(layout, prompt_of(MISTRAL)) == [Match("a", CHUNK_COUNT, CHUNK * CHUNK_COUNT, ())]
+    assert prefixes(layout, prompt_of(MISTRAL), "a") == []
+    assert [prefix.instance_id for prefix in prefixes(layout, prompt_of(HYBRID))] == ["b"]
 
 
-def test_a_long_tail_is_not_computed_at_once() -> None:
-    wide = replace(MISTRAL, span=1 << 30)
-    many = KEYS * 50
-    assert tail_keys(wide, join_keys(many), len(many)) is None
-    tail = tail_keys(wide, join_keys(many), MAX_TAIL_KEYS)
-    assert tail == join_keys(many[:MAX_TAIL_KEYS])
-
-
-def test_a_bounded_number_of_hits_of_a_prompt_is_kept() -> None:
-    layout, parts = LayoutMap(), prompt_parts(MISTRAL)
-    for held in range(MAX_KNOWN_HITS + 2):  # the bits of a number: each instance holds other chunks
-        keys = [key for number, key in enumerate(KEYS) if held >> number & 1]
-        admit(layout, f"{held}", keys, MISTRAL)
-    sizes = []
-    for held in range(MAX_KNOWN_HITS + 2):
-        parts.hit_at(layout, f"{held}", HOST)
-        sizes.append(len(parts._known_hits))
-        parts.hit_at(layout, f"{held}", HOST)
-        assert len(parts._known_hits) == sizes[-1], "it is known"
-    assert max(sizes) <= MAX_KNOWN_HITS
-    assert max(sizes) > MAX_KNOWN_HITS // 2
+def test_many_keys_of_parts_are_not_computed_at_once() -> None:
+    layout = LayoutMap()
+    wide = replace(HYBRID, more_parts=(replace(HYBRID.more_parts[0], span=1 << 30),))
+    many = [ChunkKey(number.to_bytes(16, "big")) for number in range(MAX_UNPREPARED_KEYS + 1)]
+    admit(layout, "a", many, wide)
+    admit(layout, "a", [part_key(key, 1) for key in many], wide)
+    prompt = prompt_of(wide, many)
+    (prefix,) = prefixes(layout, prompt)
+    with pytest.raises(UnpreparedError):
+        match_of(layout, prompt, prefix)
+    prompt.packed_keys(1, 0, len(many))
+    found = match_of(layout, prompt, prefix)
+    assert found
+    assert found.chunk_count == len(many)
+    short = prompt_of(wide, many[:MAX_UNPREPARED_KEYS])
+    assert match_of(layout, short, prefixes(layout, short)[0])

@@ -1,0 +1,155 @@
+"""Hits against their definition, items however they are listed, and the index of ends against a search of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmkv.keys import ChunkKey, as_tokens, partial_keys, prefix_digests
+from lmkv.parts import KvPart
+from lmkv.prompt import MAX_JUMPS, EndIndex, Hit, Prompt, Tail, match
+from lmkv.spec import ALL, TOKEN_MAJOR, KvSpec
+from tests.lmkv.test_parts import HYBRID as TILED
+from tests.lmkv.test_parts import PARTS, STATE, window
+
+COUNT = 9
+SIZE = 4
+TOKENS = as_tokens(list(range(COUNT * SIZE + 3)))
+ROOT = ChunkKey(b"r" * 16)
+KEYS = [ChunkKey(bytes([index] * 16)) for index in range(COUNT)]
+
+
+def spec_of(*parts: KvPart) -> KvSpec:
+    """A spec with these parts."""
+    first, *more = parts
+    return replace(
+        TILED,
+        format=TOKEN_MAJOR,
+        block_size=0,
+        chunk_size=SIZE,
+        rule=first.rule,
+        span=first.span,
+        kv_head_count=first.kv_head_count,
+        head_size=first.head_size,
+        kv_dtype=first.kv_dtype,
+        more_parts=tuple(more),
+    )
+
+
+SPECS = st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: spec_of(*parts))
+HYBRID = spec_of(replace(window(2), rule=ALL, span=0), window(6), STATE)
+FULL, WINDOW, STATES = range(3)
+
+
+@dataclass
+class Set:
+    """The parts of chunks that are held, and the tails."""
+
+    prompt: Prompt
+    items: set[tuple[int, int]]
+    ends: dict[int, list[Tail]]
+
+    def prefix(self, part: int, count: int) -> int:
+        return next((chunk for chunk in range(count) if (part, chunk) not in self.items), count)
+
+    def flags(self, part: int, start: int, stop: int) -> bytes:
+        return bytes((part, chunk) in self.items for chunk in range(start, stop))
+
+    def tails(self, chunk_count: int) -> Iterable[Tail]:
+        return sorted(self.ends.get(chunk_count, []), key=lambda tail: -tail.token_count)
+
+
+def longest(held: Set, most_bytes: int | None) -> Hit:
+    """The longest hit, by its definition."""
+    prompt, best = held.prompt, Hit()
+    for count in range(COUNT + 1):
+        for tail in (None, *(held.ends.get(count, []) if prompt.may_end_behind(count) else [])):
+            hit = Hit(count, tail)
+            items = prompt.spec.items(count, tail.token_count if tail else 0)
+            has_all = all((item.part, item.chunk) in held.items for item in items if item.chunk < count)
+            fits = most_bytes is None or sum(prompt.items(hit).sizes) <= most_bytes
+            if has_all and fits and prompt.end(hit) > prompt.end(best):
+                best = hit
+    return best
+
+
+@given(
+    spec=SPECS,
+    absent=st.sets(st.tuples(st.integers(0, 3), st.integers(0, COUNT - 1))),
+    ends=st.dictionaries(st.integers(0, COUNT), st.sets(st.integers(1, SIZE - 1))),
+    budget=st.none() | st.integers(0, 40),
+    jumps=st.sampled_from([0, 1, MAX_JUMPS]),
+)
+def test_a_match_is_the_longest_hit_of_what_is_held(
+    spec: KvSpec,
+    absent: set[tuple[int, int]],
+    ends: dict[int, set[int]],
+    budget: int | None,
+    jumps: int,
+) -> None:
+    prompt = Prompt(spec, KEYS, root=ROOT, tokens=TOKENS)
+    tails = {
+        count: [Tail(key=KEYS[0], token_count=tokens, stored_token_count=tokens) for tokens in lengths]
+        for count, lengths in ends.items()
+    }
+    items = {(part, chunk) for part in range(4) for chunk in range(COUNT)} - absent
+    held = Set(prompt, items, tails)
+    most_bytes = None if budget is None else budget * max(spec.part_bytes(0), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmkv.prompt.MAX_JUMPS", jumps)
+        found = match(prompt, held, most_bytes)
+    assert prompt.end(found) == prompt.end(longest(held, most_bytes))
+    assert prompt.size_bytes(found) == sum(prompt.items(found).sizes)
+    assert len(prompt.items(found)) == len(spec.items(found.chunk_count, found.tail.token_count if found.tail else 0))
+
+
+PARENTS = [ChunkKey(bytes([number]) * 16) for number in range(2)]
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+def digests(parent: bytes, tokens: list[int]) -> bytes:
+    return prefix_digests(ChunkKey(parent), as_tokens(tokens))
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sampled_from(PARENTS), few_tokens), max_size=40),
+    st.sampled_from(PARENTS),
+    few_tokens,
+)
+def test_the_chunks_that_begin_alike_are_those_of_a_search_of_all(
+    story: list[tuple[bool, int, ChunkKey, list[int]]], parent: ChunkKey, asked: list[int]
+) -> None:
+    index, held = EndIndex[bytes](), dict[bytes, tuple[ChunkKey, list[int]]]()
+    for is_stored, number, of, tokens in story:
+        key = bytes([number])
+        if is_stored:
+            index.add(key, of, len(tokens), digests(of, tokens))
+            held[key] = of, tokens
+        else:
+            index.remove(key)
+            held.pop(key, None)
+    index.check()
+    expected = {key: common(tokens, asked) for key, (of, tokens) in held.items() if of == parent}
+    found = list(index.beginning_as(parent, digests(parent, asked)))
+    assert {key: count for count, key in found} == {key: count for key, count in expected.items() if count}
+    counts = [count for count, _ in found]
+    assert counts == sorted(counts, reverse=True)
+    assert index.has_digests(parent) is any(of == parent for of, _ in held.values())
+
+
+def test_the_digests_of_prefixes_begin_their_keys() -> None:
+    tokens = as_tokens([5, 6, 7])
+    for extras in (b"", b"an image"):
+        keys = partial_keys(PARENTS[0], tokens, [1, 2, 3], extras)
+        assert prefix_digests(PARENTS[0], tokens, extras) == b"".join(key[:8] for _, key in keys)
+    assert prefix_digests(PARENTS[0], tokens) != prefix_digests(PARENTS[1], tokens)
