@@ -40,12 +40,6 @@ def current_caller() -> Caller:
     return _current.get()
 
 
-def share_of(address: str, caller: Caller | None = None) -> str:
-    """Whose share of a process' memory a call has: its caller's; without a token, that of its address."""
-    caller = caller or current_caller()
-    return address if caller is ANONYMOUS_CALLER else f"{caller.tenant}/{caller.name}"
-
-
 def check_caller() -> None:
     """Checks the caller again, for each message of a stream. Raises `Unauthenticated` if it is no longer admitted."""
     _check.get()()

@@ -23,9 +23,8 @@ def caller_identity(context: Any) -> str:
     alternative names, else its common name), `ANONYMOUS` for one with neither. It does not change when a token or a
     certificate is replaced by another of the same name.
     """
-    caller = current_caller()
-    if caller is not ANONYMOUS_CALLER:
-        return f"token:{caller.tenant}/{caller.name}"
+    if token := _token_identity():
+        return token
     properties = context.auth_context()
     names = properties.get("x509_subject_alternative_name") or properties.get("x509_common_name") or ()
     return f"certificate:{','.join(sorted(name.decode(errors='replace') for name in names))}" if names else ANONYMOUS
@@ -34,6 +33,16 @@ def caller_identity(context: Any) -> str:
 def client_identity(context: Any) -> str:
     """The identity for limits per client: the caller's, or `address:HOST` for an anonymous caller."""
     return caller_identity(context) or f"address:{client_of(_host_of(context.peer()))}"
+
+
+def http_client_identity(host: str) -> str:
+    """As `client_identity`, of a caller over HTTP, whose address is `host`."""
+    return _token_identity() or f"address:{client_of(host)}"
+
+
+def _token_identity() -> str:
+    caller = current_caller()
+    return "" if caller is ANONYMOUS_CALLER else f"token:{caller.tenant}/{caller.name}"
 
 
 def _host_of(peer: str) -> str:

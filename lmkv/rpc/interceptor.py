@@ -13,7 +13,8 @@ import grpc
 from grpc_status import rpc_status
 
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.caller import check_caller, share_of
+from lmkv.auth.caller import check_caller
+from lmkv.auth.identity import client_identity
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.rpc.error_status import to_status
 from lmkv.rpc.refusal_delay import delay_refusal
@@ -98,10 +99,9 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         self, parts: AsyncIterator[Any], decode: Callable[[bytes], Any], name: str, metadata: Any, context: Any
     ) -> AsyncIterator[tuple[Requests, Lease]]:
         """The scope of a call: its messages, and memory for them, of its caller's share. Raises as authentication."""
-        address = context.peer().rpartition(":")[0]
         with (
-            self._authenticator.authorized_call(name, metadata) as caller,
-            Lease(self._budget, share_of(address, caller)) as lease,
+            self._authenticator.authorized_call(name, metadata),
+            Lease(self._budget, client_identity(context)) as lease,
         ):
             async with aclosing(Requests(parts, decode, lease)) as requests:
                 yield requests, lease

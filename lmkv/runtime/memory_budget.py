@@ -5,7 +5,8 @@ one or two bytes in the message. Code that reads a message of another process ta
 the budget first, and returns them with the answer.
 
 A caller may hold as much as all callers leave free: alone half of the budget, one of two a third, so that there is
-always room for one more. Who waits is served in the order of arrival, and callers in turn.
+always room for one more. Requests that wait are served in the order of arrival, and callers in turn. Small requests
+pass beside large ones, also of their own caller: a gateway is one caller, and sends those of all its users.
 """
 
 from __future__ import annotations
@@ -41,17 +42,24 @@ CALLER_FRACTION = 2
 LONE_FRACTION = 2
 """A request that is alone may take this multiple of the budget: half of the memory that the process may have."""
 SMALL_FRACTION = 64
-"""What a caller may hold beside requests that take all of the budget: this part of it."""
+"""Small requests of a caller, which together hold up to this part of the budget, wait for no large ones."""
 SPARE_FRACTION = 4
-"""What such callers may hold together: this part of the budget."""
+"""Beside requests that take all of the budget, small ones of all callers may hold up to this part of it."""
 WAIT_SECONDS = 5.0
 """How long a message waits for its bytes."""
 TRIM_FROM_BYTES = 32 << 20
 """What requests must have taken for memory to be returned to the system."""
 TRIM_SECONDS = 1.0
 """That happens once requests have taken less than that in such a time: returning memory takes some itself."""
+REUSED_BYTES = 64 << 20
+"""Freed blocks up to this size are used again, not returned to the system one by one: getting 32 MB of fresh memory
+takes longer than decoding them."""
 COUNTED_AT_ONCE = 256 << 10
 """Bytes that fit into a processor's cache."""
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Options of glibc's allocator."""
 
 
 class MemoryBudget:
@@ -61,8 +69,11 @@ class MemoryBudget:
         self.capacity_bytes = capacity_bytes
         self.held_bytes = 0
         self._held: dict[str, int] = {}
+        self._small: dict[str, int] = {}
+        """What small requests hold, by caller: it does not stand in the way of large ones."""
+        self._small_bytes = 0
         self._idle: dict[str, int] = {}
-        """What requests hold that wait for more, by caller: it does not stand in the way of their own turn."""
+        """What large requests hold that wait for more, by caller: it does not stand in the way of their own turn."""
         self._idle_bytes = 0
         self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
         """By caller, in the order of their turns."""
@@ -91,28 +102,54 @@ class MemoryBudget:
         """Requests that wait."""
         return sum(len(queue) for queue in self._waiting.values())
 
-    def has_room(self, caller: str, size_bytes: int) -> bool:
-        """Whether a caller may take so much more now."""
-        held_bytes, held = self.held_bytes, self._held.get(caller, 0)
-        if held + size_bytes <= self.capacity_bytes // SMALL_FRACTION:
-            return (
-                held_bytes + size_bytes <= LONE_FRACTION * self.capacity_bytes + self.capacity_bytes // SPARE_FRACTION
-            )
+    @property
+    def small_bytes(self) -> int:
+        """The most that a small request holds, and all small ones of a caller together."""
+        return self.capacity_bytes // SMALL_FRACTION
+
+    def passes(self, lease: Lease, size_bytes: int) -> bool:
+        """Whether a lease that takes so much more is one of a small request, for which there is room beside all others.
+
+        Such a request waits for no other one.
+        """
+        return (
+            lease.size_bytes == lease.small_bytes
+            and self._small.get(lease.caller, 0) + size_bytes <= self.small_bytes
+            and self.held_bytes + size_bytes <= self._most_bytes
+        )
+
+    def has_room(self, lease: Lease, size_bytes: int) -> bool:
+        """Whether a lease may take so much more now."""
+        if self.passes(lease, size_bytes):
+            return True
+        held_bytes, caller = self.held_bytes, lease.caller
+        large_bytes = held_bytes - self._small_bytes
         if held_bytes + size_bytes > self.capacity_bytes and (
-            held_bytes > self._idle_bytes or held_bytes + size_bytes > LONE_FRACTION * self.capacity_bytes
+            large_bytes > self._idle_bytes
+            or large_bytes + size_bytes > LONE_FRACTION * self.capacity_bytes
+            or held_bytes + size_bytes > self._most_bytes
         ):
             return False
-        is_first = held <= self._idle.get(caller, 0)
+        held = self._held.get(caller, 0)
+        is_first = held - self._small.get(caller, 0) <= self._idle.get(caller, 0)
         return is_first or held + size_bytes <= (CALLER_FRACTION - 1) * (self.capacity_bytes - held_bytes)
+
+    @property
+    def _most_bytes(self) -> int:
+        return LONE_FRACTION * self.capacity_bytes + self.capacity_bytes // SPARE_FRACTION
 
     def has_waiting(self, caller: str) -> bool:
         """Whether requests of a caller wait, behind which others must queue."""
         return caller in self._waiting
 
-    def add(self, caller: str, size_bytes: int) -> None:
-        """Counts bytes of a caller, or fewer if negative: those that wait may have them."""
+    def add(self, lease: Lease, size_bytes: int) -> None:
+        """Counts bytes of a lease, which has them already, or fewer if negative: those that wait may have them."""
         self.held_bytes += size_bytes
-        _count(self._held, caller, size_bytes)
+        _count(self._held, lease.caller, size_bytes)
+        before_bytes = lease.small_bytes
+        lease.small_bytes = lease.size_bytes if lease.size_bytes <= self.small_bytes else 0
+        self._small_bytes += lease.small_bytes - before_bytes
+        _count(self._small, lease.caller, lease.small_bytes - before_bytes)
         if size_bytes < 0:
             self._serve()
             return
@@ -125,7 +162,7 @@ class MemoryBudget:
         caller = lease.caller
         waiter = _Waiter(lease, size_bytes, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(caller, deque()).append(waiter)
-        idle_bytes = lease.size_bytes
+        idle_bytes = lease.size_bytes - lease.small_bytes
         self._count_idle(caller, idle_bytes)
         try:
             self._serve()  # what this one holds may be all that stands in the way of another
@@ -155,7 +192,7 @@ class MemoryBudget:
             for caller in list(self._waiting):
                 queue = self._waiting[caller]
                 first = queue[0]
-                if not first.served.done() and not self.has_room(caller, first.size_bytes):
+                if not first.served.done() and not self.has_room(first.lease, first.size_bytes):
                     continue
                 queue.popleft()
                 if not queue:
@@ -196,15 +233,17 @@ class Lease:
         self._budget = budget
         self.caller = caller
         self.size_bytes = 0
+        self.small_bytes = 0
+        """The same while the request is a small one; set by the budget."""
 
     def grow(self, size_bytes: int) -> None:
         """Takes more bytes. Raises `TooManyRequests`."""
-        if not self._budget.has_room(self.caller, size_bytes):
+        if not self._budget.has_room(self, size_bytes):
             raise self._full(size_bytes)
         self.add(size_bytes)
 
     async def acquire(self, size_bytes: int, wait_seconds: float = WAIT_SECONDS) -> None:
-        """Has this number of bytes instead of those so far. Waits for more, behind the caller's other requests.
+        """Has this number of bytes instead of those so far. Waits for more, behind the caller's other large requests.
 
         Raises `TooManyRequests`, with the bytes so far, if the wait takes longer than `wait_seconds`, or would never
         end.
@@ -214,7 +253,7 @@ class Lease:
             self.add(more)
             return
         budget = self._budget
-        if not budget.has_waiting(self.caller) and budget.has_room(self.caller, more):
+        if budget.passes(self, more) or (not budget.has_waiting(self.caller) and budget.has_room(self, more)):
             self.add(more)
             return
         if size_bytes > LONE_FRACTION * budget.capacity_bytes:
@@ -232,7 +271,7 @@ class Lease:
         """Counts bytes that there is room for, or returns some if negative."""
         if size_bytes:
             self.size_bytes += size_bytes
-            self._budget.add(self.caller, size_bytes)
+            self._budget.add(self, size_bytes)
 
     def _full(self, size_bytes: int) -> TooManyRequests:
         return TooManyRequests(
@@ -252,8 +291,10 @@ class Lease:
 
 @functools.cache
 def of_process() -> MemoryBudget:
-    """The budget of this process."""
-    return MemoryBudget(budget_bytes())
+    """The budget of this process, whose freed memory is kept up to this budget, until requests take little again."""
+    budget = MemoryBudget(budget_bytes())
+    _keep_freed(budget.capacity_bytes)
+    return budget
 
 
 def budget_bytes(reserved_bytes: int = 0) -> int:
@@ -269,14 +310,39 @@ def memory_limit(proc: Path = PROC, cgroup_root: Path = CGROUP_ROOT) -> int:
     return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
 
 
+class JsonSize:
+    """An upper bound of the memory that a JSON text takes once it is decoded, the text itself included.
+
+    It is counted while the text arrives: counting all of a large one would take as long as a turn.
+    """
+
+    def __init__(self) -> None:
+        self.text_bytes = 0
+        """Bytes of the parts so far."""
+        self._is_ascii = True
+        self._value_count = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The bound for the parts so far."""
+        character_bytes = 1 if self._is_ascii else WIDE_CHARACTER_BYTES
+        return self.text_bytes * (1 + character_bytes) + self._value_count * JSON_VALUE_BYTES
+
+    def add(self, part: bytes) -> None:
+        """Counts the next part."""
+        self.text_bytes += len(part)
+        self._is_ascii = self._is_ascii and part.isascii()
+        octets = np.frombuffer(part, np.uint8)
+        for start in range(0, octets.size, COUNTED_AT_ONCE):
+            some = octets[start : start + COUNTED_AT_ONCE]
+            self._value_count += sum(int(np.count_nonzero(some == mark)) for mark in b",[{:")
+
+
 def json_bytes(body: bytes) -> int:
-    """An upper bound of the memory that a JSON text takes once it is decoded, the text itself included."""
-    octets, values = np.frombuffer(body, np.uint8), 0
-    for start in range(0, octets.size, COUNTED_AT_ONCE):
-        part = octets[start : start + COUNTED_AT_ONCE]
-        values += sum(int(np.count_nonzero(part == mark)) for mark in b",[{:")
-    text = len(body) * (1 if body.isascii() else WIDE_CHARACTER_BYTES)
-    return len(body) + text + values * JSON_VALUE_BYTES
+    """`JsonSize` of a whole text."""
+    size = JsonSize()
+    size.add(body)
+    return size.size_bytes
 
 
 def _count(counts: dict[str, int], caller: str, change: int) -> None:
@@ -285,6 +351,14 @@ def _count(counts: dict[str, int], caller: str, change: int) -> None:
         counts[caller] = count
     else:
         counts.pop(caller, None)
+
+
+def _keep_freed(size_bytes: int) -> None:
+    """Has the allocator keep freed memory up to this size, where it has such a setting."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, REUSED_BYTES)
+        set_option(_M_TRIM_THRESHOLD, min(size_bytes, (1 << 31) - 1))
 
 
 def _trim() -> None:

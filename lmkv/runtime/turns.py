@@ -2,7 +2,8 @@
 
 A server decodes a message at once, and accepts calls one by one. A caller with a hundred large messages on their way
 would have all of them decoded before the call of another caller is accepted. So a large message waits for its turn:
-there is one at a time, and between two of them the loop accepts the calls that have arrived.
+there is one at a time, and between two of them the loop accepts the calls that have arrived. The parts of large
+messages that a server reads itself are read one at a time, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
@@ -24,17 +25,67 @@ MAX_PAUSE_SECONDS = 0.02
 """The next turn begins this long after the last one, whatever arrives."""
 
 
-class Turns:
-    """The turns on one event loop."""
+class _Queue:
+    """Those that wait, callers in turn."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """By caller, in the order of their turns."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    async def wait(self, caller: str, on_lost: Callable[[], None]) -> None:
+        """Waits until `give_next` has reached this one; calls `on_lost` if it is cancelled between that and its run."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                on_lost()
+            else:
+                self._forget(caller, turn)
+            raise
+
+    def give_next(self) -> bool:
+        """Ends the wait of the first of the next caller. Returns whether there is one."""
+        while self._waiting:
+            caller, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[caller] = queue  # behind all others
+            if not turn.done():  # else it was cancelled, and has not run since
+                turn.set_result(None)
+                return True
+        return False
+
+    def _forget(self, caller: str, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(caller)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[caller]
+
+
+class Turns:
+    """The turns on one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting = _Queue()
         self._is_taken = False
         """Whether there is a turn, or a pause after one."""
+        self._reading = _Queue()
+        self._has_read = False
+        """Whether a part is read in this iteration of the event loop."""
         self._arrival_count = 0
         self._last_large: OrderedDict[str, float] = OrderedDict()
         """When callers sent their last large message, the oldest first."""
+
+    @property
+    def waiting_count(self) -> int:
+        """Large messages that wait for their turn."""
+        return len(self._waiting)
 
     def sends_large(self, caller: str) -> bool:
         """Whether a caller has sent a large message lately."""
@@ -52,12 +103,25 @@ class Turns:
             return
         self._remember(caller)
         if self._is_taken:
-            await self._wait(caller)
+            await self._waiting.wait(caller, self._give)
         self._is_taken = True
         try:
             yield
         finally:
             self._pause(time.monotonic() + MAX_PAUSE_SECONDS)
+
+    async def read(self, caller: str) -> None:
+        """Must be awaited before a part of a large message is read: there is one in an iteration of the event loop."""
+        if self._has_read:
+            await self._reading.wait(caller, lambda: None)
+            return
+        self._has_read = True
+        asyncio.get_running_loop().call_soon(self._give_read)
+
+    def _give_read(self) -> None:
+        self._has_read = self._reading.give_next()
+        if self._has_read:
+            asyncio.get_running_loop().call_soon(self._give_read)
 
     def _remember(self, caller: str) -> None:
         now = time.monotonic()
@@ -65,24 +129,6 @@ class Turns:
         self._last_large.move_to_end(caller)
         while now - next(iter(self._last_large.values())) >= REMEMBERED_SECONDS:
             self._last_large.popitem(last=False)
-
-    async def _wait(self, caller: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it would have been this one's turn
-                self._give()
-            else:
-                self._forget(caller, turn)
-            raise
-
-    def _forget(self, caller: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting[caller]
-        queue.remove(turn)
-        if not queue:
-            del self._waiting[caller]
 
     def _pause(self, until: float) -> None:
         """Gives the next turn once calls have ceased to arrive."""
@@ -98,14 +144,7 @@ class Turns:
 
     def _give(self) -> None:
         """Gives the turn to the next caller's first message, or leaves it to the first that comes."""
-        if not self._waiting:
-            self._is_taken = False
-            return
-        caller, queue = self._waiting.popitem(last=False)
-        turn = queue.popleft()
-        if queue:
-            self._waiting[caller] = queue  # behind all others
-        turn.set_result(None)
+        self._is_taken = self._waiting.give_next()
 
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()

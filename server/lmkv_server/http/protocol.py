@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from lmkv.runtime import turns
 from lmkv.runtime.places import client_of
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv_server.http.connections import ConnectionLimiter
@@ -157,6 +158,7 @@ class RequestLimiter:
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        turns.of_loop().count_arrival()
         connection = scope["state"].pop(CONNECTION)
         reached = None if scope["path"] in self._probes else self._limiter.admit(connection)
         if reached is None:

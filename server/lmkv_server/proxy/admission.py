@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
 from lmkv.errors import Full, TooManyRequests
-from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
-from lmkv.runtime.places import Places, client_of, most_of
+from lmkv.runtime.memory_budget import Lease, of_process
+from lmkv.runtime.places import Places, most_of
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.http.bodies import BodyTooLarge, read_body
+from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.response import ResponseWriter
@@ -55,6 +55,8 @@ class AdmittedRequest:
     session: str
     """The value of the session header; empty if there is none."""
     client: Client
+    caller: str
+    """Who has shares of the proxy's limits: a token, or an address."""
     body: bytes
     writer: ResponseWriter
 
@@ -104,7 +106,7 @@ class Admission:
         """Returns the outcome, a label of the metric."""
         try:
             self._check_open()
-            with self._salts.client(request.headers) as client, self._lease(request) as lease:
+            with self._salts.client(request.headers) as client, Lease(self._memory, caller_of(request)) as lease:
                 async with asyncio.timeout(self._timeout_seconds):
                     headers = client.headers(forwarded_headers(request.headers))
                     admitted = AdmittedRequest(
@@ -113,10 +115,11 @@ class Admission:
                         headers=headers | ({TRACEPARENT: traceparent} if traceparent else {}),
                         session=request.headers.get(self._session_header, ""),
                         client=client,
+                        caller=lease.caller,
                         body=await self._read(request, lease),
                         writer=writer,
                     )
-                    with self._place(request, client, writer):
+                    with self._place(lease.caller, writer):
                         await _while_connected(serve(admitted), request.receive)
         except ClientDisconnected:
             return "cancelled"
@@ -151,12 +154,11 @@ class Admission:
             raise Rejected("it is stopping")
 
     @contextmanager
-    def _place(self, request: Request, client: Client, writer: ResponseWriter) -> Iterator[None]:
-        """A place for a request whose body is complete, of the share of its client. Raises `Rejected`."""
+    def _place(self, caller: str, writer: ResponseWriter) -> Iterator[None]:
+        """A place for a request whose body is complete, of the share of its caller. Raises `Rejected`."""
         self._check_open()
-        address = client_of(request.client.host if request.client else "")
         try:
-            self._places.take(writer, f"token:{client.tenant}/{client.name}" if client.name else f"address:{address}")
+            self._places.take(writer, caller)
         except Full as error:
             raise Rejected(f"{error} (max_concurrent_requests)") from None
         try:
@@ -164,16 +166,11 @@ class Admission:
         finally:
             self._places.release(writer)
 
-    def _lease(self, request: Request) -> Lease:
-        """Memory for the body of a request and what it is decoded to, of the share of the request's address."""
-        return Lease(self._memory, request.client.host if request.client else "")
-
     async def _read(self, request: Request, lease: Lease) -> bytes:
         """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 body = await read_body(request, lease, self._max_body_bytes)
-            await lease.acquire(json_bytes(body))
         except BodyTooLarge:
             message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"
             raise InvalidRequest(413, message) from None

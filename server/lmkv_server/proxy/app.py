@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.roles import ENGINES_RPC
 from lmkv.errors import PermissionDenied, Unauthenticated
+from lmkv.runtime import turns
 from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.metrics import metrics_response
@@ -54,7 +55,9 @@ def make_app(
     """
 
     async def complete(request: AdmittedRequest) -> None:
-        await handler.serve(_completion_request(request), request.writer)
+        async with turns.of_loop().take(request.caller, len(request.body)):
+            decoded = _completion_request(request)
+        await handler.serve(decoded, request.writer)
 
     async def passed(request: AdmittedRequest) -> None:
         await pass_through.serve(request)
@@ -146,7 +149,14 @@ def _completion_request(request: AdmittedRequest) -> CompletionRequest:
     user = body.get("user")
     session = request.session or (user if isinstance(user, str) else "")
     body = request.client.salted(request.path, without_handoff(body))
-    return CompletionRequest(path=request.path, body=body, headers=request.headers, session=session)
+    return CompletionRequest(
+        path=request.path,
+        body=body,
+        size_bytes=len(request.body),
+        headers=request.headers,
+        caller=request.caller,
+        session=session,
+    )
 
 
 def _json(content: dict[str, str], status: int = 200) -> Response:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from lmkv.runtime import turns
 from lmkv_server.proxy.admission import AdmittedRequest, InvalidRequest
 from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
@@ -69,7 +70,12 @@ class PassThrough:
         Raises `InvalidRequest`, `EngineRejected`, `EngineFailed` or `NoHealthyEngine`; `EngineRejected` with a 404 if
         all healthy engines lack the path.
         """
-        body = _object(request.body) if request.method == "POST" else {}
+        async with turns.of_loop().take(request.caller, len(request.body)):
+            body = _object(request.body) if request.method == "POST" else {}
+            sent = _sent(request, body)
+            content = None
+            if request.method == "POST":
+                content = request.body if sent is body else msgspec.json.encode(sent)
         writer = request.writer
         if request.path in GENERATING:
             writer.strategy = ALONE
@@ -89,10 +95,6 @@ class PassThrough:
                     raise PathNotServed from None
                 raise
 
-        sent = _sent(request, body)
-        content = None
-        if request.method == "POST":
-            content = request.body if sent is body else msgspec.json.encode(sent)
         cached = await self._cached_tokens(request, sent)
         while True:
             try:

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmkv.errors import TooManyRequests
-from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
-from lmkv_server.http.bodies import BodyTooLarge, read_body
+from lmkv.runtime import turns
+from lmkv.runtime.memory_budget import Lease, of_process
+from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
 from lmkv_server.webhook.additions import Additions
 from lmkv_server.webhook.review import InvalidReview, review
 
@@ -27,15 +28,15 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
     """The application of a webhook."""
 
     async def mutate(request: Request) -> Response:
-        with Lease(of_process(), request.client.host if request.client else "") as lease:
+        with Lease(of_process(), caller_of(request)) as lease:
             return await _mutate(request, lease)
 
     async def _mutate(request: Request, lease: Lease) -> Response:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 body = await read_body(request, lease, MAX_BODY_BYTES)
-            await lease.acquire(json_bytes(body))
-            answer = review(msgspec.json.decode(body), additions)
+            async with turns.of_loop().take(lease.caller, len(body)):
+                answer = review(msgspec.json.decode(body), additions)
         except BodyTooLarge:
             return _error(413, f"the body has more than {MAX_BODY_BYTES} bytes")
         except TimeoutError:

@@ -27,6 +27,7 @@ from lmkv.runtime.memory_budget import (
     MIN_BYTES,
     SMALL_FRACTION,
     SPARE_FRACTION,
+    JsonSize,
     Lease,
     MemoryBudget,
     budget_bytes,
@@ -45,7 +46,7 @@ def test_a_caller_has_a_share_and_leaves_the_rest_to_others() -> None:
     budget = MemoryBudget(CAPACITY)
     held = [budget.take("hog", SHARE // 5) for _ in range(5)]
     with pytest.raises(TooManyRequests, match="one caller may have half") as refused:
-        budget.take("hog", 1)
+        budget.take("hog", SMALL + 1)
     assert refused.value.retry_seconds == 1.0
     others = [budget.take(f"honest {number}", SHARE // 5) for number in range(5)]
     with pytest.raises(TooManyRequests):
@@ -62,7 +63,7 @@ def test_a_request_that_is_larger_than_a_share_is_admitted_alone() -> None:
     budget = MemoryBudget(CAPACITY)
     with budget.take("one", LARGEST), pytest.raises(TooManyRequests):
         budget.take("another", SMALL + 1)
-    with budget.take("another", 1), pytest.raises(TooManyRequests):
+    with budget.take("another", SMALL + 1), pytest.raises(TooManyRequests):
         budget.take("one", LARGEST)
     with pytest.raises(TooManyRequests):
         budget.take("one", LARGEST + 1)
@@ -82,7 +83,7 @@ def test_small_requests_of_others_pass_beside_the_largest_within_bounds() -> Non
 def test_callers_leave_as_much_as_each_of_them_has(count: int) -> None:
     budget = MemoryBudget(CAPACITY)
     callers = {f"hog {number}": 0 for number in range(count)}
-    while any(budget.has_room(caller, SMALL + 1) for caller in callers):
+    while any(budget.has_room(Lease(budget, caller), SMALL + 1) for caller in callers):
         for caller in callers:
             with suppress(TooManyRequests):
                 callers[caller] += budget.take(caller, SMALL + 1).size_bytes
@@ -110,17 +111,35 @@ async def test_requests_of_a_caller_are_served_in_the_order_of_arrival_and_calle
     assert (budget.held_bytes, budget.waiting_count) == (0, 0)
 
 
-async def test_a_late_small_request_does_not_overtake_those_of_its_caller() -> None:
+async def test_a_late_request_does_not_overtake_those_of_its_caller_unless_it_is_small() -> None:
+    """The caller may be a gateway, whose small requests are those of other users."""
     budget = MemoryBudget(CAPACITY)
     held = budget.take("one", SHARE)
     first = asyncio.create_task(budget.acquire("one", SHARE))
     await asyncio.sleep(0)
-    second = asyncio.create_task(budget.acquire("one", 1))
+    second = asyncio.create_task(budget.acquire("one", SMALL + 1))
     await asyncio.sleep(0)
     assert not second.done()
+    with budget.take("one", SMALL), pytest.raises(TooManyRequests):
+        await budget.acquire("one", 1, wait_seconds=0.01)
     held.close()
     (await first).close()
-    await second
+    (await second).close()
+    assert (budget.held_bytes, budget._small, budget._small_bytes, budget._idle) == (0, {}, 0, {})
+
+
+async def test_small_requests_do_not_stand_in_the_way_of_the_largest() -> None:
+    budget = MemoryBudget(CAPACITY)
+    small = [budget.take(caller, SMALL) for caller in ("one", "another")]
+    with await budget.acquire("one", LARGEST, wait_seconds=0.01):
+        assert budget.held_bytes == LARGEST + 2 * SMALL
+    growing = small[0]
+    growing.grow(1)  # now it is a large one
+    with pytest.raises(TooManyRequests):
+        budget.take("one", LARGEST)
+    for lease in small:
+        lease.close()
+    assert (budget.held_bytes, budget._small, budget._small_bytes) == (0, {}, 0)
 
 
 async def test_requests_that_all_hold_something_and_wait_for_more_are_served_one_after_the_other() -> None:
@@ -172,7 +191,7 @@ async def test_a_message_waits_for_memory_within_bounds() -> None:
     held.close()
     (await waiting).close()
     with budget.take("hog", SHARE), pytest.raises(TooManyRequests):
-        await budget.acquire("hog", 1, wait_seconds=0.01)
+        await budget.acquire("hog", SMALL + 1, wait_seconds=0.01)
     assert budget.held_bytes == 0
 
 
@@ -236,6 +255,10 @@ def test_no_json_takes_more_memory_than_its_bound(text: str) -> None:
         tracemalloc.stop()
     assert content
     assert len(body) + taken <= json_bytes(body)
+    size = JsonSize()
+    for start in range(0, len(body), 10_001):
+        size.add(body[start : start + 10_001])
+    assert (size.size_bytes, size.text_bytes) == (json_bytes(body), len(body)), "however it arrives"
 
 
 def test_a_text_alone_costs_little() -> None:

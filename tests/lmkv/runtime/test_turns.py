@@ -94,3 +94,59 @@ async def test_who_waits_no_longer_takes_no_turn_from_others(has_turn: bool) -> 
         await asyncio.gather(*leaving, return_exceptions=True)
         await staying
     assert not shared._waiting
+
+
+async def test_one_part_of_a_large_message_is_read_in_an_iteration_of_the_loop_callers_in_turn() -> None:
+    shared = Turns()
+    iteration, read = 0, list[tuple[str, int]]()
+
+    async def receive(caller: str) -> None:
+        for _ in range(5):
+            await shared.read(caller)
+            read.append((caller, iteration))
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        counting = asyncio.create_task(count())
+        await asyncio.gather(*(receive(caller) for caller in ["hog"] * 20 + ["honest"]))
+        counting.cancel()
+    iterations = [number for _, number in read]
+    assert len(set(iterations[1:])) == len(iterations) - 1, "the first is read at once"
+    honest = [place for place, (caller, _) in enumerate(read) if caller == "honest"]
+    assert honest == [honest[0] + 2 * number for number in range(5)]
+
+
+async def test_a_reader_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
+    shared = Turns()
+    await shared.read("one")
+    waiting = [asyncio.create_task(shared.read("one")) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    async with asyncio.timeout(WAIT_SECONDS):
+        await waiting[0]
+        await waiting[2]
+        await shared.read("one")
+    assert waiting[1].cancelled()
+
+
+async def test_one_that_is_cancelled_as_its_turn_comes_leaves_it_to_the_next() -> None:
+    """The turn ends in the iteration in which it is cancelled: it has not run since."""
+    shared = Turns()
+
+    async def decode() -> None:
+        async with shared.take("one", LARGE_BYTES):
+            pass
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        async with shared.take("another", LARGE_BYTES):
+            waiting = [asyncio.create_task(decode()) for _ in range(2)]
+            await asyncio.sleep(0)
+        waiting[0].cancel()
+        shared._give()
+        await waiting[1]
+        await decode()

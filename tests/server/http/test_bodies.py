@@ -73,6 +73,7 @@ async def test_no_body_takes_no_memory(budget: MemoryBudget) -> None:
 async def test_a_body_without_room_is_left_with_its_client_until_there_is_some(budget: MemoryBudget) -> None:
     others = budget.take("one", CAPACITY // CALLER_FRACTION)
     client = Client(budget, [PART], content_length=str(PART_BYTES))
+    budget.take("one", budget.small_bytes)  # else it would be a small one
     with Lease(budget, "one") as lease:
         reading = asyncio.create_task(read_body(client.request, lease, MAX_BYTES))
         await asyncio.sleep(0)

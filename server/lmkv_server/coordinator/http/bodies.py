@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from lmkv.auth.caller import share_of
-from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
+from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.turns import LARGE_BYTES, of_loop
 from lmkv_server.coordinator.http.replies import HttpError
-from lmkv_server.http.bodies import BodyTooLarge, read_body
+from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
 
 MAX_BODY_BYTES = 4 << 20
 """Room for half a million tokens."""
@@ -27,7 +26,7 @@ async def body_of(request: Request) -> AsyncIterator[bytes]:
 
     Memory is of the share of the request's caller. Raises `HttpError` 400, 408, 413 or 415, and `TooManyRequests`.
     """
-    with Lease(of_process(), share_of(request.client.host if request.client else "")) as lease:
+    with Lease(of_process(), caller_of(request)) as lease:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 body = await read_body(request, lease, MAX_BODY_BYTES)
@@ -45,17 +44,16 @@ async def body_of(request: Request) -> AsyncIterator[bytes]:
                 "INVALID_ARGUMENT",
                 f"the body must be JSON ({given}); send the header Content-Type: application/json",
             )
-        await lease.acquire(json_bytes(body))
         yield body
 
 
 @asynccontextmanager
-async def turn(body: bytes) -> AsyncIterator[bool]:
+async def turn(request: Request, body: bytes) -> AsyncIterator[bool]:
     """Large bodies are decoded in turn, inside this: between two of them the event loop serves other requests.
 
     Yields whether it is a large one.
     """
-    async with of_loop().take(share_of(""), len(body)):
+    async with of_loop().take(caller_of(request), len(body)):
         yield len(body) >= LARGE_BYTES
 
 

@@ -114,7 +114,7 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
 
     async def unary(request: Request) -> Response:
         async with body_of(request) as body:
-            message = await read_message(message_class(), body)
+            message = await read_message(request, message_class(), body)
             return json_response(to_json(await call(handler, message)))
 
     async def stream(request: Request) -> Response:
@@ -124,7 +124,7 @@ def _route(method: MethodDescriptor, handler: Callable[[Any, Any], Any]) -> Rout
             message = parse(message_class(), dict(request.query_params))
         else:
             async with body_of(request) as body:
-                message = await read_message(message_class(), body)
+                message = await read_message(request, message_class(), body)
         is_events = "text/event-stream" in request.headers.get("accept", "")
         frame = _as_event if is_events else _as_line
         responses = _responses(handler, message, _peer_of(request))
@@ -155,12 +155,12 @@ async def call(handler: Callable[[Any, Any], Any], message: Message) -> Any:
         context.finish()
 
 
-async def read_message(message: Message, body: bytes) -> Message:
+async def read_message(request: Request, message: Message, body: bytes) -> Message:
     """Fills a request from a body. Raises `HttpError`, `BadRequest`.
 
     Other tasks run while long lists of token ids are read, and between slices of them.
     """
-    async with turn(body) as is_large:
+    async with turn(request, body) as is_large:
         texts: dict[str, msgspec.Raw] = decode(body, _fields)
         return parse(message, await _read_lists(message, texts) if is_large else _values(texts))
 

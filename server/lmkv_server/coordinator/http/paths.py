@@ -44,7 +44,7 @@ class Path(Generic[B]):
     async def serve(self, request: Request) -> Response:
         """Answers a request. Raises the errors of `decode` and of the handler."""
         async with body_of(request) as whole:
-            async with turn(whole) as is_large:
+            async with turn(request, whole) as is_large:
                 rest, tokens = lift_tokens(whole)
                 body: Any = decode(rest, self._decoder)
                 if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 
@@ -149,10 +149,15 @@ class DecodeStage:
 
     async def _send(self, engine: Engine, body: Json) -> HttpResponse:
         request = self._request
-        return await self._clients[engine].request("POST", request.path, request.headers, _encode(body))
+        encoded = await request.encode(body)
+        return await self._clients[engine].request("POST", request.path, request.headers, encoded)
 
-    def _stream(self, engine: Engine, body: Json) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        return self._clients[engine].stream(self._request.path, self._request.headers, _encode(body))
+    @asynccontextmanager
+    async def _stream(self, engine: Engine, body: Json) -> AsyncIterator[AsyncIterator[bytes]]:
+        request = self._request
+        encoded = await request.encode(body)
+        async with self._clients[engine].stream(request.path, request.headers, encoded) as events:
+            yield events
 
 
 def _usage_of_both(prefill: PrefillResult, content: Json) -> Json:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import Json
@@ -107,7 +105,7 @@ class PrefillStage:
     ) -> Json:
         begin = time.perf_counter()
         body = prefill_body(request.body, handoff.signed if handoff else None, with_tokens=with_tokens)
-        encoded = msgspec.json.encode(body)
+        encoded = await request.encode(body)
         response = json_of(
             (await self._clients[engine].request("POST", request.path, request.headers, encoded)).body, engine
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
+
 import numpy as np
 from numpy.typing import NDArray
 
+from lmkv.runtime import turns
+from lmkv.runtime.memory_budget import JsonSize
 from lmkv_server.proxy.routing.arriving_prompt import ArrivingPrompt
 from lmkv_server.proxy.routing.early_lookup import EarlyLookup
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
@@ -12,19 +16,31 @@ from lmkv_server.proxy.routing.prompt import PromptRequest
 
 
 class ArrivingBody:
-    """The parts of one body. Without `lookup` no keys are computed."""
+    """The parts of one body, which `caller` sends. Without `lookup` no keys are computed."""
 
-    def __init__(self, lookup: KeyLookup | None) -> None:
+    def __init__(self, caller: str, lookup: KeyLookup | None) -> None:
+        self._caller = caller
         self._lookup = lookup
         self._prompt = ArrivingPrompt()
         self.early: EarlyLookup | None = None
         """The lookup of the token ids so far, for the model and salt that the body has before them."""
         self.size_bytes = 0
         """Memory of the token ids."""
+        self._decoded = JsonSize()
 
     def add(self, part: bytes, *, is_last: bool) -> None:
         """Takes a part."""
+        self._decoded.add(part)
         self._take(self._prompt.add(part, is_last=is_last), is_last=is_last)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """An upper bound of the memory that the body takes once it is decoded, its text included."""
+        return self._decoded.size_bytes
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Inside, it is the turn of this body to be decoded."""
+        return turns.of_loop().take(self._caller, self._decoded.text_bytes)
 
     def read(self, path: str) -> PromptRequest:
         """The request, once all parts were taken. Raises `NotJson`."""
@@ -40,7 +56,7 @@ class ArrivingBody:
         """Ends the lookup, and frees what was read. Idempotent."""
         if self.early is not None:
             self.early.stop()
-        self._prompt, self.early, self.size_bytes = ArrivingPrompt(), None, 0
+        self._prompt, self.early, self.size_bytes, self._decoded = ArrivingPrompt(), None, 0, JsonSize()
 
     def _take(self, tokens: NDArray[np.uint32], *, is_last: bool) -> None:
         self.size_bytes += tokens.nbytes

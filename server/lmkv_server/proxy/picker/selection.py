@@ -44,18 +44,21 @@ class EnginePicker:
         self._metrics = metrics
         self._session_header = session_header
 
-    def arriving(self, *, looks_ahead: bool) -> ArrivingBody:
-        """A body for `pick`, which its parts are added to while they arrive; `looks_ahead` to look them up, too."""
-        return ArrivingBody(self._lookup if looks_ahead else None)
+    def arriving(self, caller: str, *, looks_ahead: bool) -> ArrivingBody:
+        """A caller's body, which its parts are added to while they arrive; `looks_ahead` to look them up, too."""
+        return ArrivingBody(caller, self._lookup if looks_ahead else None)
 
     async def pick(
-        self, path: str, headers: Mapping[str, str], body: ArrivingBody | bytes | None, subset: Collection[str] | None
+        self,
+        prompt: PromptRequest,
+        headers: Mapping[str, str],
+        early: EarlyLookup | None,
+        subset: Collection[str] | None,
     ) -> Engine:
-        """The engine of a request. Without the body it is picked by session and load.
+        """The engine of a request; `early` is the lookup that has begun while its body arrived.
 
         Raises `NoHealthyEngine` if none of the subset, or none at all, is healthy.
         """
-        prompt = _prompt(path, body)
         candidates = [
             engine
             for engine in self._pool.engines
@@ -67,7 +70,7 @@ class EnginePicker:
         excluded = [engine for engine in self._pool.engines if engine not in allowed]
         match, is_early = NO_MATCH, False
         if len(allowed) > 1:
-            early = body.early if isinstance(body, ArrivingBody) and _is_looked_up_whole(prompt) else None
+            early = early if _is_looked_up_whole(prompt) else None
             found = early.match(prompt) if early is not None else None
             is_early = found is not None and (
                 not found.is_open
@@ -133,7 +136,8 @@ def _is_looked_up_whole(prompt: PromptRequest) -> bool:
     return prompt.path == COMPLETIONS and prompt.body.get("truncate_prompt_tokens") is None
 
 
-def _prompt(path: str, body: ArrivingBody | bytes | None) -> PromptRequest:
+def prompt_of(path: str, body: ArrivingBody | bytes | None) -> PromptRequest:
+    """What a body shows of its prompt. Without one, nothing is known of it."""
     if not body or path not in (COMPLETIONS, CHAT, RESPONSES, MESSAGES):
         return read_prompt(path, _NOTHING)
     try:

@@ -20,7 +20,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
     TooManyRequests,
 )
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
-from lmkv.runtime.memory_budget import Lease, json_bytes, of_process
+from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
@@ -29,7 +29,7 @@ from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.passthrough import UNCACHED
 from lmkv_server.proxy.picker.arriving_body import ArrivingBody
 from lmkv_server.proxy.picker.exchange import Exchange
-from lmkv_server.proxy.picker.selection import EnginePicker, address_of
+from lmkv_server.proxy.picker.selection import EnginePicker, address_of, prompt_of
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -64,16 +64,17 @@ class ExternalProcessorService(ExternalProcessorServicer):
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncIterator[ProcessingResponse]:
-        body = self._picker.arriving(looks_ahead=not self._salts.are_derived)
+        caller = client_identity(context)
+        body = self._picker.arriving(caller, looks_ahead=not self._salts.are_derived)
         load, admitted = ExitStack(), ExitStack()
         exchange = Exchange(self._max_body_bytes, body.add)
         held_bytes = 0
-        lease = admitted.enter_context(Lease(of_process(), context.peer().rpartition(":")[0]))
+        lease = admitted.enter_context(Lease(of_process(), caller))
         self._metrics.stream_count += 1
         try:
             async with asyncio.timeout(self._timeout_seconds) as deadline:
                 admitted.callback(self._places.release, deadline)
-                refusal = self._take_place(deadline, client_identity(context))
+                refusal = self._take_place(deadline, caller)
                 async for message in request_iterator:
                     begin = time.perf_counter()
                     if refusal:
@@ -84,7 +85,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
                         yield response
                     held_bytes = self._count_held(exchange, body, held_bytes)
                     try:
-                        await self._hold(lease, exchange, held_bytes)
+                        await self._hold(lease, exchange, body, held_bytes)
                     except errors.TooManyRequests:
                         self._metrics.requests.labels("rejected").inc()
                         yield exchange.refuse(
@@ -97,6 +98,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
                             yield response
                         body.clear()
                         held_bytes = self._count_held(exchange, body, held_bytes)
+                        await lease.acquire(held_bytes)
                     if exchange.served:
                         self._count_at(exchange.served, load)
                         exchange.served = ""
@@ -130,10 +132,13 @@ class ExternalProcessorService(ExternalProcessorServicer):
         """The answers to the message that arrived at `begin`. `body` has taken the parts that it came in."""
         try:
             client = admitted.enter_context(self._salts.client(exchange.headers))
-            salted = _salted(client, exchange)
-            known = body if salted is None and exchange.has_body else salted
+            async with body.turn():
+                salted = _salted(client, exchange)
+                known = body if salted is None and exchange.has_body else salted
+                prompt = prompt_of(exchange.path, known)
             headers = client.headers(exchange.headers)
-            engine = await self._picker.pick(exchange.path, headers, known, exchange.subset)
+            early = body.early if known is body else None
+            engine = await self._picker.pick(prompt, headers, early, exchange.subset)
         except NotAdmitted as error:
             self._metrics.requests.labels("refused").inc()
             return [exchange.refuse(error.status, str(error), error.headers)]
@@ -146,10 +151,10 @@ class ExternalProcessorService(ExternalProcessorServicer):
         changed = {HEADER: headers.get(HEADER, "")} if headers.get(HEADER) != exchange.headers.get(HEADER) else {}
         return exchange.pick(address_of(engine), body=salted, headers=changed)
 
-    async def _hold(self, lease: Lease, exchange: Exchange, held_bytes: int) -> None:
+    async def _hold(self, lease: Lease, exchange: Exchange, body: ArrivingBody, held_bytes: int) -> None:
         """Takes memory for what an exchange holds, and for what its body is decoded to. Raises `TooManyRequests`."""
-        if exchange.is_waiting and exchange.body is not None:
-            await lease.acquire(held_bytes + json_bytes(exchange.body))
+        if exchange.is_waiting and exchange.has_body:
+            await lease.acquire(held_bytes + body.decoded_bytes)
         elif held_bytes > lease.size_bytes:
             lease.grow(held_bytes - lease.size_bytes)
 

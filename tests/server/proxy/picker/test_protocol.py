@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,8 +16,9 @@ from lmkv_server.proxy.picker import service as picker_service
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.picker.conftest import Front, MakePicker, host_port
-from tests.server.proxy.picker.published import HttpExchange, endpoint_of
+from tests.server.proxy.picker.published import Gateway, HttpExchange, endpoint_of
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine
+from tests.support.tokens import entry, write
 
 BODY = json.dumps({"model": MODEL, "prompt": "once upon a time", "max_tokens": 3}).encode()
 LARGE = json.dumps({"model": MODEL, "prompt": "x" * 150_000}).encode()
@@ -303,3 +305,22 @@ async def test_the_bodies_of_all_requests_together_are_limited(
             await exchange.send(request_body={"body": b"{}", "end_of_stream": True})
             assert await exchange.body() == b" " * 1900 + b"{}"
         await until(lambda: front.metric("lmkv_picker_held_bytes") == 0)
+        await until(lambda: budget.held_bytes == 0)  # though the responses have not come
+
+
+async def test_the_bodies_of_one_gateway_leave_memory_to_another_at_the_same_address(
+    make_engine: MakeEngine, make_picker: MakePicker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    budget = MemoryBudget(2 * 2 * 1900)
+    monkeypatch.setattr(picker_service, "of_process", lambda: budget)
+    tokens = write(tmp_path / "tokens.yaml", entry("engine", "a"), entry("engine", "b"))
+    front = await make_picker([await make_engine("i-0")], max_body_size=2000 / (1 << 30), auth_tokens=tokens)
+    hog, honest = (
+        Gateway(front.channel, [("authorization", f"Bearer engine-of-{tenant}-token")]) for tenant in ("a", "b")
+    )
+    async with hog.exchange() as one, hog.exchange() as two:
+        for exchange in (one, two):
+            await exchange.send_headers()
+            await exchange.send(request_body={"body": b" " * 1900})
+        await until(lambda: budget.held_bytes == 3800)
+        assert await honest.pick(BODY)

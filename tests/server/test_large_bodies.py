@@ -1,0 +1,109 @@
+"""Large bodies wait for their turn to be decoded, at every server that reads some; small ones pass beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from lmkv.config import PickerConfig
+from lmkv.runtime import turns
+from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.http.server import HttpServer
+from lmkv_server.proxy.picker.picker import Picker
+from lmkv_server.webhook.app import make_app
+from tests.server.proxy.picker.published import Gateway
+from tests.server.proxy.scripted_engine import ScriptedEngine
+from tests.server.test_places import BODY, proxy_of
+from tests.server.webhook.pods import HOST
+from tests.waiting import WAIT_SECONDS, until
+
+PADDING = "x" * turns.LARGE_BYTES
+
+Ask = Callable[[str], Coroutine[Any, Any, None]]
+"""Sends a request whose body has this padding, and returns when it is answered."""
+
+
+@asynccontextmanager
+async def http(port: int, path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
+    """A client over HTTP."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECONDS) as client:
+
+        async def ask(padding: str) -> None:
+            assert (await client.post(path, json=body | {"padding": padding})).status_code < 500
+
+        yield ask
+
+
+@asynccontextmanager
+async def proxy(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
+    async with proxy_of() as (server, _), http(server.port, path, body) as ask:
+        yield ask
+
+
+@asynccontextmanager
+async def coordinator(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
+    async with (
+        Coordinator(port=0, http_ports={"http_port": 0}) as server,
+        http(int(server.http_address.rpartition(":")[2]), path, body) as ask,
+    ):
+        yield ask
+
+
+@asynccontextmanager
+async def webhook() -> AsyncIterator[Ask]:
+    server = HttpServer("127.0.0.1", 0, "port", make_app({"both": HOST}))
+    await server.start()
+    try:
+        async with http(server.port, "/mutate", {}) as ask:
+            yield ask
+    finally:
+        await server.aclose()
+
+
+@asynccontextmanager
+async def picker() -> AsyncIterator[Ask]:
+    engine = ScriptedEngine()
+    await engine.start()
+    config = PickerConfig(port=0, metrics_port=0, policy="least_loaded", engines=(engine.url,))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.stop)
+        server = await stack.enter_async_context(Picker(config))
+        await until(lambda: any(one.is_healthy for one in server.engines))
+        gateway = Gateway(await stack.enter_async_context(grpc.aio.insecure_channel(server.address)))
+
+        async def ask(padding: str) -> None:
+            assert await gateway.pick(json.dumps(BODY | {"padding": padding}).encode())
+
+        yield ask
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        lambda: proxy("/v1/completions", BODY),
+        lambda: proxy("/v1/responses", {"input": "once"}),
+        lambda: coordinator("/lookup", {"tokens": [1]}),
+        webhook,
+        picker,
+    ],
+    ids=["completion", "response", "lookup", "webhook", "picker"],
+)
+async def test_a_large_body_waits_for_its_turn_and_small_ones_do_not(
+    serve: Callable[[], AbstractAsyncContextManager[Ask]],
+) -> None:
+    shared = turns.of_loop()
+    async with serve() as ask, asyncio.timeout(WAIT_SECONDS):
+        async with shared.take("another caller", turns.LARGE_BYTES):
+            large = asyncio.create_task(ask(PADDING))
+            await until(lambda: shared.waiting_count == 1)
+            await ask("")
+            assert not large.done()
+        await large
+        assert shared.waiting_count == 0
