@@ -159,6 +159,7 @@ class Parts:
 
     def put(self, key: ChunkKey, token_count: int = 256) -> Chunk:
         """Commits the chunk of this key."""
+        token_count = min(token_count, self.spec.chunk_size)
         size_bytes = self.spec.size_bytes(token_count)
         reserved = self.tier.reserve(size_bytes)
         assert reserved
