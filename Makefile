@@ -87,7 +87,8 @@ test-vllm-previous: $(VLLM_PREVIOUS_STAMP) ## run the connector's tests, and eng
 
 test-vllm-next: $(VLLM_NEXT_STAMP) ## run the connector's tests, and engines, with the newest supported vLLM
 	@.venv-vllm-next/bin/python -m pytest -n 2 --dist loadscope tests/client/connector tests/client/test_plugin.py \
-		tests/engines/test_outputs.py tests/engines/test_reuse.py tests/engines/test_pd.py $(ARGS)
+		tests/engines/test_outputs.py tests/engines/test_reuse.py tests/engines/test_pd.py \
+		tests/engines/test_features.py tests/engines/test_server.py $(ARGS)
 
 benchmarks: $(STAMP) ## run all benchmarks with --quick, about 30 minutes on an idle machine
 	@$(BIN)/python -m benchmarks --quick $(ARGS)

@@ -309,6 +309,10 @@ class LlmProcess:
         """Sends the engine to sleep, and wakes it up again."""
         assert self._do("sleep", level=level)
 
+    def release_pages(self, released: bool = True) -> None:
+        """Informs the connector that the KV cache has no memory any more, or that it has it again."""
+        self._do("pages", released=released)
+
     def ask_again(self, *prompts: Sequence[int], **options: Any) -> Answers:
         """As `ask`, after vLLM has forgotten what it knew: what is cached then is lmkv's."""
         self.forget()

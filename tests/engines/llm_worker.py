@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.entrypoints.openai import api_server  # noqa: F401 # to be forked with it
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import llama  # noqa: F401
@@ -92,6 +93,10 @@ class Worker:
         self._llm.sleep(level)
         self._llm.wake_up()
         return not self._engine.is_sleeping()
+
+    def pages(self, released: bool) -> None:
+        """Calls what vLLM calls before it frees the memory of the KV cache, which it never does on CPUs, or after."""
+        self._engine.engine_core.engine_core.model_executor.collective_rpc(_release_pages, args=(released,))
 
     def metrics(self) -> dict[str, float]:
         """Current values by sample name, summed over their labels; also by tier and by reason, where they have one."""
@@ -192,6 +197,11 @@ def run_engine(commands: socket.socket) -> None:
             name = command.pop("do")
             say(getattr(worker, name)(**command))
         worker.close()
+
+
+def _release_pages(_worker: Any, released: bool) -> None:
+    connector = get_kv_transfer_group()
+    connector.unregister_kv_caches() if released else connector.restore_kv_caches()
 
 
 def run(request: Request, files: list[int]) -> None:

@@ -124,6 +124,24 @@ def test_an_engine_that_has_slept_answers_as_before(fleet: LlmFleet, bare: LlmPr
         assert (answers.token_ids, answers.loaded_tokens) == (bare.ask(prompt).token_ids, loaded)
 
 
+def test_an_engine_whose_pages_were_released_and_restored_loads_again(
+    fleet: LlmFleet, bare: LlmProcess, seed: int
+) -> None:
+    """The hooks of vLLM 0.33, called by hand: on CPUs it has no sleep mode."""
+    forgetful = fleet.engines["forgetful"]
+    prompt = make_prompt(seed, 1000)
+    expected = bare.ask(prompt).token_ids
+    forgetful.ask(prompt)
+    forgetful.release_pages()
+    answers = forgetful.ask(prompt)
+    assert (answers.token_ids, answers.loaded_tokens) == (expected, 0)
+    assert answers.grown["lmkv:load_failures_total"] == 1
+    forgetful.release_pages(False)
+    for loaded in (0, 768):  # the node has dropped what could not be loaded
+        answers = forgetful.ask(prompt)
+        assert (answers.token_ids, answers.loaded_tokens) == (expected, loaded)
+
+
 def test_vllms_kv_events_report_stores_by_vllms_hashes(fleet: LlmFleet, events: str, seed: int) -> None:
     drafting = fleet.engines["drafting"]
     prompt = make_prompt(seed, 3 * CHUNK + 100)

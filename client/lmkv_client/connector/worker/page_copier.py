@@ -38,6 +38,9 @@ class PageCopier(Protocol):
     def close_pool(self, then: Callable[[], object]) -> None:
         """Waits for running copies and calls `then` once the pool may be unmapped, possibly on another thread."""
 
+    def settle(self) -> None:
+        """Waits until no copy uses pages any more."""
+
     def begin_step(self) -> None:
         """Called before a step's loads and its forward pass, both of which change pages."""
 
@@ -86,11 +89,15 @@ class HostPageCopier:
 
     def close_pool(self, then: Callable[[], object]) -> None:
         """Implements `PageCopier`."""
+        self.settle()
+        self._pool = None
+        then()
+
+    def settle(self) -> None:
+        """Implements `PageCopier`."""
         for thread in (self._loader, self._storer):
             with suppress(RuntimeError):  # the interpreter exits: it has waited for both threads, and starts no more
                 thread.submit(int).result()  # comes after all the others; each takes milliseconds
-        self._pool = None
-        then()
 
     def begin_step(self) -> None:
         """Waits for gathers: the pages that they read may change in this step."""

@@ -97,6 +97,8 @@ class WorkerSide:
         """Held while vLLM's calls use the pool: `_release_pool` runs on another thread."""
         self._used_at = time.monotonic()
         """When vLLM's last call that may use the pool began."""
+        self._pages_are_released = False
+        """Whether vLLM may have freed the pages' memory: nothing is copied then."""
         self._begins_steps = False
         """Whether `begin_step` is called before pages change, so that stores may run on after their step."""
 
@@ -108,6 +110,23 @@ class WorkerSide:
             logger.warning("pd_buffer_device: only for all layers in one group and one stage; the pool is used instead")
             self._lends_buffer = False
         self._copies = make_copies(self._pages, self._threads)
+
+    def release_pages(self) -> None:
+        """Called before vLLM frees or remaps the pages' memory (sleep mode): waits for the copies that run.
+
+        Until `restore_pages` stores are skipped and loads fail. A device buffer for handoffs stays: its memory is not
+        vLLM's. Idempotent.
+        """
+        with self._pool_lock:
+            self._pages_are_released = True
+            for running in self._running.values():
+                running.wait()
+            if self._copies:
+                self._copies.settle()
+
+    def restore_pages(self) -> None:
+        """Called when the pages have memory again, at the same addresses. Idempotent."""
+        self._pages_are_released = False
 
     def begin_step(self) -> None:
         """Called in each step before pages change. Under a vLLM that does not, stores end in their own step."""
@@ -161,7 +180,8 @@ class WorkerSide:
         """Begins to copy into the pool; None if nothing is copied."""
         if not stores:
             return None
-        if self._pool is None or self._copies is None or not self._copies.ready or self._step_is_poisoned:
+        copies = self._open_copies()
+        if copies is None or not copies.ready or self._step_is_poisoned:
             # After a failed synchronous load this step's forward has read pages that were never filled.
             self._skip(stores)
             return None
@@ -174,7 +194,7 @@ class WorkerSide:
                 return None
         started = time.perf_counter()
         try:
-            copying = self._copies.gather(stores, beside=self._begins_steps)
+            copying = copies.gather(stores, beside=self._begins_steps)
         except COPY_ERRORS as error:
             logger.error("cannot store: %s", error)
             self._skip(stores)
@@ -247,17 +267,23 @@ class WorkerSide:
             running.begin(partial(self._scatter_buffered, running, load))
 
     def _scatter(self, running: RunningLoad, load: LoadPlan) -> CopyHandle:
-        if self._pool is None or self._copies is None:
-            raise RuntimeError("the pool is not mapped")
+        copies = self._open_copies()
+        if copies is None:
+            raise RuntimeError("the pool is not mapped, or the engine sleeps")
         running.size_bytes += grouped_bytes(self._pages, load.copies)
-        return self._copies.scatter(load.copies, sync=load.sync)
+        return copies.scatter(load.copies, sync=load.sync)
 
     def _scatter_buffered(self, running: RunningLoad, load: LoadPlan) -> CopyHandle:
         buffer = self._buffer_agent.buffer if self._buffer_agent else None
-        if buffer is None or self._copies is None:
-            raise RuntimeError("there is no device buffer")
+        copies = self._open_copies()
+        if buffer is None or copies is None:
+            raise RuntimeError("there is no device buffer, or the engine sleeps")
         running.size_bytes += grouped_bytes(self._pages, load.buffered)
-        return self._copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
+        return copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
+
+    def _open_copies(self) -> PageCopier | None:
+        """What copies between pages and pool; None while the pool is not mapped, or the pages have no memory."""
+        return self._copies if self._pool and not self._pages_are_released else None
 
     def _end_stores(self) -> None:
         if self._storing:

@@ -145,6 +145,56 @@ def test_a_store_that_fails_beside_what_follows_is_skipped(
     assert report.stores == {0: StoreResult(rank_count=1, failed=True)}
 
 
+def test_pages_are_released_after_the_copies_that_read_them(
+    serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_copier, "INLINE_GATHER_BYTES", 0)
+    reads, may_end, source, served = threading.Event(), threading.Event(), caches(1), serve()
+
+    def gather_late(*args: Any, **options: Any) -> list[int]:
+        reads.set()
+        assert may_end.wait(WAIT_SECONDS)
+        return gather(*args, **options)
+
+    monkeypatch.setattr(page_copier, "gather", gather_late)
+    worker = make_worker(source)
+    worker.begin_step()
+    step(worker, plan_of(served, stores=[chunk_copy(0, [3, 17])]))
+    assert reads.wait(WAIT_SECONDS)
+    releasing = threading.Thread(target=worker.release_pages)
+    releasing.start()
+    releasing.join(0.2)
+    assert releasing.is_alive(), "a store still reads the pages"
+    may_end.set()
+    releasing.join(WAIT_SECONDS)
+    for cache in source.values():
+        cache.zero_()
+    report = worker.take_report()
+    assert report
+    assert report.stores[0].checksum == checksum(served.pool.buffer, 0, CHUNK_BYTES) != 0
+
+
+def test_between_release_and_restoration_of_the_pages_nothing_is_copied(serve: Serve, make_worker: MakeWorker) -> None:
+    served, source, target = serve(), caches(1), caches(None)
+    stored(make_worker(source), served, {0: [3, 17]})
+    worker = make_worker(target)
+    step(worker, plan_of(served))
+    worker.release_pages()
+    worker.release_pages()
+    step(worker, plan_of(served, stores=[chunk_copy(1, [5, 4])], loads=[load_of([chunk_copy(0, [9, 1])])]))
+    finished(worker)
+    report = worker.take_report()
+    assert report
+    assert report.stores == {CHUNK_BYTES: StoreResult(rank_count=1, failed=True)}
+    assert report.loaded["r"].failed
+    assert worker.take_failed_blocks() == {9, 1}
+    assert not any(bool(cache.any()) for cache in target.values())
+    worker.restore_pages()
+    worker.restore_pages()
+    step(worker, plan_of(served, loads=[load_of([chunk_copy(0, [9, 1])], sync=True)]))
+    assert pages_equal(source, [3, 17], target, [9, 1])
+
+
 def test_a_large_load_of_a_step_is_done_when_the_forward_starts(
     serve: Serve, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
