@@ -98,18 +98,27 @@ class WorkerReport(KVConnectorWorkerMetadata):
     store_seconds: float = 0.0
     loaded: dict[str, LoadResult] = field(default_factory=dict)
     """By request; only those that are done."""
+    others: dict[str, WorkerReport] = field(default_factory=dict)
+    """Reports of ranks that work for another attachment, by its engine id: they lag behind, or the first rank does."""
 
     @property
     def skipped(self) -> set[int]:
         """Offsets of extents that some rank has not written."""
         return {offset for offset, store in self.stores.items() if store.failed}
 
+    def for_engine(self, engine_id: str) -> WorkerReport | None:
+        """What the ranks have stored for this attachment; None if that is nothing."""
+        return self if self.engine_id == engine_id else self.others.get(engine_id)
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Both ranks' reports as one."""
+        """Both ranks' reports as one. Stores count for the attachment that they were made for."""
         assert isinstance(other, WorkerReport)
         for request_id, load in other.loaded.items():
             self.loaded.setdefault(request_id, LoadResult()).add(load)
-        if other.engine_id != self.engine_id:  # a rank lags behind a re-attach: what it wrote is void
+        other.loaded = {}
+        if other.engine_id != self.engine_id:
+            known = self.others.get(other.engine_id)
+            self.others[other.engine_id] = known.aggregate(other) if known else other
             return self
         for offset, store in other.stores.items():
             self.stores.setdefault(offset, StoreResult()).add(store)

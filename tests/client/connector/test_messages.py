@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+
+import pytest
 
 from lmkv_client.connector.messages import (
     ExtentChecksum,
@@ -51,18 +54,27 @@ def test_loads_are_added_over_the_ranks_and_one_failure_fails_all() -> None:
     assert both.loaded["s"] == LoadResult(rank_count=1, size_bytes=7)
 
 
-def test_what_a_rank_wrote_for_another_attachment_is_void_but_its_loads_have_ended() -> None:
-    first = WorkerReport(engine_id="new", stores={0: StoreResult(rank_count=1, checksum=1)})
-    other = WorkerReport(
-        engine_id="old",
-        stores={0: StoreResult(rank_count=1, checksum=1), 4: StoreResult(rank_count=1, failed=True)},
-        loaded={"r": LoadResult(rank_count=1)},
-    )
-    both = first.aggregate(other)
-    assert both.engine_id == "new"
-    assert both.stores[0].rank_count == 1
-    assert not both.skipped
-    assert both.loaded == {"r": LoadResult(rank_count=1)}
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_stores_count_for_their_attachment_and_loads_have_ended_whichever_rank_lags_behind(
+    order: tuple[int, ...],
+) -> None:
+    reports = [
+        WorkerReport(engine_id="new", stores={0: StoreResult(rank_count=1, checksum=1)}),
+        WorkerReport(engine_id="new", stores={0: StoreResult(rank_count=1, checksum=2)}),
+        WorkerReport(
+            engine_id="old",
+            stores={0: StoreResult(rank_count=1, checksum=4), 4: StoreResult(rank_count=1, failed=True)},
+            loaded={"r": LoadResult(rank_count=1)},
+        ),
+    ]
+    first, second, third = (reports[index] for index in order)
+    report = first.aggregate(second).aggregate(third)
+    stored = report.for_engine("new")
+    assert stored
+    assert stored.stores == {0: StoreResult(rank_count=2, checksum=3)}
+    assert not stored.skipped
+    assert report.loaded == {"r": LoadResult(rank_count=1)}
+    assert report.for_engine("older") is None
 
 
 def test_plans_and_reports_survive_the_way_between_processes() -> None:

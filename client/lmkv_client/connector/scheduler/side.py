@@ -278,8 +278,8 @@ class SchedulerSide:
     def _handle_report(self, report: WorkerReport) -> None:
         if report.stores:
             self._stores.check_adapters(self.adapters.is_current)
-        is_current = self._attachment is not None and report.engine_id == self._attachment.engine_id
-        if is_current and self._stores.handle_report(report):
+        stored = report.for_engine(self._attachment.engine_id) if self._attachment else None
+        if stored and self._stores.handle_report(stored):
             self._step_loads.workers_copy()
         self._handoffs.settle()
         self._hints.settle()
