@@ -50,6 +50,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
 )
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
 from lmkv.keys import root_key
+from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import CheckedServer, free_port
 from lmkv_kernels import chunk_keys
@@ -61,7 +62,6 @@ from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
-from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by

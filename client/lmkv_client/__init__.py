@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from lmkv.auth.credentials import Credentials
     from lmkv_client.chunks import Chunks
     from lmkv_client.coordinator import Coordinator
-    from lmkv_client.lookup_stream import LookupStream
     from lmkv_client.operation import ClearOperation, DrainOperation, MoveOperation, Operation
-    from lmkv_client.watch import LayoutUpdate
+    from lmkv_client.streams import LayoutUpdate, LookupStream
 
 __all__ = [
     "Chunks",
@@ -39,8 +38,8 @@ _MODULES = {
     "ClearOperation": "lmkv_client.operation",
     "DrainOperation": "lmkv_client.operation",
     "Coordinator": "lmkv_client.coordinator",
-    "LayoutUpdate": "lmkv_client.watch",
-    "LookupStream": "lmkv_client.lookup_stream",
+    "LayoutUpdate": "lmkv_client.streams",
+    "LookupStream": "lmkv_client.streams",
     "MoveOperation": "lmkv_client.operation",
     "Operation": "lmkv_client.operation",
     "Credentials": "lmkv.auth.credentials",

@@ -24,6 +24,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.errors import BadSelection
 from lmkv.hints import HintAction
+from lmkv.rpc.coordinator_client import CoordinatorClient, CoordinatorConnection
 from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv.rpc.hint_messages import ACTIONS
 from lmkv.tiers import parse_position
@@ -42,12 +43,17 @@ from lmkv.v1.cache_service_pb2 import (
     UnpinRequest,
 )
 from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED, PinnedChunks, Position, Tier
-from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest
+from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client.chunks import Chunks, make_request
-from lmkv_client.connection import RETRY_TIMEOUT_SECONDS, CoordinatorConnection, CoordinatorConnections, RetryDeadline
-from lmkv_client.lookup_stream import LookupStream
-from lmkv_client.operation import ClearOperation, DrainOperation, MoveOperation, Operation
-from lmkv_client.watch import LayoutUpdate, watch
+from lmkv_client.operation import (
+    RETRY_TIMEOUT_SECONDS,
+    ClearOperation,
+    DrainOperation,
+    MoveOperation,
+    Operation,
+    RetryDeadline,
+)
+from lmkv_client.streams import LayoutUpdate, LookupStream, watch
 
 MAX_DURATION_SECONDS = 315_576_000_000
 """Longest `Duration`; instances grant far less."""
@@ -74,12 +80,12 @@ class Coordinator:
         """`token` authenticates every call; a token in a file belongs into `credentials`."""
         if token:
             credentials = replace(credentials, token=BearerToken(text=token))
-        self._connections = CoordinatorConnections((address, *other_addresses), timeout_seconds, credentials)
+        self._client = CoordinatorClient((address, *other_addresses), credentials, timeout_seconds)
 
     @property
     def address(self) -> str:
         """`host:port` of the coordinator that receives the next call."""
-        return self._connections.current.address
+        return self._client.current.address
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,14 +95,14 @@ class Coordinator:
 
     async def aclose(self) -> None:
         """Closes the connections and cancels calls in flight."""
-        await self._connections.aclose()
+        await self._client.aclose()
 
     async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
         """The instances that hold a prefix of a prompt, and how much; empty on a miss.
 
         Raises `BadTokens`, `BadChunkKey`, `ModelAmbiguous`, `ModelNotFound`.
         """
-        return await self._connections.call(lambda to: to.cache.Lookup, make_request(LookupRequest, tokens, chunks))
+        return await self._client.call(lambda to: to.cache.Lookup, make_request(LookupRequest, tokens, chunks))
 
     async def explain(
         self,
@@ -118,11 +124,11 @@ class Coordinator:
             raise BadSelection("name a prompt or an engine_request_id, not both", field="engine_request_id")
         else:
             request = ExplainRequest(engine_request_id=engine_request_id, instance_id=instance_id)
-        return await self._connections.call(lambda to: to.cache.Explain, request)
+        return await self._client.call(lambda to: to.cache.Explain, request)
 
     def lookup_stream(self) -> LookupStream:
         """A stream for many lookups, which cost less than unary calls. An async context manager."""
-        return LookupStream(self._connections)
+        return LookupStream(self._client.lookup_stream())
 
     async def move(
         self,
@@ -186,15 +192,15 @@ class Coordinator:
             ttl=ttl,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return (await self._connections.call(lambda to: to.cache.Pin, request)).pin
+        return (await self._client.call(lambda to: to.cache.Pin, request)).pin
 
     async def unpin(self, pin_id: str) -> None:
         """Releases a pin before its TTL. Idempotent."""
-        await self._connections.call(lambda to: to.cache.Unpin, UnpinRequest(pin_id=pin_id))
+        await self._client.call(lambda to: to.cache.Unpin, UnpinRequest(pin_id=pin_id))
 
     async def pins(self) -> list[PinnedChunks]:
         """All active pins, ordered by id."""
-        return await self._connections.pages(lambda to: to.cache.ListPins, ListPinsRequest, "pins")
+        return await self._client.pages(lambda to: to.cache.ListPins, ListPinsRequest, "pins")
 
     async def hint(
         self,
@@ -232,7 +238,7 @@ class Coordinator:
             priority=priority,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return await self._connections.call(lambda to: to.cache.Hint, request)
+        return await self._client.call(lambda to: to.cache.Hint, request)
 
     async def clear(
         self,
@@ -302,20 +308,20 @@ class Coordinator:
         """Running operations and, unless `running`, recently completed ones; newest first."""
         request = partial(ListOperationsRequest, filter="done=false" if running else "")
 
-        messages = await self._connections.all_pages(lambda to: to.operations.ListOperations, request, "operations")
+        messages = await self._client.all_pages(lambda to: to.operations.ListOperations, request, "operations")
         by_name = {message.name: message for message in messages}
         newest_first = sorted(by_name, key=lambda name: name.rpartition("-")[2], reverse=True)
-        return [Operation(self._connections, by_name[name]) for name in newest_first]
+        return [Operation(self._client, by_name[name]) for name in newest_first]
 
     async def operation(self, name: str) -> Operation[Any, Any]:
         """The operation of this name, of any client. Raises `OperationNotFound`."""
         request = GetOperationRequest(name=name)
-        message = await self._connections.find(lambda to: to.call(to.operations.GetOperation, request))
-        return Operation(self._connections, message)
+        message = await self._client.find(lambda to: to.call(to.operations.GetOperation, request))
+        return Operation(self._client, message)
 
     async def instances(self) -> list[Instance]:
         """All registered instances, ordered by id."""
-        return await self._connections.pages(lambda to: to.registry.ListInstances, ListInstancesRequest, "instances")
+        return await self._client.instances()
 
     def watch(
         self, start_revision: int = 0, *, fingerprint: bytes = b"", retry_seconds: float = RETRY_TIMEOUT_SECONDS
@@ -327,7 +333,7 @@ class Coordinator:
 
         Raises `Unreachable` if the coordinator does not respond for `retry_seconds`.
         """
-        return watch(self._connections, start_revision, fingerprint, RetryDeadline(retry_seconds))
+        return watch(self._client, start_revision, fingerprint, RetryDeadline(retry_seconds))
 
     async def _start_operation(
         self, method: Callable[[CoordinatorConnection], Any], request: object
@@ -335,9 +341,9 @@ class Coordinator:
         """The operation that a call starts."""
 
         async def start() -> Any:
-            return await self._connections.call(method, request)
+            return await self._client.call(method, request)
 
-        return Operation(self._connections, await start(), start)
+        return Operation(self._client, await start(), start)
 
 
 def _position(position: str | Position) -> Position:

@@ -13,7 +13,7 @@ from lmkv.errors import ConfigError, Unreachable
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.kv_events import LayoutEvents, Model, PublishedBatch
-from lmkv_client.watch import LayoutUpdate
+from lmkv_client.streams import LayoutUpdate
 
 try:
     import zmq

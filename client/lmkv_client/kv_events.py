@@ -17,7 +17,7 @@ import msgspec
 
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE
-from lmkv_client.watch import LayoutUpdate
+from lmkv_client.streams import LayoutUpdate
 
 MEDIA: Mapping[int, str] = {TIER_GPU: "GPU", TIER_HOST: "CPU", TIER_DISK: "STORAGE", TIER_REMOTE: "STORAGE"}
 """vLLM's names of the tiers."""

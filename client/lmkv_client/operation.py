@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -11,6 +12,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import LmkvError, Missing, OperationNotFound, Unreachable
+from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.error_status import from_status
 from lmkv.v1.cache_service_pb2 import (
     ClearProgress,
@@ -20,11 +22,13 @@ from lmkv.v1.cache_service_pb2 import (
     MoveProgress,
     MoveResult,
 )
-from lmkv_client.connection import CoordinatorConnections, RetryDeadline
 
 Progress = TypeVar("Progress")
 Result = TypeVar("Result")
 
+RETRY_TIMEOUT_SECONDS = 30.0
+"""Much longer than the restart of a coordinator takes."""
+RETRY_SECONDS = 0.2
 WAIT_SECONDS = 900.0
 """Longer than the coordinator's deadline of any operation."""
 POLL_SECONDS = 0.5
@@ -33,6 +37,24 @@ HOLD_SECONDS = 20.0
 """How long the coordinator holds a request until the operation completes."""
 
 _KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult, DrainProgress, DrainResult)
+
+
+class RetryDeadline:
+    """Bounds the time of retries after the last response."""
+
+    def __init__(self, seconds: float = RETRY_TIMEOUT_SECONDS) -> None:
+        self._seconds = seconds
+        self.extend()
+
+    def extend(self) -> None:
+        """Restarts the time, after a response."""
+        self._end = time.monotonic() + self._seconds
+
+    async def wait_to_retry(self, error: LmkvError) -> None:
+        """Waits before the next attempt. Raises `error` if the time is over."""
+        if time.monotonic() > self._end:
+            raise error
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 class OperationState(Generic[Progress, Result]):
@@ -97,12 +119,12 @@ class Operation(OperationState[Progress, Result]):
 
     def __init__(
         self,
-        connections: CoordinatorConnections,
+        client: CoordinatorClient,
         message: Any,
         repeat: Callable[[], Awaitable[Any]] | None = None,
     ) -> None:
         """`repeat` starts it again with the same `request_id`, if it was started here."""
-        self._connections = connections
+        self._client = client
         self._repeat = repeat
         self._repeat_until = time.monotonic() + WAIT_SECONDS
         self.message = message
@@ -113,12 +135,12 @@ class Operation(OperationState[Progress, Result]):
     async def refresh(self) -> None:
         """Updates the state."""
         request = GetOperationRequest(name=self.name)
-        self.message = await self._connections.find(lambda to: to.call(to.operations.GetOperation, request))
+        self.message = await self._client.find(lambda to: to.call(to.operations.GetOperation, request))
 
     async def cancel(self) -> None:
         """Requests cancellation, without waiting for it. What the operation has done is not undone."""
         request = CancelOperationRequest(name=self.name)
-        await self._connections.find(lambda to: to.call(to.operations.CancelOperation, request))
+        await self._client.find(lambda to: to.call(to.operations.CancelOperation, request))
 
     async def wait(self, timeout_seconds: float = WAIT_SECONDS) -> Result:
         """Waits until it completes, also across the failure of its coordinator, and returns the result.
@@ -160,8 +182,8 @@ class Operation(OperationState[Progress, Result]):
             name=self.name, timeout=Duration(nanos=round(seconds % 1 * 1e9), seconds=int(seconds))
         )
         try:
-            self.message = await self._connections.find(
-                lambda to: to.call(to.operations.WaitOperation, request, seconds)
+            self.message = await self._client.find(
+                lambda to: to.call(to.operations.WaitOperation, request, timeout_seconds=to.timeout_seconds + seconds)
             )
             deadline.extend()
         except OperationNotFound as error:

@@ -20,6 +20,7 @@ from lmkv.rpc.interceptor import Interceptor
 from lmkv.rpc.reloading_channel import ReloadingChannel
 from lmkv.rpc.unary_call import answer_of
 from lmkv.runtime.reload import Reloadable
+from lmkv.telemetry import NO_SPAN
 from lmkv.telemetry.calls import ServerCalls
 
 Response = TypeVar("Response")
@@ -156,15 +157,24 @@ def _bare_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
 
 
 async def call(
-    method: Callable[..., Awaitable[Response]], name: str, address: str, request: object, timeout_seconds: float
+    method: Callable[..., Awaitable[Response]],
+    name: str,
+    address: str,
+    request: object,
+    timeout_seconds: float,
+    *,
+    wait_for_ready: bool = False,
 ) -> Response:
-    """Makes a unary call of `SERVICE/METHOD`, as a span of the current trace.
+    """Makes a unary call of `SERVICE/METHOD`, as a span of the current trace, or without one if `name` is empty.
 
-    Raises the error that the server returned, or `Unreachable` if it does not answer or the channel is closed.
+    Raises the error that the server returned, or `Unreachable` if it does not answer or the channel is closed. With
+    `wait_for_ready` it waits until there is a connection.
     """
-    with telemetry.call(name, address) as span:
+    with telemetry.call(name, address) if name else NO_SPAN as span:
         try:
-            response: Response = await answer_of(method(request, timeout=timeout_seconds, metadata=span.metadata))
+            options: dict[str, Any] = {"wait_for_ready": True} if wait_for_ready else {}
+            calling = method(request, timeout=timeout_seconds, metadata=span.metadata, **options)
+            response: Response = await answer_of(calling)
         except grpc.RpcError as error:
             lmkv_error = from_rpc_error(error)
             span.set_rpc_status(lmkv_error.metadata.get("grpc_code", lmkv_error.code))

@@ -1,4 +1,4 @@
-"""One `LookupStream` call, for clients, nodes and the picker: lookups take about half the time of unary calls.
+"""Lookups over `LookupStream` calls, for `coordinator_client` and nodes: they take half the time of unary calls.
 
 `lmkv.v1.CacheService` has one, and `lmkv.internal.v1.LookupService` one for nodes, whose messages have the same form.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -20,9 +22,72 @@ from lmkv.v1 import cache_service_pb2 as pb
 
 BATCH_BYTES = MAX_MESSAGE_BYTES // 2
 """Maximum size of a message of several lookups."""
+MAX_IN_FLIGHT = 256
+"""Maximum number of lookups in flight at one coordinator; further ones wait."""
 
 Request = TypeVar("Request", pb.LookupRequest, internal_pb.LookupRequest)
 Response = TypeVar("Response", pb.LookupResponse, internal_pb.LookupResponse)
+
+NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+"""gRPC codes that mean that the coordinator did not respond; the last one, that it stopped during the call."""
+
+
+def unanswered(address: str, error: LmkvError) -> LmkvError:
+    """The error of a call, with address and cause in it if the coordinator at `address` did not respond."""
+    if error.metadata.get("grpc_code") in NO_ANSWER:
+        return Unreachable(f"no coordinator responds at {address}: {error}", address=address, cause=str(error))
+    return error
+
+
+class Lookups(Generic[Request, Response]):
+    """Lookups at one coordinator, over a call that is opened at the first one, and again after a failure."""
+
+    def __init__(
+        self,
+        stub: Any,
+        message: type[pb.LookupStreamRequest] | type[internal_pb.LookupStreamRequest],
+        address: str,
+        *,
+        idle_seconds: float | None = None,
+    ) -> None:
+        """As `LookupCall`."""
+        self.address = address
+        self._stub = stub
+        self._message = message
+        self._idle_seconds = idle_seconds
+        self._call: LookupCall[Request, Response] | None = None
+        self._retired: list[LookupCall[Request, Response]] = []
+        """Calls that take no more lookups and may still answer some."""
+        self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call takes lookups."""
+        return self._call is not None and not self._call.has_ended
+
+    async def lookup(self, request: Request, timeout_seconds: float) -> Response:
+        """Raises the coordinator's error, or `Unreachable`. Cancelling it does not affect other lookups."""
+        call = None
+        try:
+            async with asyncio.timeout(timeout_seconds), self._in_flight:
+                if self._call is None or self._call.has_ended:
+                    if self._call is not None:
+                        self._retired.append(self._call)
+                    self._retired = list(filterfalse(attrgetter("is_over"), self._retired))
+                    self._call = LookupCall(self._stub, self._message, self.address, idle_seconds=self._idle_seconds)
+                call = self._call
+                return await call.lookup(request)
+        except TimeoutError:
+            if call is not None:
+                call.retire()  # its next answers may be late, too: for lookups that have no more time
+            raise Unreachable(
+                f"no coordinator responds at {self.address}: deadline exceeded", address=self.address
+            ) from None
+
+    async def aclose(self) -> None:
+        """Ends the calls; lookups in flight raise `Unreachable`. Idempotent."""
+        calls = [*self._retired, *([self._call] if self._call else [])]
+        await asyncio.gather(*(call.aclose() for call in calls))
 
 
 class LookupCall(Generic[Request, Response]):
@@ -38,13 +103,10 @@ class LookupCall(Generic[Request, Response]):
         address: str,
         *,
         idle_seconds: float | None = None,
-        to_error: Callable[[grpc.RpcError], LmkvError] = from_rpc_error,
-        on_failure: Callable[[LmkvError], None] = lambda _: None,
     ) -> None:
         """`stub` is one of the coordinator at `address`, and `message` what its stream takes.
 
-        Without lookups the call ends after `idle_seconds`: at the coordinator it takes memory. `on_failure` is called
-        when the call ends unless `end` or idleness ends it.
+        Without lookups the call ends after `idle_seconds`: at the coordinator it takes memory.
         """
         self.address = address
         self.has_ended = False
@@ -52,8 +114,6 @@ class LookupCall(Generic[Request, Response]):
         self._stub = stub
         self._message = message
         self._idle_seconds = idle_seconds
-        self._to_error = to_error
-        self._on_failure = on_failure
         self._requests: deque[tuple[Request, asyncio.Future[Response]]] = deque()
         self._has_requests = asyncio.Event()
         self._pending: deque[asyncio.Future[Response]] = deque()
@@ -126,7 +186,8 @@ class LookupCall(Generic[Request, Response]):
                 for result in message.results:
                     if not self._pending:
                         return Unreachable(
-                            f"the coordinator at {self.address} sent more answers than it received lookups"
+                            f"the coordinator at {self.address} sent more answers than it received lookups",
+                            address=self.address,
                         )
                     answer = self._pending.popleft()
                     if answer.done():
@@ -136,7 +197,7 @@ class LookupCall(Generic[Request, Response]):
                     else:
                         answer.set_result(result.response)
         except grpc.RpcError as error:
-            return self._to_error(error)
+            return unanswered(self.address, from_rpc_error(error))
         except grpc.aio.UsageError:  # the channel was closed before
             pass
         finally:
@@ -147,9 +208,7 @@ class LookupCall(Generic[Request, Response]):
     def _end_lookups(self, reader: asyncio.Task[LmkvError | None]) -> None:
         end = None if reader.cancelled() or reader.exception() else reader.result()
         end = end or Unreachable(f"the coordinator at {self.address} ended the lookups", address=self.address)
-        if not self.has_ended:
-            self.has_ended = True
-            self._on_failure(end)
+        self.has_ended = True
         for answer in (*self._pending, *(answer for _, answer in self._requests)):
             if not answer.done():
                 answer.set_exception(end)

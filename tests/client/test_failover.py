@@ -11,7 +11,7 @@ import pytest
 
 from lmkv.errors import InstanceNotFound, Unreachable
 from lmkv_client import Coordinator
-from lmkv_client.lookup_stream import LookupStream
+from lmkv_client.streams import LookupStream
 from lmkv_client.sync import Coordinator as SyncCoordinator
 from lmkv_server.coordinator import coordinator as server
 from tests.server.node.ordering import until
@@ -73,7 +73,7 @@ async def test_a_stream_of_lookups_continues_at_the_other(two: Two) -> None:
     async with Coordinator(*two.addresses) as coordinator, coordinator.lookup_stream() as stream:
         assert not (await stream.lookup([1] * 256)).holders
         await two.first.aclose()
-        await until(lambda: stream._call is None or stream._call.has_ended)
+        await until(lambda: not stream._stream.is_open)
         assert not (await stream.lookup([1] * 256)).holders
 
 

@@ -24,7 +24,7 @@ from lmkv_client import kv_event_publisher
 from lmkv_client.commands import events as events_command
 from lmkv_client.kv_event_publisher import USER, EventPublisher, is_bound, read_replay
 from lmkv_client.kv_events import BATCH_EVENTS, HEARTBEAT_SECONDS, MEDIA, LayoutEvents, Model, PublishedBatch
-from lmkv_client.watch import LayoutUpdate
+from lmkv_client.streams import LayoutUpdate
 from tests.client.conftest import RunCommand
 from tests.client.event_consumers import Consumer, Index, Subscriber, batch_decoder
 from tests.client.layout_fleet import CAPACITY, SPEC, Fleet, drift, has

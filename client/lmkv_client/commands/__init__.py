@@ -25,9 +25,9 @@ from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.units import format_bytes, format_duration, parse_seconds
 from lmkv.v1.chunk_pb2 import Position, Tier
 from lmkv.v1.registry_service_pb2 import Instance, TierUsage
-from lmkv_client.connection import RETRY_SECONDS
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.http_port import find_grpc
+from lmkv_client.operation import RETRY_SECONDS
 
 Response = TypeVar("Response")
 

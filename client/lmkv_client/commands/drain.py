@@ -9,8 +9,7 @@ from lmkv.cli import Command
 from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, call, read_seconds
 from lmkv_client.commands.following import AnyOperation, show_operation, start, wait_for
-from lmkv_client.connection import RETRY_TIMEOUT_SECONDS
-from lmkv_client.operation import WAIT_SECONDS
+from lmkv_client.operation import RETRY_TIMEOUT_SECONDS, WAIT_SECONDS
 
 EXAMPLES = """\
   lmkv drain engine-1                            to the instances with most free memory

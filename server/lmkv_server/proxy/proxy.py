@@ -12,6 +12,7 @@ from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.certificates import CertificateEnd
 from lmkv.auth.exposure import is_loopback
 from lmkv.config import ProxyConfig
+from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.telemetry.build_info import BuildInfo
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.ports import address
@@ -96,10 +97,9 @@ class Proxy:
             clients = endpoints.clients
             lookup = None
             if config.policy == "kv_aware":
-                lookup = PrefixLookup(
-                    config.coordinator_address, config.credentials, config.lookup_timeout, self._metrics
-                )
-                stack.push_async_callback(lookup.aclose)
+                coordinators = CoordinatorClient(config.coordinator_address, config.credentials, config.lookup_timeout)
+                stack.push_async_callback(coordinators.aclose)
+                lookup = PrefixLookup(coordinators, self._metrics)
             handoffs = HandoffIssuer(config.handoff_keys, clients)
             stack.push_async_callback(handoffs.aclose)
             handler = RequestHandler(

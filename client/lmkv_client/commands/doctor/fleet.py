@@ -22,6 +22,7 @@ from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_bui
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, page_keys, root_key
+from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.spec import KvSpec
 from lmkv.units import format_duration
 from lmkv.v1.chunk_pb2 import TIER_HOST
@@ -29,7 +30,6 @@ from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, RegisterRe
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import node_runs
-from lmkv_client.connection import CoordinatorConnection
 
 CLOCK_SECONDS = 1.0
 """Operations and pins expire by the clock; an offset of a second matters."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any
 
-from lmkv import rpc
 from lmkv.errors import InstanceNotFound, LmkvError, Unreachable
 from lmkv.internal.v1 import lookup_service_pb2 as pb
+from lmkv.internal.v1.lookup_service_pb2_grpc import LookupServiceStub
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc.lookup_call import LookupCall
+from lmkv.rpc.coordinator_client import CoordinatorConnection
+from lmkv.rpc.lookup_call import Lookups
 from lmkv.runtime.patience import Silence
 from lmkv.telemetry.spans import current_ids
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
 
 logger = logging.getLogger(__name__)
-
-NodeLookupCall: TypeAlias = LookupCall[pb.LookupRequest, pb.LookupResponse]
 
 MAX_LOOKUP_KEYS = 32_768
 """Longer prompts are looked up by their head: 512 KiB of keys, half a message."""
@@ -37,14 +35,21 @@ stream, that also delays the lookups behind them; and only a call has a deadline
 class CoordinatorLookup:
     """Sends lookups to one coordinator. Its session sends none that its `silence` outlasts."""
 
-    def __init__(self, coordinator_address: str, *, unary_seconds: float = UNARY_SECONDS) -> None:
+    def __init__(
+        self,
+        connection: CoordinatorConnection,
+        *,
+        unary_seconds: float = UNARY_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
         self.silence = Silence()
         """Begins with a lookup that had no answer in time; ends with the coordinator's next answer to any message."""
         self._failure_count = 0
-        self._coordinator_address = coordinator_address
-        self._call: NodeLookupCall | None = None
-        self._retired: list[NodeLookupCall] = []
-        """Calls that take no more lookups and may still answer some."""
+        self._connection = connection
+        self._stub = LookupServiceStub(connection.channel)
+        self._on_stream = Lookups[pb.LookupRequest, pb.LookupResponse](
+            self._stub, pb.LookupStreamRequest, connection.address, idle_seconds=idle_seconds
+        )
         self._unary_seconds = unary_seconds
         self._unary_until = 0.0
 
@@ -55,7 +60,6 @@ class CoordinatorLookup:
 
     async def lookup(
         self,
-        stub: Any,
         instance_id: str,
         keys: Sequence[ChunkKey],
         deadline_seconds: float,
@@ -70,7 +74,7 @@ class CoordinatorLookup:
         )
         asked_at = time.monotonic()
         try:
-            response = await self._send(stub, request, deadline_seconds)
+            response = await self._send(request, deadline_seconds)
         except LmkvError as error:
             self._failure_count += 1
             if isinstance(error, Unreachable):
@@ -84,50 +88,37 @@ class CoordinatorLookup:
 
     async def aclose(self) -> None:
         """Ends lookups that wait for an answer."""
-        calls = [*self._retired, *([self._call] if self._call else [])]
-        await asyncio.gather(*(call.aclose() for call in calls))
+        await self._on_stream.aclose()
 
-    async def _send(self, stub: Any, request: pb.LookupRequest, deadline_seconds: float) -> pb.LookupResponse:
+    async def _send(self, request: pb.LookupRequest, deadline_seconds: float) -> pb.LookupResponse:
         """Raises the coordinator's error, or `Unreachable`. A lookup that is traced is a call of its own: only calls
         have spans."""
         if current_ids() is None and time.monotonic() >= self._unary_until:
             try:
-                return await self._send_on_stream(stub, request, deadline_seconds)
+                return await self._on_stream.lookup(request, deadline_seconds)
             except LmkvError:
                 self._unary_until = time.monotonic() + self._unary_seconds
                 raise
-        method = "lmkv.internal.v1.LookupService/Lookup"
-        return cast(
-            pb.LookupResponse,
-            await rpc.call(stub.Lookup, method, self._coordinator_address, request, deadline_seconds),
+        return await self._connection.call(
+            self._stub.Lookup,
+            request,
+            timeout_seconds=deadline_seconds,
+            span_name="lmkv.internal.v1.LookupService/Lookup",
         )
 
-    async def _send_on_stream(self, stub: Any, request: pb.LookupRequest, deadline_seconds: float) -> pb.LookupResponse:
-        if self._call is None or self._call.has_ended:
-            self._retired = [one for one in (*self._retired, self._call) if one and not one.is_over]
-            self._call = LookupCall(stub, pb.LookupStreamRequest, self._coordinator_address, idle_seconds=IDLE_SECONDS)
-        call = self._call
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                return await call.lookup(request)
-        except TimeoutError:
-            call.retire()  # its next answers may be late, too: for lookups that have no more time
-            raise Unreachable(
-                f"the coordinator at {self._coordinator_address} did not answer in {deadline_seconds:g} s"
-            ) from None
-
-    async def locate(self, registry: Any, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
+    async def locate(self, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
         """The node of an instance; None if it is not registered. Raises `Unreachable` if there is no answer."""
-        request = registry_pb.LocateInstanceRequest(instance_id=instance_id)
-        method = "lmkv.v1.RegistryService/LocateInstance"
         try:
-            found: registry_pb.LocateInstanceResponse = await rpc.call(
-                registry.LocateInstance, method, self._coordinator_address, request, deadline_seconds
+            found = await self._connection.call(
+                self._connection.registry.LocateInstance,
+                registry_pb.LocateInstanceRequest(instance_id=instance_id),
+                timeout_seconds=deadline_seconds,
+                span_name="lmkv.v1.RegistryService/LocateInstance",
             )
         except InstanceNotFound:
             return None
         except LmkvError as error:
             raise Unreachable(
-                f"the coordinator at {self._coordinator_address} did not locate {instance_id}: {error}"
+                f"the coordinator at {self._connection.address} did not locate {instance_id}: {error}"
             ) from None
         return cache_service_pb2.Holder(instance_id=instance_id, epoch=found.epoch, peer_address=found.peer_address)

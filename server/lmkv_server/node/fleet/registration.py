@@ -6,13 +6,10 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
-
-from lmkv import rpc
-from lmkv.errors import VersionMismatch
+from lmkv.errors import LmkvError, VersionMismatch
 from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
+from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.context import FleetContext
 
@@ -42,39 +39,48 @@ class InstanceLease:
 class Registrar:
     """Registers the node at one coordinator. Calls `on_conflicts` whenever `conflicts` has changed."""
 
-    def __init__(self, context: FleetContext, on_conflicts: Callable[[], None]) -> None:
+    def __init__(
+        self, context: FleetContext, connection: CoordinatorConnection, on_conflicts: Callable[[], None]
+    ) -> None:
         self.lease: InstanceLease | None = None
         """The last successful registration."""
         self.conflicts: list[pb.SpecConflict] = []
         """Instances of the same models whose KvSpec is incompatible, as of that registration."""
         self._context = context
+        self._connection = connection
         self._on_conflicts = on_conflicts
 
-    async def register(self, registry: Any, *, wait_for_ready: bool) -> InstanceLease:
+    async def register(self, *, wait_for_ready: bool) -> InstanceLease:
         """Registers the node as it is now. Raises the coordinator's error, `VersionMismatch`, or `Unreachable`."""
         instance = self._context.node.describe()
         request = pb.RegisterRequest(instance=instance, secret=self._context.secret, protocol_version=PROTOCOL_VERSION)
-        try:
-            response = await registry.Register(request, timeout=REGISTER_TIMEOUT_SECONDS, wait_for_ready=wait_for_ready)
-        except grpc.RpcError as error:
-            raise rpc.from_rpc_error(error) from None
-        await self._check_build(registry, response, instance)
+        response = await self._connection.call(
+            self._connection.registry.Register,
+            request,
+            timeout_seconds=REGISTER_TIMEOUT_SECONDS,
+            wait_for_ready=wait_for_ready,
+        )
+        await self._check_build(response, instance)
         self._update_conflicts(list(response.instance.conflicts))
         lease_ttl = max(response.lease_ttl.ToNanoseconds() / 1e9, MIN_LEASE_SECONDS)
         self.lease = InstanceLease(instance=instance, lease_ttl=lease_ttl, layout_map_id=response.layout_map_id)
         return self.lease
 
-    async def _check_build(self, registry: Any, response: pb.RegisterResponse, instance: pb.Instance) -> None:
+    async def deregister(self, instance: pb.Instance, timeout_seconds: float) -> None:
+        """Deregisters what `register` has registered. If that fails, the lease will expire."""
+        request = pb.DeregisterRequest(
+            instance_id=instance.instance_id, epoch=instance.epoch, secret=self._context.secret
+        )
+        with suppress(LmkvError):
+            await self._connection.call(self._connection.registry.Deregister, request, timeout_seconds=timeout_seconds)
+
+    async def _check_build(self, response: pb.RegisterResponse, instance: pb.Instance) -> None:
         """Leaves a coordinator that speaks another protocol, and has accepted the node because it is older."""
         theirs = Build(version=response.version, protocol_version=response.protocol_version)
         try:
             check_builds(node=OWN_BUILD, coordinator=theirs)
         except VersionMismatch:
-            farewell = pb.DeregisterRequest(
-                instance_id=instance.instance_id, epoch=instance.epoch, secret=self._context.secret
-            )
-            with suppress(grpc.RpcError):  # the lease will expire
-                await registry.Deregister(farewell, timeout=REGISTER_TIMEOUT_SECONDS)
+            await self.deregister(instance, REGISTER_TIMEOUT_SECONDS)
             raise
 
     def _update_conflicts(self, conflicts: list[pb.SpecConflict]) -> None:

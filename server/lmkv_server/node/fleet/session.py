@@ -30,9 +30,11 @@ from lmkv.errors import (
     StaleEpoch,
     VersionMismatch,
 )
-from lmkv.internal.v1 import lookup_service_pb2, lookup_service_pb2_grpc, report_service_pb2_grpc
+from lmkv.internal.v1 import lookup_service_pb2
+from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey
-from lmkv.v1 import cache_service_pb2, chunk_pb2, registry_service_pb2_grpc
+from lmkv.rpc.coordinator_client import CoordinatorConnection
+from lmkv.v1 import cache_service_pb2, chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.backoff import (
     MAX_BUSY_DELAY_SECONDS,
@@ -70,15 +72,12 @@ class CoordinatorSession:
         """Whether another node has this one's instance id at the coordinator."""
         self._context = context
         self._hooks = hooks
-        self._credentials = credentials
-        self._channel: grpc.aio.Channel | None = None
-        self._registry: Any = None
-        self._reports: Any = None
-        self._lookup_stub: Any = None
+        self._connection = CoordinatorConnection(coordinator_address, REGISTER_TIMEOUT_SECONDS, credentials)
+        self._reports: Any = ReportServiceStub(self._connection.channel)
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._registrar = Registrar(context, hooks.conflicts_changed)
-        self._lookups = CoordinatorLookup(coordinator_address)
+        self._registrar = Registrar(context, self._connection, hooks.conflicts_changed)
+        self._lookups = CoordinatorLookup(self._connection)
         self._map_id: str | None = None
         self._role: StreamRole | None = None
         self._role_time = float("-inf")
@@ -93,10 +92,6 @@ class CoordinatorSession:
     # --- Life ----------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._channel = rpc.open_channel(self.coordinator_address, self._credentials)
-        self._registry = registry_service_pb2_grpc.RegistryServiceStub(self._channel)
-        self._reports = report_service_pb2_grpc.ReportServiceStub(self._channel)
-        self._lookup_stub = lookup_service_pb2_grpc.LookupServiceStub(self._channel)
         self._task = asyncio.create_task(self._run(), name=f"lmkv-session-{self.coordinator_address}")
         return self
 
@@ -112,16 +107,9 @@ class CoordinatorSession:
             await asyncio.gather(task, return_exceptions=True)
         self._settled.set()
         await self._lookups.aclose()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            if self._registrar.lease is not None and not self.is_refused:
-                instance = self._registrar.lease.instance
-                request = pb.DeregisterRequest(
-                    instance_id=instance.instance_id, epoch=instance.epoch, secret=self._context.secret
-                )
-                with suppress(grpc.RpcError):  # the lease will expire
-                    await self._registry.Deregister(request, timeout=DEREGISTER_TIMEOUT_SECONDS)
-            await channel.close(None)
+        if task is not None and self._registrar.lease is not None and not self.is_refused:
+            await self._registrar.deregister(self._registrar.lease.instance, DEREGISTER_TIMEOUT_SECONDS)
+        await self._connection.aclose()
 
     async def started(self) -> None:
         """Returns once the first attempt to register has ended; if it failed, it is repeated.
@@ -207,14 +195,14 @@ class CoordinatorSession:
         if not self.answers_within(deadline_seconds) or lease is None:
             return None
         instance_id = lease.instance.instance_id
-        response = await self._lookups.lookup(self._lookup_stub, instance_id, keys, deadline_seconds, **fields)
+        response = await self._lookups.lookup(instance_id, keys, deadline_seconds, **fields)
         if self._lookups.silence and self._stream is not None:
             self._stream.probe()
         return response
 
     async def locate(self, instance_id: str, deadline_seconds: float) -> cache_service_pb2.Holder | None:
         """The node of an instance; None if it is not registered. Raises `Unreachable` if there is no answer."""
-        return await self._lookups.locate(self._registry, instance_id, deadline_seconds)
+        return await self._lookups.locate(instance_id, deadline_seconds)
 
     # --- Registering, again and again ----------------------------------------------------------------------------
 
@@ -274,8 +262,7 @@ class CoordinatorSession:
         return self._max_delay_seconds()
 
     def _max_delay_seconds(self) -> float:
-        assert self._channel is not None
-        accepts = self._channel.get_state() is grpc.ChannelConnectivity.READY
+        accepts = self._connection.channel.get_state() is grpc.ChannelConnectivity.READY
         return MAX_BUSY_DELAY_SECONDS if accepts else MAX_DELAY_SECONDS
 
     async def _report(self, stream: ReportStream, lease: InstanceLease) -> None:
@@ -292,7 +279,7 @@ class CoordinatorSession:
         """Registers the node as it is now. Raises the coordinator's error, or `Unreachable`."""
         self._registration_is_outdated = False
         # The first attempt is to fail soon if there is no coordinator: the start of the node waits for it.
-        lease = await self._registrar.register(self._registry, wait_for_ready=self._settled.is_set())
+        lease = await self._registrar.register(wait_for_ready=self._settled.is_set())
         self._map_id = lease.layout_map_id
         self._hooks.state_changed()
         return lease

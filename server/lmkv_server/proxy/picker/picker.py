@@ -24,6 +24,7 @@ from lmkv.config import PickerConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
+from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.endpoints import HealthService
 from lmkv.telemetry.build_info import BuildInfo
 from lmkv_server.http.guard import HostGuard
@@ -39,7 +40,6 @@ from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
 from lmkv_server.proxy.routing.affinity import SessionAffinity
-from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
 from lmkv_server.proxy.routing.policies import cost_by

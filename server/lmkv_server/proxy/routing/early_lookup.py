@@ -106,8 +106,8 @@ class EarlyLookup:
         while due:
             begin = time.monotonic()
             try:
-                answers = await self._lookup.client.look_up(due)
-            except (LmkvError, TimeoutError) as error:  # the lookup of the whole prompt counts its own
+                answers = await self._lookup.responses(due)
+            except LmkvError as error:  # the lookup of the whole prompt counts its own
                 logger.debug("the beginning of a prompt was not looked up: %s", error)
                 return
             self._match = EarlyMatch.of(zip(due, answers, strict=True), begin)

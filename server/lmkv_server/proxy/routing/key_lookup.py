@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import LmkvError, Unreachable
-from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
+from lmkv.keys import split_keys
+from lmkv.rpc.coordinator_client import CoordinatorClient
+from lmkv.rpc.prompts import by_keys
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv_server.proxy.routing.growing_chains import GrowingChains, PromptKeys
 from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
 from lmkv_server.proxy.routing.namespaces import Namespaces, ServedNamespace
@@ -23,6 +26,7 @@ from lmkv_server.proxy.routing.recent_picks import RecentPicks
 
 logger = logging.getLogger(__name__)
 
+LIST_TIMEOUT_SECONDS = 5.0
 REFRESH_SECONDS = 2.0
 """Time between two lists of the fleet's specs and adapters."""
 PAUSE_SECONDS = 1.0
@@ -37,7 +41,8 @@ class KeyLookup:
 
     def __init__(self, client: CoordinatorClient, counters: RoutingCounters, secret: bytes = b"") -> None:
         """`secret` is the fleet's cluster secret. The caller closes `client`, after this."""
-        self.client = client
+        self._client = client
+        self._stream = client.lookup_stream()
         self.failures = LookupFailures(logger, counters)
         self._counters = counters
         self._secret = secret
@@ -56,16 +61,17 @@ class KeyLookup:
         return self._namespaces is not None
 
     async def aclose(self) -> None:
-        """Cancels the lookups that no request waits for."""
+        """Cancels the lookups that no request waits for, and ends the stream of lookups."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stream.aclose()
 
     async def run(self) -> None:
         """Lists the fleet's specs and adapters periodically, until it is cancelled."""
         while True:
             try:
-                self._namespaces = Namespaces(await self.client.instances())
+                self._namespaces = Namespaces(await self._client.instances(LIST_TIMEOUT_SECONDS))
             except LmkvError as error:
                 logger.debug("the instances cannot be listed: %s", error)
                 self._list_error = error  # such as a token without the permission
@@ -100,6 +106,11 @@ class KeyLookup:
         chains = growing.all()
         held = await self._held_tokens(chains, tokens.size)
         return self.match(chains, held, tokens.size, held)
+
+    async def responses(self, chains: Sequence[PromptKeys]) -> list[LookupResponse]:
+        """What instances hold of each chain. Raises the coordinator's error, or `Unreachable`."""
+        requests = (LookupRequest(prompt=by_keys(split_keys(one.keys), fingerprint=one.fingerprint)) for one in chains)
+        return await asyncio.gather(*map(self._stream.lookup, requests))
 
     def match(
         self, chains: Sequence[PromptKeys], held: Mapping[str, int], token_count: int, at_most: Mapping[str, int]
@@ -159,10 +170,10 @@ class KeyLookup:
         self._retry_time = time.monotonic() + PAUSE_SECONDS
         held: dict[str, int] = {}
         try:
-            for response in await self.client.look_up(chains):
+            for response in await self.responses(chains):
                 for holder in response.holders:
                     held[holder.instance_id] = max(held.get(holder.instance_id, 0), holder.matched_token_count)
-        except (LmkvError, TimeoutError) as error:
+        except LmkvError as error:
             self.failures.add(error)
             return {}
         self.failures.clear()

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter
 
-from lmkv import rpc
-from lmkv.auth.credentials import Credentials
-from lmkv.errors import LmkvError, ModelNotFound, Unreachable
-from lmkv.rpc.failover import Failover
+from lmkv.errors import LmkvError, ModelNotFound
+from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.prompts import by_tokens
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
-from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_kernels import token_ids
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
@@ -102,18 +100,11 @@ class PrefixLookup:
     A request whose lookup fails is routed by load alone.
     """
 
-    def __init__(
-        self, addresses: Sequence[str], credentials: Credentials, timeout_seconds: float, metrics: ProxyMetrics
-    ) -> None:
-        self._channels = {address: rpc.open_channel(address, credentials) for address in addresses}
-        self._coordinators = Failover(addresses)
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, client: CoordinatorClient, metrics: ProxyMetrics) -> None:
+        """The caller closes `client`."""
+        self._client = client
         self._metrics = metrics
         self._failures = LookupFailures(logger, metrics)
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
 
     async def cached_tokens(
         self, client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -162,13 +153,13 @@ class PrefixLookup:
         return {}
 
     async def _look_up(self, request: LookupRequest) -> LookupResponse:
-        address = self._coordinators.current
-        cache: Any = CacheServiceStub(self._channels[address])
-        try:
-            return cast(LookupResponse, await rpc.call(cache.Lookup, _LOOKUP, address, request, self._timeout_seconds))
-        except Unreachable:
-            self._coordinators.report_failure(address)
-            raise
+        deadline = time.monotonic() + self._client.timeout_seconds
+        return await self._client.run(
+            lambda to: to.call(
+                to.cache.Lookup, request, timeout_seconds=deadline - time.monotonic(), span_name=_LOOKUP
+            ),
+            deadline,
+        )
 
 
 async def tokens_of(

@@ -6,18 +6,22 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
 
 from lmkv import rpc
-from lmkv.errors import BadChunkKey, LmkvError, Unreachable
+from lmkv.errors import BadChunkKey, Unreachable
 from lmkv.internal.v1 import lookup_service_pb2 as pb
 from lmkv.internal.v1 import lookup_service_pb2_grpc as pb_grpc
 from lmkv.keys import ChunkKey
-from lmkv_server.node.fleet.lookup import CoordinatorLookup, NodeLookupCall
+from lmkv.rpc.coordinator_client import CoordinatorConnection
+from lmkv.rpc.lookup_call import LookupCall
+from lmkv_server.node.fleet.lookup import CoordinatorLookup
 from tests.waiting import WAIT_SECONDS, until
+
+NodeLookupCall: TypeAlias = LookupCall[pb.LookupRequest, pb.LookupResponse]
 
 KEY = ChunkKey(bytes(16))
 BAD = b"bad"
@@ -80,27 +84,32 @@ class Lookups(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic 
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Lookups, Any, str]]:
-    """A coordinator, a stub of it, and its address."""
+async def serving() -> AsyncIterator[tuple[Lookups, CoordinatorConnection]]:
+    """A coordinator, and a connection to it."""
     lookups = Lookups()
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     server.add_generic_rpc_handlers((lookups,))
     address = f"127.0.0.1:{rpc.add_port(server, '127.0.0.1:0')}"
     await server.start()
-    channel = rpc.open_channel(address)
+    connection = CoordinatorConnection(address, WAIT_SECONDS)
     try:
-        yield lookups, pb_grpc.LookupServiceStub(channel), address
+        yield lookups, connection
     finally:
         lookups.released.set()
-        await channel.close(None)
+        await connection.aclose()
         await server.stop(None)
 
 
+def lookup_call(connection: CoordinatorConnection) -> NodeLookupCall:
+    """A call for lookups of a node."""
+    return NodeLookupCall(pb_grpc.LookupServiceStub(connection.channel), pb.LookupStreamRequest, connection.address)
+
+
 async def test_all_lookups_of_a_node_are_on_one_stream_and_each_gets_its_own_answer() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address)
-        one = await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
-        others = await asyncio.gather(*(coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) for _ in range(20)))
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection)
+        one = await coordinator.lookup("a", [KEY], WAIT_SECONDS)
+        others = await asyncio.gather(*(coordinator.lookup("a", [KEY], WAIT_SECONDS) for _ in range(20)))
         assert [found.key_index if found else 0 for found in (one, *others)] == list(range(1, 22))
         assert (lookups.stream_count, lookups.unary_count, coordinator.failure_count) == (1, 0, 0)
         await coordinator.aclose()
@@ -108,8 +117,8 @@ async def test_all_lookups_of_a_node_are_on_one_stream_and_each_gets_its_own_ans
 
 
 async def test_a_refused_lookup_does_not_affect_the_others() -> None:
-    async with serving() as (_, stub, address):
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
+    async with serving() as (_, connection):
+        call = lookup_call(connection)
         bad = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=BAD)))
         good = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY)))
         with pytest.raises(BadChunkKey):
@@ -120,8 +129,8 @@ async def test_a_refused_lookup_does_not_affect_the_others() -> None:
 
 
 async def test_a_lookup_that_is_cancelled_does_not_take_the_answer_of_the_next() -> None:
-    async with serving() as (lookups, stub, address):
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
+    async with serving() as (lookups, connection):
+        call = lookup_call(connection)
         late = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
         await until(lambda: lookups.open_count == 1)
         late.cancel()
@@ -132,16 +141,16 @@ async def test_a_lookup_that_is_cancelled_does_not_take_the_answer_of_the_next()
 
 
 async def test_a_late_answer_retires_the_stream_and_the_next_lookup_opens_another() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address, unary_seconds=0.0)
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
-        coordinator._call = call
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection, unary_seconds=0.0)
+        call = lookup_call(connection)
+        coordinator._on_stream._call = call
         patient = asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE)))
         await until(lambda: lookups.open_count == 1)
-        assert await coordinator.lookup(stub, "a", [KEY], 0.01) is None
+        assert await coordinator.lookup("a", [KEY], 0.01) is None
         assert coordinator.silence
         assert call.has_ended
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         assert not coordinator.silence
         assert (lookups.stream_count, coordinator.failure_count) == (2, 1)
         assert not call.is_over
@@ -152,14 +161,14 @@ async def test_a_late_answer_retires_the_stream_and_the_next_lookup_opens_anothe
 
 
 async def test_a_retired_stream_ends_with_its_lookups() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address, unary_seconds=0.0)
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
-        coordinator._call = call
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection, unary_seconds=0.0)
+        call = lookup_call(connection)
+        coordinator._on_stream._call = call
         waiting = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE))) for _ in range(2)]
         await until(lambda: lookups.open_count == 1)
-        assert await coordinator.lookup(stub, "a", [KEY], 0.01) is None
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert await coordinator.lookup("a", [KEY], 0.01) is None
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         waiting[0].cancel()
         await asyncio.gather(waiting[0], return_exceptions=True)
         assert not call.is_over
@@ -170,56 +179,55 @@ async def test_a_retired_stream_ends_with_its_lookups() -> None:
 
 
 async def test_lookups_on_a_stream_that_breaks_fail_and_the_next_opens_another() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address, unary_seconds=0.0)
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection, unary_seconds=0.0)
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         lookups.ends.set()
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS) is None
         assert coordinator.silence
         lookups.ends.clear()
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         assert lookups.stream_count == 2
         await coordinator.aclose()
 
 
 async def test_after_a_failure_lookups_are_calls_of_their_own_for_a_while() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address, unary_seconds=3600.0)
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection, unary_seconds=3600.0)
         lookups.ends.set()
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS) is None
         lookups.ends.clear()
         for _ in range(3):
-            assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+            assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         assert (lookups.stream_count, lookups.unary_count, coordinator.failure_count) == (1, 3, 1)
         await coordinator.aclose()
 
 
 async def test_lookups_do_not_wait_behind_refusals() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address, unary_seconds=3600.0)
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection, unary_seconds=3600.0)
         lookups.is_refusing = True
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS) is None
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS) is None
         assert not coordinator.silence
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         assert (lookups.stream_count, lookups.unary_count) == (1, 1)
         await coordinator.aclose()
 
 
 async def test_a_stream_without_lookups_ends_and_the_next_lookup_opens_another() -> None:
-    async with serving() as (lookups, stub, address):
-        coordinator = CoordinatorLookup(address)
-        coordinator._call = NodeLookupCall(stub, pb.LookupStreamRequest, address, idle_seconds=0.01)
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+    async with serving() as (lookups, connection):
+        coordinator = CoordinatorLookup(connection, idle_seconds=0.01)
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         await until(lambda: lookups.stream_count > 0 and lookups.open_count == 0)
-        assert await coordinator.lookup(stub, "a", [KEY], WAIT_SECONDS)
+        assert await coordinator.lookup("a", [KEY], WAIT_SECONDS)
         assert lookups.stream_count == 2
         assert not coordinator.silence
         await coordinator.aclose()
 
 
 async def test_lookups_that_wait_end_with_the_stream() -> None:
-    async with serving() as (lookups, stub, address):
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
+    async with serving() as (lookups, connection):
+        call = lookup_call(connection)
         waiting = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=LATE))) for _ in range(3)]
         await until(lambda: lookups.open_count == 1)
         await call.aclose()
@@ -231,8 +239,9 @@ async def test_lookups_that_wait_end_with_the_stream() -> None:
 async def test_lookups_that_are_not_sent_yet_end_with_the_call() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts no connection
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        async with rpc.open_channel(address) as channel:
-            call = NodeLookupCall(pb_grpc.LookupServiceStub(channel), pb.LookupStreamRequest, address)
+        connection = CoordinatorConnection(address, WAIT_SECONDS)
+        async with connection.channel:
+            call = lookup_call(connection)
             lookups = [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY)))]
             await until(lambda: call._pending)  # gRPC takes no more before it has sent this
             lookups += [asyncio.create_task(call.lookup(pb.LookupRequest(chunk_keys=KEY))) for _ in range(3)]
@@ -244,8 +253,8 @@ async def test_lookups_that_are_not_sent_yet_end_with_the_call() -> None:
 
 
 async def test_lookups_end_with_a_call_that_is_ended_before_it_begins() -> None:
-    async with serving() as (_, stub, address):
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address)
+    async with serving() as (_, connection):
+        call = lookup_call(connection)
         lookup = call.lookup(pb.LookupRequest(chunk_keys=KEY))
         answer = lookup.send(None)  # waits, before any other task has run
         assert answer is not None
@@ -256,11 +265,9 @@ async def test_lookups_end_with_a_call_that_is_ended_before_it_begins() -> None:
 
 
 async def test_a_coordinator_that_answers_what_it_was_not_asked_ends_the_call() -> None:
-    async with serving() as (lookups, stub, address):
+    async with serving() as (lookups, connection):
         lookups.extra_answer_count = 1
-        failures: list[LmkvError] = []
-        call = NodeLookupCall(stub, pb.LookupStreamRequest, address, on_failure=failures.append)
+        call = lookup_call(connection)
         assert await call.lookup(pb.LookupRequest(chunk_keys=KEY))
         await until(lambda: call.has_ended)
-        assert [type(one) for one in failures] == [Unreachable]
-        assert "more answers" in str(failures[0])
+        assert "more answers" in str(await call._reader)

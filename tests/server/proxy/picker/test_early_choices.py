@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.routing import early_lookup
@@ -149,7 +150,7 @@ async def test_lookups_that_fail_while_a_prompt_arrives_are_no_error(
     engines = await some(make_engine, 2)
     async with make("i-1", KEYS, SPEC):
         front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
-        front.client.error = TimeoutError()
+        front.client.error = Unreachable("it is lost")
         async with arriving(front) as (_, end):
             assert len(front.client.key_counts) == 1, "after a failure none is due"
             front.client.error = None

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from lmkv.auth.credentials import Credentials
-from lmkv.v1.cache_service_pb2 import LookupResponse
+from lmkv.rpc.coordinator_client import CoordinatorClient, LookupStream
+from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.registry_service_pb2 import Instance
-from lmkv_server.proxy.routing.coordinator_client import CoordinatorClient
-from lmkv_server.proxy.routing.growing_chains import PromptKeys
 
 
 class WatchedClient(CoordinatorClient):
@@ -26,17 +25,27 @@ class WatchedClient(CoordinatorClient):
         self.answers.set()
         self.error: Exception | None = None
 
-    async def instances(self) -> list[Instance]:
-        self.listed = await super().instances()
+    async def instances(self, timeout_seconds: float | None = None) -> list[Instance]:
+        self.listed = await super().instances(timeout_seconds)
         return self.listed
 
-    async def look_up(self, chains: Sequence[PromptKeys]) -> list[LookupResponse]:
-        self.key_counts += [len(one.keys) // 16 for one in chains]
-        self.in_flight_count += 1
+    def lookup_stream(self) -> LookupStream:
+        return _WatchedStream(self)
+
+
+class _WatchedStream(LookupStream):
+    def __init__(self, client: WatchedClient) -> None:
+        super().__init__(client)
+        self._watched = client
+
+    async def lookup(self, request: LookupRequest) -> LookupResponse:
+        watched = self._watched
+        watched.key_counts.append(len(request.prompt.keys.chunk_keys))
+        watched.in_flight_count += 1
         try:
-            await self.answers.wait()
-            if self.error is not None:
-                raise self.error
-            return await super().look_up(chains)
+            await watched.answers.wait()
+            if watched.error is not None:
+                raise watched.error
+            return await super().lookup(request)
         finally:
-            self.in_flight_count -= 1
+            watched.in_flight_count -= 1

@@ -1,15 +1,47 @@
-"""Watches the layout map: a snapshot, then every change, across restarts and failures. Used by `Coordinator.watch`."""
+"""Streams of a coordinator: many lookups over one call, and the layout map's changes. Used by `Coordinator`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from typing import Self, Unpack
 
 import grpc
 
 from lmkv.errors import RevisionCompacted, Unreachable, WatcherTooSlow
-from lmkv.v1.cache_service_pb2 import LayoutChange, WatchRequest
-from lmkv_client.connection import CoordinatorConnections, RetryDeadline
+from lmkv.rpc import coordinator_client
+from lmkv.rpc.coordinator_client import CoordinatorClient
+from lmkv.v1.cache_service_pb2 import LayoutChange, LookupRequest, LookupResponse, WatchRequest
+from lmkv_client.chunks import Chunks, make_request
+from lmkv_client.operation import RetryDeadline
+
+
+class LookupStream:
+    """Looks prompts up over a stream. Opens it at the first lookup, and again after a failure, with failover.
+
+    Created by `Coordinator.lookup_stream`.
+    """
+
+    def __init__(self, stream: coordinator_client.LookupStream) -> None:
+        self._stream = stream
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends the stream; lookups in flight raise `Unreachable`. Idempotent."""
+        await self._stream.aclose()
+
+    async def lookup(self, tokens: Sequence[int] = (), **chunks: Unpack[Chunks]) -> LookupResponse:
+        """As `Coordinator.lookup`. Several may be in flight; cancelling one does not affect the others.
+
+        Rejects a request that is larger than a message may be: the coordinator would end the stream, and with it all
+        other lookups.
+        """
+        return await self._stream.lookup(make_request(LookupRequest, tokens, chunks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +58,12 @@ class LayoutUpdate:
 
 
 async def watch(
-    connections: CoordinatorConnections, start_revision: int, fingerprint: bytes, deadline: RetryDeadline
+    client: CoordinatorClient, start_revision: int, fingerprint: bytes, deadline: RetryDeadline
 ) -> AsyncGenerator[LayoutUpdate, None]:
     """Yields updates until the coordinators do not respond before the deadline, then raises `Unreachable`."""
-    revision, source = start_revision, connections.current
+    revision, source = start_revision, client.current
     while True:
-        connection = connections.current
+        connection = client.current
         if connection is not source:  # each coordinator has its own revisions
             revision, source = 0, connection
         reset = revision == 0
@@ -49,14 +81,14 @@ async def watch(
                 if not response.snapshot:  # an incomplete snapshot cannot be resumed
                     revision = response.revision
             ended = Unreachable(f"the coordinator at {connection.address} ended the watch", address=connection.address)
-            connections.report_failure(connection)
+            client.report_failure(connection)
             await deadline.wait_to_retry(ended)
         except grpc.RpcError as rpc_error:
             error = connection.to_error(rpc_error)
             if isinstance(error, RevisionCompacted | WatcherTooSlow):
                 revision = 0
             elif isinstance(error, Unreachable):
-                connections.report_failure(connection)
+                client.report_failure(connection)
                 await deadline.wait_to_retry(error)
             else:
                 raise error from None
