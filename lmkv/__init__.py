@@ -1,4 +1,4 @@
-"""What servers, clients and tools of lmkv share: keys, specs, errors, configuration. This is the public API.
+"""Servers, clients and tools of lmkv share this package: keys, specs, errors, configuration. This is the public API.
 
 Names are imported on first use, so that `import lmkv` is fast and loads neither NumPy nor gRPC, torch or NIXL.
 """

@@ -52,7 +52,7 @@ SUMMARIES: Mapping[str, str] = {
     "watch": "print changes of the layout map as they occur",
     "webhook": "add the connector and a node to pods of engines that others create (Kubernetes)",
 }
-"""What each command of lmkv does: `lmkv --help` prints these lines without importing a command."""
+"""One line for each command of lmkv: `lmkv --help` prints these lines without importing a command."""
 
 _EXAMPLES = """\
 examples:

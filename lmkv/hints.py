@@ -35,7 +35,7 @@ DEFAULT_PRIORITY = 50
 
 
 class HintAction(StrEnum):
-    """What a hint asks for."""
+    """The action that a hint asks for."""
 
     SHARE = "share"
     """Write the chunks to the store that other instances read."""
@@ -52,7 +52,7 @@ class HintAction(StrEnum):
 
 
 class HintOutcome(StrEnum):
-    """How an action ended. Each action has exactly one."""
+    """The end of an action. Each action has exactly one."""
 
     ACCEPTED = "accepted"
     """It was carried out, or has begun, for all chunks."""
@@ -101,9 +101,9 @@ class Hint:
     action_id: str
     action: HintAction
     ttl_seconds: float = 0.0
-    """Of `PIN` and `RETAIN`: how long, at most `MAX_TTL_SECONDS`."""
+    """`PIN` and `RETAIN` last for this time, at most `MAX_TTL_SECONDS`."""
     priority: int = 0
-    """Of `RETAIN`: 1 to `MAX_PRIORITY`; lower ones are evicted first."""
+    """`RETAIN` has a priority of 1 to `MAX_PRIORITY`; chunks with lower ones are evicted first."""
     token_count: int | None = None
     """Only the prompt's first tokens; None: all."""
     tokens: Tokens | None = None
@@ -114,7 +114,7 @@ class Hint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HintResult:
-    """How one action ended, or all of an envelope if `action_id` is empty."""
+    """The result of one action, or of all in an envelope if `action_id` is empty."""
 
     action_id: str
     action: str
@@ -123,14 +123,14 @@ class HintResult:
     reason: HintReason | None = None
     """Why the action was rejected; None if it was not."""
     detail: str = ""
-    """For people: what was wrong."""
+    """Says for people what was wrong."""
     chunk_count: int = 0
     """Chunks for which it was carried out by the time of the answer."""
     ttl_seconds: float = 0.0
     """Granted time."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a part of a response; without empty fields."""
+        """The result as a part of a response, without empty fields."""
         fields = {
             "action_id": self.action_id,
             "action": self.action,

@@ -221,7 +221,7 @@ def check_prefix_digests(digests: bytes, token_count: int, field: str = "prefix_
 
 
 def page_seed(cache_salt: str) -> bytes:
-    """What the digest of a prompt's first page follows: 32 bytes that depend on the salt; empty without one.
+    """The bytes before a prompt's first page in its digest: 32 that depend on the salt; empty without one.
 
     As SGLang 0.5.23 computes it for a request with this `cache_salt` and without an `extra_key`.
     """

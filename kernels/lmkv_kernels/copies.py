@@ -29,7 +29,7 @@ class ChunkCopy:
     first_token: int = 0
     first_slot: int = 0
     group: int = 0
-    """Which pages of the rank: layers of one group share block ids. The kernels are called for one group at a time."""
+    """The group of layers whose pages are copied: they share block ids. The kernels are called for each group."""
 
 
 def copied_bytes(pages: Pages, copies: Sequence[ChunkCopy]) -> int:

@@ -88,7 +88,7 @@ class ReferencePages:
 
 
 def checksum(words: NDArray[np.uint8], first_word: int = 0) -> int:
-    """What words, beginning with word `first_word` of a chunk, add to the chunk's checksum."""
+    """The part of a chunk's checksum that is due to these words. The first is word `first_word` of the chunk."""
     word = words.view("<u8")
     position = np.arange(first_word + 1, first_word + 1 + word.size, dtype=np.uint64).astype(np.uint32)
     low = word.astype(np.uint32) + position * np.uint32(0x9E3779B1)

@@ -68,7 +68,7 @@ class CoordinatorConfig(Config):
             yield from unencrypted(self._unencrypted())
 
     def _unencrypted(self) -> Iterator[Gap]:
-        """What of this configuration does not encrypt."""
+        """The keys of this configuration that leave something unencrypted."""
         for name in ("tls_cert", "tls_key"):
             if not getattr(self, name):
                 yield Gap(name, "the coordinator's ports have no TLS", f"set {name}")

@@ -298,7 +298,7 @@ class NodeConfig(Config):
             yield from unencrypted(self._unencrypted())
 
     def _unencrypted(self) -> Iterator[Gap]:
-        """What of this configuration does not encrypt."""
+        """The keys of this configuration that leave something unencrypted."""
         if self.enable_p2p:
             for name in ("tls_cert", "tls_key", "tls_ca"):
                 if not getattr(self, name):

@@ -1,1 +1,1 @@
-"""What only coordinators and nodes say to each other: generated from `protos/lmkv/internal`."""
+"""The messages that only coordinators and nodes send to each other, generated from `protos/lmkv/internal`."""

@@ -15,7 +15,7 @@ MAX_VERSION_LENGTH = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """What one of the two runs."""
+    """The versions that a coordinator or a node runs."""
 
     version: str
     """Its version of lmkv."""

@@ -24,7 +24,7 @@ class MemoryCgroup:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What its processes may use together; None: it has no limit."""
+        """The bytes that its processes may use together; None: it has no limit."""
         try:
             most = int((self.directory / self.limit).read_text())
         except (OSError, ValueError):  # there is no such file, or it says `max`
@@ -33,7 +33,7 @@ class MemoryCgroup:
 
     @property
     def free_bytes(self) -> int | None:
-        """What is left under the limit; None: it has none."""
+        """The bytes that are left under the limit; None: it has none."""
         most = self.limit_bytes
         if most is None:
             return None

@@ -215,7 +215,7 @@ def _is_mount_point(fd: int) -> bool:
 
 
 def _mount_of(fd: int) -> str:
-    """What names the mount that a file is in: the kernel's number of it, or the device where that is not known."""
+    """Identifies the mount that a file is in, by the kernel's number of it, or the device where that is not known."""
     with suppress(OSError):
         for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
             if line.startswith("mnt_id:"):

@@ -1,4 +1,4 @@
-"""How long a lookup may take: as long as its answer is worth, which is a share of the prefill that a hit may save.
+"""The time that a lookup may take. It depends on what its answer is worth: a share of the prefill that a hit may save.
 
 An engine that knows its prefill rate sends the time that an answer is worth (`LookupChunks.budget`); its node spends
 what is left of it on coordinators and stores. The configured `lookup_timeout`, `coordinator_timeout` and
@@ -31,7 +31,7 @@ def worth_seconds(token_count: int, tokens_per_second: float, most: float = MOST
 
 
 class Silence:
-    """For how long a node, a coordinator or a store has not answered. One answer ends it.
+    """Measures for how long a node, a coordinator or a store has not answered. One answer ends it.
 
     Who has been silent for a time is not asked for answers that are worth less: those would hardly come in time.
     """

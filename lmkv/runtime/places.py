@@ -25,7 +25,7 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class Places(Generic[Holder]):
-    """At most `limit` holders, of which one caller has at most `share`. Not thread-safe."""
+    """Admits at most `limit` holders, of which one caller has at most `share`. Not thread-safe."""
 
     def __init__(self, name: str, limit: int, share: int) -> None:
         """`name` is what errors call the places, in the plural."""
@@ -35,7 +35,7 @@ class Places(Generic[Holder]):
         self._callers: dict[Holder, str] = {}
         self._counts: Counter[str] = Counter()
         self._waiting: dict[str, dict[Holder, None]] = {}
-        """By caller, in the order in which they began to wait."""
+        """The holders that wait, by caller, the longest first."""
         self._waiting_count = 0
 
     def __len__(self) -> int:

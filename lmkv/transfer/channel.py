@@ -82,8 +82,9 @@ class Channel(Protocol):
         """Name of the channel in configuration and messages."""
 
     def metadata_for(self, reader: PeerReader) -> bytes:
-        """What this reader needs to read the local pool; a secret. Channels that can distinguish their readers give
-        each reader its own.
+        """The bytes by which this reader can read the local pool. They are a secret.
+
+        Channels that can distinguish their readers give each reader its own.
         """
 
     async def add_peer(self, peer_name: str, metadata: bytes) -> None:
@@ -125,7 +126,7 @@ class Channel(Protocol):
 
 
 class Peer(Protocol):
-    """What every channel knows of a peer."""
+    """The fields of a peer that every channel knows."""
 
     @property
     def region(self) -> Region:

@@ -166,7 +166,7 @@ class Channels:
         return channel.name if channel else ""
 
     async def remove_peer(self, peer_name: str) -> None:
-        """As the method of `Channel`, by the peer's channel."""
+        """Implements `Channel`, by the channel of the peer."""
         channel = self._peers.pop(peer_name, None)
         if isinstance(channel, SwitchingReader):
             await channel.close()
@@ -181,7 +181,7 @@ class Channels:
         on_stopped: Callable[[], None],
         grant_id: str = "",
     ) -> list[int] | None:
-        """As the method of `Channel`, by the peer's channel."""
+        """Implements `Channel`, by the channel of the peer."""
         channel = self._peers.get(peer_name)
         if channel is None:
             on_stopped()

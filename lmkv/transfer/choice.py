@@ -1,4 +1,4 @@
-"""Which of two channels the reads from one peer use, by the bandwidth of the reads themselves.
+"""Chooses one of two channels for the reads from one peer, by the bandwidth of the reads themselves.
 
 preferred channel ── SAMPLE_BYTES were read ──► trial: the next SAMPLE_BYTES by the other channel
         ▲                                          │ not clearly faster ──► back, and the next trial is later
@@ -218,7 +218,7 @@ class SwitchingReader:
         self._channels = {preferred.name: preferred}
         """The channels that the peer was added to."""
         self._failed: set[str] = set()
-        """Those of these that must be connected again."""
+        """The peers among these that must be connected again."""
         self._is_closed = False
         self._trial: asyncio.Task[None] | None = None
 
@@ -254,7 +254,7 @@ class SwitchingReader:
         on_stopped: Callable[[], None],
         grant_id: str = "",
     ) -> list[int] | None:
-        """As the method of `Channel`."""
+        """Implements `Channel`."""
         deadline = time.monotonic() + timeout_seconds
         stop = _PostponedStop(on_stopped)
         try:

@@ -114,7 +114,7 @@ def span_rows(spans: Sequence[PromptSpan], now: float) -> Iterator[tuple[str, st
 
 
 def age(time: Timestamp, now: float) -> str:
-    """How long ago a time was."""
+    """The time since then, in words."""
     return f"{format_duration(max(0.0, now - time.ToNanoseconds() / 1e9))} ago"
 
 

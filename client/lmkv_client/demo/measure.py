@@ -29,7 +29,7 @@ COUNT_TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTransfer:
-    """What one request loaded instead of computing it."""
+    """The tokens that one request loaded instead of computing them."""
 
     tokens: int
     size_bytes: int
@@ -42,11 +42,11 @@ class DemoRound:
     """One prompt, completed three times."""
 
     cold: Completion
-    """By engine 1, without a cache hit."""
+    """Engine 1 computes the prompt, without a cache hit."""
     peer: Completion
-    """By engine 2, with a hit at its peer."""
+    """Engine 2 has a hit at its peer."""
     own: Completion
-    """By engine 1 again, with a hit in its host pool after its prefix cache was reset."""
+    """Engine 1 has a hit in its host pool, after its prefix cache was reset."""
     from_peer: CacheTransfer
     from_own: CacheTransfer
 
@@ -62,7 +62,7 @@ class DemoResult:
 
     rounds: Sequence[DemoRound]
     engines: tuple[str, str] = ("vLLM", "vLLM")
-    """What kind engine 1 and engine 2 are of."""
+    """The kinds of engine 1 and engine 2."""
 
     @property
     def cold_ttft_ms(self) -> float:
@@ -127,7 +127,7 @@ def gib_per_s(taken: CacheTransfer) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredKv:
-    """What the engines store of a prompt."""
+    """The chunks that the engines store of a prompt."""
 
     token_bytes: int
     """Bytes of a token's KV."""
@@ -197,7 +197,7 @@ def _complete(engine: DemoEngine, prompt: Sequence[int], kv: StoredKv, act: str)
 
 
 def taken(engine: Endpoint, before: dict[str, float], answer: Completion, act: str) -> CacheTransfer:
-    """What a request loaded, by the engine's metrics; `before` has those from before the request.
+    """Reads from the engine's metrics what a request has loaded; `before` has those from before the request.
 
     If the response has cached tokens, waits for the metrics of their bytes, and triggers steps of the engine for them.
     """

@@ -76,7 +76,7 @@ LLAMA_VOCAB = ModelShape(
     head_size=64,
     vocab_size=128256,
 )
-"""As small as `TINY`, with the vocabulary size of Llama 3, so that token ids of its prompts are valid."""
+"""A model as small as `TINY` with the vocabulary size of Llama 3, so that token ids of its prompts are valid."""
 
 SHAPES = {"tiny": TINY, "mid": MID, "llama_vocab": LLAMA_VOCAB}
 """The presets by name."""

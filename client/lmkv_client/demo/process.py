@@ -25,7 +25,7 @@ PORT_CLASSES = 32
 """Number of disjoint sets of ports, of which a process chooses from one."""
 SHARED_MEMORY = Path("/dev/shm")  # where POSIX shared memory is
 LEFT_BY_ENGINES = ("vllm_dist_", "sgl_shm_mq_", "sglang_loads_")
-"""How the names of shared memory begin that vLLM and SGLang leave behind when a signal ends them."""
+"""The beginnings of the names of shared memory that vLLM and SGLang leave behind when a signal ends them."""
 
 _returned_ports: deque[int] = deque(maxlen=100)
 
@@ -34,7 +34,7 @@ _CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): (?!.*See root cause).+(?
 
 
 class RunningProcess(Protocol):
-    """What `ServerProcess` needs of a process. `subprocess.Popen` is one."""
+    """The methods of a process that `ServerProcess` needs. `subprocess.Popen` has them."""
 
     @property
     def pid(self) -> int:

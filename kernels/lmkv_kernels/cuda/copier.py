@@ -199,7 +199,7 @@ BLOCKS_PER_PROCESSOR = 16
 
 
 class CopyPath(StrEnum):
-    """How bytes are copied between pages and pool."""
+    """The way by which bytes are copied between pages and pool."""
 
     DIRECT = "direct"
     """The kernel accesses the pinned memory of the pool."""
@@ -280,7 +280,7 @@ class PendingCopy:
 
     @property
     def seconds(self) -> float:
-        """Of finished copies, their duration by the device's clock, from when the pages could be accessed."""
+        """The duration of finished copies by the device's clock, from when the pages could be accessed."""
         assert self._buffer is None, "the copies are not done"
         return self._seconds
 

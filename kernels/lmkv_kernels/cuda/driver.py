@@ -180,7 +180,7 @@ class Device:
         self.processor_count = self._attribute(_PROCESSORS)
         """Number of streaming multiprocessors."""
         self.pci_address = driver.text("cuDeviceGetPCIBusId", self.ordinal).lower()
-        """As in /sys/bus/pci/devices."""
+        """The address by which /sys/bus/pci/devices lists it."""
         self._context: c_void_p | None = None
         self._lock = threading.Lock()
 

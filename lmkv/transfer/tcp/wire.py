@@ -41,7 +41,7 @@ def request(grant_id: str, ranges: Sequence[tuple[int, int]]) -> bytes:
 MAX_BYTES = 1 << 37
 """Bytes after which an encrypted connection is not used again: half of what AES-GCM allows for one key."""
 RECEIVED_AT_ONCE = 1 << 30
-"""What one call of OpenSSL may receive."""
+"""The most bytes that one call of OpenSSL may receive."""
 SEND_BYTES = 1 << 20
 """Bytes that an encrypted send may take `STUCK_SECONDS` for."""
 

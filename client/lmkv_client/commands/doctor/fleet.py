@@ -154,7 +154,7 @@ class _Visitor:
         self._connection = connection
         self._instance = instance
         self.clock_offset_seconds = 0.0
-        """How far the coordinator's clock is ahead of this host's."""
+        """The seconds by which the coordinator's clock is ahead of this host's."""
 
     @classmethod
     @asynccontextmanager

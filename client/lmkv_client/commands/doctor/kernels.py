@@ -39,7 +39,7 @@ def check_kernels(config: ConnectorConfig) -> Iterator[Finding]:
 
 
 def _check_compiler(architecture: int, driver_major: int) -> Finding:
-    """Where the kernels for an architecture come from."""
+    """Says where the kernels for an architecture come from."""
     from lmkv_kernels.cuda import CudaError, images
 
     name, folder = images.file_name(architecture), images.cache_folder()

@@ -1,4 +1,4 @@
-"""Which channels bytes could travel by: each is started in a process of its own, since a library may crash or hang.
+"""Checks each channel in a process of its own, since a library may crash or hang.
 
 Run as a module it is that process: `python -m lmkv_client.commands.doctor.transfer CHANNEL FOLDER BACKEND...`.
 """
@@ -30,7 +30,7 @@ _MARK = "lmkv: error: "
 
 
 def check_transfer(config: NodeConfig) -> Iterator[Finding]:
-    """Which channels can transfer chunks between nodes."""
+    """Checks which channels can transfer chunks between nodes."""
     if not config.enable_p2p:
         yield ok("transfer", "not needed: enable_p2p is false")
         return
