@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
@@ -20,11 +22,12 @@ KEYS = keys_of(8)
 class ScriptedCoordinators:
     """Answers every lookup with the same holders, and records the keys."""
 
-    def __init__(self, *holders: Holder) -> None:
+    def __init__(self, *holders: Holder, prefix_token_count: int = 0) -> None:
         self.connected = self.is_configured = self.answers = True
         self.asked: list[list[ChunkKey]] = []
         self.fingerprints: list[bytes] = []
         self._holders = holders
+        self._prefix_token_count = prefix_token_count
 
     def answers_within(self, _seconds: float) -> bool:
         return self.connected
@@ -40,10 +43,15 @@ class ScriptedCoordinators:
         any_key: bool = False,
         prefix_digests: bytes = b"",
     ) -> FoundHolders:
-        assert deadline_seconds == 1.0
+        assert deadline_seconds == (0.5 if any_key else 1.0)
         self.asked.append(list(keys))
         self.fingerprints.append(fingerprint)
-        return FoundHolders(holders=self._holders, is_answered=self.answers)
+        return FoundHolders(
+            holders=self._holders,
+            is_answered=self.answers,
+            prefix_key=KEYS[0] if any_key and prefix_digests else b"",
+            prefix_token_count=self._prefix_token_count,
+        )
 
 
 def needs(*indices: int) -> Needs:
@@ -61,6 +69,18 @@ async def test_a_lookup_asks_for_the_needed_keys_and_counts_holders_from_the_fir
         assert (presence.asked, presence.indices, presence.source) == ((2, 3, 5, 7), [2, 3, 5], "long")
         assert [holder.matched_chunk_count for holder in getattr(presence, "holders", ())] == [6, 3]
         assert tier.expected_seconds(presence, 1 << 20) is None, "nothing was measured"
+
+
+@pytest.mark.parametrize("token_count", [0, -1, 3])
+async def test_a_beginning_of_no_tokens_is_none(token_count: int) -> None:
+    """What another process says of a longer chunk's beginning is checked: nothing is loaded for no tokens."""
+    async with Parts("reader") as reader:
+        holder = Holder(instance_id="a", matched_token_count=8)
+        tier = PeerTier(reader.fetcher, ScriptedCoordinators(holder, prefix_token_count=token_count), 1.0)
+        asked = Needs(spec=SMALL, keys=KEYS, indices=[5], any_of=True, prefix_digests=bytes(8 * 5))
+        presence = await tier.lookup(asked)
+        assert (presence.beginning is not None) == (token_count > 0)
+        assert presence.beginning is None or presence.beginning.token_count == token_count
 
 
 async def test_without_a_coordinator_or_a_need_nothing_is_asked() -> None:

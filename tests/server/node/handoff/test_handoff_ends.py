@@ -246,3 +246,14 @@ async def test_a_prefill_whose_engine_is_gone_lets_go(prefill: Parts, decode: Pa
     prefill.senders.cancel("r")
     await until(lambda: len(decode.receiver.handoffs) == 0)
     decode.check_nothing_left()
+
+
+async def test_a_node_that_stops_gives_back_what_open_handoffs_have_reserved(prefill: Parts, decode: Parts) -> None:
+    handing = prefill.hand("r", "decode", KEYS)
+    await until(lambda: state_of(decode, "r") is HandoffState.ALLOCATED)
+    assert decode.tier.reserved_bytes > 0
+    await decode.receiver.aclose()
+    assert len(decode.receiver.handoffs) == decode.receiver.handoffs.used_bytes == decode.tier.reserved_bytes == 0
+    await decode.receiver.aclose()
+    prefill.senders.end("r")
+    await handing

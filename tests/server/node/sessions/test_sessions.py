@@ -154,6 +154,20 @@ def test_a_commit_whose_sizes_do_not_fit_the_spec_is_refused_and_keeps_its_credi
     commit(session, credit.offset, 1)
 
 
+@pytest.mark.parametrize("part", [-1, 1])
+def test_a_commit_of_a_part_that_the_spec_lacks_is_refused_and_keeps_its_credit(
+    tier: HostTier, engines: EngineSessions, part: int
+) -> None:
+    """The protos allow negative numbers, which would count parts from the last one."""
+    session = engines.attach("e", SPEC)
+    (credit,) = session.reserve(1)
+    with pytest.raises(BadMessage, match=f"no part {part}"):
+        session.commit(credit.offset, chunk_key(1), SPEC.chunk_bytes, 0, SPEC.chunk_size, part=part)
+    assert session.credit_count == 1
+    assert len(tier) == 0
+    commit(session, credit.offset, 1)
+
+
 def test_a_chunk_that_is_larger_than_its_credit_is_refused_and_leaves_the_credit_to_be_returned(
     tier: HostTier, engines: EngineSessions
 ) -> None:
