@@ -29,7 +29,7 @@ from benchmarks.support.rows import Row, compare
 from benchmarks.systems.kvcr import KvcrPair, kvcr_pair, kvcr_problem, kvcr_version
 from benchmarks.systems.pairs import PairPlan
 from lmkv.errors import LmkvError
-from lmkv.v1.chunk_pb2 import TIER_DISK
+from lmkv.tiers import DISK
 from lmkv_client.demo.cluster import Cluster, CoordinatorProcess
 from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
@@ -297,7 +297,7 @@ def ask_kvcr(
 def disk_chunks(coordinator: CoordinatorProcess, instance_id: str) -> int:
     """The number of chunks on an instance's disk, as it has reported."""
     usages = coordinator.instances()[instance_id].tiers
-    return sum(usage.chunk_count for usage in usages if usage.tier == TIER_DISK)
+    return sum(usage.chunk_count for usage in usages if usage.tier == DISK)
 
 
 def rows_of(source: str, times: Times) -> Iterator[Row]:

@@ -1,13 +1,16 @@
-"""The names of tiers. Used by the commands and wherever a tier is typed or shown."""
+"""Ids of tiers: one text names a tier in protos, nodes, commands, metrics and logs. A plug-in's tier has its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmkv.errors import BadRequest
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE, Position, Tier
+from lmkv.v1.chunk_pb2 import Position
 
+GPU = "gpu"
+"""Accelerator memory of an engine."""
+HOST = "host"
+"""The node's pool in host memory."""
 OWN = "own"
 """The node's own pool: not a tier behind it, but named beside them where found chunks are counted."""
 DISK = "disk"
@@ -18,44 +21,25 @@ REMOTE = "remote"
 """The store that all nodes share."""
 HANDOFF = "handoff"
 """Chunks that a prefill engine's node sends."""
+INSTANCE_TIERS = (GPU, HOST, DISK)
+"""Tiers of one instance alone, fastest first: coordinators know which instance holds which chunk in them."""
+LAYOUT_TIERS = (*INSTANCE_TIERS, REMOTE)
+"""Tiers that layout maps have, fastest first."""
 HIT_TIERS = (OWN, DISK, PEERS, REMOTE, HANDOFF)
 """Values of the label `tier` that metrics always have; a third-party tier's is added with its first hit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Consecutive chunks of a prompt that are in one tier behind the node's pool; tiers are known by name."""
+    """Consecutive chunks of a prompt that are in one tier behind the node's pool."""
 
     tier: str
     chunk_count: int
 
 
-NAMES: Mapping[Tier.ValueType, str] = {
-    TIER_GPU: "gpu",
-    TIER_HOST: "host",
-    TIER_DISK: "disk",
-    TIER_REMOTE: "remote",
-}
-
-_BY_NAME = {name: tier for tier, name in NAMES.items()}
-
-
-def tier_name(tier: int) -> str:
-    """A tier's name; its number, if it is newer than this version."""
-    return {int(known): name for known, name in NAMES.items()}.get(tier, str(tier))
-
-
-def parse_tier(text: str) -> Tier.ValueType:
-    """The tier of this name, in any case. Raises `BadRequest`."""
-    tier = _BY_NAME.get(text.lower())
-    if tier is None:
-        raise BadRequest(f"{text[:100]!r} is no tier; use {', '.join(NAMES.values())}", tier=text[:100])
-    return tier
-
-
 def format_position(position: Position) -> str:
     """A position as people write it: `lmkv-1/host`."""
-    return f"{position.instance_id}/{tier_name(position.tier or TIER_HOST)}"
+    return f"{position.instance_id}/{position.tier or HOST}"
 
 
 def parse_position(text: str) -> Position:
@@ -63,4 +47,4 @@ def parse_position(text: str) -> Position:
     instance_id, slash, tier = text.partition("/")
     if not instance_id or (slash and not tier):
         raise BadRequest(f"{text[:100]!r} is no position; write INSTANCE or INSTANCE/TIER", position=text[:100])
-    return Position(instance_id=instance_id, tier=parse_tier(tier) if tier else TIER_HOST)
+    return Position(instance_id=instance_id, tier=tier or HOST)

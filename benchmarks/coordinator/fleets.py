@@ -19,7 +19,7 @@ from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import KEY_BYTES
 from lmkv.spec import KvSpec
-from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.tiers import HOST
 from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_client.demo.cluster import CoordinatorProcess
@@ -44,7 +44,7 @@ class SimulatedInstance:
                 sequence=sequence,
                 snapshot=True,
                 snapshot_end=sequence == len(parts),
-                changes=[ChunkChange(tier=TIER_HOST, fingerprint=fingerprint, admitted_keys=part)],
+                changes=[ChunkChange(tier=HOST, fingerprint=fingerprint, admitted_keys=part)],
             )
             for sequence, part in enumerate(parts, 1)
         ]

@@ -15,9 +15,9 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import compare
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import KEY_BYTES, split_keys
-from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
-from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
+from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, tier_number
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 
@@ -73,7 +73,7 @@ def fill_map(pairs: int) -> float:
     before = resident_bytes()
     layout = LayoutMap()
     for instance, keys in reports:
-        layout.apply(f"instance-{instance}", Change(TIER_HOST, FINGERPRINT, CHUNK_SIZE, keys))
+        layout.apply(f"instance-{instance}", Change(tier_number(HOST), FINGERPRINT, CHUNK_SIZE, keys))
     assert len(layout) == pairs
     return resident_bytes() - before
 
@@ -120,7 +120,7 @@ def ingest_into_map(count: int) -> float:
     changes = _changes(count)
     reports: list[tuple[ReportStream, ReportRequest]] = []
     for instance, admitted, evicted in changes:
-        change = ChunkChange(tier=TIER_HOST, fingerprint=FINGERPRINT, admitted_keys=admitted, evicted_keys=evicted)
+        change = ChunkChange(tier=HOST, fingerprint=FINGERPRINT, admitted_keys=admitted, evicted_keys=evicted)
         sequence = 2 + len(reports) // INSTANCE_COUNT
         reports.append((streams[instance], _report(instance, sequence, changes=[change])))
     started = time.process_time()

@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.coordinator.layouts import random_keys
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
-from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.tiers import HOST
 from lmkv.v1.registry_service_pb2 import Instance, SpecConflict, TierUsage
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.runner import OrderRunner
@@ -79,18 +79,18 @@ class ScaledNode:
                 await asyncio.sleep(CHANGE_SECONDS * self._random.uniform(0.5, 1.5))
                 for _ in range(CHANGED_CHUNKS):
                     self.gain(fleet)
-                    fleet.evicted(TIER_HOST, SPEC.fingerprint, self._held.popleft())
+                    fleet.evicted(HOST, SPEC.fingerprint, self._held.popleft())
 
     def gain(self, fleet: FleetMembership) -> ChunkKey:
         """Stores a chunk, and reports it."""
         gained = ChunkKey(self._random.randbytes(16))
         self._held.append(gained)
-        fleet.admitted(HeldChunk(TIER_HOST, SPEC.fingerprint, gained, SPEC.chunk_size))
+        fleet.admitted(HeldChunk(HOST, SPEC.fingerprint, gained, SPEC.chunk_size))
         return gained
 
     def describe(self) -> Instance:
         """One node of this size."""
-        usage = TierUsage(name="host", tier=TIER_HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
+        usage = TierUsage(tier=HOST, capacity_bytes=1 << 40, chunk_count=len(self._held))
         return Instance(
             instance_id=self.name,
             epoch=1,
@@ -105,7 +105,7 @@ class ScaledNode:
     def snapshot(self) -> Iterator[HeldChunk]:
         """Its chunks."""
         for key in self._held:
-            yield HeldChunk(tier=TIER_HOST, fingerprint=SPEC.fingerprint, key=key, token_count=SPEC.chunk_size)
+            yield HeldChunk(tier=HOST, fingerprint=SPEC.fingerprint, key=key, token_count=SPEC.chunk_size)
 
 
 async def live(args: argparse.Namespace) -> None:

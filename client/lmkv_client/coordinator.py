@@ -42,7 +42,7 @@ from lmkv.v1.cache_service_pb2 import (
     PinRequest,
     UnpinRequest,
 )
-from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED, PinnedChunks, Position, Tier
+from lmkv.v1.chunk_pb2 import PinnedChunks, Position
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client.chunks import Chunks, make_request
 from lmkv_client.operation import (
@@ -245,7 +245,7 @@ class Coordinator:
         tokens: Sequence[int] = (),
         *,
         instance_id: str = "",
-        tier: Tier.ValueType = TIER_UNSPECIFIED,
+        tier: str = "",
         everything: bool = False,
         weight_version: str = "",
         kept_weight_version: str = "",

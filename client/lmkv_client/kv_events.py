@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lmkv.tiers import DISK, GPU, HOST, REMOTE
 from lmkv.v1.cache_service_pb2 import LayoutChange
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE
 from lmkv_client.streams import LayoutUpdate
 
-MEDIA: Mapping[int, str] = {TIER_GPU: "GPU", TIER_HOST: "CPU", TIER_DISK: "STORAGE", TIER_REMOTE: "STORAGE"}
+MEDIA: Mapping[str, str] = {GPU: "GPU", HOST: "CPU", DISK: "STORAGE", REMOTE: "STORAGE"}
 """vLLM's names of the tiers."""
 BATCH_EVENTS = 1024
 """Most events in a batch, unless a replay has room for too few batches."""
@@ -86,16 +86,16 @@ class EventStream:
         """Of the next batch."""
         self._buffer: deque[PublishedBatch] = deque(maxlen=buffer_batches)
         self._integers = integers
-        self._held: dict[tuple[int, bytes], dict[bytes, int]] = {}
+        self._held: dict[tuple[str, bytes], dict[bytes, int]] = {}
         """Block sizes by key, for each tier and fingerprint."""
 
     @property
-    def held(self) -> dict[tuple[int, bytes], set[bytes]]:
+    def held(self) -> dict[tuple[str, bytes], set[bytes]]:
         """Keys by tier and fingerprint."""
         return {place: set(keys) for place, keys in self._held.items() if keys}
 
     def change(
-        self, tier: int, fingerprint: bytes, block_size: int, admitted: Iterable[bytes], evicted: Iterable[bytes]
+        self, tier: str, fingerprint: bytes, block_size: int, admitted: Iterable[bytes], evicted: Iterable[bytes]
     ) -> list[Event]:
         """The events of what was not so before."""
         held = self._held.setdefault((tier, fingerprint), {})
@@ -141,7 +141,7 @@ class EventStream:
         payload = msgspec.msgpack.encode(EventBatch(ts=now, events=events, data_parallel_rank=0))
         return PublishedBatch(self.topic, sequence, payload)
 
-    def _stored(self, tier: int, key: bytes, block_size: int) -> BlockStored:
+    def _stored(self, tier: str, key: bytes, block_size: int) -> BlockStored:
         return BlockStored(
             block_hashes=[self._hash(key)],
             parent_block_hash=None,
@@ -241,9 +241,9 @@ class LayoutEvents:
 
     def _replace(self, snapshot: Iterable[LayoutChange], events: dict[EventStream, list[Event]]) -> None:
         """Adds what the snapshot has, and removes what it has not."""
-        kept: dict[tuple[str, int, bytes], set[bytes]] = {}
+        kept: dict[tuple[str, str, bytes], set[bytes]] = {}
         for change in snapshot:
-            place = self._topic_of(change.instance_id, change.fingerprint), int(change.tier), change.fingerprint
+            place = self._topic_of(change.instance_id, change.fingerprint), change.tier, change.fingerprint
             kept.setdefault(place, set()).update(change.admitted_keys)
         for topic, stream in self._streams.items():
             for (tier, fingerprint), keys in stream.held.items():

@@ -321,8 +321,8 @@ class TierRun(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    tier: _chunk_pb2.Tier.ValueType
-    """The fastest tier that holds them."""
+    tier: _builtins.str
+    """Id of the fastest tier that holds them, as in `Position.tier`."""
     chunk_count: _builtins.int
     """Chunks in the run."""
     token_count: _builtins.int
@@ -330,7 +330,7 @@ class TierRun(_message.Message):
     def __init__(
         self,
         *,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         chunk_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
     ) -> None: ...
@@ -748,8 +748,8 @@ class ClearRequest(_message.Message):
     KEPT_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance; empty means all."""
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier; unset means all."""
+    tier: _builtins.str
+    """Id of the tier, as in `Position.tier`; empty means all."""
     model_name: _builtins.str
     """All chunks of this model and of its LoRA adapters; the name of an adapter is refused (`BAD_SELECTION`)."""
     all: _builtins.bool
@@ -773,7 +773,7 @@ class ClearRequest(_message.Message):
         *,
         prompt: _prompt_pb2.PromptSelector | None = ...,
         instance_id: _builtins.str = ...,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         model_name: _builtins.str = ...,
         all: _builtins.bool = ...,
         dry_run: _builtins.bool = ...,
@@ -872,8 +872,8 @@ class ClearProgress(_message.Message):
     """Instances that have finished."""
     instance_id: _builtins.str
     """The instance; empty means all."""
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier; unset means all."""
+    tier: _builtins.str
+    """Id of the tier; empty means all."""
     dry_run: _builtins.bool
     """Whether it is a dry run."""
     @_builtins.property
@@ -891,7 +891,7 @@ class ClearProgress(_message.Message):
         instance_count: _builtins.int = ...,
         done_instance_count: _builtins.int = ...,
         instance_id: _builtins.str = ...,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
@@ -1153,8 +1153,8 @@ class LayoutChange(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier."""
+    tier: _builtins.str
+    """Id of the tier, as in `Position.tier`; empty if the instance left."""
     instance_gone: _builtins.bool
     """Whether the instance left; all its chunks are removed."""
     fingerprint: _builtins.bytes
@@ -1171,7 +1171,7 @@ class LayoutChange(_message.Message):
         self,
         *,
         instance_id: _builtins.str = ...,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         admitted_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         evicted_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         instance_gone: _builtins.bool = ...,

@@ -95,7 +95,7 @@ class CacheServiceStub:
       ends soon: a node that stays without engines takes chunks of any registered spec.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
     * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, both positions are the same, or a tier is unknown.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -107,7 +107,8 @@ class CacheServiceStub:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
     * `NOT_FOUND` (`CHUNK_NOT_FOUND`): the instance holds none of the chunks, or not all parts that a hit needs.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the ttl is not positive, or the
+      tier is unknown.
     * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
     * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
     """
@@ -144,8 +145,8 @@ class CacheServiceStub:
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
-      `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
-      no engine has registered.
+      `prompt`, `model_name` and `all` are set, or the tier is unknown, or a version of the weights is named without
+      `model_name` or is one that no engine has registered.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -245,7 +246,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
       ends soon: a node that stays without engines takes chunks of any registered spec.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
     * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, both positions are the same, or a tier is unknown.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -257,7 +258,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
     * `NOT_FOUND` (`CHUNK_NOT_FOUND`): the instance holds none of the chunks, or not all parts that a hit needs.
-    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+    * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the ttl is not positive, or the
+      tier is unknown.
     * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
     * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
     """
@@ -294,8 +296,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Errors, besides those of the service:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
     * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
-      `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
-      no engine has registered.
+      `prompt`, `model_name` and `all` are set, or the tier is unknown, or a version of the weights is named without
+      `model_name` or is one that no engine has registered.
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -416,7 +418,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
           ends soon: a node that stays without engines takes chunks of any registered spec.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
         * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, or both positions are the same.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, both positions are the same, or a tier is unknown.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -434,7 +436,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): it has no such tier.
         * `NOT_FOUND` (`CHUNK_NOT_FOUND`): the instance holds none of the chunks, or not all parts that a hit needs.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, or the ttl is not positive.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk or more than 32,768 chunks are named, the ttl is not positive, or the
+          tier is unknown.
         * `RESOURCE_EXHAUSTED` (`FULL`): the instance has the maximum number of pins.
         * `UNAVAILABLE` (`UNREACHABLE`): the instance did not answer in time; retry with the same `request_id`.
         """
@@ -495,8 +498,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
-          `prompt`, `model_name` and `all` are set, or a version of the weights is named without `model_name` or is one that
-          no engine has registered.
+          `prompt`, `model_name` and `all` are set, or the tier is unknown, or a version of the weights is named without
+          `model_name` or is one that no engine has registered.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

@@ -22,41 +22,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _Tier:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    TIER_UNSPECIFIED: _Tier.ValueType  # 0
-    """Not set. As a filter it means all tiers; in a position it means host memory."""
-    TIER_GPU: _Tier.ValueType  # 1
-    """Accelerator memory of an engine."""
-    TIER_HOST: _Tier.ValueType  # 2
-    """The node's shared host memory."""
-    TIER_DISK: _Tier.ValueType  # 3
-    """A local block device of the node."""
-    TIER_REMOTE: _Tier.ValueType  # 4
-    """Storage that outlives the node: Valkey, Redis, S3."""
-
-class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """A memory tier that can hold a chunk, fastest first.
-
-    New tiers may be added; clients must treat an unknown tier as slower than every known one.
-    """
-
-TIER_UNSPECIFIED: Tier.ValueType  # 0
-"""Not set. As a filter it means all tiers; in a position it means host memory."""
-TIER_GPU: Tier.ValueType  # 1
-"""Accelerator memory of an engine."""
-TIER_HOST: Tier.ValueType  # 2
-"""The node's shared host memory."""
-TIER_DISK: Tier.ValueType  # 3
-"""A local block device of the node."""
-TIER_REMOTE: Tier.ValueType  # 4
-"""Storage that outlives the node: Valkey, Redis, S3."""
-Global___Tier: _TypeAlias = Tier  # noqa: Y015
-
 class _KvFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -814,13 +779,16 @@ class Position(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance."""
-    tier: Global___Tier.ValueType
-    """The tier; unset means host memory."""
+    tier: _builtins.str
+    """Id of the tier; empty means `host`. Every field named `tier` has such an id: `gpu` (accelerator memory of an engine),
+    `host` (the node's pool in host memory), `disk` (the node's own disk), `remote` (the store that all nodes share), or
+    the name of a plug-in's tier. There may be more in the future.
+    """
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
-        tier: Global___Tier.ValueType = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -648,8 +648,8 @@ class TierChange(_message.Message):
     STORED_KEYS_FIELD_NUMBER: _builtins.int
     REMOVED_KEYS_FIELD_NUMBER: _builtins.int
     RESTARTED_FIELD_NUMBER: _builtins.int
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier: host memory or disk."""
+    tier: _builtins.str
+    """Id of the tier: `host` or `disk`."""
     restarted: _builtins.bool
     """Whether changes were lost: no chunk counts as held in any tier, until it is in this change or in a later one."""
     @_builtins.property
@@ -663,7 +663,7 @@ class TierChange(_message.Message):
     def __init__(
         self,
         *,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         stored_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         removed_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         restarted: _builtins.bool = ...,

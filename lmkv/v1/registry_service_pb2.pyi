@@ -215,29 +215,25 @@ class TierUsage(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier in the layout map and in positions; unset for a tier that the map does not have, such as a third party's."""
+    tier: _builtins.str
+    """Id of the tier, as in `Position.tier`; unique in the instance."""
     capacity_bytes: _builtins.int
     """Capacity in bytes; 0 if the tier has no limit."""
     used_bytes: _builtins.int
     """Bytes used by chunks and grants."""
     chunk_count: _builtins.int
     """Number of chunks."""
-    name: _builtins.str
-    """The tier's name, as in `Run.tier`; host memory is `host`. Unique in the instance."""
     def __init__(
         self,
         *,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         capacity_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
         chunk_count: _builtins.int = ...,
-        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunk_count", b"chunk_count", "name", b"name", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunk_count", b"chunk_count", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,8 @@ from functools import partial
 import grpc
 
 from lmkv.keys import ChunkKey
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST
 from lmkv_kernels import checksum
 from tests.chaos.actor import TROUBLE
 from tests.chaos.asker import holders
@@ -65,7 +65,7 @@ async def calm(fleet: Fleet, watchers: Sequence[LayoutWatcher]) -> int:
     held = []
     for node in fleet.nodes:
         await until(partial(unlisted, node, watchers[0]), node)  # a busy host: leases expire, and nodes join again
-        held.append(await contents(node, set(watchers[0].held(node.name, TIER_HOST))))
+        held.append(await contents(node, set(watchers[0].held(node.name, HOST))))
     for coordinator in fleet.coordinators:  # again: one that had just started knew no operation that nodes report
         await until(partial(over, coordinator), coordinator)
     for victim in fleet.victims.values():
@@ -131,7 +131,7 @@ async def unshared(node: Node, fleet: Fleet) -> str:
 async def disagreement(node: Node, coordinators: Sequence[Coordinator], watchers: Sequence[LayoutWatcher]) -> str:
     """Differences between what coordinators report, in answers and to watchers, and what the node holds."""
     metrics = await node.metrics()
-    there = {TIER_HOST: metrics["chunks"]} | ({TIER_DISK: metrics["tier_chunks/disk"]} if node.has_disk else {})
+    there = {HOST: metrics["chunks"]} | ({DISK: metrics["tier_chunks/disk"]} if node.has_disk else {})
     wrong = []
     for coordinator, watcher in zip(coordinators, watchers, strict=True):
         instance = (await asyncio.to_thread(coordinator.server.instances)).get(node.name)
@@ -149,7 +149,7 @@ async def disagreement(node: Node, coordinators: Sequence[Coordinator], watchers
 async def found(coordinator: Coordinator, nodes: Sequence[Node], watcher: LayoutWatcher) -> str:
     """Differences between the answers of a coordinator and the events that a watcher received."""
     keys = [key for prompt in PROMPTS for key in prompt]
-    held = {node.name: watcher.held(node.name, TIER_HOST) | watcher.held(node.name, TIER_DISK) for node in nodes}
+    held = {node.name: watcher.held(node.name, HOST) | watcher.held(node.name, DISK) for node in nodes}
     wrong = 0
     async with Line(coordinator) as line:
         for some in batched(keys):
@@ -165,7 +165,7 @@ async def found(coordinator: Coordinator, nodes: Sequence[Node], watcher: Layout
 async def unlisted(node: Node, watcher: LayoutWatcher) -> str:
     """Differences between the number of chunks in the memory of the node and of those that a watcher knows there."""
     there = (await node.metrics())["chunks"]
-    known = len(watcher.held(node.name, TIER_HOST))
+    known = len(watcher.held(node.name, HOST))
     return "" if known == there else f"has {there:g} chunks in memory, the watcher knows {known}"
 
 

@@ -14,9 +14,10 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv.keys import ChunkKey
 from lmkv.rpc.prompts import by_keys
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, TIER_UNSPECIFIED, Position
+from lmkv.v1.chunk_pb2 import Position
 from tests.chaos.actor import TROUBLE, Actor
 from tests.chaos.engine import PROMPTS, Engine
 from tests.chaos.victim import PATIENCE_SECONDS, Coordinator, Node
@@ -110,7 +111,7 @@ class MoveActor(Actor):
         request = pb.ClearRequest(
             prompt=by_keys(self.chance.choice(PROMPTS)),
             instance_id=self.chance.choice(("", *self._names)),
-            tier=self.chance.choice((TIER_UNSPECIFIED, TIER_HOST, TIER_DISK)),
+            tier=self.chance.choice(("", HOST, DISK)),
         )
         return self._counted(line.ask(line.cache.Clear, request), "clears")
 

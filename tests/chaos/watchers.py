@@ -71,9 +71,9 @@ class LayoutWatcher(Actor):
         super().__init__(f"watcher of {coordinator.name}", seed, counts)
         self._coordinator = coordinator
         self._revision = 0
-        self._held: defaultdict[tuple[str, int], set[ChunkKey]] = defaultdict(set)
+        self._held: defaultdict[tuple[str, str], set[ChunkKey]] = defaultdict(set)
 
-    def held(self, node: str, tier: int) -> set[ChunkKey]:
+    def held(self, node: str, tier: str) -> set[ChunkKey]:
         """The chunks of a node in a tier, by the events received."""
         return self._held[node, tier]
 

@@ -23,9 +23,9 @@ from lmkv.errors import (
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.prompts import by_keys
-from lmkv.tiers import format_position
+from lmkv.tiers import HOST, format_position
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv.v1.chunk_pb2 import Position
 from lmkv_client import Coordinator, MoveOperation
 from lmkv_client.chunks import MAX_REQUEST_BYTES
 from tests.client.conftest import Fleet
@@ -54,7 +54,7 @@ async def test_a_prompt_is_looked_up_by_tokens_or_by_keys(coordinator: Coordinat
 
 
 async def test_a_move_ends_with_what_it_did(coordinator: Coordinator) -> None:
-    move = await coordinator.move(PROMPT, source="a", destination=Position(instance_id="b", tier=TIER_HOST))
+    move = await coordinator.move(PROMPT, source="a", destination=Position(instance_id="b", tier=HOST))
     assert (move.kind, move.progress.chunk_count, move.progress.token_count) == ("move", 3, 40)
     result = await move.wait(60)
     assert (result.chunk_count, result.token_count, result.dropped_chunk_count) == (3, 40, 3)
@@ -162,7 +162,7 @@ async def test_a_clear_forgets_what_is_named_after_saying_what_it_would(coordina
     would = await (await coordinator.clear(keys=KEYS[1:], dry_run=True)).wait(60)
     assert (would.chunk_count, would.token_count) == (2, 24)
     assert await holders(coordinator) == {"a": 40}
-    done = await (await coordinator.clear(keys=KEYS[1:], instance_id="a", tier=TIER_HOST)).wait(60)
+    done = await (await coordinator.clear(keys=KEYS[1:], instance_id="a", tier=HOST)).wait(60)
     assert done == would
     assert await holders(coordinator) == {"a": 16}
     everything = await coordinator.clear(everything=True)

@@ -17,8 +17,8 @@ import zmq.asyncio
 
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import LayoutChange
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
 from lmkv_client import Coordinator as Client
 from lmkv_client import kv_event_publisher
 from lmkv_client.commands import events as events_command
@@ -45,7 +45,7 @@ def layout_events(buffer_batches: int = 10_000, **options: object) -> LayoutEven
 
 
 def change(
-    instance_id: str, admitted: list[ChunkKey], evicted: list[ChunkKey] | None = None, tier: Tier.ValueType = TIER_HOST
+    instance_id: str, admitted: list[ChunkKey], evicted: list[ChunkKey] | None = None, tier: str = HOST
 ) -> LayoutChange:
     """A change as the coordinator sends it."""
     return LayoutChange(
@@ -67,11 +67,11 @@ def test_consumers_that_miss_batches_have_the_same_index_after_a_replay() -> Non
     draw = random.Random(7)
     for buffer_batches in (1, 3, 10_000):
         events, steady, lossy = layout_events(buffer_batches), Consumer(), Consumer()
-        held: dict[str, dict[Tier.ValueType, set[ChunkKey]]] = {}
+        held: dict[str, dict[str, set[ChunkKey]]] = {}
         published: list[PublishedBatch] = []
         batches = list(events.apply(update(reset=True), 0.0))
         for now in range(400):
-            name, tier = draw.choice("abc"), draw.choice((TIER_HOST, TIER_DISK))
+            name, tier = draw.choice("abc"), draw.choice((HOST, DISK))
             keys = held.setdefault(name, {}).setdefault(tier, set())
             act = draw.random()
             if act < 0.05:

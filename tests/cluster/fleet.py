@@ -181,7 +181,7 @@ class Fleet:
         """The number of chunks in each tier of each instance. Raises `LmkvError`."""
         found = json.loads(await self._lmkv(self._test_pod(), "instances", "--json"))["instances"]
         return {
-            each["instance_id"]: {tier["name"]: int(tier["chunk_count"]) for tier in each["tiers"]} for each in found
+            each["instance_id"]: {tier["tier"]: int(tier["chunk_count"]) for tier in each["tiers"]} for each in found
         }
 
     async def holders(self, chunks: list[str]) -> dict[str, int]:

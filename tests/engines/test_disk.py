@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lmkv.v1.chunk_pb2 import TIER_DISK
+from lmkv.tiers import DISK
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
@@ -54,7 +54,7 @@ class Disk:
     def chunk_count(self) -> int:
         """Chunks on disk, as the coordinator knows of."""
         instance = self._coordinator.instances()[NAME]
-        return sum(usage.chunk_count for usage in instance.tiers if usage.tier == TIER_DISK)
+        return sum(usage.chunk_count for usage in instance.tiers if usage.tier == DISK)
 
     def stored(self) -> tuple[list[int], Completion]:
         """A new prompt that is on disk, and what the engine made of it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.v1.chunk_pb2 import TIER_DISK
+from lmkv.tiers import DISK
 from tests.engines.faults import eventually
 from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt
 
@@ -79,7 +79,7 @@ def holders(fleet: LlmFleet, tokens: Sequence[int]) -> list[tuple[str, str, int]
 def test_a_lookup_of_a_short_prompt_names_complete_holders(fleet: LlmFleet, keeper: LlmProcess) -> None:
     assert keeper.ask(TOKENS).stored_tokens == 12 + 12 + KEPT_ANSWER_TOKENS, "the prompt, and with the answer"
     fleet.coordinator.wait_for_holder(TOKENS, "keeper", 12, REPORT_TIMEOUT_SECONDS)
-    assert holders(fleet, TOKENS) == [("keeper", "TIER_HOST", 12)]
+    assert holders(fleet, TOKENS) == [("keeper", "host", 12)]
     assert lookup(fleet, TOKENS).splitlines()[1].split() == ["keeper", "host", "12", "1"]
 
 
@@ -98,8 +98,8 @@ def test_in_a_full_pool_the_manuals_short_prompt_is_found_loaded_and_moved(fleet
     assert engine.ask(prompt).token_ids == [expected]
     fill_pool(engine, first=1000, count=1)
     fleet.coordinator.wait_for_holder(prompt, "full", len(prompt), REPORT_TIMEOUT_SECONDS)
-    assert holders(fleet, prompt) == [("full", "TIER_HOST", 12)]
-    assert holders(fleet, prompt[:10]) == [("full", "TIER_HOST", 10)]
+    assert holders(fleet, prompt) == [("full", "host", 12)]
+    assert holders(fleet, prompt[:10]) == [("full", "host", 10)]
     again = engine.ask_again(prompt)
     assert (again.token_ids, again.loaded_tokens) == ([expected], 12 - 1)
     branch = [*prompt[:10], *make_prompt(50, 30)]
@@ -192,7 +192,7 @@ def test_after_a_restart_the_next_turn_is_loaded_from_disk_to_the_last_token_tha
 
     def on_disk() -> int:
         tiers = fleet.coordinator.instances()["archivist"].tiers
-        return sum(usage.chunk_count for usage in tiers if usage.tier == TIER_DISK)
+        return sum(usage.chunk_count for usage in tiers if usage.tier == DISK)
 
     eventually(lambda: on_disk() >= 3 + 3, "both prompts are on disk, with the end of the first")
     os.kill(fleet.node_pid("archivist"), signal.SIGKILL)

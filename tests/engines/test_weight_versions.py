@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
+from lmkv.tiers import DISK, HOST
 from tests.engines.faults import eventually
 from tests.engines.llm import LlmFleet, Nursery, make_prompt
 
@@ -48,11 +48,11 @@ def fill_all_places(fleet: LlmFleet) -> tuple[int, ...]:
     loaded = fleet.engines["peer"].ask(PROMPT)
     assert (loaded.token_ids[0], loaded.peer_tokens) == (answer, HELD_TOKENS)
     fleet.coordinator.wait_for_holder(PROMPT, "peer", HELD_TOKENS, REPORT_TIMEOUT_SECONDS)
-    eventually(lambda: chunks(fleet, "updated", TIER_DISK) == HELD_CHUNKS, "the prompt is on disk")
+    eventually(lambda: chunks(fleet, "updated", DISK) == HELD_CHUNKS, "the prompt is on disk")
     return answer
 
 
-def chunks(fleet: LlmFleet, name: str, tier: Tier.ValueType) -> int:
+def chunks(fleet: LlmFleet, name: str, tier: str) -> int:
     usages = fleet.coordinator.instances()[name].tiers
     return sum(usage.chunk_count for usage in usages if usage.tier == tier)
 
@@ -75,7 +75,7 @@ def test_an_update_makes_old_kv_useless_everywhere_and_named_weights_are_shared_
         engine.load_weights(other_tiny_model, "2")
     computed = peer.ask_again(PROMPT)
     assert (computed.token_ids[0], computed.cached_tokens) == (new_answer, 0)
-    eventually(lambda: chunks(fleet, "peer", TIER_HOST) == 2 * HELD_CHUNKS, "the fleet knows the KV of both versions")
+    eventually(lambda: chunks(fleet, "peer", HOST) == 2 * HELD_CHUNKS, "the fleet knows the KV of both versions")
     shared = updated.ask_again(PROMPT)
     assert (shared.token_ids[0], shared.peer_tokens) == (new_answer, HELD_TOKENS)
 

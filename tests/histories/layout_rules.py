@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from lmkv.tiers import LAYOUT_TIERS
 from tests.histories.history import NEVER, History, Record, Violation
 
 LOOKUPS = ("Lookup", "LookupStream")
 
-Holders = dict[str, list[int]]
+Holders = dict[str, list[str]]
 """The tiers of the chunks that an instance holds from the first on, by instance: what a lookup states."""
 
 
@@ -24,7 +25,7 @@ class State:
     """A layout map, built from the changes of a watch."""
 
     def __init__(self) -> None:
-        self._tiers: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self._tiers: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.digest = 0
         """Of all chunks with their instances and tiers; independent of the order of changes."""
 
@@ -54,7 +55,7 @@ class State:
                 if not (tiers := held.get(key)):
                     break
                 if instance != excluded:
-                    found.setdefault(instance, []).append(min(tiers))
+                    found.setdefault(instance, []).append(min(tiers, key=LAYOUT_TIERS.index))
         return found
 
     def of(self, keys: Iterable[str]) -> State:
@@ -65,7 +66,7 @@ class State:
                 copy._tiers[instance][key] = set(held[key])
         return copy
 
-    def chunks(self) -> set[tuple[str, str, int]]:
+    def chunks(self) -> set[tuple[str, str, str]]:
         """All chunks: instance, key and tier."""
         return {
             (instance, key, tier)
@@ -176,7 +177,7 @@ def watches_agree(history: History) -> Iterator[Violation]:
                 )
 
 
-def _before(history: History, watch: Iterable[Record], response: Record) -> set[tuple[str, str, int]]:
+def _before(history: History, watch: Iterable[Record], response: Record) -> set[tuple[str, str, str]]:
     """What a watch had stated before one of its responses."""
     return next(state.chunks() for step, state in steps(history, watch) if step.response is response)
 
@@ -192,7 +193,7 @@ def watches_converge(history: History) -> Iterator[Violation]:
             if last is None or not record.end <= last.end:
                 continue
             stated = {chunk for chunk in state.chunks() if chunk[0] == node}
-            held = {(node, key, int(tier)) for tier, keys in record.answer["tiers"].items() for key in keys}
+            held = {(node, key, tier) for tier, keys in record.answer["tiers"].items() for key in keys}
             if stated != held:
                 yield Violation(
                     rule="watches_converge",
@@ -246,11 +247,11 @@ def holders_have_reported(history: History) -> Iterator[Violation]:
 def _reported(history: History) -> defaultdict[tuple[str, str, str], list[tuple[float, float]]]:
     """When a map may have had a chunk, by coordinator, or "" for a shared map, instance and key."""
     spans: defaultdict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    tiers: defaultdict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
-    staged: dict[str, set[tuple[str, int]]] = {}
-    seen: set[tuple[str, int]] = set()
+    tiers: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    staged: dict[str, set[tuple[str, str]]] = {}
+    seen: set[tuple[str, str]] = set()
 
-    def lose(place: tuple[str, str, str], tier: int, end: float) -> None:
+    def lose(place: tuple[str, str, str], tier: str, end: float) -> None:
         if (start := tiers[place].pop(tier, None)) is not None:
             spans[place].append((start, NEVER if place[0] == "" else end))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lmkv.tiers import DISK, GPU, HOST
 from tests.histories.checker import RULES, check
 from tests.histories.history import NEVER, History, Outcome, Record
 
@@ -47,16 +48,16 @@ def acquire(start: float, grant: str = "g1", present: Iterable[int] = (0, 1), ex
     return call("Acquire", start, start + 1, request={"keys": KEYS}, answer=answer)
 
 
-def lookup(start: float, revision: int, holders: dict[str, list[int]], end: float = 0, **fields: Any) -> Record:
+def lookup(start: float, revision: int, holders: dict[str, list[str]], end: float = 0, **fields: Any) -> Record:
     answer = {"revision": revision, "partial": False, "holders": holders}
     return call("Lookup", start, end or start + 1, request={"keys": KEYS} | fields, answer=answer)
 
 
-def gain(*keys: str, instance: str = "node-1", tier: int = 2) -> dict[str, Any]:
+def gain(*keys: str, instance: str = "node-1", tier: str = HOST) -> dict[str, Any]:
     return {"instance": instance, "tier": tier, "gained": list(keys), "lost": []}
 
 
-def lose(*keys: str, instance: str = "node-1", tier: int = 2) -> dict[str, Any]:
+def lose(*keys: str, instance: str = "node-1", tier: str = HOST) -> dict[str, Any]:
     return {"instance": instance, "tier": tier, "gained": [], "lost": list(keys)}
 
 
@@ -118,7 +119,7 @@ def find(start: float, *own: str, disk: Iterable[str] = ()) -> Record:
     return call("Find", start, start + 1, request={"keys": KEYS}, answer={"own": list(own), "disk": list(disk)})
 
 
-def clear(start: float, operation: str = "clear-1", tier: int = 0, request_id: str = "") -> Record:
+def clear(start: float, operation: str = "clear-1", tier: str = "", request_id: str = "") -> Record:
     request = {"instance": "node-1", "keys": KEYS, "tier": tier, "request_id": request_id}
     return call("Clear", start, start + 1, request=request, answer={"operation": operation})
 
@@ -142,9 +143,9 @@ def fault(start: float, end: float, kind: str = "kill", target: str = "node-1") 
     return call("Fault", start, end, actor="havoc", server=target, request={"kind": kind})
 
 
-HELD = {"node-1": [2, 2]}
+HELD = {"node-1": ["host", "host"]}
 SNAPSHOT = (watch(1, 5, gain(*KEYS), snapshot=True), watch(2, 5), lookup(3, 5, HELD))
-CONTENTS = call("Contents", 3, 4, answer={"tiers": {"2": KEYS}})
+CONTENTS = call("Contents", 3, 4, answer={"tiers": {HOST: KEYS}})
 WHOLE = (report(0, 1, 1, gain(*KEYS), snapshot=True), report(2, 3, 2, snapshot=True, snapshot_end=True))
 TIMED = {"timeout": TIMEOUT}
 EXCEEDED = {"seconds": TIMEOUT, "error": "DEADLINE_EXCEEDED"}
@@ -167,12 +168,12 @@ LEGAL: dict[str, list[list[Record]]] = {
     ],
     "grants_match_requests": [[acquire(0)], [acquire(0, present=[1], extents=1)], [acquire(0, "", [], 0)]],
     "lookups_equal_map": [
-        [*SNAPSHOT, watch(6, 6, lose("1/1")), lookup(7, 6, {"node-1": [2]})],
-        [*SNAPSHOT, lookup(4, 6, {"node-1": [2]}), watch(6, 7, lose("1/1"), lose("1/0")), lookup(7, 7, {})],
-        [*SNAPSHOT, watch(6, 6, gain("1/0", tier=3), gain("1/1", tier=1)), lookup(7, 6, {"node-1": [2, 1]})],
+        [*SNAPSHOT, watch(6, 6, lose("1/1")), lookup(7, 6, {"node-1": ["host"]})],
+        [*SNAPSHOT, lookup(4, 6, {"node-1": ["host"]}), watch(6, 7, lose("1/1"), lose("1/0")), lookup(7, 7, {})],
+        [*SNAPSHOT, watch(6, 6, gain("1/0", tier=DISK), gain("1/1", tier=GPU)), lookup(7, 6, {"node-1": [HOST, GPU]})],
         [*SNAPSHOT, lookup(4, 5, {}, excluded="node-1")],
         [*SNAPSHOT, watch(6, 6, {"instance": "node-1", "gone": True}), lookup(7, 6, {})],
-        [*SNAPSHOT, watch(6, 6, lose("1/1"), start_revision=5, stream="w2"), lookup(7, 6, {"node-1": [2]})],
+        [*SNAPSHOT, watch(6, 6, lose("1/1"), start_revision=5, stream="w2"), lookup(7, 6, {"node-1": ["host"]})],
         [*SNAPSHOT, watch(6, 8, start_revision=7, stream="w2"), lookup(7, 8, {})],
         [*SNAPSHOT, fault(4, 5, target="coordinator"), watch(6, 6), lookup(7, 6, {})],
     ],
@@ -215,7 +216,7 @@ LEGAL: dict[str, list[list[Record]]] = {
         [clear(0), state(2, done=True), write(4), find(6, "1/0")],
         [clear(0), state(2, done=False), find(4, "1/0")],
         [clear(0), state(2, done=True, failures=1), find(4, "1/0")],
-        [clear(0, tier=2), state(2, done=True), find(4, disk=["1/0"])],
+        [clear(0, tier="host"), state(2, done=True), find(4, disk=["1/0"])],
         [clear(0), state(2, done=True), call("Load", 1, request={"keys": KEYS}), find(4, *KEYS)],
     ],
     "operations_end_once": [

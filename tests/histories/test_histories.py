@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from google.longrunning import operations_pb2
 
+from lmkv.tiers import DISK, HOST
 from tests.chaos.actor import act
 from tests.chaos.asker import AskActor
 from tests.chaos.calm import NOTHING_LEFT, calm, ready
@@ -145,14 +146,14 @@ async def rest(fleet: Fleet, recorder: Recorder) -> None:
 async def contents(node: Node) -> dict[str, list[str]]:
     """The chunks that the node holds, by tier, as it reports to an engine that wants to know."""
     metrics = await node.metrics()
-    expected = {2: metrics["chunks"]} | ({3: metrics["tier_chunks/disk"]} if node.has_disk else {})
-    held: defaultdict[int, set[str]] = defaultdict(set)
+    expected = {HOST: metrics["chunks"]} | ({DISK: metrics["tier_chunks/disk"]} if node.has_disk else {})
+    held: defaultdict[str, set[str]] = defaultdict(set)
     async with node.engine(wants_tier_changes=True) as engine:
         while {tier: len(held[tier]) for tier in expected} != expected:
             for change in await engine.client.hear("tier_change"):
                 held[change.tier] |= _names(change.stored_keys)
                 held[change.tier] -= _names(change.removed_keys)
-    return {str(tier): sorted(keys) for tier, keys in held.items()}
+    return {tier: sorted(keys) for tier, keys in held.items()}
 
 
 def _names(keys: Sequence[bytes]) -> set[str]:

@@ -49,7 +49,7 @@ def test_the_changes_that_lead_to_a_state_are_kept() -> None:
         watch(6, 8, lose("1/2")),
         watch(7, 9, lose("1/0")),
     ]
-    asked = [lookup(3, 5, {"node-1": [2]}), lookup(8, 9, {"node-1": [2, 2]})]
+    asked = [lookup(3, 5, {"node-1": ["host"]}), lookup(8, 9, {"node-1": ["host", "host"]})]
     history = History([*changes, *asked, call("Contents", 9, 10, answer={"tiers": {}})])
     (violation,) = (one for one in check(history) if one.rule == "lookups_equal_map")
     kept = minimise(history, violation)

@@ -18,20 +18,20 @@ from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1 import report_service_pb2_grpc as report_grpc
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.prompts import by_keys
+from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
-from lmkv.v1.chunk_pb2 import TIER_HOST
 from tests.chaos.relay import CoordinatorRelay
 from tests.histories.history import NEVER, Outcome, Record, dump, load
 from tests.histories.recorder import Recorder
 
 KEYS = [ChunkKey((3).to_bytes(8, "big") + index.to_bytes(8, "big")) for index in range(2)]
 ANSWER = pb.LookupResponse(
-    holders=[pb.Holder(instance_id="node-1", runs=[pb.TierRun(tier=TIER_HOST, chunk_count=2)])],
+    holders=[pb.Holder(instance_id="node-1", runs=[pb.TierRun(tier=HOST, chunk_count=2)])],
     revision=7,
     is_complete=True,
 )
-FOUND = {"revision": 7, "partial": False, "holders": {"node-1": [2, 2]}}
+FOUND = {"revision": 7, "partial": False, "holders": {"node-1": ["host", "host"]}}
 
 
 class NodeLookups(lookup_grpc.LookupServiceServicer):
@@ -59,12 +59,12 @@ class Scripted(pb_grpc.CacheServiceServicer, report_grpc.ReportServiceServicer):
         raise ChunkNotFound("none") if request.copy else Unreachable("gone")
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
-        change = pb.LayoutChange(instance_id="node-1", tier=TIER_HOST, admitted_keys=KEYS)
+        change = pb.LayoutChange(instance_id="node-1", tier=HOST, admitted_keys=KEYS)
         yield pb.WatchResponse(revision=7, snapshot=True, changes=[change])
         yield pb.WatchResponse(revision=8, changes=[pb.LayoutChange(instance_id="node-1", instance_gone=True)])
 
     async def Report(self, request_iterator: Any, context: Any) -> AsyncIterator[report_pb.ReportResponse]:  # noqa: N802
-        drop = report_pb.DropOrder(tier=TIER_HOST, chunk_keys=join_keys(KEYS))
+        drop = report_pb.DropOrder(tier=HOST, chunk_keys=join_keys(KEYS))
         async for report in request_iterator:
             if report.sequence == 2:
                 order = report_pb.Order(order_id="o1", operation_name="move-1", drop=drop)
@@ -134,7 +134,7 @@ async def test_each_message_of_a_stream_is_a_record(recorder: Recorder, address:
         assert not isinstance(await call.read(), pb.LookupStreamResponse)
     first, second, *lookups = recorded(recorder)
     assert watched == [7, 8]
-    assert first.answer["changes"] == [{"instance": "node-1", "tier": 2, "gained": ["3/0", "3/1"], "lost": []}]
+    assert first.answer["changes"] == [{"instance": "node-1", "tier": "host", "gained": ["3/0", "3/1"], "lost": []}]
     assert second.answer == {"revision": 8, "snapshot": False, "changes": [{"instance": "node-1", "gone": True}]}
     assert first.stream == second.stream
     assert [(lookup.call, lookup.answer) for lookup in lookups] == [("LookupStream", FOUND)] * 2
@@ -146,7 +146,7 @@ async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outc
     relay = CoordinatorRelay(recorder.relay_channel(address, "coordinator-1"), lambda _, peer: peer)
     async with relay, rpc.open_channel(f"127.0.0.1:{relay.port}") as channel:
         call: Any = report_grpc.ReportServiceStub(channel).Report()  # type: ignore[call-arg]
-        change = report_pb.ChunkChange(tier=TIER_HOST, admitted_keys=join_keys(KEYS))
+        change = report_pb.ChunkChange(tier=HOST, admitted_keys=join_keys(KEYS))
         for sequence in (1, 2):
             await call.write(report_pb.ReportRequest(instance_id="node-1", sequence=sequence, changes=[change]))
         assert (await call.read()).acked_sequence == 2
@@ -157,7 +157,7 @@ async def test_reports_end_with_their_acknowledgement_and_orders_with_their_outc
     records = recorded(recorder)
     reports = {record.request["sequence"]: record for record in records if record.call == "Report"}
     assert [reports[number].outcome for number in (1, 2, 3)] == [Outcome.OK, Outcome.OK, Outcome.UNKNOWN]
-    assert reports[1].request["changes"] == [{"tier": 2, "gained": ["3/0", "3/1"], "lost": []}]
+    assert reports[1].request["changes"] == [{"tier": "host", "gained": ["3/0", "3/1"], "lost": []}]
     (ack,) = (record for record in records if record.call == "Acknowledge")
     assert ack.answer == {"acked_sequence": 2, "revision": 9}
     (drop,) = (record for record in records if record.call == "Drop")

@@ -13,14 +13,14 @@ from typing import ClassVar
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, ResyncRequired, StaleEpoch
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, digest, join_keys
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from tests.models.explorer import Action
 
-ID, TIER, TTL = "i", chunk_pb2.TIER_HOST, 10.0
+ID, TIER, TTL = "i", HOST, 10.0
 FINGERPRINT = b"f" * 16
 KEYS = {name: ChunkKey(name.encode() * 16) for name in ("a", "b")}
 

@@ -15,7 +15,7 @@ from typing import Any
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
@@ -274,7 +274,7 @@ class SharedMapModel:
         assert stream is not None
         report.instance_id, report.epoch, report.sequence = "i", 1, stream.sequence + 1
         report.changes.add(
-            tier=chunk_pb2.TIER_HOST,
+            tier=HOST,
             fingerprint=FINGERPRINT,
             admitted_keys=join_keys(KEYS[key] for key in admitted),
             evicted_keys=join_keys(KEYS[key] for key in evicted),

@@ -14,7 +14,7 @@ import numpy as np
 from lmkv.keys import ChunkKey, chunk_keys, partial_keys, root_key
 from lmkv.misses import MissReason
 from lmkv.prompt import Prompt
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.match import with_tails
 from lmkv_server.coordinator.registry.registry import Registry
@@ -255,7 +255,7 @@ class MapTailModel:
         holder = self.holders[instance_id]
         holder.chunks.remove(name)
         if holder.changes is not None:
-            holder.changes.evicted(chunk_pb2.TIER_HOST, SPEC.fingerprint, KEYS[name])
+            holder.changes.evicted(HOST, SPEC.fingerprint, KEYS[name])
 
     def _leave(self, instance_id: str) -> None:
         self.registry.deregister(instance_id, 1)
@@ -264,14 +264,14 @@ class MapTailModel:
     def _held(self, name: str) -> HeldChunk:
         tokens = LENGTHS.get(name, SPEC.chunk_size)
         parent = F if name in LENGTHS else None
-        return HeldChunk(chunk_pb2.TIER_HOST, SPEC.fingerprint, KEYS[name], tokens, parent)
+        return HeldChunk(HOST, SPEC.fingerprint, KEYS[name], tokens, parent)
 
     def _send(self, instance_id: str, changes: ChunkChanges, *, snapshot: bool = False) -> None:
         holder = self.holders[instance_id]
         (report,) = changes.reports({SPEC.fingerprint: SPEC.chunk_size})
         report.instance_id, report.epoch, report.sequence = instance_id, 1, holder.stream.sequence + 1
         report.snapshot = report.snapshot_end = snapshot
-        digest = ChunkChanges(self._held(name) for name in holder.chunks).digests([chunk_pb2.TIER_HOST])
+        digest = ChunkChanges(self._held(name) for name in holder.chunks).digests([HOST])
         report.digests.extend(digest)
         holder.stream.apply(report, 0.0)
         holder.changes, holder.reported = ChunkChanges(), frozenset(holder.chunks)
@@ -300,7 +300,7 @@ class MapTailModel:
         holder = self.holders["c"]
         for number in range(2):
             key = ChunkKey(bytes([number]) * 16)
-            held = HeldChunk(chunk_pb2.TIER_HOST, SPEC.fingerprint, key, 4, F)
+            held = HeldChunk(HOST, SPEC.fingerprint, key, 4, F)
             (report,) = ChunkChanges([held]).reports({SPEC.fingerprint: SPEC.chunk_size})
             report.instance_id, report.epoch, report.sequence = "c", 1, holder.stream.sequence + 1
             holder.stream.apply(report, 0.0)

@@ -15,10 +15,11 @@ from google.longrunning.operations_pb2_grpc import OperationsStub
 from lmkv import rpc
 from lmkv.rpc.lookup_call import LookupCall
 from lmkv.rpc.prompts import by_tokens
+from lmkv.tiers import HOST
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.services.cache import CacheService
@@ -184,7 +185,7 @@ async def use_coordinator(coordinator: Coordinator, channel: grpc.aio.Channel, n
             await cache.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=WAIT_SECONDS)
             await asyncio.gather(*(lookups.lookup(LookupRequest(prompt=by_tokens(PROMPT))) for _ in range(2)))
             await watch.read()
-            source, target = (Position(instance_id=one.instance_id, tier=TIER_HOST) for one in (a, b))
+            source, target = (Position(instance_id=one.instance_id, tier=HOST) for one in (a, b))
             request = MoveRequest(prompt=by_tokens(PROMPT), old_position=source, new_position=target)
             operation = await cache.Move(request, timeout=WAIT_SECONDS)
             wait = operations_pb2.WaitOperationRequest(name=operation.name)

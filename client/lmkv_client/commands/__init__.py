@@ -23,7 +23,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.config import ClientConfig, load
 from lmkv.errors import BadRequest, LmkvError, Unreachable
 from lmkv.units import format_bytes, format_duration, parse_seconds
-from lmkv.v1.chunk_pb2 import Position, Tier
+from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import Instance, TierUsage
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.http_port import find_grpc
@@ -115,6 +115,7 @@ FLAGS = {
     "old_position": "--from",
     "new_position": "--to",
     "position": "--at",
+    "tier": "--tier",
     "destination_instance_ids": "--to",
 }
 """Flags by request field, replaced at the start of an error message."""
@@ -151,14 +152,6 @@ def read_position(text: str) -> Position:
     """Argument type: `INSTANCE` or `INSTANCE/TIER`."""
     try:
         return tiers.parse_position(text)
-    except BadRequest as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def read_tier(text: str) -> Tier.ValueType:
-    """Argument type: a tier."""
-    try:
-        return tiers.parse_tier(text)
     except BadRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -10,9 +10,8 @@ from functools import partial
 from lmkv.cli import Command
 from lmkv.errors import ConfigError
 from lmkv.v1.cache_service_pb2 import ClearResult
-from lmkv.v1.chunk_pb2 import TIER_UNSPECIFIED
 from lmkv_client import Coordinator
-from lmkv_client.commands import FAILED, add_common_arguments, call, count, read_tier
+from lmkv_client.commands import FAILED, add_common_arguments, call, count
 from lmkv_client.commands.chunks import add_chunk_arguments, names_chunks, read_chunks
 from lmkv_client.commands.following import (
     EXIT_CODES,
@@ -40,9 +39,7 @@ stay.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `lmkv clear`."""
     parser.add_argument("--instance", metavar="INSTANCE", default="", help="only this instance (default: all)")
-    parser.add_argument(
-        "--tier", metavar="TIER", type=read_tier, default=TIER_UNSPECIFIED, help="only this tier (default: all)"
-    )
+    parser.add_argument("--tier", metavar="TIER", default="", help="only this tier (default: all)")
     add_chunk_arguments(parser, required=False)
     versions = parser.add_mutually_exclusive_group()
     versions.add_argument(

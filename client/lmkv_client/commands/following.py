@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lmkv.errors import LmkvError
-from lmkv.tiers import format_position, tier_name
+from lmkv.tiers import format_position
 from lmkv.units import format_bytes
 from lmkv.v1.cache_service_pb2 import (
     ClearProgress,
@@ -128,7 +128,7 @@ def describe_subject(progress: Progress) -> str:
         return progress.instance_id
     if isinstance(progress, MoveProgress):
         return f"{format_position(progress.old_position)} to {format_position(progress.new_position)}"
-    where = [progress.instance_id or "everywhere"] + ([tier_name(progress.tier)] if progress.tier else [])
+    where = [progress.instance_id or "everywhere"] + ([progress.tier] if progress.tier else [])
     return "/".join(where) + (", dry run" if progress.dry_run else "")
 
 

@@ -48,7 +48,7 @@ def row(instance: Instance) -> tuple[str, ...]:
 
 
 def _usage(tier: TierUsage) -> str:
-    return f"{tier.name} {tier.chunk_count} chunks {format_fill(tier)}"
+    return f"{tier.tier} {tier.chunk_count} chunks {format_fill(tier)}"
 
 
 def conflicts(instances: Iterable[Instance]) -> Iterator[str]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from lmkv.cli import Command
 from lmkv.errors import LmkvError
-from lmkv.tiers import tier_name
 from lmkv.v1.cache_service_pb2 import LookupResponse
 from lmkv_client import Coordinator
 from lmkv_client.commands import add_common_arguments, call, print_json
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def rows(response: LookupResponse) -> list[tuple[str, ...]]:
     """The table rows: one per run of chunks in one tier of one instance."""
     return [
-        (holder.instance_id, tier_name(run.tier), str(run.token_count), str(run.chunk_count))
+        (holder.instance_id, run.tier, str(run.token_count), str(run.chunk_count))
         for holder in response.holders
         for run in holder.runs
     ]

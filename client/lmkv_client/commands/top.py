@@ -187,7 +187,7 @@ def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
         cells = round(min(share, 1.0) * BAR_CELLS)
         yield (
             name,
-            tier.name,
+            tier.tier,
             f"{'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}",
             format_fill(tier),
             str(tier.chunk_count),

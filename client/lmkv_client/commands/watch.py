@@ -11,7 +11,6 @@ from google.protobuf.json_format import MessageToDict
 
 from lmkv.cli import Command
 from lmkv.errors import ModelNotFound
-from lmkv.tiers import tier_name
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv_client import Coordinator, LayoutUpdate
 from lmkv_client.commands import add_common_arguments, call
@@ -86,7 +85,7 @@ def describe(update: LayoutUpdate) -> Iterator[str]:
         if change.instance_gone:
             yield f"{now}  gone     {change.instance_id}"
         else:
-            yield f"{now}  {what:<7}  {change.instance_id}/{tier_name(change.tier)}  {_describe_keys(change)}"
+            yield f"{now}  {what:<7}  {change.instance_id}/{change.tier}  {_describe_keys(change)}"
 
 
 def _describe_keys(change: LayoutChange) -> str:

@@ -11,7 +11,7 @@ import type { Connection, Token } from "./connection.js";
 import { LmkvError } from "./errors.js";
 import type { Operation as OperationMessage } from "./gen/google/longrunning/operations_pb.js";
 import type { LookupResponse } from "./gen/lmkv/v1/cache_service_pb.js";
-import { type PinnedChunks, type Position, Tier } from "./gen/lmkv/v1/chunk_pb.js";
+import type { PinnedChunks, Position } from "./gen/lmkv/v1/chunk_pb.js";
 import type { Instance } from "./gen/lmkv/v1/registry_service_pb.js";
 import { LookupStream } from "./lookup-stream.js";
 import { type ClearOperation, type DrainOperation, type MoveOperation, Operation } from "./operation.js";
@@ -49,7 +49,8 @@ export interface Pin extends Chunks, Order {
 /** Chunks to drop: by key, by model, or all; in the fleet, on one instance, or in one tier. */
 export interface Clear extends Chunks, Order {
   instanceId?: string;
-  tier?: Tier;
+  /** Id of the tier: `host`, `disk`, `remote`, or a plug-in's. */
+  tier?: string;
   everything?: boolean;
   /** With a model: only this version of its weights. */
   weightVersion?: string;
@@ -189,7 +190,7 @@ export class Coordinator implements Disposable {
       ...(prompt && !namesModel ? { prompt } : {}),
       modelName: namesModel ? (clear.modelName ?? "") : "",
       instanceId: clear.instanceId ?? "",
-      tier: clear.tier ?? Tier.UNSPECIFIED,
+      tier: clear.tier ?? "",
       all: clear.everything ?? false,
       weightVersion: clear.weightVersion ?? "",
       keptWeightVersion: clear.keptWeightVersion ?? "",

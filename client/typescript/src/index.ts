@@ -17,7 +17,6 @@ export {
 } from "./coordinator.js";
 export type { Token } from "./connection.js";
 export { type Code, LmkvError } from "./errors.js";
-export { Tier } from "./gen/lmkv/v1/chunk_pb.js";
 export type { LookupStream } from "./lookup-stream.js";
 export type { ClearOperation, DrainOperation, MoveOperation, Operation, OperationState } from "./operation.js";
 export type { Tls } from "./tls.js";

@@ -6,7 +6,7 @@ import { after, test } from "node:test";
 
 import { LookupResponseSchema } from "lmkv-client/v1/cache_service";
 
-import { Coordinator, type LayoutUpdate, Tier } from "../src/index.js";
+import { Coordinator, type LayoutUpdate } from "../src/index.js";
 import { ask, refusal, setting, hexKeys } from "./setting.js";
 
 const { tokens, keys } = setting;
@@ -49,7 +49,7 @@ test("a prompt is looked up by tokens or by keys", async () => {
   const [holder] = byTokens.holders;
   assert.equal(holder?.instanceId, source);
   assert.equal(holder.matchedTokenCount, tokens.length);
-  assert.equal(holder.runs[0]?.tier, Tier.HOST);
+  assert.equal(holder.runs[0]?.tier, "host");
   assert.deepEqual((await coordinator.lookup({ tokens, cacheSalt: "another" })).holders, []);
 });
 
@@ -76,8 +76,11 @@ test("refusals have their reason, their code and the words of their message", as
   await assert.rejects(coordinator.lookup({ tokens, modelName: "large" }), refusal("MODEL_NOT_FOUND"));
   await assert.rejects(coordinator.move({ source, destination }), refusal("BAD_SELECTION"));
   await assert.rejects(coordinator.operation("move-nowhere"), refusal("OPERATION_NOT_FOUND"));
-  for (const position of ["", `${source}/`, `${source}/attic`, `${source}/constructor`, "/host"]) {
+  for (const position of ["", `${source}/`, "/host"]) {
     await assert.rejects(coordinator.move({ tokens, source: position, destination }), refusal("BAD_REQUEST"));
+  }
+  for (const position of [`${source}/attic`, `${source}/HOST`]) {
+    await assert.rejects(coordinator.move({ tokens, source: position, destination }), refusal("BAD_SELECTION"));
   }
 });
 
@@ -202,7 +205,7 @@ test("what is pinned stays; the rest is cleared after it was said what would be"
   );
   const would = await (await coordinator.clear({ keys, instanceId: source, dryRun: true })).wait(20);
   assert.equal((await holders())[source], keys.length);
-  const done = await (await coordinator.clear({ keys, instanceId: source, tier: Tier.HOST })).wait(20);
+  const done = await (await coordinator.clear({ keys, instanceId: source, tier: "host" })).wait(20);
   assert.deepEqual([would.chunkCount, done.chunkCount], [keys.length - 1, keys.length - 1]);
   assert.equal((await holders())[source], 1);
   await coordinator.unpin(pin.pinId);

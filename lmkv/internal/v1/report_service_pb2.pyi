@@ -226,8 +226,8 @@ class ChunkChange(_message.Message):
     EVICTED_KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_PARENT_KEYS_FIELD_NUMBER: _builtins.int
     PREFIX_DIGESTS_FIELD_NUMBER: _builtins.int
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier."""
+    tier: _builtins.str
+    """Id of the tier: one that the layout map has, which are `gpu`, `host`, `disk` and `remote`."""
     fingerprint: _builtins.bytes
     """Fingerprint of the spec; may be empty."""
     admitted_keys: _builtins.bytes
@@ -253,7 +253,7 @@ class ChunkChange(_message.Message):
     def __init__(
         self,
         *,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
         admitted_keys: _builtins.bytes = ...,
         partial_token_counts: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
@@ -278,8 +278,8 @@ class TierDigest(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     KEY_SUM_FIELD_NUMBER: _builtins.int
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier."""
+    tier: _builtins.str
+    """Id of the tier, as in `ChunkChange.tier`."""
     chunk_count: _builtins.int
     """Number of keys."""
     key_sum: _builtins.int
@@ -287,7 +287,7 @@ class TierDigest(_message.Message):
     def __init__(
         self,
         *,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         chunk_count: _builtins.int = ...,
         key_sum: _builtins.int = ...,
     ) -> None: ...
@@ -501,8 +501,8 @@ class FetchOrder(_message.Message):
     """Fingerprint of the chunks' spec."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks, 16 bytes each."""
-    tier: _chunk_pb2.Tier.ValueType
-    """Tier to commit to."""
+    tier: _builtins.str
+    """Id of the tier to commit to; empty means `host`."""
     epoch: _builtins.int
     """The peer's epoch."""
     keep_others: _builtins.bool
@@ -518,7 +518,7 @@ class FetchOrder(_message.Message):
         peer_address: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
         chunk_keys: _builtins.bytes = ...,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         epoch: _builtins.int = ...,
         keep_others: _builtins.bool = ...,
         spec: _chunk_pb2.KvSpec | None = ...,
@@ -543,8 +543,8 @@ class DropOrder(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     FETCH_SERIAL_FIELD_NUMBER: _builtins.int
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier; unset means all."""
+    tier: _builtins.str
+    """Id of the tier, as in `Position.tier`; empty means all."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks; empty means all chunks that the other fields select."""
     fingerprint: _builtins.bytes
@@ -561,7 +561,7 @@ class DropOrder(_message.Message):
     def __init__(
         self,
         *,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         chunk_keys: _builtins.bytes = ...,
         fingerprint: _builtins.bytes = ...,
         all: _builtins.bool = ...,
@@ -588,8 +588,8 @@ class PinOrder(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     pin_id: _builtins.str
     """Id of the pin."""
-    tier: _chunk_pb2.Tier.ValueType
-    """The tier."""
+    tier: _builtins.str
+    """Id of the tier; empty means `host`."""
     chunk_keys: _builtins.bytes
     """Keys of the chunks, 16 bytes each."""
     @_builtins.property
@@ -600,7 +600,7 @@ class PinOrder(_message.Message):
         self,
         *,
         pin_id: _builtins.str = ...,
-        tier: _chunk_pb2.Tier.ValueType = ...,
+        tier: _builtins.str = ...,
         chunk_keys: _builtins.bytes = ...,
         ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...

@@ -19,11 +19,11 @@ from lmkv.pool.socket import PoolSocket
 from lmkv.runtime.memory_budget import budget_bytes, of_process
 from lmkv.telemetry.build_info import BuildInfo
 from lmkv.telemetry.calls import ServerCalls
-from lmkv.tiers import DISK
+from lmkv.tiers import DISK, HOST
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
-from lmkv_server.node.cache.events import HOST, CacheEvents
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.losses import Losses
 from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.cache.warm_start import WarmStart

@@ -24,9 +24,10 @@ from lmkv.errors import BadTokens, ModelAmbiguous, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import make_server
 from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import Holder, LookupRequest, LookupResponse, TierRun
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, KvSpec
+from lmkv.v1.chunk_pb2 import KvSpec
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse, SpecConflict, TierUsage
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from lmkv_client import Coordinator
@@ -81,18 +82,15 @@ async def run(*argv: str) -> int:
     return await asyncio.to_thread(cli.main, argv, COMMANDS)
 
 
-def holder(instance_id: str, *runs: tuple[int, int, int]) -> Holder:
+def holder(instance_id: str, *runs: tuple[str, int, int]) -> Holder:
     return Holder(
         instance_id=instance_id,
-        runs=[
-            TierRun(tier=tier, chunk_count=chunks, token_count=tokens)  # type: ignore[arg-type]
-            for tier, chunks, tokens in runs
-        ],
+        runs=[TierRun(tier=tier, chunk_count=chunks, token_count=tokens) for tier, chunks, tokens in runs],
     )
 
 
 async def test_the_sdk_asks_by_tokens(coordinator: CannedCoordinator) -> None:
-    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))], is_complete=True)
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (HOST, 1, 12))], is_complete=True)
     async with Coordinator(coordinator.address) as client:
         response = await client.lookup(tokens=TOKENS, model_name="llama", cache_salt="s", lora_name="l")
     assert response == coordinator.response
@@ -141,8 +139,8 @@ async def test_lookup_shows_a_line_per_run(coordinator: CannedCoordinator, capsy
     coordinator.response = LookupResponse(
         is_complete=True,
         holders=[
-            holder("lmkv-1", (TIER_HOST, 20, 5120), (TIER_DISK, 1, 7)),
-            holder("lmkv-2", (TIER_HOST, 1, 256)),
+            holder("lmkv-1", (HOST, 20, 5120), (DISK, 1, 7)),
+            holder("lmkv-2", (HOST, 1, 256)),
         ],
     )
     assert await run("lookup", "--tokens", "1,2,3", "--model", "llama", "--cache-salt", "s", "--lora", "l") == 0
@@ -174,10 +172,10 @@ async def test_an_uncached_prompt_is_an_empty_answer(
 async def test_lookup_as_json_has_the_words_of_the_api(
     coordinator: CannedCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (TIER_HOST, 1, 12))], is_complete=True)
+    coordinator.response = LookupResponse(holders=[holder("lmkv-1", (HOST, 1, 12))], is_complete=True)
     assert await run("lookup", "--tokens", "1", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["holders"][0]["runs"] == [{"tier": "TIER_HOST", "chunk_count": 1, "token_count": 12}]
+    assert answer["holders"][0]["runs"] == [{"tier": "host", "chunk_count": 1, "token_count": 12}]
     assert answer["is_complete"] is True
 
 
@@ -338,8 +336,8 @@ async def test_instances_shows_a_line_each_and_who_cannot_share(
             peer_address="10.0.0.7:8200",
             specs=[LLAMA, LLAMA, KvSpec(model_name="qwen", kv_dtype="fp8_e4m3")],
             tiers=[
-                TierUsage(name="host", tier=TIER_HOST, capacity_bytes=5 << 30, used_bytes=645 << 20, chunk_count=20),
-                TierUsage(name="example", used_bytes=1 << 30, chunk_count=7),
+                TierUsage(tier=HOST, capacity_bytes=5 << 30, used_bytes=645 << 20, chunk_count=20),
+                TierUsage(tier="example", used_bytes=1 << 30, chunk_count=7),
             ],
             engine_count=2,
             conflicts=[conflict],

@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 import lmkv_client.commands
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import (
     DrainProgress,
     ExplainResponse,
@@ -27,15 +28,7 @@ from lmkv.v1.cache_service_pb2 import (
     MoveProgress,
     TierRun,
 )
-from lmkv.v1.chunk_pb2 import (
-    TIER_HOST,
-    KvSpec,
-    PinnedChunks,
-    Position,
-    PromptExplanation,
-    PromptSpan,
-    RequestReport,
-)
+from lmkv.v1.chunk_pb2 import KvSpec, PinnedChunks, Position, PromptExplanation, PromptSpan, RequestReport
 from lmkv.v1.registry_service_pb2 import Instance, InstanceStats, TierUsage
 from lmkv_client.commands import explain, instances, lookup, ops, pin, top
 from lmkv_client.commands.tables import Number, align, print_table, shorten
@@ -57,7 +50,7 @@ def instance(instance_id: str, *tiers: str, synced: bool = True) -> Instance:
         peer_address="node-7:8200",
         specs=[KvSpec(model_name="llama", kv_dtype="bfloat16")],
         tiers=[
-            TierUsage(name=name, used_bytes=(1 << 50) - 1, capacity_bytes=1 << 50, chunk_count=123_456_789)
+            TierUsage(tier=name, used_bytes=(1 << 50) - 1, capacity_bytes=1 << 50, chunk_count=123_456_789)
             for name in tiers
         ],
         engine_count=128,
@@ -83,7 +76,7 @@ class Running(OperationState[Any, Any]):
 
 def frame(template: str = LONG_ID) -> top.Frame:
     names = [template.format(number) for number in range(4)]
-    position = [Position(instance_id=name, tier=TIER_HOST) for name in names]
+    position = [Position(instance_id=name, tier=HOST) for name in names]
     long_ago = moment(-100 * 3600)
     counts: Any = {"chunk_count": 12_345_678, "done_chunk_count": 10_345_678}
     move = MoveProgress(create_time=long_ago, old_position=position[0], new_position=position[1], **counts)
@@ -100,7 +93,7 @@ def frame(template: str = LONG_ID) -> top.Frame:
 
 HOLDERS = LookupResponse(
     holders=[
-        Holder(instance_id=f"lmkv-{count}", runs=[TierRun(tier=TIER_HOST, token_count=16 * count, chunk_count=count)])
+        Holder(instance_id=f"lmkv-{count}", runs=[TierRun(tier=HOST, token_count=16 * count, chunk_count=count)])
         for count in (7, 12_345)
     ]
 )

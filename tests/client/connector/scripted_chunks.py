@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmkv.keys import ChunkKey
+from lmkv.tiers import HOST
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import TIER_HOST
 
 Content = dict[tuple[int, int], list[int]]
 """KV in one extent: the value of each row, by rank and KV-cache group."""
@@ -55,14 +55,14 @@ class HeldChunks(dict[ChunkKey, Stored]):
 
     def __setitem__(self, key: ChunkKey, chunk: Stored) -> None:
         super().__setitem__(key, chunk)
-        self._report(pb.TierChange(tier=TIER_HOST, stored_keys=[key]))
+        self._report(pb.TierChange(tier=HOST, stored_keys=[key]))
 
     def pop(self, key: ChunkKey) -> Stored:  # type: ignore[override]  # without a default
         """Removes a chunk that is held."""
-        self._report(pb.TierChange(tier=TIER_HOST, removed_keys=[key]))
+        self._report(pb.TierChange(tier=HOST, removed_keys=[key]))
         return super().pop(key)
 
     def clear(self) -> None:
         """Removes all chunks."""
-        self._report(pb.TierChange(tier=TIER_HOST, removed_keys=list(self)))
+        self._report(pb.TierChange(tier=HOST, removed_keys=list(self)))
         super().clear()

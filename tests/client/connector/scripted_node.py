@@ -19,13 +19,13 @@ from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.keys import ChunkKey, KeyChain, part_key, split_keys
 from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.spec import KvSpec
+from lmkv.tiers import HOST
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import (
     HINT_OUTCOME_ACCEPTED,
     HINT_OUTCOME_DEFERRED,
     MISS_REASON_NEVER_STORED,
     MISS_REASON_SLOWER,
-    TIER_HOST,
     Extent,
     HintResult,
     PromptSpan,
@@ -162,7 +162,7 @@ class ScriptedNode:
         )
         self.inbox.append(attachment)
         self.say(pb.Event(welcome=self._welcome()))
-        self._changed(pb.TierChange(tier=TIER_HOST, stored_keys=list(self.chunks)))
+        self._changed(pb.TierChange(tier=HOST, stored_keys=list(self.chunks)))
 
     def _changed(self, change: pb.TierChange) -> None:
         if self.attached:

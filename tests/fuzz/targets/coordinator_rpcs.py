@@ -14,6 +14,7 @@ from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
 from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
@@ -37,7 +38,6 @@ COVERS = (
 MAX_CALLS = 6
 METHODS = methods_of(SERVICE_NAMES)
 _NUMBERS = {f"{method.containing_service.name}.{method.name}": number for number, method in enumerate(METHODS)}
-HOST, DISK = chunk_pb2.TIER_HOST, chunk_pb2.TIER_DISK
 NAMED: dict[str, Any] = {"prompt": by_tokens(PROMPT, model_name="llama")}
 INSTANCE = registry_pb.Instance(
     instance_id="a", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto(), HYBRID.to_proto()]

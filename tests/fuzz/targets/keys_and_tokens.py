@@ -119,8 +119,6 @@ def _position(source: Input) -> None:
     with refused_as(BadRequest):
         position = tiers.parse_position(text)
         assert tiers.parse_position(tiers.format_position(position)) == position
-    with refused_as(BadRequest):
-        assert tiers.parse_tier(text) in tiers.NAMES
 
 
 def _page(source: Input) -> None:

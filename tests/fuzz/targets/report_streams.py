@@ -6,9 +6,9 @@ from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncR
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import ChunkKey, digest, join_keys, split_keys
 from lmkv.rpc.requests import checked
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
-from lmkv_server.coordinator.core.layout_map import TIER_COUNT
+from lmkv_server.coordinator.core.layout_map import TIER_COUNT, tier_number
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from lmkv_server.coordinator.services.registration import check_report, reported_pins, reported_stats, stats_message
@@ -44,7 +44,7 @@ def _change(admitted: list[ChunkKey], evicted: list[ChunkKey], tier: int = 2, **
 
 
 _PARTIAL = _change(KEYS, [], partial_token_counts={2: 8}, partial_parent_keys={2: KEYS[1]})
-_DIGEST = TierDigest(tier=chunk_pb2.TIER_HOST, chunk_count=3, key_sum=digest(KEYS).key_sum)
+_DIGEST = TierDigest(tier=HOST, chunk_count=3, key_sum=digest(KEYS).key_sum)
 SEEDS = [
     calls(
         (0, _report(1, _PARTIAL, snapshot=True, snapshot_end=True, digests=[_DIGEST])),
@@ -67,7 +67,7 @@ class _Model:
     def apply(self, report: ReportRequest) -> None:
         held = self.visible if self.staged is None else self.staged
         for change in report.changes:
-            tier = held.setdefault(change.tier, set())
+            tier = held.setdefault(tier_number(change.tier), set())
             tier |= set(split_keys(change.admitted_keys))
             tier -= set(split_keys(change.evicted_keys))
         if self.staged is not None and report.snapshot_end:

@@ -19,6 +19,7 @@ from lmkv.errors import ChunkArrived, ChunkNotFound, ChunkPinned, LmkvError, NoF
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.spec import KvSpec
+from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
@@ -26,7 +27,6 @@ from lmkv_server.node.commands.arrivals import Arrivals
 from tests.support.node_stub import NodeStub, registration
 from tests.waiting import until as until
 
-HOST = chunk_pb2.TIER_HOST
 _EPOCHS = itertools.count(1)
 Hook = Callable[["ScriptedInstance", report_pb.Order], None]
 
@@ -115,7 +115,6 @@ class ScriptedInstance:
             changes=[self._change(self.chunks)],
             tiers=[
                 pb.TierUsage(
-                    name="host",
                     tier=HOST,
                     capacity_bytes=1 << 30,
                     used_bytes=self.used_bytes,
@@ -151,7 +150,7 @@ class ScriptedInstance:
             changes=[report_pb.ChunkChange(tier=HOST, fingerprint=self.spec.fingerprint, evicted_keys=join_keys(gone))]
         )
 
-    async def store(self, chunks: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> None:
+    async def store(self, chunks: Mapping[ChunkKey, int], tier: str = HOST) -> None:
         """Gains chunks, as if an engine had stored them. Of other tiers it keeps nothing but reports them."""
         if tier == HOST:
             self.chunks.update(chunks)
@@ -205,7 +204,7 @@ class ScriptedInstance:
         )
         await self._stream.write(request)
 
-    def _change(self, admitted: Mapping[ChunkKey, int], tier: chunk_pb2.Tier.ValueType = HOST) -> report_pb.ChunkChange:
+    def _change(self, admitted: Mapping[ChunkKey, int], tier: str = HOST) -> report_pb.ChunkChange:
         return report_pb.ChunkChange(
             tier=tier,
             fingerprint=self.spec.fingerprint,
@@ -289,7 +288,7 @@ class ScriptedInstance:
     async def _drop(self, order: report_pb.DropOrder, outcome: report_pb.OrderOutcome) -> None:
         assert order.chunk_keys or order.fingerprint or order.all, "nodes refuse it"
         named = split_keys(order.chunk_keys) if order.chunk_keys else list(self.chunks)
-        if order.fingerprint not in (b"", self.spec.fingerprint) or order.tier not in (0, HOST):
+        if order.fingerprint not in (b"", self.spec.fingerprint) or order.tier not in ("", HOST):
             named = []
         if order.fetch_serial:
             arrived = self.arrivals.since(order.fetch_serial, named)

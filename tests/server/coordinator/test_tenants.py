@@ -20,6 +20,7 @@ from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_status
 from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     DrainRequest,
@@ -32,7 +33,7 @@ from lmkv.v1.cache_service_pb2 import (
     UnpinRequest,
     WatchRequest,
 )
-from lmkv.v1.chunk_pb2 import HINT_ACTION_EVICT, HINT_OUTCOME_ACCEPTED, TIER_HOST, Position
+from lmkv.v1.chunk_pb2 import HINT_ACTION_EVICT, HINT_OUTCOME_ACCEPTED, Position
 from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest
 from lmkv_server.coordinator.services.cache import CacheService
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
@@ -276,7 +277,7 @@ async def test_a_tenant_has_no_more_chunks_than_its_quota(tmp_path: Path) -> Non
         greedy = Instance(instance_id="greedy", epoch=1, peer_address="10.0.0.1:1", specs=[LLAMA.to_proto()])
         await registry.Register(registration(greedy), timeout=60)
         stream = registry.Report()
-        change = ChunkChange(tier=TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=join_keys(KEYS))
+        change = ChunkChange(tier=HOST, fingerprint=LLAMA.fingerprint, admitted_keys=join_keys(KEYS))
         report = ReportRequest(instance_id="greedy", epoch=1, sequence=1, snapshot=True, changes=[change])
         await stream.write(report)
         error = await error_of(stream.read())

@@ -16,7 +16,8 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.rpc.prompts import by_keys
 from lmkv.spec import KvSpec
-from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2, registry_service_pb2_grpc
+from lmkv.tiers import HOST
+from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, SpecConflict, TierUsage
 from lmkv_server.node.cache.events import CachedChunk
@@ -30,7 +31,6 @@ from tests.waiting import WAIT_SECONDS, eventually
 
 LEASE_SECONDS = 2.0
 """Short enough to be waited for, and longer than a busy machine stands still."""
-HOST = chunk_pb2.TIER_HOST
 LLAMA = KvSpec(
     model_name="llama",
     model_id="llama@1",
@@ -68,7 +68,7 @@ class Shelf:
             epoch=self.epoch,
             peer_address=self.peer_address,
             specs=[spec.to_proto() for spec in self.specs],
-            tiers=[TierUsage(name="host", tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.held))],
+            tiers=[TierUsage(tier=HOST, capacity_bytes=1 << 30, chunk_count=len(self.held))],
             engine_count=len(self.specs),
         )
 

@@ -24,9 +24,10 @@ from lmkv.keys import ChunkKey, part_key
 from lmkv.parts import PartItem
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.events import HOST, CacheListener
+from lmkv_server.node.cache.events import CacheListener
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult

@@ -13,6 +13,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from lmkv import rpc
 from lmkv.parts import PartItem
 from lmkv.rpc.prompts import by_keys
+from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearRequest, MoveRequest, MoveResult, PinRequest
@@ -87,7 +88,7 @@ async def test_a_copy_brings_every_part_that_a_hit_needs(runtime_dir: Path) -> N
     async with two_nodes(runtime_dir) as (coordinator, ((_, holding), (asker, asking))):
         await holding.store_hits(4)
         await eventually(lambda: known(asking), [("peers", 7)])
-        positions = [chunk_pb2.Position(instance_id=one, tier=chunk_pb2.TIER_HOST) for one in ("holder", "asker")]
+        positions = [chunk_pb2.Position(instance_id=one, tier=HOST) for one in ("holder", "asker")]
         request = MoveRequest(
             prompt=by_keys(PROMPT[:4]), old_position=positions[0], new_position=positions[1], copy=True
         )

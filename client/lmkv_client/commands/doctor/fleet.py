@@ -24,8 +24,8 @@ from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, page_keys, root_key
 from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.spec import KvSpec
+from lmkv.tiers import HOST
 from lmkv.units import format_duration
-from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, RegisterRequest, RegisterResponse
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
@@ -213,7 +213,7 @@ class _Visitor:
 
     async def _report(self, spec: KvSpec, key: ChunkKey) -> None:
         """Reports the chunk, and waits until the coordinator has applied the report."""
-        change = ChunkChange(tier=TIER_HOST, fingerprint=spec.fingerprint, admitted_keys=key)
+        change = ChunkChange(tier=HOST, fingerprint=spec.fingerprint, admitted_keys=key)
         report = ReportRequest(
             instance_id=self._instance.instance_id,
             epoch=self._instance.epoch,

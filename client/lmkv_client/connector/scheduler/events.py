@@ -15,9 +15,9 @@ from typing import Any
 
 from lmkv.keys import ChunkKey, part_key
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import PART_RULE_END, TIER_DISK, TIER_HOST
+from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.vllm_api import (
     MEDIUM_CPU,
@@ -31,7 +31,7 @@ from lmkv_client.connector.vllm_api import (
     to_event_extra_keys,
 )
 
-MEDIA: Mapping[chunk_pb2.Tier.ValueType, str] = {TIER_HOST: MEDIUM_CPU, TIER_DISK: MEDIUM_STORAGE}
+MEDIA: Mapping[str, str] = {HOST: MEDIUM_CPU, DISK: MEDIUM_STORAGE}
 """vLLM's names of the node's tiers."""
 MAX_KNOWN = 16_384
 """Most chunks of finished requests whose tokens are kept, about 4 KiB each."""
@@ -67,7 +67,7 @@ class GroupBlocks:
 
 ChunkBlocks = tuple[GroupBlocks, ...]
 """The blocks of one part of a chunk, by group."""
-TierKey = tuple[chunk_pb2.Tier.ValueType, ChunkKey]
+TierKey = tuple[str, ChunkKey]
 
 
 class BlockEvents:
@@ -97,11 +97,11 @@ class BlockEvents:
         """What `_places` has of each request."""
         self._known: dict[ChunkKey, ChunkBlocks] = {}
         """Chunks whose tokens are known, in the order in which they became so."""
-        self._held: dict[chunk_pb2.Tier.ValueType, set[ChunkKey]] = {tier: set() for tier in MEDIA}
+        self._held: dict[str, set[ChunkKey]] = {tier: set() for tier in MEDIA}
         """What the node has reported to hold."""
         self._published: dict[TierKey, tuple[tuple[int, tuple[bytes | int, ...]], ...]] = {}
         """Groups and hashes of the blocks of chunks that are published."""
-        self._counts: dict[tuple[chunk_pb2.Tier.ValueType, int], dict[bytes | int, int]] = {}
+        self._counts: dict[tuple[str, int], dict[bytes | int, int]] = {}
         """What subscribers believe to be held: by tier and group, the number of published chunks that have a block."""
         self._events: list[KVCacheEvent] = []
 
@@ -179,14 +179,14 @@ class BlockEvents:
         if blocks:
             key = part_key(chunk_key, part)
             self._learn(key, blocks)
-            self._publish(TIER_HOST, key)
+            self._publish(HOST, key)
 
     def refused(self, chunk_key: ChunkKey) -> None:
         """Removes a chunk whose commit was refused."""
         for part in self._parts:
             key = part_key(chunk_key, part)
-            if key not in self._held[TIER_HOST]:
-                self._remove([(TIER_HOST, key)])
+            if key not in self._held[HOST]:
+                self._remove([(HOST, key)])
 
     def apply(self, changes: Iterable[pb.TierChange]) -> None:
         """Publishes what the node has gained and lost."""
@@ -216,7 +216,7 @@ class BlockEvents:
 
     # ---- the index that subscribers have
 
-    def _publish(self, tier: chunk_pb2.Tier.ValueType, key: ChunkKey) -> None:
+    def _publish(self, tier: str, key: ChunkKey) -> None:
         if (tier, key) in self._published or not (blocks := self._blocks(key)):
             return
         self._published[tier, key] = tuple((one.group, one.hashes) for one in blocks)
@@ -230,7 +230,7 @@ class BlockEvents:
 
     def _remove(self, keys: Iterable[TierKey]) -> None:
         """Publishes the removal of those that were published, one event for each tier and group."""
-        removed: dict[tuple[chunk_pb2.Tier.ValueType, int], list[bytes | int]] = {}
+        removed: dict[tuple[str, int], list[bytes | int]] = {}
         for one in keys:
             for group, hashes in self._published.pop(one, ()):
                 counts = self._counts[one[0], group]

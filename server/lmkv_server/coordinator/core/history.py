@@ -15,9 +15,9 @@ MAX_SAMPLES = 120
 MAX_INSTANCES = 1_000
 """Instances with samples of their own, about 8 KiB each. Those beyond count only for the fleet."""
 MAX_TIERS = 16
-"""Tiers of one sample, by name; the largest are kept."""
+"""Tiers of one sample, by id; the largest are kept."""
 MAX_TIER_NAME = 64
-"""Characters of a tier's name that are kept."""
+"""Characters of a tier's id that are kept."""
 
 
 class Counts(NamedTuple):
@@ -99,7 +99,7 @@ class History:
             instance_id = instance.info.instance_id
             counts = self._last[instance_id] = Counts(*(getattr(instance.stats, name) for name in Counts._fields))
             added = counts.since(last.get(instance_id, counts))
-            used = {tier.name[:MAX_TIER_NAME]: tier.used_bytes for tier in instance.tiers[:MAX_TIERS]}
+            used = {usage.tier[:MAX_TIER_NAME]: usage.used_bytes for usage in instance.tiers[:MAX_TIERS]}
             if len(self._series) < MAX_INSTANCES:
                 self._series[instance_id] = series.get(instance_id) or Series()
                 self._series[instance_id].add(time, added, used)

@@ -14,9 +14,7 @@ MAX_SHOWN = 500
 class ReportedTier:
     """How full a tier is; the fields are those of `lmkv.v1.TierUsage`."""
 
-    name: str
-    tier: int = 0
-    """Its number in the layout map; 0 if the map does not have it."""
+    tier: str
     capacity_bytes: int = 0
     used_bytes: int = 0
     chunk_count: int = 0
@@ -27,7 +25,7 @@ class ReportedPin:
     """A pin in force; its fields are those of `lmkv.v1.PinnedChunks`."""
 
     pin_id: str
-    tier: int
+    tier: str
     chunk_count: int
     token_count: int
     expire_time_ns: int

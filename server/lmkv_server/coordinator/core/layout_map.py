@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.errors import Full
+from lmkv.errors import BadMessage, Full
 from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, Digest, join_keys, split_keys
 from lmkv.prompt import EndIndex
+from lmkv.tiers import LAYOUT_TIERS
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.partial_chunks import PartialChunkMap
 
 TIER_COUNT = ChunkTable.TIER_COUNT
-"""Tiers are numbered from 1, fastest first, as in `lmkv.v1.Tier`."""
+"""The table numbers tiers from 1, fastest first; 0 means any. Outside of `core`, and of the records of a shared map,
+tiers have ids: `tier_number` and `tier_id` translate."""
 MAX_TOKENS = ChunkTable.MAX_TOKENS
 """Largest token count of a chunk."""
 
@@ -31,6 +33,21 @@ MIN_FINGERPRINTS = 256
 """Fingerprints that are stored before those without chunks are removed."""
 
 _KEY = np.dtype(f"V{KEY_BYTES}")
+_TIER_IDS = ("", *LAYOUT_TIERS)
+
+
+def tier_number(tier: str) -> int:
+    """The number of a tier in the table; 0 for an empty id. Raises `BadMessage` if layout maps have no such tier."""
+    if tier not in _TIER_IDS:
+        raise BadMessage(
+            f"layout maps have no tier {tier[:100]!r}; their tiers are {', '.join(LAYOUT_TIERS)}", tier=tier[:100]
+        )
+    return _TIER_IDS.index(tier)
+
+
+def tier_id(number: int) -> str:
+    """The inverse of `tier_number`."""
+    return _TIER_IDS[number]
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True):

@@ -17,13 +17,12 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2
 
-from lmkv.errors import BadRequest, BadSelection, InstanceNotFound, OperationNotFound
+from lmkv.errors import BadSelection, InstanceNotFound, OperationNotFound
 from lmkv.rpc.prompts import names_chunks
-from lmkv.tiers import NAMES
+from lmkv.tiers import DISK, GPU, HOST, LAYOUT_TIERS, REMOTE
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_GPU, TIER_HOST, TIER_REMOTE, Tier
 from lmkv_server.coordinator.http.gateway import call
 from lmkv_server.coordinator.http.lmcache_bodies import (
     AddressBody,
@@ -44,11 +43,11 @@ from lmkv_server.coordinator.services.services import Services
 CLEAR_WAIT_SECONDS = 10.0
 """Longest time that `/clear` waits for the result; the operation continues afterwards."""
 MAX_PAGE = 1_000
-LOCATIONS: Mapping[Tier.ValueType, str] = {
-    TIER_GPU: "GPU",
-    TIER_HOST: "LocalCPUBackend",
-    TIER_DISK: "LocalDiskBackend",
-    TIER_REMOTE: "RemoteBackend",
+LOCATIONS: Mapping[str, str] = {
+    GPU: "GPU",
+    HOST: "LocalCPUBackend",
+    DISK: "LocalDiskBackend",
+    REMOTE: "RemoteBackend",
 }
 """LMCache's names of tiers."""
 HEALTHY, UNSYNCED = 0, -1
@@ -159,7 +158,7 @@ class _Handlers:
         request = pb.ClearRequest(
             prompt=prompt if names_prompt else None,
             instance_id=body.instance_id,
-            tier=_tier(body.location) if body.location else chunk_pb2.TIER_UNSPECIFIED,
+            tier=_tier(body.location),
             model_name="" if names_prompt else body.model_name,
             all=not (names_prompt or body.model_name),
         )
@@ -291,14 +290,10 @@ def _position(instance_id: str, location: str) -> chunk_pb2.Position:
     return chunk_pb2.Position(instance_id=instance_id, tier=_tier(location))
 
 
-def _tier(location: str) -> Tier.ValueType:
-    """The tier of a location, named as LMCache or lmkv does, in any case. Raises `BadRequest`."""
-    for names in (LOCATIONS, NAMES):
-        for tier, name in names.items():
-            if name.lower() == location.lower():
-                return tier
-    words = ", ".join(NAMES.values())
-    raise BadRequest(f"{location[:100]!r} is no tier; use {words}, or LMCache's names", tier=location[:100])
+def _tier(location: str) -> str:
+    """The tier of a location, named as LMCache or lmkv does, in any case; an unknown name is one for the services."""
+    names = {name.lower(): tier for tier, name in LOCATIONS.items()} | {tier: tier for tier in LAYOUT_TIERS}
+    return names.get(location.lower(), location)
 
 
 def _set_seconds(duration: duration_pb2.Duration, seconds: float) -> None:

@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv.tiers import tier_name
+from lmkv.tiers import INSTANCE_TIERS
 from lmkv_server.coordinator.core.latency_histogram import BOUNDS_SECONDS
+from lmkv_server.coordinator.core.layout_map import tier_id
 from lmkv_server.coordinator.services.services import Services
 from lmkv_server.http.metrics import metrics_response
 
@@ -90,16 +91,16 @@ class CoordinatorMetrics(Collector):
         )
         for instance in self._services.core.instances:
             instance_id = instance.info.instance_id
-            held: Counter[int] = Counter()
-            for (tier, _), count in self._services.core.layout.chunk_counts(instance_id).items():
-                held[tier] += count
+            held: Counter[str] = Counter()
+            for (number, _), count in self._services.core.layout.chunk_counts(instance_id).items():
+                held[tier_id(number)] += count
             for usage in instance.tiers:
-                if usage.tier:
+                if usage.tier in INSTANCE_TIERS:
                     held.setdefault(usage.tier, 0)
-                capacity.add_metric([instance_id, usage.name], usage.capacity_bytes)
-                used.add_metric([instance_id, usage.name], usage.used_bytes)
+                capacity.add_metric([instance_id, usage.tier], usage.capacity_bytes)
+                used.add_metric([instance_id, usage.tier], usage.used_bytes)
             for tier, count in held.items():
-                chunks.add_metric([instance_id, tier_name(tier)], count)
+                chunks.add_metric([instance_id, tier], count)
         known = _gauge("layout_keys", "Different chunk keys in the layout map.")
         known.add_metric([], len(self._services.core.layout))
         return iter((chunks, capacity, used, known))

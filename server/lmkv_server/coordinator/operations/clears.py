@@ -17,6 +17,7 @@ from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.operations.positions import check_tier
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 
@@ -53,6 +54,8 @@ class Clears:
         """Starts a clear. Raises the errors of `CacheService.Clear`."""
         if known := self._operations.repeated(request):
             return known
+        if request.tier:
+            check_tier(self._registry.instances, request.tier, "tier")
         drops = await self._drops(request)
         if known := self._operations.repeated(request):  # started meanwhile
             return known

@@ -27,8 +27,8 @@ from lmkv.errors import (
 )
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES, join_keys
+from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.operations.moves import check_p2p, spec_message
 from lmkv_server.coordinator.operations.operation import Operation
@@ -251,7 +251,7 @@ class _Drain:
             peer_address=source.peer_address,
             fingerprint=fingerprint,
             chunk_keys=keys,
-            tier=chunk_pb2.TIER_HOST,
+            tier=HOST,
             keep_others=not self._request.evict,
             spec=spec_message(self._instances, fingerprint),
         )
@@ -411,14 +411,14 @@ class _Drain:
     def _batch_chunks(self) -> int:
         """Chunks of one order, by the average size of the instance's chunks."""
         for usage in self._source.tiers:
-            if usage.tier == chunk_pb2.TIER_HOST and usage.chunk_count > 0 and usage.used_bytes > 0:
+            if usage.tier == HOST and usage.chunk_count > 0 and usage.used_bytes > 0:
                 return min(max(BATCH_BYTES * usage.chunk_count // usage.used_bytes, 1), BATCH_CHUNKS)
         return BATCH_CHUNKS
 
 
 def _free_bytes(instance: Instance) -> int:
     """Free host memory, as last reported."""
-    return sum(usage.capacity_bytes - usage.used_bytes for usage in instance.tiers if usage.tier == chunk_pb2.TIER_HOST)
+    return sum(usage.capacity_bytes - usage.used_bytes for usage in instance.tiers if usage.tier == HOST)
 
 
 def _timeout_seconds(request: pb.DrainRequest) -> float:

@@ -13,9 +13,11 @@ from lmkv.hints import DEFAULT_PRIORITY, DEFAULT_TTL_SECONDS, MAX_PRIORITY, Hint
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
+from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.layout_map import tier_number
 from lmkv_server.coordinator.core.match import keys_with_tail
 from lmkv_server.coordinator.operations.moves import check_spec
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -76,7 +78,7 @@ class FleetHints:
         served = [one for one in selections if one.fingerprint in fingerprints] or selections
         if action is HintAction.PREFETCH:
             return max(served, key=lambda one: max((match.chunk_count for match in layout.lookup(one.keys)), default=0))
-        return max(served, key=lambda one: one.match_at(layout, instance_id, chunk_pb2.TIER_HOST))
+        return max(served, key=lambda one: one.match_at(layout, instance_id, tier_number(HOST)))
 
     def _keys(self, chosen: SelectedChunks, instance_id: str, action: HintAction) -> bytes:
         """The chosen keys; of tokens, the end is what the instance holds of it, or any for a prefetch."""

@@ -228,7 +228,7 @@ class _Move:
                 peer_address=source.peer_address,
                 fingerprint=self._fingerprint,
                 chunk_keys=batch.tobytes(),
-                tier=self._destination.tier,
+                tier=self._destination.tier_id,
                 spec=spec_message(self._instances, self._fingerprint),
             )
             order = report_pb.Order(fetch=fetch)
@@ -259,7 +259,7 @@ class _Move:
         Those stay that another operation has brought to the source since: it may drop them at the destination.
         """
         drop = report_pb.DropOrder(
-            tier=self._source.tier,
+            tier=self._source.tier_id,
             chunk_keys=arrived.tobytes(),
             fingerprint=self._fingerprint,
             fetch_serial=serial,

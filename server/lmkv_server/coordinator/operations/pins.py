@@ -43,7 +43,8 @@ class FleetPins:
 
     async def pin(self, request: pb.PinRequest) -> chunk_pb2.PinnedChunks:
         """Sets a pin, or renews it if the `request_id` was used before. Raises the errors of `CacheService.Pin`."""
-        instance_id, tier = resolve_position(self._registry.instances, request.position, "position")
+        position = resolve_position(self._registry.instances, request.position, "position")
+        instance_id, tier = position
         selections = await self._selector.required(request.prompt)
         layout = self._registry.layout
         selections = [one.held_at(layout, instance_id, tier) for one in selections]
@@ -60,7 +61,7 @@ class FleetPins:
             raise BadSelection(f"{len(keys) // KEY_BYTES} chunks are named; a pin covers at most {MAX_PINNED_CHUNKS}")
         order = report_pb.PinOrder(
             pin_id=_pin_id(instance_id, request.request_id),
-            tier=chunk_pb2.Tier.ValueType(tier),
+            tier=position.tier_id,
             chunk_keys=keys,
         )
         order.ttl.FromNanoseconds(_ttl_nanoseconds(request))
@@ -113,7 +114,7 @@ class FleetPins:
 
 
 def _to_proto(instance_id: str, pin: ReportedPin) -> chunk_pb2.PinnedChunks:
-    position = chunk_pb2.Position(instance_id=instance_id, tier=chunk_pb2.Tier.ValueType(pin.tier))
+    position = chunk_pb2.Position(instance_id=instance_id, tier=pin.tier)
     message = chunk_pb2.PinnedChunks(
         pin_id=pin.pin_id, position=position, chunk_count=pin.chunk_count, token_count=pin.token_count
     )

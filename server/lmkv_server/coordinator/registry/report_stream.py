@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from lmkv.errors import BadChunkKey, BadMessage, ResyncRequired
 from lmkv.internal.v1 import report_service_pb2
 from lmkv.keys import KEY_BYTES, Digest, check_keys, check_prefix_digests
-from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
-from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, TIER_COUNT, Change, LayoutMap, Snapshot
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Change, LayoutMap, Snapshot, tier_number
 from lmkv_server.coordinator.layout_store.chunk_records import FINGERPRINT_BYTES
 from lmkv_server.coordinator.layout_store.publication import Publication
 
@@ -92,14 +91,15 @@ class ReportStream:
         for claimed in digests:
             self._compare(claimed)
         if self._publication is not None:
-            digest_values = [(claimed.tier, claimed.chunk_count, claimed.key_sum) for claimed in digests]
+            digest_values = [(tier_number(claimed.tier), claimed.chunk_count, claimed.key_sum) for claimed in digests]
             self._publication.publish_changes(changes, digest_values)
             if report.snapshot_end:
                 self._publication.publish_complete()
 
     def _apply_change(self, change: report_service_pb2.ChunkChange) -> Change:
-        if not 1 <= change.tier <= TIER_COUNT:
-            raise BadMessage(f"tier {change.tier} is unknown", tier=change.tier)
+        tier = tier_number(change.tier)
+        if not tier:
+            raise BadMessage("a change names no tier", tier="")
         if len(change.fingerprint) not in (0, FINGERPRINT_BYTES):
             raise BadMessage(f"a fingerprint has {len(change.fingerprint)} bytes; it must have {FINGERPRINT_BYTES}")
         admitted = check_keys(change.admitted_keys, "admitted_keys")
@@ -110,20 +110,17 @@ class ReportStream:
             raise BadMessage(f"chunks of {chunk_size} tokens are longer than {MAX_TOKENS}", chunk_size=chunk_size)
         parents = _partial_parents(change, partials)
         digests = _prefix_digests(change, partials, chunk_size or MAX_TOKENS)
-        applied = Change(
-            change.tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted, parents, digests
-        )
+        applied = Change(tier, change.fingerprint, chunk_size, admitted, dict(partials), evicted, parents, digests)
         self._layout.apply(self._staged or self._instance.info.instance_id, applied)
         return applied
 
     def _compare(self, claimed: report_service_pb2.TierDigest) -> None:
-        known = self._layout.digest(self._instance.info.instance_id, claimed.tier)
+        known = self._layout.digest(self._instance.info.instance_id, tier_number(claimed.tier))
         if known != Digest(chunk_count=claimed.chunk_count, key_sum=claimed.key_sum):
-            tier = chunk_pb2.Tier.Name(claimed.tier) if 0 <= claimed.tier <= TIER_COUNT else str(claimed.tier)
             raise ResyncRequired(
-                f"the instance holds {claimed.chunk_count} chunks in {tier}, the layout map has {known.chunk_count} or "
-                "other keys; open a new stream with a snapshot",
-                tier=tier,
+                f"the instance holds {claimed.chunk_count} chunks in {claimed.tier}, the layout map has "
+                f"{known.chunk_count} or other keys; open a new stream with a snapshot",
+                tier=claimed.tier,
                 claimed_chunk_count=claimed.chunk_count,
                 known_chunk_count=known.chunk_count,
             )

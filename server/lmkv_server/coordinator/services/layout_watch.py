@@ -16,8 +16,7 @@ from lmkv.errors import Full, RevisionCompacted, WatcherTooSlow
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.runtime.places import Places
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import chunk_pb2
-from lmkv_server.coordinator.core.layout_map import LayoutMap
+from lmkv_server.coordinator.core.layout_map import LayoutMap, tier_id
 
 MAX_WATCHERS = 64
 MAX_WATCHERS_PER_CLIENT = 16
@@ -61,7 +60,7 @@ class LayoutEvent:
         """The message for watchers."""
         return pb.LayoutChange(
             instance_id=self.instance_id,
-            tier=chunk_pb2.Tier.ValueType(self.tier),
+            tier=tier_id(self.tier),
             fingerprint=self.fingerprint,
             admitted_keys=split_keys(self.admitted_keys),
             evicted_keys=split_keys(self.evicted_keys),

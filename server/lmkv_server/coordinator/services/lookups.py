@@ -18,9 +18,8 @@ from lmkv.keys import KEY_BYTES, check_keys, check_prefix_digests
 from lmkv.prompt import MAX_BEGINNINGS, Prompt
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
-from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match
+from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match, tier_id
 from lmkv_server.coordinator.core.match import UnpreparedError, match_of, prefixes, with_tails
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, SelectedChunks, Selector
@@ -144,7 +143,7 @@ class LookupAnswers:
         )
         for run in match.runs:
             holder.runs.add(
-                tier=chunk_pb2.Tier.ValueType(run.tier),
+                tier=tier_id(run.tier),
                 chunk_count=run.chunk_count,
                 token_count=run.token_count,
             )

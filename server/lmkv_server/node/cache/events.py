@@ -10,9 +10,6 @@ from typing import Protocol
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 
-HOST = "host"
-"""Name of the host tier in events."""
-
 
 class CachedChunk(Protocol):
     """What all tiers know of a chunk. Events of the host tier carry a `host.Chunk`."""

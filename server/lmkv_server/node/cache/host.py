@@ -15,8 +15,9 @@ from itertools import pairwise
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import FreeList, align
-from lmkv_server.node.cache.events import HOST, CacheListener
+from lmkv_server.node.cache.events import CacheListener
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
 
 

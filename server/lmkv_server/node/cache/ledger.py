@@ -16,7 +16,8 @@ from zlib import crc32
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv_server.node.cache.events import HOST, CachedChunk
+from lmkv.tiers import HOST
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk
 
 STAMP = b"lmkv pool, ledger 1"

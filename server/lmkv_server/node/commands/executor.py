@@ -23,7 +23,7 @@ from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
-from lmkv.tiers import NAMES
+from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -39,6 +39,8 @@ MAX_ORDER_KEYS = 32_768
 """Most chunks that one order may name: 512 KiB, so that its outcome always fits into one report."""
 MAX_FETCH_SECONDS = 7200.0
 """Longer than any order: a fetch ends with its order."""
+MAX_SHOWN = 100
+"""Characters of a tier's id in an error."""
 DROP_BATCH_CHUNKS = 4096
 """Chunks between two yields to the event loop: a few milliseconds."""
 
@@ -135,8 +137,8 @@ class OrderExecutor:
         """
         if not (order.chunk_keys or order.fingerprint or order.all):
             raise BadMessage("an order to drop selects by chunk_keys, by fingerprint, or all")
-        everywhere = order.tier == chunk_pb2.TIER_UNSPECIFIED
-        tiers = [tier for tier in self._tiers if everywhere or tier.name == NAMES.get(order.tier)]
+        everywhere = not order.tier
+        tiers = [tier for tier in self._tiers if everywhere or tier.name == order.tier]
         in_memory = everywhere or not tiers
         if in_memory:
             check_tier(order.tier)
@@ -222,8 +224,10 @@ def order_keys(packed: bytes) -> list[ChunkKey]:
     return split_keys(packed, limit=MAX_ORDER_KEYS)
 
 
-def check_tier(tier: chunk_pb2.Tier.ValueType) -> None:
+def check_tier(tier: str) -> None:
     """Raises `TierUnsupported` unless this is the host tier, or none is named."""
-    if tier not in (chunk_pb2.TIER_UNSPECIFIED, chunk_pb2.TIER_HOST):
-        name = chunk_pb2.Tier.Name(tier) if tier in chunk_pb2.Tier.values() else str(tier)
-        raise TierUnsupported(f"not in {name}: this node fetches chunks into TIER_HOST, and pins them there", tier=name)
+    if tier not in ("", HOST):
+        raise TierUnsupported(
+            f"not in tier {tier[:MAX_SHOWN]!r}: this node fetches chunks into {HOST!r}, and pins them there",
+            tier=tier[:MAX_SHOWN],
+        )

@@ -22,6 +22,7 @@ from lmkv.hints import HintResult
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.rpc.hint_messages import to_proto
 from lmkv.runtime.deadline_timer import DeadlineTimer
+from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
@@ -170,7 +171,7 @@ class OrderRunner:
 
     def pin_list(self) -> pb.PinList:
         """The pins in force."""
-        position = chunk_pb2.Position(instance_id=self._instance_id, tier=chunk_pb2.TIER_HOST)
+        position = chunk_pb2.Position(instance_id=self._instance_id, tier=HOST)
         clock_offset = time.time() - time.monotonic()
         pins = pb.PinList()
         for pin in self.pins:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from lmkv.keys import ChunkKey
-from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 
 MAX_CHANGES = 65_536
@@ -15,7 +14,7 @@ MAX_CHANGES = 65_536
 MAX_KEYS = 4096
 """Most keys in one message: 72 KiB."""
 
-TierKey = tuple[chunk_pb2.Tier.ValueType, ChunkKey]
+TierKey = tuple[str, ChunkKey]
 
 
 class ChangeFeed:
@@ -34,7 +33,7 @@ class ChangeFeed:
         """Whether there is something to send."""
         return bool(self._snapshot or self._changes or self._overflowed)
 
-    def add(self, tier: chunk_pb2.Tier.ValueType, key: ChunkKey, *, held: bool) -> None:
+    def add(self, tier: str, key: ChunkKey, *, held: bool) -> None:
         """Notes a change. Call it in the step that makes `held` yield or omit the chunk."""
         if self._overflowed:
             return
@@ -66,7 +65,7 @@ class ChangeFeed:
 
 def _changes(states: Iterable[tuple[TierKey, bool]]) -> list[pb.TierChange]:
     """One message for each tier."""
-    changes: dict[chunk_pb2.Tier.ValueType, pb.TierChange] = {}
+    changes: dict[str, pb.TierChange] = {}
     for (tier, key), held in states:
         change = changes.setdefault(tier, pb.TierChange(tier=tier))
         (change.stored_keys if held else change.removed_keys).append(key)

@@ -10,8 +10,8 @@ from lmkv.errors import Full, KvSpecMismatch
 from lmkv.internal.v1.report_service_pb2 import ExplainOrder
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.spec import KvSpec
-from lmkv.tiers import NAMES, OWN
-from lmkv.v1.chunk_pb2 import TIER_HOST, PromptExplanation, PromptSpan, RequestReport
+from lmkv.tiers import HOST, OWN
+from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookups import missed_span
 from lmkv_server.node.sessions.session import HOLD_SHARE
@@ -68,7 +68,7 @@ class PromptExplainer:
             found.requests.extend(named[:MAX_LISTED])
         for span in (*found.spans, *(span for report in found.requests for span in report.spans)):
             if span.tier == OWN:  # `own` only to the node's engines
-                span.tier = NAMES[TIER_HOST]
+                span.tier = HOST
         return found
 
     async def _spans(self, fingerprint: bytes, keys: Sequence[ChunkKey]) -> list[PromptSpan]:

@@ -7,7 +7,6 @@ from collections import deque
 
 from lmkv import rpc
 from lmkv.keys import ChunkKey
-from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engines.change_feed import ChangeFeed
 
@@ -52,7 +51,7 @@ class Outbox:
         self._sizes[-1] += size_bytes
         self._filled.set()
 
-    def changed(self, tier: chunk_pb2.Tier.ValueType, key: ChunkKey, *, held: bool) -> None:
+    def changed(self, tier: str, key: ChunkKey, *, held: bool) -> None:
         """Adds a change of what the node holds; only with a feed."""
         assert self._changes is not None
         self._changes.add(tier, key, held=held)

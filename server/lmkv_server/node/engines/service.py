@@ -12,6 +12,7 @@ from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import ChunkKey, listed_keys
 from lmkv.misses import MissReason
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
+from lmkv.tiers import INSTANCE_TIERS
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
@@ -20,7 +21,6 @@ from lmkv_server.node.engines.change_feed import ChangeFeed, TierKey
 from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookup_stats import LookupCounters
 from lmkv_server.node.engines.stream import EngineStream
-from lmkv_server.node.fleet.holdings import MAPPED_TIERS
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.handoff.senders import HandoffSenders
 from lmkv_server.node.hints.executor import HintExecutor
@@ -100,11 +100,11 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         self._changed(tier, chunk, held=False)
 
     def _changed(self, tier: str, chunk: CachedChunk, *, held: bool) -> None:
-        if not self._followers or (mapped := MAPPED_TIERS.get(tier)) is None:
+        if not self._followers or tier not in INSTANCE_TIERS:
             return
         for stream in self._followers:
             if stream.fingerprint == chunk.fingerprint:
-                stream.outbox.changed(mapped, chunk.key, held=held)
+                stream.outbox.changed(tier, chunk.key, held=held)
 
     def _held(self, fingerprint: bytes) -> Iterator[TierKey]:
         return ((held.tier, held.key) for held in self._snapshot() if held.fingerprint == fingerprint)

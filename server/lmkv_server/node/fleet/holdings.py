@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
-from lmkv.tiers import DISK
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
@@ -14,17 +13,11 @@ from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
-HOST = "host"
-"""The name of host memory in events and in reports of usage."""
-MAPPED_TIERS = {HOST: chunk_pb2.TIER_HOST, DISK: chunk_pb2.TIER_DISK}
-"""Tiers by name that belong to this node alone: the layout map holds their chunks."""
-
 
 def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
     """How full host memory is, and each of the secondary tiers that knows it."""
     host = TierUsage(
-        name=HOST,
-        tier=MAPPED_TIERS[HOST],
+        tier=HOST,
         capacity_bytes=tier.size_bytes,
         used_bytes=tier.used_bytes,
         chunk_count=len(tier),
@@ -33,8 +26,7 @@ def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
         host,
         *(
             TierUsage(
-                name=secondary.name,
-                tier=MAPPED_TIERS.get(secondary.name, chunk_pb2.TIER_UNSPECIFIED),
+                tier=secondary.name,
                 capacity_bytes=usage.capacity_bytes,
                 used_bytes=usage.used_bytes,
                 chunk_count=usage.chunk_count,
@@ -47,7 +39,7 @@ def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
 
 def held(tier: HostTier, disk: DiskTier | None, chunk_sizes: Mapping[bytes, int]) -> Iterator[HeldChunk]:
     """Every chunk of these tiers. One in which prompts end, of a spec in `chunk_sizes`, with the chunk before it."""
-    for name, chunks in ((chunk_pb2.TIER_HOST, tier), (chunk_pb2.TIER_DISK, disk or ())):
+    for name, chunks in ((HOST, tier), (DISK, disk or ())):
         for chunk in cast(Iterable[CachedChunk], chunks):
             yield HeldChunk(
                 tier=name,

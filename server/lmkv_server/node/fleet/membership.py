@@ -21,12 +21,12 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.rpc.resolver import resolve
 from lmkv.runtime.deadline_timer import DeadlineTimer
-from lmkv.v1 import cache_service_pb2, chunk_pb2
+from lmkv.tiers import INSTANCE_TIERS
+from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.fetch.tier import FoundHolders
 from lmkv_server.node.fleet.context import FleetContext
-from lmkv_server.node.fleet.holdings import MAPPED_TIERS
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.fleet.session import CoordinatorSession
 from lmkv_server.node.fleet.shard import SessionState, current_primaries, outdated
@@ -177,23 +177,23 @@ class FleetMembership:
     # --- Reports: `CacheListener` --------------------------------------------------------------------------------
 
     def stored(self, tier: str, chunk: CachedChunk) -> None:
-        """Reports a chunk of the host tier or of the disk. Chunks of other tiers are not in the layout map."""
-        if (reported := MAPPED_TIERS.get(tier)) is not None:
+        """Reports a chunk that this node alone holds. Chunks of shared tiers are not reported."""
+        if tier in INSTANCE_TIERS:
             self.admitted(
-                HeldChunk(reported, chunk.fingerprint, chunk.key, chunk.token_count, chunk.parent, chunk.prefix_digests)
+                HeldChunk(tier, chunk.fingerprint, chunk.key, chunk.token_count, chunk.parent, chunk.prefix_digests)
             )
 
     def removed(self, tier: str, chunk: CachedChunk, _reason: MissReason) -> None:
         """Reports that the tier no longer has the chunk."""
-        if (reported := MAPPED_TIERS.get(tier)) is not None:
-            self.evicted(reported, chunk.fingerprint, chunk.key)
+        if tier in INSTANCE_TIERS:
+            self.evicted(tier, chunk.fingerprint, chunk.key)
 
     def admitted(self, chunk: HeldChunk) -> None:
         """Reports a chunk that the node now holds. Call it in the step that makes `snapshot` yield it."""
         for session in self._sessions.values():
             session.admitted(chunk)
 
-    def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
+    def evicted(self, tier: str, fingerprint: bytes, key: ChunkKey) -> None:
         """Reports a chunk that the node no longer holds. Call it in the step that makes `snapshot` omit it."""
         for session in self._sessions.values():
             session.evicted(tier, fingerprint, key)

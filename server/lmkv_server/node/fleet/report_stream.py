@@ -14,7 +14,7 @@ from lmkv import rpc
 from lmkv.errors import LmkvError, ResyncRequired, Unreachable
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import INSTANCE_TIERS
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.registration import InstanceLease
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports
@@ -69,7 +69,7 @@ class ReportStream:
             self._changes.admitted(chunk)
             self._wake.set()
 
-    def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
+    def evicted(self, tier: str, fingerprint: bytes, key: ChunkKey) -> None:
         """Reports a chunk that is no longer held."""
         if self._changes is not None:
             self._changes.evicted(tier, fingerprint, key)
@@ -173,7 +173,7 @@ class ReportStream:
         self._has_changed = self._has_changed or bool(changes)
         now = time.monotonic()
         if self._has_changed and now >= self._digest_due:
-            tiers = [usage.tier for usage in self._context.node.describe().tiers if usage.tier]
+            tiers = [usage.tier for usage in self._context.node.describe().tiers if usage.tier in INSTANCE_TIERS]
             reports[-1].digests.extend(ChunkChanges(self._context.node.snapshot()).digests(tiers))
             self._digest_due, self._has_changed = now + self._context.digest_interval_seconds, False
         return reports

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import KEY_BYTES, ChunkKey, digest, join_keys
-from lmkv.v1 import chunk_pb2
 
 MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""
@@ -23,7 +22,7 @@ _EVICTED = 0
 class HeldChunk(NamedTuple):  # five times faster to make than a frozen dataclass; a snapshot makes one per chunk
     """One chunk that the node holds in one tier."""
 
-    tier: chunk_pb2.Tier.ValueType
+    tier: str
     fingerprint: bytes
     key: ChunkKey
     token_count: int
@@ -41,7 +40,7 @@ class ChunkChanges:
 
     def __init__(self, held: Iterable[HeldChunk] = (), limit: int = 0) -> None:
         self._limit = limit
-        self._states: dict[tuple[chunk_pb2.Tier.ValueType, bytes], dict[ChunkKey, int]] = defaultdict(dict)
+        self._states: dict[tuple[str, bytes], dict[ChunkKey, int]] = defaultdict(dict)
         self._parents: dict[ChunkKey, ChunkKey] = {}
         """Of chunks in which prompts end, and perhaps of others."""
         self._digests: dict[ChunkKey, bytes] = {}
@@ -67,7 +66,7 @@ class ChunkChanges:
                     self._digests[chunk.key] = chunk.prefix_digests
             self._check_limit()
 
-    def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
+    def evicted(self, tier: str, fingerprint: bytes, key: ChunkKey) -> None:
         """Adds a chunk that is no longer held."""
         if not self.overflowed:
             self._states[tier, fingerprint][key] = _EVICTED
@@ -80,9 +79,9 @@ class ChunkChanges:
             self._digests.clear()
             self.overflowed = True
 
-    def digests(self, tiers: Iterable[chunk_pb2.Tier.ValueType]) -> list[pb.TierDigest]:
+    def digests(self, tiers: Iterable[str]) -> list[pb.TierDigest]:
         """Digests of the chunks that are held, one for each of `tiers` and for every tier that holds any."""
-        keys: dict[chunk_pb2.Tier.ValueType, list[ChunkKey]] = {tier: [] for tier in tiers}
+        keys: dict[str, list[ChunkKey]] = {tier: [] for tier in tiers}
         for (tier, _), states in self._states.items():
             keys.setdefault(tier, []).extend(key for key, tokens in states.items() if tokens != _EVICTED)
         found = ((tier, digest(held)) for tier, held in keys.items())
@@ -116,7 +115,7 @@ class ChunkChanges:
 
     def _change(
         self,
-        tier: chunk_pb2.Tier.ValueType,
+        tier: str,
         fingerprint: bytes,
         states: list[tuple[ChunkKey, int]],
         chunk_size: int,

@@ -34,7 +34,7 @@ from lmkv.internal.v1 import lookup_service_pb2
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey
 from lmkv.rpc.coordinator_client import CoordinatorConnection
-from lmkv.v1 import cache_service_pb2, chunk_pb2
+from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.backoff import (
     MAX_BUSY_DELAY_SECONDS,
@@ -131,7 +131,7 @@ class CoordinatorSession:
         if self._stream is not None:
             self._stream.admitted(chunk)
 
-    def evicted(self, tier: chunk_pb2.Tier.ValueType, fingerprint: bytes, key: ChunkKey) -> None:
+    def evicted(self, tier: str, fingerprint: bytes, key: ChunkKey) -> None:
         """Reports a chunk that the node no longer holds. Call it in the step that makes `snapshot` omit it."""
         if self._stream is not None:
             self._stream.evicted(tier, fingerprint, key)

@@ -13,7 +13,8 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
-from lmkv_server.node.cache.events import HOST, CachedChunk
+from lmkv.tiers import HOST
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.handoff.sender import HandoffResult, HandoffSender, SenderContext
 
 logger = logging.getLogger(__name__)

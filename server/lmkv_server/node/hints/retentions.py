@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import align
-from lmkv_server.node.cache.events import HOST, CachedChunk
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 
 

@@ -9,8 +9,7 @@ from itertools import islice, takewhile
 from lmkv.keys import ChunkKey, part_key
 from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
-from lmkv.tiers import OWN, Run
-from lmkv_server.node.cache.events import HOST
+from lmkv.tiers import HOST, OWN, Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.losses import Losses
 from lmkv_server.node.cache.prompt_items import PromptItems

@@ -16,8 +16,9 @@ from typing import Any
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
+from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import align
-from lmkv_server.node.cache.events import HOST, CachedChunk
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.backend import Backend, WriteResult
 from lmkv_server.node.tiers.base import TierStats

@@ -14,8 +14,9 @@ from vllm.v1.request import Request
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, part_key, root_key
 from lmkv.spec import TOKEN_MAJOR
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import PART_RULE_END, TIER_DISK, TIER_HOST
+from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.scheduler.events import BlockEvents
 from tests.client.connector.simulated_engine import SPEC, SimulatedEngine
@@ -214,15 +215,13 @@ def test_tiers_are_media_and_a_restart_of_the_changes_removes_what_is_not_named_
     one, two = (ChunkKey(bytes([number]) * 16) for number in (1, 2))
     events = block_events(CHUNK)
     events.follow(request, [one, two])
-    events.apply(
-        [pb.TierChange(tier=TIER_HOST, stored_keys=[one, two]), pb.TierChange(tier=TIER_DISK, stored_keys=[one])]
-    )
+    events.apply([pb.TierChange(tier=HOST, stored_keys=[one, two]), pb.TierChange(tier=DISK, stored_keys=[one])])
     first, second = hashes(request, 0, 2), hashes(request, 2, 4)
     taken = events.take()
     assert index_of(taken) == {(medium, 0, hash_) for medium in ("CPU", "STORAGE") for hash_ in first} | {
         ("CPU", 0, hash_) for hash_ in second
     }
-    events.apply([pb.TierChange(restarted=True), pb.TierChange(tier=TIER_DISK, stored_keys=[one])])
+    events.apply([pb.TierChange(restarted=True), pb.TierChange(tier=DISK, stored_keys=[one])])
     assert index_of(taken + events.take()) == {("STORAGE", 0, hash_) for hash_ in first}
 
 
@@ -231,11 +230,11 @@ def test_tokens_are_known_for_a_bounded_number_of_chunks(make_engine: MakeEngine
     keys = [ChunkKey(bytes([number]) * 16) for number in range(3)]
     events = block_events(CHUNK, max_known=2)
     events.follow(request, keys)
-    held = pb.TierChange(tier=TIER_HOST, stored_keys=keys)
+    held = pb.TierChange(tier=HOST, stored_keys=keys)
     events.apply([held])
     events.forget("a")
     assert len(index_of(taken := events.take())) == 6
-    events.apply([pb.TierChange(tier=TIER_HOST, removed_keys=keys)])
+    events.apply([pb.TierChange(tier=HOST, removed_keys=keys)])
     assert not index_of(taken + (later := events.take())), "removals need no tokens"
     events.apply([held])
     assert len(index_of(taken + later + events.take())) == 4

@@ -22,9 +22,10 @@ from lmkv import rpc, telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import KeyChain, as_tokens, root_key
 from lmkv.rpc.prompts import by_tokens
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
-from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv.v1.chunk_pb2 import Position
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadResult, WorkerReport
@@ -292,8 +293,8 @@ async def test_a_move_is_one_trace_from_the_call_to_the_peer_that_gives_the_byte
             async with rpc.open_channel(fleet.coordinator.address) as channel:
                 request = MoveRequest(
                     prompt=by_tokens(TOKENS),
-                    old_position=Position(instance_id="holder", tier=TIER_HOST),
-                    new_position=Position(instance_id="asker", tier=TIER_HOST),
+                    old_position=Position(instance_id="holder", tier=HOST),
+                    new_position=Position(instance_id="asker", tier=HOST),
                     copy=True,
                 )
                 stub = CacheServiceStub(channel)

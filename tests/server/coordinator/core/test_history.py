@@ -21,7 +21,7 @@ from lmkv_server.coordinator.core.instances import Instance
 def instance(instance_id: str = "a", used: Mapping[str, int] | None = None, epoch: int = 1, **stats: float) -> Instance:
     info = InstanceInfo(instance_id=instance_id, epoch=epoch, peer_address="", specs=(), version="", size_bytes=0)
     made = Instance(info, 0.0, 1.0)
-    made.tiers = [ReportedTier(name=name, used_bytes=size) for name, size in (used or {}).items()]
+    made.tiers = [ReportedTier(tier=name, used_bytes=size) for name, size in (used or {}).items()]
     made.stats = ReportedStats(**stats)  # type: ignore[arg-type]
     return made
 

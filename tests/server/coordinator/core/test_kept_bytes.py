@@ -13,6 +13,7 @@ from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
 from lmkv.rpc.prompts import by_keys
+from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
@@ -126,8 +127,8 @@ async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("tiers", {"tiers": [pb.TierUsage(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
-        ("digests", {"digests": [report_pb.TierDigest(tier=chunk_pb2.TIER_HOST)] * (MAX_TIERS + 1)}),
+        ("tiers", {"tiers": [pb.TierUsage(tier=HOST)] * (MAX_TIERS + 1)}),
+        ("digests", {"digests": [report_pb.TierDigest(tier=HOST)] * (MAX_TIERS + 1)}),
         (
             "pins",
             {"pins": report_pb.PinList(pins=[chunk_pb2.PinnedChunks(pin_id=f"evil/{n}") for n in range(MAX_PINS + 1)])},
@@ -136,7 +137,7 @@ async def test_an_instance_that_is_too_large_is_refused(registry: Any, instance:
             "stats",
             {"stats": pb.InstanceStats(traffic=[pb.PeerTraffic(instance_id="p" * MAX_STATS_BYTES)])},
         ),
-        ("changes", {"changes": [report_pb.ChunkChange(tier=chunk_pb2.TIER_HOST)] * (MAX_CHANGES + 1)}),
+        ("changes", {"changes": [report_pb.ChunkChange(tier=HOST)] * (MAX_CHANGES + 1)}),
         ("outcomes", {"outcomes": [report_pb.OrderOutcome()] * 20_000}),
     ],
 )

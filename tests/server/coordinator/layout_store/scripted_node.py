@@ -15,12 +15,11 @@ from lmkv import rpc
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv.v1 import registry_service_pb2 as pb
 from tests.server.coordinator.cases import LLAMA
 from tests.support.node_stub import NodeStub, registration
 
-HOST = chunk_pb2.TIER_HOST
 PART = 500
 """Chunks in each part of a snapshot."""
 RETRY_SECONDS = 0.05

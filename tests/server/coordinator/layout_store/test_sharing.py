@@ -460,7 +460,7 @@ async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000", specs=[LLAMA.to_proto()])
         await registry.Register(registration(said), timeout=60)
         stream: Any = registry.Report()
-        change = report_pb.ChunkChange(tier=2, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])  # type: ignore[arg-type]
+        change = report_pb.ChunkChange(tier="host", fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[0])
         first = report_pb.ReportRequest(instance_id="a", epoch=1, sequence=1, reported_elsewhere=True)
         await stream.write(first)
         await stream.read()

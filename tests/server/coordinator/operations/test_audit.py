@@ -18,15 +18,17 @@ from google.protobuf.duration_pb2 import Duration
 from lmkv.errors import ConfigError
 from lmkv.rpc.error_status import short
 from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     DrainRequest,
+    HintRequest,
     LookupRequest,
     MoveRequest,
     PinRequest,
     UnpinRequest,
 )
-from lmkv.v1.chunk_pb2 import TIER_HOST, Position
+from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.operations.audit import logger, redacted, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
@@ -106,13 +108,14 @@ async def test_refusals_are_logged_without_the_salt(fleet: Guarded, log: Path) -
 
 
 def test_any_request_can_be_logged() -> None:
-    request = PinRequest(position=Position(instance_id="n", tier=TIER_HOST), ttl=Duration(seconds=1, nanos=1 << 30))
-    request.position.tier = 77  # type: ignore[assignment]  # which is unknown
+    request = HintRequest(instance_id="n", ttl=Duration(seconds=1, nanos=1 << 30))
+    request.action = 77  # type: ignore[assignment]  # which is unknown
     assert redacted(request) == {
-        "position": {"instance_id": "n", "tier": 77},
+        "instance_id": "n",
+        "action": 77,
         "ttl": {"seconds": 1, "nanos": 1 << 30},  # more nanoseconds than JSON has a form for
     }
-    assert redacted(Position(tier=TIER_HOST)) == {"tier": "TIER_HOST"}
+    assert redacted(Position(tier=HOST)) == {"tier": "host"}
     long = redacted(PinRequest(prompt=by_tokens([], model_name="m" * 10_000)))
     assert long == {"prompt": {"tokens": {"model_name": short("m" * 10_000)}}}
 

@@ -14,7 +14,7 @@ from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.rpc.prompts import by_keys, by_tokens
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -81,8 +81,8 @@ async def test_a_dry_run_says_what_would_go_and_takes_nothing(make: Make, cache:
 async def test_an_instance_a_tier_or_a_model_can_be_cleared_alone(make: Make, cache: Any, operations: Any) -> None:
     qwen = keys_of(range(64), QWEN)
     async with make("a", CHUNKS) as a, make("b", CHUNKS) as b, make("q", qwen, QWEN) as q:
-        assert (await cleared(cache, operations, instance_id="a", all=True, tier=chunk_pb2.TIER_DISK)).chunk_count == 0
-        assert (await cleared(cache, operations, instance_id="a", all=True, tier=chunk_pb2.TIER_HOST)).chunk_count == 3
+        assert (await cleared(cache, operations, instance_id="a", all=True, tier=DISK)).chunk_count == 0
+        assert (await cleared(cache, operations, instance_id="a", all=True, tier=HOST)).chunk_count == 3
         assert (await cleared(cache, operations, model_name="llama")).chunk_count == 3
         assert (a.chunks, b.chunks, list(q.chunks)) == ({}, {}, qwen)
         assert (await cleared(cache, operations, chunk_keys=join_keys(qwen[:1]))).chunk_count == 1
@@ -205,6 +205,11 @@ async def test_what_cannot_begin_says_why(make: Make, cache: Any) -> None:
         assert (await refused(cache, instance_id="a")).reason == "BAD_SELECTION"
         assert "'unknown'" in str(await refused(cache, instance_id="unknown", all=True))
         assert (await refused(cache, model_name="gpt")).reason == "MODEL_NOT_FOUND"
+        error = await refused(cache, all=True, tier="DISK")
+        assert (error.reason, str(error)) == (
+            "BAD_SELECTION",
+            "tier: 'DISK' is no tier; known tiers are gpu, host, disk, remote",
+        )
         assert (await refused(cache, tokens=[-3])).reason == "BAD_TOKENS"
 
 

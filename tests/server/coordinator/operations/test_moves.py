@@ -18,8 +18,7 @@ from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.rpc.prompts import by_tokens
-from lmkv.tiers import format_position
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import DISK, REMOTE, format_position
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveProgress, MoveRequest, MoveResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -218,11 +217,16 @@ async def test_what_cannot_begin_says_why(make: Make, asker: Asker) -> None:
         assert (await asker.refusal(chunk_keys=b"short")).reason == "BAD_CHUNK_KEY"
         assert (await asker.refusal(model_name="gpt")).reason == "MODEL_NOT_FOUND"
         assert (await asker.refusal("a", "other", model_name="llama")).reason == "KV_SPEC_MISMATCH"
-        disk = Position(instance_id="b", tier=chunk_pb2.TIER_DISK)
-        request = MoveRequest(prompt=by_tokens(PROMPT), old_position=Position(instance_id="a"), new_position=disk)
-        with pytest.raises(grpc.RpcError) as caught:
-            await asker.cache.Move(request, timeout=60)
-        assert from_rpc_error(caught.value).reason == "TIER_UNSUPPORTED"
+        for tier, reason, message in (
+            (DISK, "TIER_UNSUPPORTED", "new_position: instance 'b' has no chunks of its own in 'disk'; use host"),
+            (REMOTE, "TIER_UNSUPPORTED", "new_position: instance 'b' has no chunks of its own in 'remote'; use host"),
+            ("TIER_HOST", "BAD_SELECTION", "new_position: 'TIER_HOST' is no tier; known tiers are gpu, host, disk"),
+        ):
+            there = Position(instance_id="b", tier=tier)
+            request = MoveRequest(prompt=by_tokens(PROMPT), old_position=Position(instance_id="a"), new_position=there)
+            with pytest.raises(grpc.RpcError) as caught:
+                await asker.cache.Move(request, timeout=60)
+            assert (from_rpc_error(caught.value).reason, message in str(caught.value)) == (reason, True)
 
 
 async def test_a_destination_that_dies_fails_the_move_and_costs_no_chunk(

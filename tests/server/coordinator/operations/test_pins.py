@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from lmkv import rpc
 from lmkv.errors import LmkvError
 from lmkv.rpc.error_status import from_rpc_error
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import ListPinsRequest, PinRequest, UnpinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import PinnedChunks, Position
@@ -25,7 +25,8 @@ from tests.support.prompts import with_prompt
 
 async def pin(cache: Any, instance_id: str = "a", **fields: Any) -> PinnedChunks:
     fields.setdefault("tokens", PROMPT)
-    request = PinRequest(**with_prompt(position=Position(instance_id=instance_id), **fields))
+    fields.setdefault("position", Position(instance_id=instance_id))
+    request = PinRequest(**with_prompt(**fields))
     response = await cache.Pin(request, timeout=60)
     pinned: PinnedChunks = response.pin
     return pinned
@@ -47,7 +48,7 @@ async def test_a_pin_says_what_is_kept_where_and_until_when(make: Make, cache: A
         before = time.time()
         pinned = await pin(cache)
         assert pinned.pin_id.startswith("a/")
-        assert pinned.position == Position(instance_id="a", tier=chunk_pb2.TIER_HOST)
+        assert pinned.position == Position(instance_id="a", tier=HOST)
         assert (pinned.chunk_count, pinned.token_count) == (2, 32)
         assert before + 299 < pinned.expire_time.ToNanoseconds() / 1e9 < time.time() + 301
         assert list(a.pins) == [pinned.pin_id] == await listed(cache)
@@ -126,6 +127,9 @@ async def test_what_cannot_be_pinned_says_why(make: Make, cache: Any, monkeypatc
         assert (await refused(cache, tokens=[])).reason == "BAD_SELECTION"
         assert (await refused(cache, ttl=Duration(seconds=-1))).reason == "BAD_SELECTION"
         assert (await refused(cache, tokens=[1, 2])).reason == "CHUNK_NOT_FOUND"
+        for tier, reason in (("disk", "TIER_UNSUPPORTED"), ("cellar", "BAD_SELECTION")):
+            error = await refused(cache, position=Position(instance_id="a", tier=tier))
+            assert (error.reason, repr(tier) in str(error)) == (reason, True)
         monkeypatch.setattr(pins, "TIMEOUT_SECONDS", 0.05)
         a.going.clear()
         assert (await refused(cache)).reason == "UNREACHABLE"

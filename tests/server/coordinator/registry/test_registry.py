@@ -12,7 +12,7 @@ from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncR
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
@@ -29,7 +29,6 @@ SPEC = KvSpec(
     chunk_size=256,
 )
 KEYS = [ChunkKey(sha256(bytes([i])).digest()[:16]) for i in range(8)]
-HOST = chunk_pb2.TIER_HOST
 
 
 def joined(registry: Registry, instance_id: str = "a", epoch: int = 1, now: float = 0) -> ReportStream:
@@ -221,7 +220,7 @@ def test_matching_digests_are_accepted_and_drift_requires_a_resync(registry: Reg
     report.digests.append(TierDigest(tier=HOST, chunk_count=known.chunk_count, key_sum=known.key_sum + 1))
     with pytest.raises(ResyncRequired) as caught:
         stream.apply(report, 0)
-    assert caught.value.metadata["tier"] == "TIER_HOST"
+    assert caught.value.metadata["tier"] == "host"
     assert stream.sequence == 2
 
 
@@ -230,7 +229,8 @@ def test_bad_reports_are_refused(registry: Registry) -> None:
         (ChunkChange(tier=HOST, admitted_keys=b"15 bytes, not 16"[:15]), BadChunkKey),
         (ChunkChange(tier=HOST, evicted_keys=b"x"), BadChunkKey),
         (ChunkChange(admitted_keys=KEYS[0]), BadMessage),
-        (ChunkChange(tier=chunk_pb2.Tier.ValueType(9), admitted_keys=KEYS[0]), BadMessage),
+        (ChunkChange(tier="cellar", admitted_keys=KEYS[0]), BadMessage),
+        (ChunkChange(admitted_keys=KEYS[0]), BadMessage),
         (ChunkChange(tier=HOST, admitted_keys=KEYS[0], partial_token_counts={1: 12}), BadMessage),
         (ChunkChange(tier=HOST, admitted_keys=KEYS[0], partial_token_counts={0: -1}), BadMessage),
         (ChunkChange(tier=HOST, admitted_keys=KEYS[0], partial_token_counts={0: 1 << 20}), BadMessage),

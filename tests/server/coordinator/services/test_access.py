@@ -24,7 +24,8 @@ from lmkv.auth.roles import ROLES, Role
 from lmkv.internal.v1 import report_service_pb2
 from lmkv.rpc.prompts import by_keys
 from lmkv.telemetry.calls import ServerCalls
-from lmkv.v1 import chunk_pb2, registry_service_pb2
+from lmkv.tiers import HOST
+from lmkv.v1 import registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.access import RPC_BY_PATH, rpc_of
@@ -167,9 +168,7 @@ async def test_a_token_that_is_moved_to_another_tenant_loses_its_streams(
     moved = entry("engine", before)
     rest = [each for each in ENTRIES if each["name"] != moved["name"]]
     write(fleet.tokens, *rest, moved | {"tenant": after})
-    change = report_service_pb2.ChunkChange(
-        tier=chunk_pb2.TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=b"".join(KEYS)
-    )
+    change = report_service_pb2.ChunkChange(tier=HOST, fingerprint=LLAMA.fingerprint, admitted_keys=b"".join(KEYS))
     await reports.write(report_service_pb2.ReportRequest(instance_id="i", epoch=1, sequence=2, changes=[change]))
     await lookups.write(LookupStreamRequest(requests=[request]))
     for stream in (reports, lookups):

@@ -26,6 +26,7 @@ from lmkv.keys import (
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.spec import MAX_IDENTITY_BYTES, MAX_NAME_BYTES, MAX_SERVED_MODELS, KvSpec
+from lmkv.tiers import DISK, GPU, HOST, REMOTE
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import (
     LookupRequest,
@@ -69,7 +70,7 @@ async def holds(
     )
     await registry.Register(registration(instance), timeout=60)
     change = ChunkChange(
-        tier=chunk_pb2.TIER_HOST,
+        tier=HOST,
         fingerprint=spec.fingerprint,
         admitted_keys=join_keys(keys),
         partial_token_counts={len(keys) - 1: last_tokens} if last_tokens else {},
@@ -108,7 +109,7 @@ async def test_tokens_find_every_holder_with_its_tier(registry: Any, cache: Any)
     holder = response.holders[0]
     assert (holder.epoch, holder.peer_address) == (1, "127.0.0.1:7000")
     (run,) = holder.runs
-    assert run.tier == chunk_pb2.TIER_HOST
+    assert run.tier == HOST
     assert (run.chunk_count, run.token_count) == (3, 40)
     assert response.revision > 0
 
@@ -118,7 +119,7 @@ async def test_twelve_tokens_are_found_where_partial_chunks_are_kept(registry: A
     _a = await holds(registry, "a", keys_of(prompt), last_tokens=12)
     response = await lookup(cache, tokens=prompt)
     assert found(response) == {"a": (1, 12)}
-    assert response.holders[0].runs[0].tier == chunk_pb2.TIER_HOST
+    assert response.holders[0].runs[0].tier == HOST
 
 
 @pytest.mark.parametrize("page_count", [2, 300], ids=["at once", "in slices"])
@@ -171,7 +172,7 @@ async def test_parents_that_are_of_no_partial_chunk_or_no_key_end_the_stream(
 ) -> None:
     stream = await holds(registry, "a", keys_of(PROMPT[:16]))
     change = ChunkChange(
-        tier=chunk_pb2.TIER_HOST,
+        tier=HOST,
         fingerprint=LLAMA.fingerprint,
         admitted_keys=join_keys(keys_of(PROMPT)[1:]),
         partial_token_counts={1: 8},
@@ -310,20 +311,20 @@ async def test_every_tier_is_found(registry: Any, cache: Any) -> None:
     changes = [
         ChunkChange(tier=tier, fingerprint=LLAMA.fingerprint, admitted_keys=key)
         for tier, key in (
-            (chunk_pb2.TIER_GPU, keys[1]),
-            (chunk_pb2.TIER_DISK, keys[2]),
-            (chunk_pb2.TIER_REMOTE, keys[3]),
+            (GPU, keys[1]),
+            (DISK, keys[2]),
+            (REMOTE, keys[3]),
         )
     ]
     await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=2, changes=changes))
     await stream.write(ReportRequest(instance_id="a", epoch=1, sequence=3))
     await stream.read()
     (holder,) = (await lookup(cache, chunk_keys=join_keys(keys))).holders
-    assert [chunk_pb2.Tier.Name(run.tier) for run in holder.runs] == [
-        "TIER_HOST",
-        "TIER_GPU",
-        "TIER_DISK",
-        "TIER_REMOTE",
+    assert [run.tier for run in holder.runs] == [
+        "host",
+        "gpu",
+        "disk",
+        "remote",
     ]
 
 

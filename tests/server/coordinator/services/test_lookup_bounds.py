@@ -18,8 +18,8 @@ from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
 from lmkv.rpc.prompts import by_tokens
 from lmkv.spec import MAX_SPECS, KvSpec
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest
-from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES, MAX_WAITING
 from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT, keys_of
@@ -56,7 +56,7 @@ async def join(fleet: Guarded, own: Sequence[KvSpec], name: str = "evil") -> Any
 async def hold(registry: Any, own: Sequence[KvSpec], keys: Sequence[bytes] = ()) -> Any:
     """Has it report these keys of each, by default one that is no prompt's; the stream that it does so over."""
     changes = [
-        ChunkChange(tier=TIER_HOST, fingerprint=spec.fingerprint, admitted_keys=keys[at] if keys else bytes([at]) * 16)
+        ChunkChange(tier=HOST, fingerprint=spec.fingerprint, admitted_keys=keys[at] if keys else bytes([at]) * 16)
         for at, spec in enumerate(own)
     ]
     stream = registry.Report()

@@ -16,8 +16,8 @@ from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.prompts import by_keys, by_tokens
 from lmkv.spec import KvSpec
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST, Tier
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.registry.selection import MAX_SELECTED_KEYS
 from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
@@ -105,13 +105,13 @@ async def test_a_model_that_slides_in_all_layers_is_found_without_its_first_chun
 async def test_the_tier_is_the_slowest_that_a_needed_item_is_in(make: Make, cache: Any) -> None:
     async with make("a", items(4), HYBRID) as a:
 
-        async def tier() -> Tier.ValueType:
+        async def tier() -> str:
             return (await lookup(cache)).holders[0].runs[0].tier
 
-        assert await tier() == TIER_HOST
-        await a.store(dict.fromkeys([item(STATE, 3)], 16), tier=TIER_DISK)
+        assert await tier() == HOST
+        await a.store(dict.fromkeys([item(STATE, 3)], 16), tier=DISK)
         await a.evict([item(STATE, 3)])
-        await eventually(tier, TIER_DISK)
+        await eventually(tier, DISK)
 
 
 @pytest.mark.parametrize(("spec", "expected"), [(HYBRID, []), (MISTRAL, [(1, 10)])])

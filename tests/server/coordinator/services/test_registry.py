@@ -19,7 +19,7 @@ from lmkv.keys import KEY_BYTES, MAX_KEYS, split_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.prompts import by_keys
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import (
     DeregisterRequest,
@@ -52,7 +52,7 @@ LLAMA = KvSpec(
     chunk_size=16,
 )
 KEY = b"sixteen bytes id"
-HELD = [ChunkChange(tier=chunk_pb2.TIER_HOST, fingerprint=LLAMA.fingerprint, admitted_keys=KEY)]
+HELD = [ChunkChange(tier=HOST, fingerprint=LLAMA.fingerprint, admitted_keys=KEY)]
 
 
 async def register(
@@ -223,13 +223,13 @@ async def test_reports_are_acknowledged_and_their_chunks_are_found(registry: Any
     assert first.acked_sequence == 1
     assert await is_held(cache)
     # Changes have no answer of their own: it arrives with the next report.
-    await stream.write(report(2, changes=[ChunkChange(tier=chunk_pb2.TIER_HOST, evicted_keys=KEY)]))
+    await stream.write(report(2, changes=[ChunkChange(tier=HOST, evicted_keys=KEY)]))
     await stream.write(report(3))
     second = await stream.read()
     assert second.acked_sequence == 3
     assert second.revision > first.revision
     assert not await is_held(cache)
-    changes = [ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=KEY)]
+    changes = [ChunkChange(tier=HOST, admitted_keys=KEY)]
     await stream.write(report(4, changes=changes, stats=InstanceStats(asked_chunks=1)))
     assert (await stream.read()).acked_sequence == 4
 
@@ -287,7 +287,7 @@ async def test_reports_of_the_unregistered_are_refused(registry: Any) -> None:
         [report(1), report(3)],
         [report(1, snapshot=False, snapshot_end=False)],
         [report(1), report(2, snapshot=True)],
-        [report(1), report(2, digests=[TierDigest(tier=chunk_pb2.TIER_HOST, chunk_count=1, key_sum=1)])],
+        [report(1), report(2, digests=[TierDigest(tier=HOST, chunk_count=1, key_sum=1)])],
     ],
     ids=["late start", "gap", "no snapshot", "second snapshot", "drift"],
 )
@@ -302,7 +302,7 @@ async def test_a_lost_report_requires_a_resync(registry: Any, reports: list[Repo
 
 async def test_a_broken_key_list_is_refused_and_the_server_keeps_serving(registry: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
-    bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=b"short")
+    bad = ChunkChange(tier=HOST, admitted_keys=b"short")
     error = await refused_report(registry, report(changes=[bad]))
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_CHUNK_KEY")
     stream = registry.Report(timeout=WAIT_SECONDS)
@@ -312,7 +312,7 @@ async def test_a_broken_key_list_is_refused_and_the_server_keeps_serving(registr
 
 async def test_an_oversized_report_ends_its_stream_only(registry: Any, boundless: grpc.aio.Channel) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
-    bad = ChunkChange(tier=chunk_pb2.TIER_HOST, admitted_keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))
+    bad = ChunkChange(tier=HOST, admitted_keys=bytes(KEY_BYTES * (MAX_KEYS + 1)))
     stub = NodeStub(boundless)
     stream = stub.Report(timeout=WAIT_SECONDS)
     await stream.write(report(changes=[bad]))
@@ -366,7 +366,7 @@ async def test_an_instance_beyond_the_limit_gets_a_retry_delay(registry: Any) ->
 async def test_the_list_shows_reported_values(registry: Any) -> None:
     await register(registry, "a", 1, 7000, LLAMA)
     stream = registry.Report()
-    usage = TierUsage(name="host", tier=chunk_pb2.TIER_HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)
+    usage = TierUsage(tier=HOST, capacity_bytes=1000, used_bytes=10, chunk_count=1)
     stats = InstanceStats(asked_chunks=10, own_chunks=6, traffic=[PeerTraffic(instance_id="b", chunk_count=3)])
     await stream.write(report(changes=HELD, tiers=[usage], engine_count=1, stats=stats))
     await stream.read()

@@ -8,8 +8,9 @@ import pytest
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import Loss, MissReason
+from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import ALIGNMENT
-from lmkv_server.node.cache.events import HOST, CacheEvents
+from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.losses import Losses
 

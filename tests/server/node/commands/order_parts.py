@@ -15,7 +15,7 @@ from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
@@ -48,7 +48,7 @@ def fetch(holder: Holder, keys: Iterable[ChunkKey] = KEYS, spec: KvSpec = SMALL,
             peer_address=holder.peer_address,
             fingerprint=spec.fingerprint,
             chunk_keys=join_keys(keys),
-            tier=chunk_pb2.TIER_HOST,
+            tier=HOST,
         ),
     )
 

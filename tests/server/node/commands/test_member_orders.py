@@ -10,9 +10,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.internal.v1.report_service_pb2 import DropOrder, FetchOrder, PinOrder, UnpinOrder
 from lmkv.keys import ChunkKey, join_keys
+from lmkv.tiers import HOST
 from lmkv_server.node.cache.pins import MAX_ID_BYTES, MAX_PINS
 from lmkv_server.node.commands.executor import MAX_ORDER_KEYS
-from tests.server.node.fleet_parts import HOST, KEYS, LEASE_SECONDS, Shelf
+from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, Shelf
 from tests.server.node.ordering import Ordering, serving
 from tests.waiting import WAIT_SECONDS, until
 

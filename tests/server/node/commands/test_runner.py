@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys, split_keys
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import DISK, GPU, HOST, REMOTE
 from lmkv_server.node.commands.executor import MAX_ORDER_KEYS
 from lmkv_server.node.commands.runner import MAX_FETCHES, MAX_RUNNING, OrderRunner
 from lmkv_server.node.fleet.context import FleetContext
@@ -210,17 +210,17 @@ async def test_a_node_that_stops_leaves_its_orders() -> None:
     [
         ({"fetch": pb.FetchOrder(chunk_keys=b"x" * 17)}, "BAD_CHUNK_KEY"),
         ({"fetch": pb.FetchOrder(chunk_keys=bytes(16 * (MAX_ORDER_KEYS + 1)))}, "BAD_CHUNK_KEY"),
-        ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=chunk_pb2.TIER_DISK)}, "TIER_UNSUPPORTED"),
-        ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=chunk_pb2.Tier.ValueType(99))}, "TIER_UNSUPPORTED"),
+        ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier=DISK)}, "TIER_UNSUPPORTED"),
+        ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0], tier="cellar")}, "TIER_UNSUPPORTED"),
         ({"fetch": pb.FetchOrder(chunk_keys=KEYS[0])}, "KV_SPEC_MISMATCH"),
         ({"drop": pb.DropOrder(chunk_keys=b"x")}, "BAD_CHUNK_KEY"),
         ({"drop": pb.DropOrder()}, "BAD_MESSAGE"),
-        ({"drop": pb.DropOrder(tier=chunk_pb2.TIER_HOST)}, "BAD_MESSAGE"),
-        ({"drop": pb.DropOrder(all=True, tier=chunk_pb2.TIER_REMOTE)}, "TIER_UNSUPPORTED"),
+        ({"drop": pb.DropOrder(tier=HOST)}, "BAD_MESSAGE"),
+        ({"drop": pb.DropOrder(all=True, tier=REMOTE)}, "TIER_UNSUPPORTED"),
         ({"pin": pb.PinOrder(pin_id="p", chunk_keys=b"x", ttl=Duration(seconds=1))}, "BAD_CHUNK_KEY"),
         ({"pin": pb.PinOrder(pin_id="p", chunk_keys=bytes(16))}, "BAD_SELECTION"),
         ({"pin": pb.PinOrder(chunk_keys=bytes(16), ttl=Duration(seconds=1))}, "BAD_MESSAGE"),
-        ({"pin": pb.PinOrder(pin_id="p", tier=chunk_pb2.TIER_GPU)}, "TIER_UNSUPPORTED"),
+        ({"pin": pb.PinOrder(pin_id="p", tier=GPU)}, "TIER_UNSUPPORTED"),
         ({}, "BAD_MESSAGE"),
     ],
 )

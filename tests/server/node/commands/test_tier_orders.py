@@ -6,7 +6,7 @@ import time
 
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import HOST
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.executor import DROP_BATCH_CHUNKS
 from lmkv_server.node.commands.runner import OrderRunner
@@ -37,7 +37,7 @@ async def test_chunks_are_dropped_by_key_and_what_is_not_held_is_not_counted(she
 
 
 async def test_chunks_are_dropped_by_spec_or_all(shelf: Shelf) -> None:
-    assert (await shelf.drop(fingerprint=OTHER_SPEC.fingerprint, tier=chunk_pb2.TIER_HOST)).chunk_count == 4
+    assert (await shelf.drop(fingerprint=OTHER_SPEC.fingerprint, tier=HOST)).chunk_count == 4
     assert shelf.numbers() == [0, 1, 2, 3, 4, 5]
     assert (await shelf.drop(all=True)).chunk_count == 6
     assert shelf.numbers() == []

@@ -10,8 +10,8 @@ import pytest
 from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST
 from lmkv_server.node.engines.change_feed import MAX_CHANGES, MAX_KEYS, ChangeFeed, TierKey
 from lmkv_server.node.node import Node
 from tests.attach import events
@@ -42,12 +42,12 @@ class Mirror:
 @pytest.mark.parametrize("limit", [5, 1000])
 def test_the_mirror_of_a_feed_equals_what_is_held_whatever_is_taken_when(limit: int) -> None:
     draw = random.Random(limit)
-    held: set[TierKey] = {(TIER_HOST, chunk_key(number)) for number in range(20)}
+    held: set[TierKey] = {(HOST, chunk_key(number)) for number in range(20)}
     feed, mirror = ChangeFeed(lambda: list(held), limit), Mirror()
     for _ in range(3000):
         if draw.random() < 0.2:
             mirror.apply(feed.take())
-        one: TierKey = (draw.choice((TIER_HOST, TIER_DISK)), chunk_key(draw.randrange(40)))
+        one: TierKey = (draw.choice((HOST, DISK)), chunk_key(draw.randrange(40)))
         if one in held:
             held.discard(one)
         else:
@@ -60,10 +60,10 @@ def test_the_mirror_of_a_feed_equals_what_is_held_whatever_is_taken_when(limit: 
 
 
 def test_messages_and_memory_are_bounded() -> None:
-    held = [(TIER_HOST, chunk_key(number)) for number in range(3 * MAX_KEYS)]
+    held = [(HOST, chunk_key(number)) for number in range(3 * MAX_KEYS)]
     feed = ChangeFeed(lambda: held)
     for number in range(MAX_CHANGES + 1):
-        feed.add(TIER_DISK, chunk_key(number), held=True)
+        feed.add(DISK, chunk_key(number), held=True)
     messages = []
     while feed:
         messages.append(pb.AttachResponse(events=[pb.Event(tier_change=change) for change in feed.take()]))
@@ -90,7 +90,7 @@ async def test_engines_that_want_changes_learn_of_stores_and_evictions_of_their_
 
             async def known() -> set[ChunkKey]:
                 mirror.apply(await listening.hear("tier_change"))
-                return {key for tier, key in mirror.held if tier == TIER_HOST}
+                return {key for tier, key in mirror.held if tier == HOST}
 
             while chunk_key(numbers[-1]) not in await known():
                 pass
@@ -117,4 +117,4 @@ async def test_a_node_with_chunks_sends_them_first(config: NodeConfig) -> None:
         async with EngineClient(node, "late", wants_tier_changes=True) as late:
             (change,) = await late.hear("tier_change")
             assert set(change.stored_keys) == set(chunk_keys(1, 2, 3))
-            assert (change.tier, change.restarted) == (TIER_HOST, False)
+            assert (change.tier, change.restarted) == (HOST, False)

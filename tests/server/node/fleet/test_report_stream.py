@@ -17,7 +17,7 @@ from lmkv.internal.v1.report_service_pb2_grpc import (
     add_ReportServiceServicer_to_server,
 )
 from lmkv.keys import ChunkKey
-from lmkv.v1.chunk_pb2 import TIER_HOST
+from lmkv.tiers import HOST
 from lmkv_server.node.fleet import report_stream
 from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.registration import InstanceLease
@@ -133,7 +133,7 @@ async def test_a_status_that_is_due_soon_goes_along_with_changes(
     try:
         await until(lambda: any(report.HasField("stats") for report in call.reports))
         clock.seconds += share * 10.0 / 3  # of the third of a lease after which it is due
-        reporting.admitted(HeldChunk(TIER_HOST, b"f" * 16, ChunkKey(b"k" * 16), 16))
+        reporting.admitted(HeldChunk(HOST, b"f" * 16, ChunkKey(b"k" * 16), 16))
         await until(lambda: bool(call.reports[-1].changes))
         assert call.reports[-1].HasField("stats") == goes_along
     finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, digest, split_keys
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
+from lmkv.tiers import DISK, HOST
 from lmkv.v1 import chunk_pb2
 from lmkv_server.node.fleet.reports import MAX_KEYS_PER_REPORT, ChunkChanges, HeldChunk, outcome_reports
 
-HOST, DISK = chunk_pb2.TIER_HOST, chunk_pb2.TIER_DISK
 ONE, TWO = b"fingerprint one!", b"fingerprint two!"
 SIZES = {ONE: 256, TWO: 64}
 

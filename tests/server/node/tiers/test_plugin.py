@@ -16,9 +16,9 @@ from lmkv import rpc
 from lmkv.config import NodeConfig
 from lmkv.config.resolve import load as load_config
 from lmkv.errors import ConfigError
+from lmkv.tiers import HOST
 from lmkv.units import format_bytes
 from lmkv.v1 import registry_service_pb2_grpc
-from lmkv.v1.chunk_pb2 import TIER_HOST
 from lmkv.v1.registry_service_pb2 import ListInstancesRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
@@ -115,21 +115,27 @@ async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
             async with rpc.open_channel(coordinator.address) as channel:
                 registry: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
 
-                async def reported() -> list[tuple[str, int, int, int]]:
+                async def reported() -> list[tuple[str, int, int]]:
                     (instance,) = (await registry.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)).instances
-                    return [(one.name, one.tier, one.used_bytes, one.chunk_count) for one in instance.tiers]
+                    return [(one.tier, one.used_bytes, one.chunk_count) for one in instance.tiers]
 
-                host = ("host", TIER_HOST, node.tier.used_bytes, 3)
-                await eventually(reported, [host, ("example", 0, used_bytes, 3)])
+                host = (HOST, node.tier.used_bytes, 3)
+                await eventually(reported, [host, ("example", used_bytes, 3)])
             async with httpx.AsyncClient(timeout=60) as http:
                 metrics = (await http.get(f"{coordinator.url}/metrics")).text
             assert f'tier_used_bytes{{instance_id="n",tier="example"}} {float(used_bytes)}' in metrics
             assert 'lmkv_coordinator_chunks{instance_id="n",tier="host"} 3.0' in metrics
-            assert 'lmkv_coordinator_chunks{instance_id="n",tier="0"}' not in metrics
+            assert 'lmkv_coordinator_chunks{instance_id="n",tier="example"}' not in metrics
             command = [sys.executable, "-m", "lmkv", "instances", "--coordinator", coordinator.address]
             process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
             shown, _ = await asyncio.wait_for(process.communicate(), 120)
             assert f"example 3 chunks {format_bytes(used_bytes)}" in shown.decode()
+            cleared = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "lmkv", "clear", "--all", "--yes", "--tier", "example"),
+                *("--coordinator", coordinator.address),
+            )
+            assert await asyncio.wait_for(cleared.wait(), 120) == 0
+            assert (list((runtime_dir / "shared").iterdir()), len(node.tier)) == ([], 3), "only the tier that is named"
 
 
 @pytest.mark.usefixtures("package")

@@ -3,7 +3,7 @@
 import { RPC, call, newRequestId } from "./api.js";
 import { field, openDialog } from "./dialog.js";
 import { h } from "./dom.js";
-import { counted, tierName } from "./format.js";
+import { counted } from "./format.js";
 
 /** Moves or copies to a chosen position. */
 export function openMove({ fleet, holder, holders, selection, isCopy }) {
@@ -85,8 +85,11 @@ const describe = (holder) => `${counted(holder.matchedChunkCount ?? 0, "chunk")}
 
 function tierSelect(holder) {
   const tiers = [...new Set((holder.runs ?? []).map((run) => run.tier))];
-  return h("select", {}, ...tiers.map((tier) => option(tier, `${holder.instanceId} / ${tierName(tier)}`)));
+  return h("select", {}, ...tiers.map((tier) => option(tier, `${holder.instanceId} / ${tier}`)));
 }
+
+/** Tiers of one instance alone: chunks can be moved between them. */
+const INSTANCE_TIERS = new Set(["gpu", "host", "disk"]);
 
 /** All positions; those that cannot take the chunks are disabled, with the reason. */
 function destinations(fleet, holder) {
@@ -98,13 +101,13 @@ function destinations(fleet, holder) {
     const conflict = (instance.conflicts ?? []).find((found) => found.instanceId === holder.instanceId);
     const isShared = (instance.specs ?? []).some((spec) => specs.has(spec.fingerprint));
     const why = isShared ? "" : conflict ? ` (${conflict.field} differs)` : " (other model)";
-    const tiers = (instance.tiers ?? []).map((usage) => usage.tier).filter(Boolean);
+    const tiers = (instance.tiers ?? []).map((usage) => usage.tier).filter((tier) => INSTANCE_TIERS.has(tier));
     return tiers
       .filter((tier) => !(isSame && held.size === 1 && held.has(tier)))
       .map((tier) => ({
         instanceId: instance.instanceId,
         why,
-        words: `${instance.instanceId} / ${tierName(tier)}${why}`,
+        words: `${instance.instanceId} / ${tier}${why}`,
         value: JSON.stringify({ instanceId: instance.instanceId, tier }),
       }));
   });

@@ -46,7 +46,7 @@ export class Detail {
     setText(byId("detail-state-text"), stateText(this.#fleet, instance));
     keyed(byId("detail-facts"), factsOf(instance), ([name]) => name, makeFact);
     keyed(byId("detail-models"), instance.specs ?? [], (spec) => spec.fingerprint, makeSpec);
-    keyed(byId("detail-tiers"), instance.tiers ?? [], (usage) => usage.name, makeTier);
+    keyed(byId("detail-tiers"), instance.tiers ?? [], (usage) => usage.tier, makeTier);
     this.#bar.update(instance.stats);
     const { asked } = hitsOf(instance.stats);
     setText(byId("detail-hits-text"), asked ? `${hitsText(instance.stats)}, of ${counted(asked, "chunk")}` : "nothing looked up yet");
@@ -131,7 +131,7 @@ function makeSpec() {
   return { element, update };
 }
 
-function makeTier({ name }) {
+function makeTier({ tier: name }) {
   const bar = h("span", { class: "bar", "data-tier": name, role: "meter", "aria-label": name });
   const text = h("span", { class: "muted number" });
   const update = (usage) => {

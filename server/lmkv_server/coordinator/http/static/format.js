@@ -1,13 +1,7 @@
-// Formats numbers, times and tiers.
+// Formats numbers and times.
 
 const integer = new Intl.NumberFormat("en");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-
-/** Tiers, fastest first, by their name on the wire. */
-export const TIERS = { TIER_GPU: "gpu", TIER_HOST: "host", TIER_DISK: "disk", TIER_REMOTE: "remote" };
-
-/** A tier's short name; its wire name if the page does not know it. */
-export const tierName = (tier) => TIERS[tier] ?? String(tier ?? "host");
 
 /** `1,234`. */
 export const count = (value) => integer.format(value);

@@ -79,7 +79,7 @@ export class Instances {
 
   #columnsOf(instances) {
     const fleet = this.#fleet;
-    const tiers = [...new Set(instances.flatMap((instance) => (instance.tiers ?? []).map((tier) => tier.name)))];
+    const tiers = [...new Set(instances.flatMap((instance) => (instance.tiers ?? []).map((usage) => usage.tier)))];
     const state = { lost: 0, rebuilding: 1, live: 2 };
     return [
       { key: "name", title: "Instance", value: ({ instanceId }) => instanceId, make: () => this.#makeName() },
@@ -144,7 +144,7 @@ export class Instances {
 }
 
 const names = new Intl.Collator("en", { numeric: true });
-const tierOf = (instance, name) => (instance.tiers ?? []).find((tier) => tier.name === name);
+const tierOf = (instance, name) => (instance.tiers ?? []).find((usage) => usage.tier === name);
 const modelsOf = (instance) => [...new Set((instance.specs ?? []).map((spec) => `${spec.modelName} · ${spec.kvDtype}`))].join(", ");
 const enginesOf = (instance) => instance.engineCount ?? 0;
 const chunksOf = (instance) => (instance.tiers ?? []).reduce((sum, tier) => sum + Number(tier.chunkCount ?? 0), 0);

@@ -2,7 +2,7 @@
 
 import { RPC, call, serverNow } from "./api.js";
 import { announce, byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
-import { ago, bytes, count, counted, duration, tierName } from "./format.js";
+import { ago, bytes, count, counted, duration } from "./format.js";
 
 const WORDS = { running: "running", done: "done", partly: "done in part", failed: "failed", cancelled: "cancelled" };
 const known = new Map();
@@ -23,12 +23,12 @@ export function showOperations(fleet) {
 
 /** Source and destination of an operation, `lmkv-1/host → lmkv-2/host`, or the instance that is cleared or drained. */
 export function route({ source, destination, where }) {
-  if (where) return `${where.instanceId || "every instance"}${where.tier ? ` / ${tierName(where.tier)}` : ""}`;
+  if (where) return `${where.instanceId || "every instance"}${where.tier ? ` / ${where.tier}` : ""}`;
   return source && destination ? `${place(source)} → ${place(destination)}` : "of an earlier coordinator";
 }
 
 const kindOf = ({ kind, dryRun }) => (dryRun ? `dry run of a ${kind}` : kind);
-const place = (position) => `${position.instanceId} / ${tierName(position.tier)}`;
+const place = (position) => `${position.instanceId} / ${position.tier}`;
 
 function makeRow(fleet) {
   const kind = h("span", { class: "kind" });
@@ -72,7 +72,7 @@ function makeRow(fleet) {
     setAttribute(bar, "aria-valuemax", operation.total);
     setAttribute(bar, "aria-valuenow", operation.reached);
     setProperty(bar, "--fill", `${operation.total ? (100 * operation.reached) / operation.total : 0}%`);
-    setAttribute(bar, "data-tier", operation.destination ? tierName(operation.destination.tier) : null);
+    setAttribute(bar, "data-tier", operation.destination ? operation.destination.tier : null);
     show(bar, !operation.done);
     setText(facts, factsOf(operation));
     setAttribute(cancel, "aria-label", `Cancel the ${kindOf(operation)} ${route(operation)}`);

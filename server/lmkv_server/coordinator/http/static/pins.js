@@ -2,7 +2,7 @@
 
 import { RPC, call, seconds, serverNow } from "./api.js";
 import { announce, byId, h, keyed, setAttribute, setText, show, whenClicked } from "./dom.js";
-import { count, counted, duration, tierName } from "./format.js";
+import { count, counted, duration } from "./format.js";
 
 const MAX_SHOWN = 200;
 
@@ -34,7 +34,7 @@ function makeRow(fleet) {
 
   function update(pin) {
     pinId = pin.pinId;
-    const place = `${pin.position.instanceId} / ${tierName(pin.position.tier)}`;
+    const place = `${pin.position.instanceId} / ${pin.position.tier}`;
     setText(title, place);
     setAttribute(title, "title", pinId);
     const left = duration(Math.max(1, Math.round(seconds(pin.expireTime) - serverNow())));

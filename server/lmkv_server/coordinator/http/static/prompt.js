@@ -4,7 +4,7 @@ import { Lost, RPC, call, tokenize, tokenizers } from "./api.js";
 import { openClear, openMove, openPin } from "./actions.js";
 import { byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
 import { showExplanation } from "./explanation.js";
-import { count, counted, percent, tierName } from "./format.js";
+import { count, counted, percent } from "./format.js";
 import { commandsFor, promptOf, readSelection } from "./selection.js";
 
 const MAX_FOLLOWED_TOKENS = 16_384;
@@ -209,12 +209,12 @@ export class Prompt {
       radio.value = holder.instanceId;
       radio.checked = holder.instanceId === this.#chosen;
       setText(name, holder.instanceId);
-      setText(tiers, [...new Set((holder.runs ?? []).map((run) => tierName(run.tier)))].join(" + "));
+      setText(tiers, [...new Set((holder.runs ?? []).map((run) => run.tier))].join(" + "));
       const unit = this.#asked.prompt.tokens ? "tokens" : "chunks";
       setText(text, `${count(part)} of ${count(length)} ${unit} · ${percent(part, length)}`);
       const runs = (holder.runs ?? []).map((run, index) => ({ ...run, index, length, asked: this.#asked }));
       keyed(bar, runs, (run) => run.index, makeSegment);
-      setAttribute(bar, "aria-label", runs.map((run) => `${count(matched(run, this.#asked))} in ${tierName(run.tier)}`).join(", "));
+      setAttribute(bar, "aria-label", runs.map((run) => `${count(matched(run, this.#asked))} in ${run.tier}`).join(", "));
     };
     return { element, update };
   }
@@ -242,8 +242,8 @@ function makeSegment() {
     element,
     update(run) {
       const part = matched(run, run.asked);
-      setAttribute(element, "data-tier", tierName(run.tier));
-      setAttribute(element, "title", `${count(part)} in ${tierName(run.tier)}`);
+      setAttribute(element, "data-tier", run.tier);
+      setAttribute(element, "title", `${count(part)} in ${run.tier}`);
       setProperty(element, "--width", `${((100 * part) / run.length).toFixed(2)}%`);
     },
   };

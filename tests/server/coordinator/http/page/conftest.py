@@ -11,12 +11,12 @@ import pytest
 from playwright.async_api import Browser, async_playwright
 
 from lmkv.internal.v1.report_service_pb2 import ChunkChange
-from lmkv.v1 import chunk_pb2
+from lmkv.tiers import DISK, HOST
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
 from tests.server.coordinator.http.page.visitor import GIB, Visitor, report
-from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance
+from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 
 
 def arguments() -> dict[str, Any]:
@@ -48,21 +48,18 @@ async def fleet(make: Make) -> AsyncIterator[dict[str, ScriptedInstance]]:
     """`a` holds the prompt, `b` its first two chunks, the second of them on disk; `c` nothing."""
     a, b, c = make("a", CHUNKS), make("b", KEYS[:1]), make("c")
     async with a, b, c:
-        await report(
-            b, changes=[ChunkChange(tier=chunk_pb2.TIER_DISK, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[1])]
-        )
+        await report(b, changes=[ChunkChange(tier=DISK, fingerprint=LLAMA.fingerprint, admitted_keys=KEYS[1])])
         await report(
             a,
             tiers=[
-                TierUsage(name="host", tier=HOST, capacity_bytes=8 * GIB, used_bytes=6 * GIB, chunk_count=3),
+                TierUsage(tier=HOST, capacity_bytes=8 * GIB, used_bytes=6 * GIB, chunk_count=3),
                 TierUsage(
-                    name="disk",
-                    tier=chunk_pb2.TIER_DISK,
+                    tier=DISK,
                     capacity_bytes=100 * GIB,
                     used_bytes=25 * GIB,
                     chunk_count=1234,
                 ),
-                TierUsage(name="example", used_bytes=4 * GIB, chunk_count=7),
+                TierUsage(tier="example", used_bytes=4 * GIB, chunk_count=7),
             ],
             engine_count=2,
         )

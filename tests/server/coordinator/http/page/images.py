@@ -18,7 +18,7 @@ from pathlib import Path
 
 from playwright.async_api import async_playwright
 
-from lmkv.v1.chunk_pb2 import TIER_DISK, TIER_HOST
+from lmkv.tiers import DISK, HOST
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.history import MAX_SAMPLES, PERIOD_SECONDS
 from lmkv_server.coordinator.core.instance_info import InstanceInfo, ReportedStats, ReportedTier, ReportedTraffic
@@ -84,18 +84,17 @@ def add_hour(services: Services, instances: list[Instance], random: random.Rando
                 evicted_chunks=last.evicted_chunks,
             )
             instance.tiers = [
-                tier("host", TIER_HOST, warm, 64 * GIB),
-                tier("disk", TIER_DISK, warm * step / 150, 1024 * GIB),
+                tier(HOST, warm, 64 * GIB),
+                tier(DISK, warm * step / 150, 1024 * GIB),
             ]
         services.history.take(services.core.instances, begin + step * PERIOD_SECONDS)
 
 
-def tier(name: str, number: int, fill: float, capacity_bytes: int) -> ReportedTier:
+def tier(tier_id: str, fill: float, capacity_bytes: int) -> ReportedTier:
     """A tier that is filled to a fraction."""
     used_bytes = int(fill * capacity_bytes)
     return ReportedTier(
-        name=name,
-        tier=number,
+        tier=tier_id,
         capacity_bytes=capacity_bytes,
         used_bytes=used_bytes,
         chunk_count=used_bytes // CHUNK_BYTES,

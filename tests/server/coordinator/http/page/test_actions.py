@@ -21,7 +21,7 @@ async def test_a_move_moves_and_is_seen_to_its_end(visitor: Visitor, fleet: dict
     await look_up(page)
     await page.get_by_role("button", name="Move…").click()
     dialog = page.get_by_role("dialog", name="Move this prompt")
-    await expect(dialog.get_by_label("To")).to_have_value('{"instanceId":"c","tier":"TIER_HOST"}')
+    await expect(dialog.get_by_label("To")).to_have_value('{"instanceId":"c","tier":"host"}')
     await dialog.get_by_role("button", name="Move").click()
     await expect(dialog).to_be_hidden()
     await expect(page.locator(".operation h3")).to_have_text("a / host → c / host")

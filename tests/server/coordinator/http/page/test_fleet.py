@@ -14,6 +14,7 @@ from playwright.async_api import expect
 
 from lmkv.keys import join_keys, split_keys
 from lmkv.rpc.prompts import by_keys
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import PinRequest
 from lmkv.v1.chunk_pb2 import Position
 from lmkv.v1.registry_service_pb2 import DeregisterRequest, InstanceStats, PeerTraffic, TierUsage
@@ -33,7 +34,7 @@ from tests.server.coordinator.http.page.visitor import (
     report,
     start_copy,
 )
-from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance, until
+from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, until
 
 
 async def test_every_file_of_the_page_is_served_without_caching(http: httpx.AsyncClient) -> None:
@@ -293,7 +294,7 @@ async def test_a_name_keeps_the_focus_when_its_row_moves(visitor: Visitor, fleet
     await page.get_by_role("columnheader", name="host").get_by_role("button").click()
     await expect(page.locator(NAMES)).to_have_text(["b", "c", "a"])
     await page.get_by_role("button", name="b", exact=True).focus()
-    full = TierUsage(name="host", tier=HOST, capacity_bytes=GIB, used_bytes=GIB)
+    full = TierUsage(tier=HOST, capacity_bytes=GIB, used_bytes=GIB)
     await report(fleet["b"], tiers=[full])
     await expect(page.locator(NAMES)).to_have_text(["c", "a", "b"])
     await expect(page.get_by_role("button", name="b", exact=True)).to_be_focused()

@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack
 import pytest
 from playwright.async_api import expect
 
+from lmkv.tiers import HOST
 from lmkv.v1.registry_service_pb2 import TierUsage
 from tests.server.coordinator.cases import LLAMA_FLOAT
 from tests.server.coordinator.http.page.visitor import GIB, NAMES, SIZES, Visitor, report
-from tests.server.coordinator.scripted_instance import HOST, Make
+from tests.server.coordinator.scripted_instance import Make
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ async def names(request: pytest.FixtureRequest, make: Make) -> AsyncIterator[lis
             instance = await stack.enter_async_context(make(name))
             used = GIB * number // len(names)
             instance.stats.traffic.add(instance_id=names[number - 1], chunk_count=1, transferred_bytes=1 << 20)
-            await report(instance, tiers=[TierUsage(name="host", tier=HOST, capacity_bytes=GIB, used_bytes=used)])
+            await report(instance, tiers=[TierUsage(tier=HOST, capacity_bytes=GIB, used_bytes=used)])
             await instance.report_stats()
         yield names
 

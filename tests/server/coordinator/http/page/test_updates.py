@@ -9,12 +9,13 @@ import pytest
 from playwright.async_api import expect
 
 from lmkv import rpc
+from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
 from tests.server.coordinator.http.page.visitor import GIB, NAMES, Visitor, look_up, report, rounds, start_copy
-from tests.server.coordinator.scripted_instance import HOST, Make, ScriptedInstance
+from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 
 
 async def test_the_page_recovers_when_the_coordinator_comes_back(
@@ -61,7 +62,7 @@ async def test_rows_are_changed_in_place(visitor: Visitor, cache: Any, fleet: di
     await expect(page.locator(".holder .name").first).to_have_text("a")
     everything = page.locator(".instance, .instance td, .instance .bar, .operation, .node, .edge, .holder, .segment")
     count = await everything.evaluate_all("all => all.map(one => { one.isOld = true; }).length")
-    await report(fleet["a"], tiers=[TierUsage(name="host", tier=HOST, capacity_bytes=8 * GIB, used_bytes=GIB)])
+    await report(fleet["a"], tiers=[TierUsage(tier=HOST, capacity_bytes=8 * GIB, used_bytes=GIB)])
     await fleet["b"].evict(KEYS)
     await expect(page.locator("[data-column^=tier] .number:visible").first).to_have_text("12 %")
     await rounds(page, 2)

@@ -22,7 +22,8 @@ from lmkv.config import NodeConfig
 from lmkv.errors import ChunkNotFound
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.rpc.prompts import by_keys
-from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, chunk_pb2, engine_service_pb2
+from lmkv.tiers import DISK, HOST
+from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, engine_service_pb2
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -33,7 +34,6 @@ from tests.server.node.engine_client import EngineClient, absent_count, runs
 from tests.server.node.whole_nodes import SPEC, load, mapped, store, until_free
 from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
-DISK, HOST = chunk_pb2.TIER_DISK, chunk_pb2.TIER_HOST
 START_SECONDS = 30.0
 
 
@@ -193,9 +193,9 @@ async def test_peers_get_what_is_only_on_disk(runtime_dir: Path) -> None:
         assert await until_free(holder)
 
 
-@pytest.mark.parametrize(("tier", "left"), [(DISK, (0, 3)), (HOST, (3, 0)), (chunk_pb2.TIER_UNSPECIFIED, (0, 0))])
+@pytest.mark.parametrize(("tier", "left"), [(DISK, (0, 3)), (HOST, (3, 0)), ("", (0, 0))])
 async def test_a_clear_drops_from_the_tier_that_it_names_or_from_all(
-    runtime_dir: Path, tier: chunk_pb2.Tier.ValueType, left: tuple[int, int]
+    runtime_dir: Path, tier: str, left: tuple[int, int]
 ) -> None:
     async with fleet(runtime_dir) as (coordinator, (holder, storing), _):
         await store(storing, holder.pool, 0, 1, 2)
@@ -248,11 +248,11 @@ async def test_a_move_from_disk_leaves_nothing_there_and_one_to_disk_is_refused(
         assert rpc.from_status(ends[1].error).reason == "TIER_UNSUPPORTED"
 
 
-async def until_listed(cache: Any, tier: chunk_pb2.Tier.ValueType, count: int) -> None:
+async def until_listed(cache: Any, tier: str, count: int) -> None:
     """Waits until the coordinator knows of this number of chunks, with this tier as their fastest."""
     request = cache_service_pb2.LookupRequest(prompt=by_keys(chunk_keys(*range(count))))
 
-    async def runs() -> list[tuple[chunk_pb2.Tier.ValueType, int]]:
+    async def runs() -> list[tuple[str, int]]:
         holders = (await cache.Lookup(request, timeout=WAIT_SECONDS)).holders
         return [(run.tier, run.chunk_count) for holder in holders for run in holder.runs]
 
