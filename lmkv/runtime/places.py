@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 from lmkv.errors import Full, TooManyRequests
@@ -22,6 +23,9 @@ _IPV6_CLIENT_BITS = 64
 """An IPv6 client controls at least a network of this prefix length."""
 
 Holder = TypeVar("Holder", bound=Hashable)
+
+requester: ContextVar[str] = ContextVar("lmkv_requester", default="")
+"""Who has requested what this task does, where no caller of an RPC has: an engine of a node. Tasks inherit it."""
 
 
 class Places(Generic[Holder]):

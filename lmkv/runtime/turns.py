@@ -1,4 +1,4 @@
-"""Turns of large messages on an event loop, of callers one after the other.
+"""Turns of large messages on an event loop, and slots of other work, of callers one after the other.
 
 A server decodes a message at once, and accepts calls one by one. A caller with a hundred large messages on their way
 would have all of them decoded before the call of another caller is accepted. So a large message waits for its turn:
@@ -66,6 +66,35 @@ class _Queue:
             queue.remove(turn)
             if not queue:
                 del self._waiting[caller]
+
+
+class Slots:
+    """A number of slots. Those that wait for one get it in order, and callers in turn."""
+
+    def __init__(self, count: int) -> None:
+        self._free_count = count
+        self._waiting = _Queue()
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether the next one would wait."""
+        return self._free_count == 0
+
+    @asynccontextmanager
+    async def take(self, caller: str) -> AsyncIterator[None]:
+        """Inside, a caller has a slot."""
+        if self._free_count:
+            self._free_count -= 1
+        else:
+            await self._waiting.wait(caller, self._give)
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _give(self) -> None:
+        if not self._waiting.give_next():
+            self._free_count += 1
 
 
 class Turns:

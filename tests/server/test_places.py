@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.config import PickerConfig, ProxyConfig
 from lmkv.errors import Full
+from lmkv.runtime.places import most_of, requester
 from lmkv.transfer import Copy
 from lmkv.transfer.tcp import server as tcp
 from lmkv.v1.cache_service_pb2 import WatchRequest
@@ -29,15 +31,22 @@ from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
 from lmkv_server.http.connections import SPARE_CONNECTIONS
 from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS
+from lmkv_server.node.handoff.senders import MAX_SENDERS
 from lmkv_server.node.handoff.state import Handoff
 from lmkv_server.node.handoff.table import MAX_HANDOFFS
+from lmkv_server.node.hints.background import BackgroundTasks
 from lmkv_server.node.serving.inspector import MAX_PENDING
+from lmkv_server.node.tiers import reader
+from lmkv_server.node.tiers.disk.folder import PlainIo
+from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.guarded import guarded, token_of
 from tests.server.node import handoff_tables
+from tests.server.node.cases import chunk_key
+from tests.server.node.disk_parts import CHUNK_BYTES, Host, flushed
 from tests.server.node.handoff_tables import KEYS, SOURCE
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
@@ -283,6 +292,91 @@ async def reports_of_a_peer(_: Path) -> AsyncIterator[Honest]:
         yield honest
 
 
+@asynccontextmanager
+async def handoffs_of_an_engine(_: Path) -> AsyncIterator[Honest]:
+    """An engine begins handoffs until it is refused. All of it is in one iteration: none of them ends meanwhile."""
+    async with Parts("prefill") as prefill:
+        requester.set("engine:hog")
+        flood = [prefill.hand(f"hog-{index}", "decode", keys_of(1)) for index in range(MAX_SENDERS)]
+        assert any(each.done() for each in flood), "it was refused"
+        requester.set("engine:honest")
+        mine = prefill.hand("honest", "decode", keys_of(1))
+
+        async def honest() -> None:
+            assert not isinstance((await mine).error, Full)
+
+        yield honest
+
+
+@asynccontextmanager
+async def hints_of_an_engine(_: Path) -> AsyncIterator[Honest]:
+    """The hints of an engine work until no more may."""
+    background, going = BackgroundTasks(), asyncio.Event()
+
+    async def work() -> None:
+        await going.wait()
+
+    requester.set("engine:hog")
+    while not background.is_full:
+        background.start(work())
+
+    async def honest() -> None:
+        requester.set("engine:honest")
+        assert not background.is_full
+
+    yield honest
+    going.set()
+    await background.settle()
+
+
+class StuckIo(PlainIo):
+    """A disk that reads nothing until it may."""
+
+    def __init__(self) -> None:
+        self.going = threading.Event()
+
+    def read(self, fd: int, memory: memoryview) -> int:
+        self.going.wait(WAIT_SECONDS)
+        return super().read(fd, memory)
+
+
+@asynccontextmanager
+async def loads_of_an_engine(folder: Path) -> AsyncIterator[Honest]:
+    """An engine loads as many chunks of the disk at a time as it is given."""
+    disk_io, host, limit = StuckIo(), Host(80), 32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "MAX_WAITING", limit)
+        disk = DiskTier(
+            [folder],
+            100 * CHUNK_BYTES,
+            tier=host.tier,
+            pool=host.pool,
+            events=host.events,
+            io=disk_io,
+            stall_seconds=WAIT_SECONDS,
+        )
+    async with disk:
+        host.disk = disk
+        for number in range(72):
+            host.store(number)
+        await flushed(host)
+        host.drop(*range(72))
+        requester.set("engine:hog")
+        flood = [asyncio.create_task(host.read(*range(start, start + 8))) for start in range(0, 64, 8)]
+        await until(lambda: len(disk.reader._reading) == most_of(limit))
+
+        async def honest() -> None:
+            requester.set("engine:honest")
+            reading = asyncio.create_task(host.read(70))
+            await until(lambda: chunk_key(70) in disk.reader._reading)
+            disk_io.going.set()
+            assert list(await reading) == [70]
+
+        yield honest
+        await asyncio.gather(*flood)
+    host.pool.close()
+
+
 SCENARIOS: dict[str, Scenario] = {
     "bodies at a coordinator": bodies_at_the_coordinator,
     "bodies at a proxy": bodies_at_the_proxy,
@@ -294,6 +388,9 @@ SCENARIOS: dict[str, Scenario] = {
     "watches of a token": watches_of_a_token,
     "handoffs of a peer": handoffs_of_a_peer,
     "reports of a peer": reports_of_a_peer,
+    "handoffs of an engine": handoffs_of_an_engine,
+    "hints of an engine": hints_of_an_engine,
+    "loads of an engine": loads_of_an_engine,
     "connections of the TCP channel": connections_of("tcp", tcp.MAX_READERS + 2 * tcp.MAX_STRANGERS),
 }
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lmkv.runtime import turns
-from lmkv.runtime.turns import LARGE_BYTES, Turns
+from lmkv.runtime.turns import LARGE_BYTES, Slots, Turns
 
 WAIT_SECONDS = 30.0
 
@@ -150,3 +150,27 @@ async def test_one_that_is_cancelled_as_its_turn_comes_leaves_it_to_the_next() -
         shared._give()
         await waiting[1]
         await decode()
+
+
+async def test_slots_are_taken_by_callers_in_turn_and_all_of_them_return() -> None:
+    slots, order, ends = Slots(2), list[str](), asyncio.Event()
+
+    async def work(caller: str) -> None:
+        async with slots.take(caller):
+            order.append(caller)
+            await ends.wait()
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        tasks = [asyncio.create_task(work(caller)) for caller in ["hog"] * 10 + ["honest"]]
+        while len(order) < 2:  # noqa: ASYNC110 # they have begun in the next iteration
+            await asyncio.sleep(0)
+        assert slots.is_locked
+        tasks[0].cancel()  # has a slot
+        tasks[3].cancel()  # waits for one
+        ends.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order.index("honest") <= 3
+        assert len(order) == 10
+        async with slots.take("one"), slots.take("other"):
+            assert slots.is_locked
+    assert not slots.is_locked

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from lmkv import rpc
 from lmkv.errors import BadSelection, Full, InstanceNotFound, LmkvError
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
+from lmkv.runtime.turns import Slots
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -21,6 +23,8 @@ MAX_KEYS = 32_768
 """Chunks of one prompt: half a message of keys."""
 MAX_ASKED = 64
 """Orders of one call that run at a time."""
+MAX_ASKED_OF_INSTANCE = 2
+"""Prompts that one instance explains at a time for this coordinator, callers in turn: half of what it accepts."""
 ANY_TIER = 0
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the explanations in one answer."""
@@ -33,9 +37,14 @@ class Explanations:
         self._registry = registry
         self._selector = selector
         self._orders = orders
+        self._slots: WeakValueDictionary[str, Slots] = WeakValueDictionary()
+        """By instance."""
 
-    async def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
-        """Asks each instance that serves a spec of the prompt. Raises the errors of `CacheService.Explain`."""
+    async def explain(self, request: pb.ExplainRequest, caller: str) -> pb.ExplainResponse:
+        """Asks each instance that serves a spec of the prompt, callers in turn.
+
+        Raises the errors of `CacheService.Explain`.
+        """
         instances = self._instances(request.instance_id)
         if request.engine_request_id:
             wanted = [
@@ -45,7 +54,7 @@ class Explanations:
         else:
             wanted = await self._prompt_orders(request, instances)
         slots = asyncio.Semaphore(MAX_ASKED)
-        asked = (self._ask(instance_id, order, slots) for instance_id, order in wanted)
+        asked = (self._ask(instance_id, order, slots, caller) for instance_id, order in wanted)
         response, size_bytes = pb.ExplainResponse(), 0
         for found in await asyncio.gather(*asked):
             _clip(found, len(request.prompt.tokens.token_ids))
@@ -78,11 +87,12 @@ class Explanations:
         ]
 
     async def _ask(
-        self, instance_id: str, order: report_pb.ExplainOrder, slots: asyncio.Semaphore
+        self, instance_id: str, order: report_pb.ExplainOrder, slots: asyncio.Semaphore, caller: str
     ) -> pb.InstanceExplanation:
         found = pb.InstanceExplanation(instance_id=instance_id, fingerprint=order.fingerprint)
+        of_instance = self._slots.setdefault(instance_id, Slots(MAX_ASKED_OF_INSTANCE))
         try:
-            async with slots:
+            async with slots, of_instance.take(caller):
                 outcome = await self._orders.execute(instance_id, report_pb.Order(explain=order), TIMEOUT_SECONDS)
         except LmkvError as error:
             found.error.CopyFrom(rpc.to_status(error))

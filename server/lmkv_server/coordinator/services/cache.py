@@ -64,7 +64,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
             yield answer
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
-        return await self._explanations.explain(request)
+        return await self._explanations.explain(request, client_identity(context))
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         with audited("copy" if request.copy else "move", request) as entry:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
 from lmkv.keys import ChunkKey, listed_keys
 from lmkv.misses import MissReason
+from lmkv.runtime.places import requester
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.tiers import INSTANCE_TIERS
 from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
@@ -146,7 +148,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             self._followers.add(stream)
         self._on_attach()
         logger.info("engine %s attached: %s", session.engine_id, session.spec.model_name)
-        reader = asyncio.create_task(stream.read(first, requests))
+        context = copy_context()
+        context.run(requester.set, f"engine:{session.engine_id}")
+        reader = asyncio.create_task(stream.read(first, requests), context=context)
         reader.add_done_callback(lambda _: stream.outbox.end())
         try:
             welcome = pb.Welcome()

@@ -11,6 +11,7 @@ from lmkv import telemetry
 from lmkv.errors import BadMessage, Full, LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.runtime.places import Places, most_of, requester
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
 from lmkv.tiers import HOST
@@ -41,6 +42,7 @@ class HandoffSenders:
         self._context = context
         self._limit = limit
         self._stats = SenderStats()
+        self._places = Places[str]("outgoing handoffs", limit, most_of(limit))
         self._running: dict[str, tuple[HandoffSender, asyncio.Task[None]]] = {}
         self._withdrawing: set[asyncio.Task[None]] = set()
 
@@ -101,13 +103,19 @@ class HandoffSenders:
         running = self._run(sender, handoff_id, decode_instance_id, on_end, span)
         task = asyncio.create_task(running, name=f"lmkv-handoff-{handoff_id}")
         self._running[handoff_id] = sender, task
-        task.add_done_callback(lambda _: self._running.pop(handoff_id, None))
+        task.add_done_callback(lambda _: self._ended(handoff_id))
+
+    def _ended(self, handoff_id: str) -> None:
+        self._running.pop(handoff_id, None)
+        self._places.release(handoff_id)
 
     def _refusal(self, handoff_id: str) -> LmkvError | None:
         if handoff_id in self._running:
             return BadMessage(f"a handoff {handoff_id!r} is already running", field="handoff_id")
-        if len(self._running) >= self._limit:
-            return Full(f"this node sends at most {self._limit} handoffs at a time", limit=self._limit)
+        try:
+            self._places.take(handoff_id, requester.get())
+        except Full as full:
+            return full
         return None
 
     def end(self, handoff_id: str) -> None:

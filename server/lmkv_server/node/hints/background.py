@@ -7,6 +7,9 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from lmkv.errors import Full
+from lmkv.runtime.places import Places, most_of, requester
+
 logger = logging.getLogger(__name__)
 
 MAX_TASKS = 64
@@ -14,27 +17,31 @@ MAX_TASKS = 64
 
 
 class BackgroundTasks:
-    """The tasks of one node's hints."""
+    """The tasks of one node's hints. Engines have shares of their number."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Places[asyncio.Task[None]]("hints", MAX_TASKS, most_of(MAX_TASKS))
         self._is_closing = False
 
     @property
     def is_full(self) -> bool:
-        """Whether no more hints may start work."""
-        return self._is_closing or len(self._tasks) >= MAX_TASKS
+        """Whether no more hints of the one that requests this may start work."""
+        try:
+            self._tasks.check(requester.get())
+        except Full:
+            return True
+        return self._is_closing
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` until it ends or the node does."""
+        """Runs `work` until it ends or the node does. It must not be full."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks.take(task, requester.get())
         task.add_done_callback(self._ended)
 
     async def settle(self) -> None:
         """Returns once no task runs."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while tasks := list(self._tasks):
+            await asyncio.wait(tasks)
 
     async def aclose(self) -> None:
         """Cancels all tasks; no more may start. Idempotent."""
@@ -44,6 +51,6 @@ class BackgroundTasks:
         await self.settle()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.release(task)
         if not task.cancelled() and (error := task.exception()):
             logger.error("a hint failed unexpectedly", exc_info=error)

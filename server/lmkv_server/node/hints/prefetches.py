@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmkv.hints import HintOutcome, HintReason, HintResult
 from lmkv.keys import ChunkKey
+from lmkv.runtime.places import requester
+from lmkv.runtime.turns import Slots
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.hints.background import MAX_TASKS, BackgroundTasks
 from lmkv_server.node.hints.prompt_hint import PromptHint
@@ -42,7 +43,7 @@ class Prefetches:
         self._tier = tier
         self._stack = stack
         self._background = background
-        self._slots = asyncio.Semaphore(MAX_READS)
+        self._slots = Slots(MAX_READS)
 
     async def begin(self, hint: PromptHint) -> HintResult:
         """Looks the prompt up, and begins to read what the pool lacks. Raises nothing but for cancellation."""
@@ -53,7 +54,7 @@ class Prefetches:
         if found.hit.chunk_count:
             if self._background.is_full:
                 return hint.rejected(HintReason.QUOTA, f"{MAX_TASKS} hints run already")
-            if self._slots.locked():
+            if self._slots.is_locked:
                 outcome = HintOutcome.DEFERRED
             self._background.start(self._read(hint, found))
         return hint.ended(outcome, found.prompt_chunks)
@@ -76,7 +77,7 @@ class Prefetches:
         return FoundPrompt(prompt_chunks=found.chunk_count, hit=found.rest, keys=keys, own_count=len(found.own))
 
     async def _read(self, hint: PromptHint, found: FoundPrompt) -> None:
-        async with self._slots:
+        async with self._slots.take(requester.get()):
             await self._stack.load(
                 found.hit,
                 hint.spec,

@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic
 
+from lmkv.errors import Full
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
+from lmkv.runtime.places import Places, most_of, requester
+from lmkv.runtime.turns import Slots
 from lmkv.telemetry.log_limit import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
@@ -30,7 +33,7 @@ READS_AHEAD = 8
 MAX_READS = 16
 """Chunks that all loads read at a time; each has an extent of the pool reserved."""
 MAX_WAITING = 1024
-"""Chunks that are being read or wait for it; a request for more is a miss."""
+"""Chunks that are being read or wait for it, engines in turn; a request for more is a miss."""
 
 OnRead = Callable[[int, Chunk], None]
 """Called with the index of a chunk that was committed to the host tier. The chunk is not held for the callee."""
@@ -47,7 +50,8 @@ class TierReader(Generic[C]):
         self._bandwidth = Bandwidth()
         self._log = LimitedLogger(logger)
         self._reading: dict[ChunkKey, list[_OnEnd]] = {}
-        self._may_read = asyncio.Semaphore(MAX_READS)
+        self._places = Places[ChunkKey]("chunks to read", MAX_WAITING, most_of(MAX_WAITING))
+        self._slots = Slots(MAX_READS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._read_chunks = 0
         self._read_bytes = 0
@@ -113,9 +117,12 @@ class TierReader(Generic[C]):
             on_end(None)
         elif (waiting := self._reading.get(key)) is not None:
             waiting.append(on_end)
-        elif len(self._reading) >= MAX_WAITING:
-            on_end(None)
         else:
+            try:
+                self._places.take(key, requester.get())
+            except Full:
+                on_end(None)
+                return
             self._reading[key] = [on_end]
             task = asyncio.create_task(self._read(*found))
             self._tasks.add(task)
@@ -124,12 +131,13 @@ class TierReader(Generic[C]):
     async def _read(self, backend: Backend[C], chunk: C) -> None:
         read = None
         try:
-            async with self._may_read:
+            async with self._slots.take(requester.get()):
                 read = self._tier.get(chunk.key)  # another load may have committed it
                 if read is None and backend.usable:
                     reserved = self._tier.reserve(chunk.size_bytes, reason=MissReason.EVICTED_BY_FETCH)
                     read = await self._read_into(reserved, backend, chunk) if reserved else None
         finally:
+            self._places.release(chunk.key)
             for on_end in self._reading.pop(chunk.key):
                 on_end(read)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,7 +11,8 @@ import pytest
 
 from lmkv.errors import LmkvError
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.v1.cache_service_pb2 import ExplainRequest, InstanceExplanation
+from lmkv.rpc.prompts import by_tokens
+from lmkv.v1.cache_service_pb2 import ExplainRequest, InstanceExplanation, LookupRequest
 from lmkv.v1.chunk_pb2 import (
     MISS_REASON_EVICTED_BY_STORE,
     MISS_REASON_NEVER_STORED,
@@ -18,7 +21,8 @@ from lmkv.v1.chunk_pb2 import (
 )
 from lmkv_server.coordinator.operations import explanations
 from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT, QWEN, keys_of
-from tests.server.coordinator.scripted_instance import Make
+from tests.server.coordinator.guarded import guarded, token_of
+from tests.server.coordinator.scripted_instance import Make, until
 from tests.support.prompts import with_prompt
 
 
@@ -110,3 +114,21 @@ async def test_what_names_nothing_or_too_much_is_refused(
         assert (await refused(cache)).reason == "BAD_SELECTION"
         monkeypatch.setattr(explanations, "MAX_KEYS", 2)
         assert (await refused(cache, tokens=PROMPT)).reason == "BAD_SELECTION"
+
+
+async def test_an_instance_explains_a_few_prompts_at_a_time_and_callers_take_turns(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as fleet:
+        instance = await fleet.instance("a", "n1", KEYS)
+        hog, honest = [await fleet.cache(token_of(role, "a")) for role in ("reader", "operator")]
+        instance.going.clear()
+        many = ExplainRequest(prompt=by_tokens(PROMPT))
+        flood = [asyncio.ensure_future(hog.Explain(many, timeout=60)) for _ in range(10)]
+        await until(lambda: len(instance.orders) == explanations.MAX_ASKED_OF_INSTANCE)
+        asked = asyncio.ensure_future(honest.Explain(ExplainRequest(prompt=by_tokens(PROMPT[:16])), timeout=60))
+        await honest.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=60)
+        assert len(instance.orders) == explanations.MAX_ASKED_OF_INSTANCE, "the others wait for these"
+        instance.going.set()
+        await asyncio.gather(asked, *flood)
+        sizes = [len(order.explain.chunk_keys) for order in instance.orders]
+        assert len(sizes) == 11
+        assert sizes.index(min(sizes)) <= explanations.MAX_ASKED_OF_INSTANCE + 1
