@@ -138,7 +138,8 @@ class CacheServiceServicer:
     def Lookup(self, request, context):
         """Finds the instances that hold the beginning of a prompt.
 
-        A miss is not an error: the response has no holders. A request without a prompt is a health probe.
+        A miss is not an error: the response has no holders. A request without a prompt is a health probe. A repeat is another
+        lookup.
 
         Errors: those of the service.
         """
@@ -150,7 +151,8 @@ class CacheServiceServicer:
         """Says for each instance which part of a prompt it holds, in which tier, and why it does not hold the others; or what its
         engines have reported of recent requests.
 
-        The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool.
+        The instances are asked, each for at most 3 s. Asking counts as a use of the chunks in the tiers behind a pool. A repeat
+        asks again.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -164,7 +166,8 @@ class CacheServiceServicer:
         """Looks up many prompts over one call, for clients that look up often.
 
         A message costs as much as a lookup, so clients with several requests at a time send them in one message. There is one
-        result per request, in order; how results are grouped into messages has no meaning.
+        result per request, in order; how results are grouped into messages has no meaning. After a broken stream, repeat the
+        requests without results on a new one.
 
         Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues. A message
         of more than 1 MiB ends the stream: gRPC does not accept it, so clients must refuse such requests themselves.
@@ -182,13 +185,18 @@ class CacheServiceServicer:
         complete, what the longest hit of source and destination together needs. Other parts of these chunks stay at the source
         until they are evicted.
 
+        A repeat with the same `request_id` returns the first call's operation. A repeat without one is another operation, which
+        counts what has arrived as done: no chunk is copied twice, and none is lost.
+
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): one of the instances is not registered.
         * `FAILED_PRECONDITION` (`KV_SPEC_MISMATCH`): the destination does not serve the spec of the chunks, and has engines or
         ends soon: a node that stays without engines takes chunks of any registered spec.
         * `FAILED_PRECONDITION` (`TIER_UNSUPPORTED`): an instance has no such tier.
         * `FAILED_PRECONDITION` (`P2P_DISABLED`): an instance does not transfer chunks to or from other nodes.
-        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, both positions are the same, or a tier is unknown.
+        * `INVALID_ARGUMENT` (`BAD_SELECTION`): no chunk is named, both positions are the same, a tier is unknown, or an earlier
+        call with this `request_id` was another request.
+        * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running, or they take too much memory.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -199,6 +207,8 @@ class CacheServiceServicer:
     def Pin(self, request, context):
         """Protects chunks from eviction for a time. If chunks have several parts: what the longest hit needs that the instance
         holds in this tier.
+
+        A repeat with the same `request_id` renews the first call's pin. A repeat without one is another pin.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -225,7 +235,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """Lists the active pins, ordered by id.
+        """Lists the active pins, ordered by id. A repeat of a page lists what is active then.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -238,7 +248,8 @@ class CacheServiceServicer:
         """Asks an instance to treat the chunks of a prompt in a certain way: a hint, as engines send it for their requests.
 
         The result names what the instance cannot do, or not for all chunks: these are not errors. Chunks that the instance
-        does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them.
+        does not hold are only of use to a prefetch. Pins by hints are among those of `ListPins`, and `Unpin` ends them. A repeat
+        is another hint, except that with the same `request_id` it extends the first call's pin.
 
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -255,11 +266,15 @@ class CacheServiceServicer:
     def Clear(self, request, context):
         """Drops chunks from instances, with all their parts, as an operation. Pinned chunks stay.
 
+        A repeat with the same `request_id` returns the first call's operation. A repeat without one is another operation, which
+        also drops what was stored meanwhile.
+
         Errors, besides those of the service:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): nothing is selected; set `all` to clear everything. Or several of
         `prompt`, `model_name` and `all` are set, or the tier is unknown, or a version of the weights is named without
-        `model_name` or is one that no engine has registered.
+        `model_name` or is one that no engine has registered, or an earlier call with this `request_id` was another request.
+        * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running, or they take too much memory.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -278,12 +293,15 @@ class CacheServiceServicer:
         receive nothing: those that are being drained, and those whose drain ended in the last 10 minutes without being
         cancelled, unless they have restarted since.
 
+        A repeat with the same `request_id` returns the first call's operation. A repeat without one is another operation, which
+        copies what still has one holder.
+
         Errors, besides `BAD_MESSAGE`:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance or a destination is not registered.
         * `FAILED_PRECONDITION` (`P2P_DISABLED`): the instance or a destination does not transfer chunks to or from other nodes.
         * `INVALID_ARGUMENT` (`BAD_SELECTION`): the instance is its own destination, a destination is leaving, more than 64 are
-        named, or the timeout is not positive.
-        * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running.
+        named, the timeout is not positive, or an earlier call with this `request_id` was another request.
+        * `RESOURCE_EXHAUSTED` (`FULL`): 256 operations are running, or they take too much memory.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -293,6 +311,7 @@ class CacheServiceServicer:
 
     def Watch(self, request, context):
         """Streams changes of the layout map: a snapshot, or all changes after `start_revision`, then further changes and bookmarks.
+        A repeat with the last revision as `start_revision` continues a broken stream.
 
         Errors:
         * `OUT_OF_RANGE` (`REVISION_COMPACTED`): `start_revision` is too old; start from 0.

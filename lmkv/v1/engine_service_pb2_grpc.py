@@ -90,6 +90,9 @@ class EngineServiceServicer:
         The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
         sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
 
+        A repeat while the first stream lives is refused, as its `engine_id` is in use. After its end, a repeat is a new attachment:
+        what the node held for the earlier one is free.
+
         The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
         there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
         `AttachResponse`, 1 the `Status` with which the node ends the stream, 2 a ping, which the other side answers with 3.
@@ -132,7 +135,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
+        """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing: a repeat is another lookup.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -143,7 +146,8 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
+        """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other. A repeat
+        loads those that are not in the pool.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -154,7 +158,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Releases every chunk that is held for one lookup of one engine.
+        """Releases every chunk that is held for one lookup of one engine. Idempotent: a repeat releases nothing.
 
         Errors:
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.

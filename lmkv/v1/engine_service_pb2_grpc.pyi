@@ -49,6 +49,9 @@ class EngineServiceStub:
     The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
     sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
 
+    A repeat while the first stream lives is refused, as its `engine_id` is in use. After its end, a repeat is a new attachment:
+    what the node held for the earlier one is free.
+
     The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
     there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
     `AttachResponse`, 1 the `Status` with which the node ends the stream, 2 a ping, which the other side answers with 3.
@@ -83,21 +86,22 @@ class EngineServiceStub:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]
-    """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
+    """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing: a repeat is another lookup.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Load: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.LoadRequest, _engine_service_pb2.LoadResponse]
-    """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
+    """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other. A repeat
+    loads those that are not in the pool.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceReleaseRequest, _engine_service_pb2.EngineServiceReleaseResponse]
-    """Releases every chunk that is held for one lookup of one engine.
+    """Releases every chunk that is held for one lookup of one engine. Idempotent: a repeat releases nothing.
 
     Errors:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
@@ -123,6 +127,9 @@ class EngineServiceAsyncStub(EngineServiceStub):
 
     The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
     sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
+
+    A repeat while the first stream lives is refused, as its `engine_id` is in use. After its end, a repeat is a new attachment:
+    what the node held for the earlier one is free.
 
     The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
     there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
@@ -158,21 +165,22 @@ class EngineServiceAsyncStub(EngineServiceStub):
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceLookupRequest, _engine_service_pb2.EngineServiceLookupResponse]  # type: ignore[assignment]
-    """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
+    """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing: a repeat is another lookup.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Load: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.LoadRequest, _engine_service_pb2.LoadResponse]  # type: ignore[assignment]
-    """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
+    """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other. A repeat
+    loads those that are not in the pool.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
     * `NOT_FOUND` (`MODEL_NOT_FOUND`): no engine of this fingerprint has attached.
     """
     Release: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.EngineServiceReleaseRequest, _engine_service_pb2.EngineServiceReleaseResponse]  # type: ignore[assignment]
-    """Releases every chunk that is held for one lookup of one engine.
+    """Releases every chunk that is held for one lookup of one engine. Idempotent: a repeat releases nothing.
 
     Errors:
     * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.
@@ -201,6 +209,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
 
         The first act must be `hello`; the first event is `welcome`. The node carries out acts in the order in which they are
         sent, within a message and across messages. Lists of keys are packed here: 16 bytes each, one after another.
+
+        A repeat while the first stream lives is refused, as its `engine_id` is in use. After its end, a repeat is a new attachment:
+        what the node held for the earlier one is free.
 
         The node serves the same stream without gRPC on the unix socket attach.sock beside engine.sock. Each message is a frame
         there, after one byte of kind and four bytes of length (big endian): kind 0 is an `AttachRequest` or an
@@ -248,7 +259,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.EngineServiceLookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.EngineServiceLookupResponse, _abc.Awaitable[_engine_service_pb2.EngineServiceLookupResponse]]:
-        """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing.
+        """Finds how much of a prompt this node and the tiers behind its pool hold. Holds nothing: a repeat is another lookup.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -261,7 +272,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.LoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.LoadResponse, _abc.Awaitable[_engine_service_pb2.LoadResponse]]:
-        """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other.
+        """Brings chunks into this node's pool from the tiers behind it. Holds nothing: they may be evicted like any other. A repeat
+        loads those that are not in the pool.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -274,7 +286,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.EngineServiceReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.EngineServiceReleaseResponse, _abc.Awaitable[_engine_service_pb2.EngineServiceReleaseResponse]]:
-        """Releases every chunk that is held for one lookup of one engine.
+        """Releases every chunk that is held for one lookup of one engine. Idempotent: a repeat releases nothing.
 
         Errors:
         * `NOT_FOUND` (`ENGINE_NOT_FOUND`): no such engine is attached.

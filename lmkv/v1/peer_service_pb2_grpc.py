@@ -117,7 +117,8 @@ class PeerServiceServicer:
         """Grants the right to read chunks, and holds them in place until the grant is released or expires.
 
         A chunk that the node does not have in memory or on disk is a miss: it is not listed. The grant covers the first
-        chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it.
+        chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it. A
+        repeat is another grant.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -171,7 +172,7 @@ class PeerServiceServicer:
 
     def Release(self, request, context):
         """Releases a grant before it expires, or ends a handoff. Has no effect if the grant has ended or is of another session,
-        or if there is no such session.
+        or if there is no such session. Idempotent.
 
         A handoff that is named by `grant_id` keeps the chunks that have arrived for the decode's request. One that is named
         by `handoff_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits

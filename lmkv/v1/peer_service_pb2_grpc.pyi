@@ -68,7 +68,8 @@ class PeerServiceStub:
     """Grants the right to read chunks, and holds them in place until the grant is released or expires.
 
     A chunk that the node does not have in memory or on disk is a miss: it is not listed. The grant covers the first
-    chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it.
+    chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it. A
+    repeat is another grant.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -110,7 +111,7 @@ class PeerServiceStub:
     """
     Release: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseRequest, _peer_service_pb2.ReleaseResponse]
     """Releases a grant before it expires, or ends a handoff. Has no effect if the grant has ended or is of another session,
-    or if there is no such session.
+    or if there is no such session. Idempotent.
 
     A handoff that is named by `grant_id` keeps the chunks that have arrived for the decode's request. One that is named
     by `handoff_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits
@@ -160,7 +161,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """Grants the right to read chunks, and holds them in place until the grant is released or expires.
 
     A chunk that the node does not have in memory or on disk is a miss: it is not listed. The grant covers the first
-    chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it.
+    chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it. A
+    repeat is another grant.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -202,7 +204,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """
     Release: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseRequest, _peer_service_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Releases a grant before it expires, or ends a handoff. Has no effect if the grant has ended or is of another session,
-    or if there is no such session.
+    or if there is no such session. Idempotent.
 
     A handoff that is named by `grant_id` keeps the chunks that have arrived for the decode's request. One that is named
     by `handoff_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits
@@ -261,7 +263,8 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Grants the right to read chunks, and holds them in place until the grant is released or expires.
 
         A chunk that the node does not have in memory or on disk is a miss: it is not listed. The grant covers the first
-        chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it.
+        chunks found, as many as the caller's share of the pool and of disk reads allows; call again for those behind it. A
+        repeat is another grant.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_CHUNK_KEY`): one of `chunk_keys` has another length than 16 bytes, or there are too many.
@@ -321,7 +324,7 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_peer_service_pb2.ReleaseResponse, _abc.Awaitable[_peer_service_pb2.ReleaseResponse]]:
         """Releases a grant before it expires, or ends a handoff. Has no effect if the grant has ended or is of another session,
-        or if there is no such session.
+        or if there is no such session. Idempotent.
 
         A handoff that is named by `grant_id` keeps the chunks that have arrived for the decode's request. One that is named
         by `handoff_id` is withdrawn, because it was refused or no request will load it: a request of the decode that waits

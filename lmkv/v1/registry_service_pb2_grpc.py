@@ -94,7 +94,8 @@ class RegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Deregister(self, request, context):
-        """Removes an instance and all its chunks from the layout map.
+        """Removes an instance and all its chunks from the layout map. A repeat returns `INSTANCE_NOT_FOUND`, which callers may take
+        for success.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -106,7 +107,7 @@ class RegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListInstances(self, request, context):
-        """Lists the registered instances, ordered by id.
+        """Lists the registered instances, ordered by id. A repeat of a page lists what is registered then.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -117,7 +118,7 @@ class RegistryServiceServicer:
 
     def LocateInstance(self, request, context):
         """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
-        contain instance ids, not addresses.
+        contain instance ids, not addresses. A repeat asks again: the address may have changed.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.

@@ -59,7 +59,8 @@ class RegistryServiceStub:
       adapters; retry after the delay in `RetryInfo`.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
-    """Removes an instance and all its chunks from the layout map.
+    """Removes an instance and all its chunks from the layout map. A repeat returns `INSTANCE_NOT_FOUND`, which callers may take
+    for success.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -67,14 +68,14 @@ class RegistryServiceStub:
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
     """
     ListInstances: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.ListInstancesRequest, _registry_service_pb2.ListInstancesResponse]
-    """Lists the registered instances, ordered by id.
+    """Lists the registered instances, ordered by id. A repeat of a page lists what is registered then.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
     LocateInstance: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.LocateInstanceRequest, _registry_service_pb2.LocateInstanceResponse]
     """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
-    contain instance ids, not addresses.
+    contain instance ids, not addresses. A repeat asks again: the address may have changed.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -111,7 +112,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
       adapters; retry after the delay in `RetryInfo`.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
-    """Removes an instance and all its chunks from the layout map.
+    """Removes an instance and all its chunks from the layout map. A repeat returns `INSTANCE_NOT_FOUND`, which callers may take
+    for success.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -119,14 +121,14 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     * `FAILED_PRECONDITION` (`STALE_EPOCH`): a newer epoch of this id is registered.
     """
     ListInstances: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.ListInstancesRequest, _registry_service_pb2.ListInstancesResponse]  # type: ignore[assignment]
-    """Lists the registered instances, ordered by id.
+    """Lists the registered instances, ordered by id. A repeat of a page lists what is registered then.
 
     Errors:
     * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
     """
     LocateInstance: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.LocateInstanceRequest, _registry_service_pb2.LocateInstanceResponse]  # type: ignore[assignment]
     """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
-    contain instance ids, not addresses.
+    contain instance ids, not addresses. A repeat asks again: the address may have changed.
 
     Errors:
     * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -172,7 +174,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.DeregisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.DeregisterResponse, _abc.Awaitable[_registry_service_pb2.DeregisterResponse]]:
-        """Removes an instance and all its chunks from the layout map.
+        """Removes an instance and all its chunks from the layout map. A repeat returns `INSTANCE_NOT_FOUND`, which callers may take
+        for success.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -186,7 +189,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_service_pb2.ListInstancesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.ListInstancesResponse, _abc.Awaitable[_registry_service_pb2.ListInstancesResponse]]:
-        """Lists the registered instances, ordered by id.
+        """Lists the registered instances, ordered by id. A repeat of a page lists what is registered then.
 
         Errors:
         * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -199,7 +202,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.LocateInstanceResponse, _abc.Awaitable[_registry_service_pb2.LocateInstanceResponse]]:
         """Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
-        contain instance ids, not addresses.
+        contain instance ids, not addresses. A repeat asks again: the address may have changed.
 
         Errors:
         * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.

@@ -95,6 +95,15 @@ def test_every_rpc_lists_its_errors_or_says_that_there_are_none(rpc_comments: di
     assert not silent, f"these say nothing of their errors: {silent}"
 
 
+def test_every_rpc_says_what_a_repeat_does(rpc_comments: dict[str, str]) -> None:
+    silent = [
+        rpc
+        for rpc, comment in rpc_comments.items()
+        if not re.search(r"\b([Rr]epeat|[Ii]dempotent|again\b)", comment.partition("\f")[2])
+    ]
+    assert not silent, f"say what a second call with the same request does: {silent}"
+
+
 def test_every_error_in_a_comment_is_one_that_lmkv_can_raise(rpc_comments: dict[str, str]) -> None:
     named = {error for comment in rpc_comments.values() for error in ERROR.findall(comment)}
     assert len(named) > 10

@@ -64,7 +64,7 @@ class LookupServiceServicer:
     """
 
     def Lookup(self, request, context):
-        """Looks up one prompt. A miss is not an error: the response has no holders.
+        """Looks up one prompt. A miss is not an error: the response has no holders. A repeat is another lookup.
 
         Errors: those of the service.
         """
@@ -73,7 +73,8 @@ class LookupServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order.
+        """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order. After a broken
+        stream, repeat the requests without results on a new one.
 
         Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues.
         """

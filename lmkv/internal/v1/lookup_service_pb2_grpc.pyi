@@ -41,12 +41,13 @@ class LookupServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LookupServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_lookup_service_pb2.LookupRequest, _lookup_service_pb2.LookupResponse]
-    """Looks up one prompt. A miss is not an error: the response has no holders.
+    """Looks up one prompt. A miss is not an error: the response has no holders. A repeat is another lookup.
 
     Errors: those of the service.
     """
     LookupStream: _grpc.StreamStreamMultiCallable[_lookup_service_pb2.LookupStreamRequest, _lookup_service_pb2.LookupStreamResponse]
-    """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order.
+    """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order. After a broken
+    stream, repeat the requests without results on a new one.
 
     Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues.
     """
@@ -64,12 +65,13 @@ class LookupServiceAsyncStub(LookupServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_lookup_service_pb2.LookupRequest, _lookup_service_pb2.LookupResponse]  # type: ignore[assignment]
-    """Looks up one prompt. A miss is not an error: the response has no holders.
+    """Looks up one prompt. A miss is not an error: the response has no holders. A repeat is another lookup.
 
     Errors: those of the service.
     """
     LookupStream: _aio.StreamStreamMultiCallable[_lookup_service_pb2.LookupStreamRequest, _lookup_service_pb2.LookupStreamResponse]  # type: ignore[assignment]
-    """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order.
+    """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order. After a broken
+    stream, repeat the requests without results on a new one.
 
     Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues.
     """
@@ -90,7 +92,7 @@ class LookupServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lookup_service_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lookup_service_pb2.LookupResponse, _abc.Awaitable[_lookup_service_pb2.LookupResponse]]:
-        """Looks up one prompt. A miss is not an error: the response has no holders.
+        """Looks up one prompt. A miss is not an error: the response has no holders. A repeat is another lookup.
 
         Errors: those of the service.
         """
@@ -101,7 +103,8 @@ class LookupServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_lookup_service_pb2.LookupStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lookup_service_pb2.LookupStreamResponse], _abc.AsyncIterator[_lookup_service_pb2.LookupStreamResponse]]:
-        """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order.
+        """Looks up many prompts over one call, as `CacheService.LookupStream` does: one result per request, in order. After a broken
+        stream, repeat the requests without results on a new one.
 
         Errors: none. A request that `Lookup` would refuse gets the error as its result, and the stream continues.
         """

@@ -20,7 +20,15 @@ from lmkv.keys import join_keys, split_keys
 from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv.v1.cache_service_pb2 import ClearRequest, ClearResult, LookupRequest, MoveRequest, MoveResult, PinRequest
+from lmkv.v1.cache_service_pb2 import (
+    ClearRequest,
+    ClearResult,
+    DrainRequest,
+    LookupRequest,
+    MoveRequest,
+    MoveResult,
+    PinRequest,
+)
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations.clears import BATCH_CHUNKS
@@ -125,6 +133,9 @@ async def test_a_node_without_transfers_is_in_the_fleet_and_nothing_is_fetched_f
             error = rpc.from_rpc_error(caught.value)
             assert error.reason == "P2P_DISABLED"
             assert "set enable_p2p to true there" in str(error)
+        with pytest.raises(grpc.RpcError) as caught:
+            await cache.Drain(DrainRequest(instance_id="holder"), timeout=WAIT_SECONDS)
+        assert rpc.from_rpc_error(caught.value).reason == "P2P_DISABLED"
         position = chunk_pb2.Position(instance_id="holder")
         pin = (await cache.Pin(PinRequest(prompt=by_keys(keys), position=position), timeout=WAIT_SECONDS)).pin
         assert pin.chunk_count == 3

@@ -613,7 +613,8 @@ export const RegistryService: GenService<{
     output: typeof RegisterResponseSchema;
   },
   /**
-   * Removes an instance and all its chunks from the layout map.
+   * Removes an instance and all its chunks from the layout map. A repeat returns `INSTANCE_NOT_FOUND`, which callers may take
+   * for success.
    *
    * Errors:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
@@ -628,7 +629,7 @@ export const RegistryService: GenService<{
     output: typeof DeregisterResponseSchema;
   },
   /**
-   * Lists the registered instances, ordered by id.
+   * Lists the registered instances, ordered by id. A repeat of a page lists what is registered then.
    *
    * Errors:
    * * `INVALID_ARGUMENT` (`BAD_PAGE_TOKEN`): `page_token` was not made by this call.
@@ -642,7 +643,7 @@ export const RegistryService: GenService<{
   },
   /**
    * Returns the peer address of an instance. Nodes call it before a handoff to or from that instance, because requests
-   * contain instance ids, not addresses.
+   * contain instance ids, not addresses. A repeat asks again: the address may have changed.
    *
    * Errors:
    * * `NOT_FOUND` (`INSTANCE_NOT_FOUND`): the instance is not registered.
