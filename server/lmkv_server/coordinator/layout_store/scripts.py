@@ -21,12 +21,19 @@ local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
 local previous = newest[1] and newest[1][1] or '0-0'
 """
 
+# Coordinators of another protocol renew their id every few seconds. It is left to them while they do.
 CLAIM = """
+local id = redis.call('GET', KEYS[1])
+if id and string.match(id, '^(%d+)-') ~= string.match(ARGV[1], '^(%d+)-') then
+  if redis.call('PTTL', KEYS[1]) > ARGV[2] - ARGV[3] then return id end
+  redis.call('DEL', KEYS[1])
+end
 redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return redis.call('GET', KEYS[1])
 """
-"""KEYS id; ARGV an id to set if there is none, its lifetime. Returns the id."""
+"""KEYS id; ARGV an id, PROTOCOL_VERSION-WORD, to set if there is none, its lifetime, and the time after which one of
+another protocol that is not renewed is replaced. Returns the id."""
 
 TAIL = f"""{_CHECK}{_NEWEST}
 return previous

@@ -21,6 +21,7 @@ from valkey.exceptions import ValkeyError
 
 from lmkv.config.remote_url import RemoteUrl
 from lmkv.errors import ConfigError
+from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.chunk_records import FIELD_BYTES, MARKER, field_prefix, writes
 from lmkv_server.coordinator.layout_store.log_entry import (
@@ -44,6 +45,8 @@ LOG_ENTRIES = 4096
 """Approximate length of a shard's log: a coordinator further behind loads again."""
 LOG_SECONDS = 600.0
 """Lifetime of a log that is not written."""
+UNUSED_SECONDS = 60.0
+"""A map of another protocol that its coordinators have not renewed for such a time is replaced."""
 TERM_SECONDS = 86_400.0
 """Lifetime of ids and terms that are not renewed."""
 SCANNED_RECORDS = 4000
@@ -210,9 +213,15 @@ class ValkeyClient:
         return await all_of(self._claim_shard(shard) for shard in range(SHARD_COUNT))
 
     async def _claim_shard(self, shard: int) -> bytes:
-        arguments = (1, _shard_key(shard, "id"), uuid4().hex[:8], _ms(TERM_SECONDS))
+        own = f"{PROTOCOL_VERSION}-{uuid4().hex[:8]}"
+        arguments = (1, _shard_key(shard, "id"), own, _ms(TERM_SECONDS), _ms(UNUSED_SECONDS))
         async with _answer():
             answer = await self._shards[shard].evalsha(self._shas[scripts.CLAIM], *arguments)
+        if (version := _version_of(answer)) != PROTOCOL_VERSION:
+            raise StoreLost(
+                f"coordinators of protocol {version} share it, and this one runs {OWN_BUILD}; upgrade all coordinators "
+                "together, or name another database"
+            )
         return bytes(answer)
 
     async def _run(self, script: str, shard: int, keys: Sequence[bytes], *arguments: Any) -> Any:
@@ -223,6 +232,12 @@ class ValkeyClient:
             return await self._shards[shard].evalsha(
                 self._shas[script], len(all_keys), *all_keys, self._ids[shard], *arguments
             )
+
+
+def _version_of(shard_id: bytes) -> int:
+    """The `PROTOCOL_VERSION` of the coordinators that share a map; 0 if they are from before it was in the id."""
+    version, dash, _ = shard_id.partition(b"-")
+    return int(version) if dash and version.isdigit() else 0
 
 
 @asynccontextmanager

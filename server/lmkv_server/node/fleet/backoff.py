@@ -12,7 +12,7 @@ MAX_BUSY_DELAY_SECONDS = 3.0
 MAX_REQUESTED_DELAY_SECONDS = 30.0
 """Upper bound for the delay that a coordinator without room asks for."""
 REFUSED_DELAY_SECONDS = 5.0
-"""While another node has the instance id, or the coordinator speaks another protocol."""
+"""While another node has the instance id. If the coordinator speaks another protocol: at first, then twice as long."""
 
 
 class RegisterBackoff:

@@ -39,6 +39,7 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.backoff import (
     MAX_BUSY_DELAY_SECONDS,
     MAX_DELAY_SECONDS,
+    MAX_REQUESTED_DELAY_SECONDS,
     REFUSED_DELAY_SECONDS,
     RegisterBackoff,
 )
@@ -85,6 +86,8 @@ class CoordinatorSession:
         self._registration_is_outdated = False
         self._refused_since: float | None = None
         self._backoff = RegisterBackoff()
+        self._mismatch_seconds = REFUSED_DELAY_SECONDS
+        """Next delay if the coordinator speaks another protocol: an older one logs each time that the node left."""
         self._logged = ""
         self._settled = asyncio.Event()
         self._start_error: ConfigError | None = None
@@ -228,7 +231,7 @@ class CoordinatorSession:
                 self._stream.refresh()
             self._lookups.silence.end()
             self._logged = ""
-            self.is_refused, self._refused_since = False, None
+            self.is_refused, self._refused_since, self._mismatch_seconds = False, None, REFUSED_DELAY_SECONDS
             logger.info("instance %s joined the fleet at %s", lease.instance.instance_id, self.coordinator_address)
             self._settled.set()
             await self._report(self._stream, lease)
@@ -247,7 +250,8 @@ class CoordinatorSession:
             self._log_failure(error)
         except VersionMismatch as error:
             self._map_id = None
-            self._backoff.request(REFUSED_DELAY_SECONDS)
+            self._backoff.request(self._mismatch_seconds)
+            self._mismatch_seconds = min(2 * self._mismatch_seconds, MAX_REQUESTED_DELAY_SECONDS)
             self._log_failure(error)
         except LmkvError as error:
             self._log_failure(error)

@@ -14,9 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
-from lmkv import rpc
+from lmkv import __version__, rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.callers import read_callers
+from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
 from lmkv.rpc.prompts import by_keys, by_tokens
@@ -26,9 +27,10 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store import publisher as publisher_module
 from lmkv_server.coordinator.layout_store import shared_map
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
+from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
+from lmkv_server.coordinator.layout_store.valkey_client import TERM_SECONDS, UNUSED_SECONDS
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.layout_store.parts import (
     chunks_of,
@@ -506,3 +508,31 @@ async def test_answers_are_partial_until_what_is_reported_elsewhere_is_known(sta
         await store.aclose()
         await until(lambda: not core.is_partial(now))
         stream.cancel()
+
+
+async def test_a_map_of_coordinators_of_another_protocol_is_left_to_them_until_they_are_gone(
+    start: Start, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entries of another version could be misunderstood: instances are known from their own reports instead."""
+    names = [f"lmkv:{{{shard}}}:id" for shard in range(SHARD_COUNT)]
+    with server.client() as client:
+        for name in names:
+            client.set(name, f"{PROTOCOL_VERSION + 1}-abcdef", px=round(1000 * TERM_SECONDS))
+        coordinator = await start()
+        async with ScriptedNode("a", addresses(coordinator), chunks_of("a", 10)) as node:
+            await all_know(node, coordinator)
+            assert (map_id(coordinator), node.stream_kinds[coordinator.address]) == ("", ["own"])
+            own = f"lmkv {__version__} (protocol {PROTOCOL_VERSION})"
+            lines = [record.getMessage() for record in caplog.records if "continuing without it" in record.getMessage()]
+            assert [line.partition("without it: ")[2] for line in lines] == [
+                f"coordinators of protocol {PROTOCOL_VERSION + 1} share it, and this one runs {own}; upgrade all "
+                "coordinators together, or name another database"
+            ]
+            assert all(client.get(name).startswith(b"%d-" % (PROTOCOL_VERSION + 1)) for name in names), (
+                "it has not renewed them either"
+            )
+            for name in names:
+                client.pexpire(name, round(1000 * (TERM_SECONDS - UNUSED_SECONDS - 1)))
+            await until(lambda: map_id(coordinator) != "")
+            await all_know(node, coordinator)
+            await until(lambda: node.stream_kinds[coordinator.address][-1] == "home")

@@ -41,6 +41,8 @@ async def test_a_node_leaves_a_coordinator_of_another_version_and_joins_it_once_
         await fleet.started()
         await until(lambda: ordering.farewell_count > 5)
         assert not fleet.connected
+        (of_coordinator,) = fleet.sessions
+        assert of_coordinator._mismatch_seconds > 0.01 * 2**4, "an older one logs each attempt"
         assert ordering.stream_count == 0, "it reports nothing to a coordinator that may misunderstand it"
         (line,) = lines(caplog)
         own = f"lmkv {__version__} (protocol {PROTOCOL_VERSION})"
@@ -49,6 +51,7 @@ async def test_a_node_leaves_a_coordinator_of_another_version_and_joins_it_once_
         )
         ordering.protocol_version = PROTOCOL_VERSION
         await until(lambda: ordering.stream_count == 1)
+        assert of_coordinator._mismatch_seconds == session.REFUSED_DELAY_SECONDS
 
 
 async def test_a_node_of_another_version_is_in_no_layout_map_and_joins_once_it_is_upgraded(
