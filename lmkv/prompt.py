@@ -64,6 +64,9 @@ class Hit(NamedTuple):
     """A chunk behind them, which the prompt itself does not have."""
 
 
+NO_HIT = Hit()
+
+
 class Prompt:
     """The chunks of a prompt under one spec. Keys of parts are computed when they are first asked for."""
 
@@ -95,6 +98,13 @@ class Prompt:
     def __len__(self) -> int:
         """Chunks that have keys."""
         return self._count
+
+    def first(self, chunk_count: int) -> Prompt:
+        """This prompt without the keys behind its first chunks."""
+        if chunk_count >= self._count:
+            return self
+        keys = self.keys[:chunk_count]
+        return Prompt(self.spec, keys, root=self.root, tokens=self.tokens, extras=self._extras)
 
     def ending_with(self, key: ChunkKey) -> Prompt:
         """The same prompt, with another chunk that has its last tokens."""
@@ -161,6 +171,13 @@ class Prompt:
         end, size = self.end(hit), self.spec.chunk_size
         return Items(self, [part.needed(end, size) for part in self.spec.parts], hit)
 
+    def item_count(self, hit: Hit) -> int:
+        """The number of items of a hit."""
+        if self.spec.matches_prefixes:
+            return hit.chunk_count + (hit.tail is not None)
+        end, size = self.end(hit), self.spec.chunk_size
+        return sum(len(part.needed(end, size)) for part in self.spec.parts)
+
     def all_items(self) -> Items:
         """All parts of all chunks."""
         return Items(self, [range(self._count)] * len(self.spec.parts), Hit(self._count))
@@ -168,6 +185,8 @@ class Prompt:
     def size_bytes(self, hit: Hit) -> int:
         """Bytes of the items of a hit."""
         end, spec, total = self.end(hit), self.spec, 0
+        if end == hit.chunk_count * spec.chunk_size and spec.matches_prefixes:
+            return hit.chunk_count * spec.chunk_bytes
         for number, part in enumerate(spec.parts):
             if needed := part.needed(end, spec.chunk_size):
                 last = spec.part_bytes(number, self.tokens_of(needed.stop - 1, hit))
@@ -326,15 +345,13 @@ class Items:
         """Tokens of the chunk that the item is a part of, as it is stored."""
         return self.prompt.tokens_of(self.at(index)[1], self.hit)
 
-    def fits(self, index: int, fingerprint: bytes, size_bytes: int) -> bool:
-        """Whether a chunk of this spec and size is the item that its key stands for."""
-        return fingerprint == self.spec.fingerprint and size_bytes == self.sizes[index]
-
     def parent(self, index: int) -> ChunkKey | None:
         """What must not be evicted before an item; see `parent_of`."""
         part, chunk = self.at(index)
         tail = self.hit.tail if chunk == self.hit.chunk_count else None
-        return parent_of(self.spec, part, tail.key if tail else self.prompt.keys[chunk], self.prompt.parent(chunk))
+        own, previous = tail.key if tail else self.prompt.key(0, chunk), self.prompt.parent(chunk)
+        is_partial = self.token_count(index) < self.spec.chunk_size
+        return parent_of(self.spec, part, own, previous, has_ends=is_partial)
 
     def below(self, chunk_count: int) -> Collection[int]:
         """The items of the prompt's first chunks."""
@@ -390,15 +407,18 @@ class _ItemKeys(Sequence[ChunkKey]):
         return self._items.key(index % len(self))
 
 
-def parent_of(spec: KvSpec, part: int, chunk_key: ChunkKey, previous: ChunkKey | None) -> ChunkKey | None:
+def parent_of(
+    spec: KvSpec, part: int, chunk_key: ChunkKey, previous: ChunkKey | None, *, has_ends: bool = False
+) -> ChunkKey | None:
     """The key of what must not be evicted before a part of a chunk; `previous` is the key of the chunk before it.
 
     A part leaves before part 0 of its chunk, which no hit that needs the part can do without. Part 0 keeps the chunk
-    before it only if a hit needs every chunk of it: of a sliding window the oldest chunks leave first.
+    before it if a hit needs every chunk of it, or if prompts end in it (`has_ends`), which are found behind that chunk:
+    of other chunks of a sliding window the oldest leave first.
     """
     if part:
         return chunk_key
-    return previous if spec.rule == ALL else None
+    return previous if spec.rule == ALL or has_ends else None
 
 
 # --- Matching ----------------------------------------------------------------------------------------------------
@@ -449,6 +469,8 @@ def match(prompt: Prompt, held: Held, most_bytes: int | None = None) -> Hit:
             count = held.prefix(number, count)
     if most_bytes is not None:
         count = min(count, _most_chunks(prompt.spec, most_bytes))
+    if prompt.spec.matches_prefixes and most_bytes is None and not prompt.may_end_behind(count):
+        return Hit(count)
     for _ in range(MAX_JUMPS):
         if hit := _ending_behind(prompt, held, count, most_bytes):
             return hit

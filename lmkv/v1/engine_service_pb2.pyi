@@ -1064,9 +1064,7 @@ class FoundChunks(_message.Message):
     refused_chunk_count: _builtins.int
     """Chunks that could be brought in and are not offered, because fetching them would take longer than computing them."""
     hit_chunk_count: _builtins.int
-    """Chunks of the hit, if chunks have several parts; `own` and `runs` then count its items, and a run may have the tier
-    `own`.
-    """
+    """Chunks of the hit. If chunks have several parts, `own` and `runs` count its items, and a run may have the tier `own`."""
     partial_key: _builtins.bytes
     """16 bytes: the key of the last chunk of the hit, if that is not in `chunk_keys`. The n chunks before it are the first n of
     `chunk_keys`, and full. Otherwise empty.

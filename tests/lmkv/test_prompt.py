@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv.keys import ChunkKey, as_tokens, partial_keys, prefix_digests
-from lmkv.parts import KvPart
-from lmkv.prompt import MAX_JUMPS, EndIndex, Hit, Prompt, Tail, match
+from lmkv.keys import ChunkKey, as_tokens, part_key, partial_keys, prefix_digests
+from lmkv.parts import KvPart, PartItem
+from lmkv.prompt import MAX_JUMPS, EndIndex, Hit, Prompt, Tail, match, parent_of
 from lmkv.spec import ALL, TOKEN_MAJOR, KvSpec
 from tests.lmkv.test_parts import HYBRID as TILED
 from tests.lmkv.test_parts import PARTS, STATE, window
@@ -43,6 +43,10 @@ def spec_of(*parts: KvPart) -> KvSpec:
 SPECS = st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: spec_of(*parts))
 HYBRID = spec_of(replace(window(2), rule=ALL, span=0), window(6), STATE)
 FULL, WINDOW, STATES = range(3)
+
+
+def key_of(part: int, chunk: int) -> ChunkKey:
+    return part_key(KEYS[chunk], part)
 
 
 @dataclass
@@ -106,6 +110,90 @@ def test_a_match_is_the_longest_hit_of_what_is_held(
     assert prompt.size_bytes(found) == sum(prompt.items(found).sizes)
     assert len(prompt.items(found)) == len(spec.items(found.chunk_count, found.tail.token_count if found.tail else 0))
 
+
+# --- Items
+
+WHOLE = Prompt(HYBRID, KEYS).all_items()
+
+
+def index_of(part: int, chunk: int) -> int:
+    return part * COUNT + chunk
+
+
+def test_the_items_of_a_prompt_are_all_parts_of_all_chunks() -> None:
+    assert list(WHOLE.keys) == [part_key(key, part) for part in range(3) for key in KEYS]
+    assert WHOLE.keys[index_of(STATES, 2) : index_of(STATES, 4)] == [key_of(STATES, 2), key_of(STATES, 3)]
+    assert WHOLE.sizes[index_of(WINDOW, 7)] == HYBRID.part_bytes(WINDOW)
+    assert WHOLE.mean_bytes == HYBRID.chunk_bytes // 3
+
+
+@pytest.mark.parametrize("count", range(COUNT + 1))
+def test_the_items_of_a_hit_are_those_of_its_spec_and_a_subset_of_the_prompts(count: int) -> None:
+    hit, expected = Prompt(HYBRID, KEYS).items(Hit(count)), HYBRID.items(count)
+    assert [PartItem(int(part), int(chunk)) for part, chunk in zip(hit.parts, hit.chunks, strict=True)] == expected
+    assert list(hit.keys) == HYBRID.item_keys(expected, KEYS)
+    assert hit.sizes == [HYBRID.part_bytes(item.part) for item in expected]
+    assert [WHOLE.keys[index] for index in WHOLE.in_hit(Hit(count)).nonzero()[0]] == list(hit.keys)
+    assert hit.below(count) == frozenset(range(len(hit)))
+    assert hit.below(0) == frozenset()
+
+
+def test_a_holder_of_fewer_chunks_may_have_the_items_of_these() -> None:
+    hit = Prompt(HYBRID, KEYS).items(Hit(4))
+    assert [(int(hit.parts[index]), int(hit.chunks[index])) for index in sorted(hit.below(3))] == [
+        (FULL, 0),
+        (FULL, 1),
+        (FULL, 2),
+        (WINDOW, 2),
+    ]
+
+
+def test_a_lookup_uses_what_it_finds_and_the_chunks_before_it_that_every_hit_needs() -> None:
+    asked = [index_of(FULL, 3), index_of(FULL, 4), index_of(WINDOW, 2), index_of(STATES, 4)]
+    before = [key_of(FULL, chunk) for chunk in range(3)]
+    assert WHOLE.used_with([], asked) == before
+    assert WHOLE.used_with([], []) == []
+    found = [index_of(FULL, 3), index_of(WINDOW, 3)]
+    assert WHOLE.used_with(found, asked) == [*before, key_of(FULL, 3), key_of(WINDOW, 3)]
+    assert WHOLE.used_with([index_of(STATES, 1)], [index_of(STATES, 1)]) == [
+        *(key_of(FULL, chunk) for chunk in range(COUNT)),
+        key_of(STATES, 1),
+    ]
+
+
+def test_a_spec_without_a_part_of_which_every_chunk_is_needed_uses_what_it_finds() -> None:
+    windows = replace(HYBRID, rule=HYBRID.more_parts[0].rule, span=40, more_parts=())
+    items = Prompt(windows, KEYS).all_items()
+    assert items.used_with([3], [2, 3, 4]) == [KEYS[3]]
+    assert items.used_with([], [2, 3, 4]) == []
+
+
+def test_a_part_leaves_before_its_chunk_and_a_chunk_before_the_one_in_front_of_it() -> None:
+    assert WHOLE.parent(index_of(FULL, 0)) is None
+    assert WHOLE.parent(index_of(FULL, 3)) == KEYS[2]
+    assert WHOLE.parent(index_of(WINDOW, 0)) == KEYS[0]
+    assert WHOLE.parent(index_of(STATES, 3)) == KEYS[3]
+
+
+def test_of_a_sliding_window_the_oldest_chunks_leave_first() -> None:
+    windows = replace(HYBRID, rule=HYBRID.more_parts[0].rule, span=40, more_parts=())
+    assert parent_of(windows, 0, KEYS[1], KEYS[0]) is None
+    assert parent_of(HYBRID, 0, KEYS[1], KEYS[0]) == KEYS[0]
+
+
+def test_items_can_be_read_from_the_end_and_there_may_be_none() -> None:
+    assert WHOLE.keys[-1] == key_of(STATES, COUNT - 1)
+    assert WHOLE.keys[-COUNT - 1] == key_of(WINDOW, COUNT - 1)
+    nothing = Prompt(HYBRID, KEYS).items(Hit(0))
+    assert (len(nothing), list(nothing.keys), nothing.mean_bytes) == (0, [], 1)
+
+
+def test_one_item_is_its_own_average() -> None:
+    windows = replace(HYBRID, rule=HYBRID.more_parts[0].rule, span=40, more_parts=())
+    assert Prompt(windows, KEYS[:1]).all_items().mean_bytes == windows.chunk_bytes
+
+
+# --- The index of ends
 
 PARENTS = [ChunkKey(bytes([number]) * 16) for number in range(2)]
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)

@@ -20,6 +20,7 @@ from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrant, ReadGr
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.models.explorer import Action
+from tests.server.node.pool_lookups import open_lookup
 
 SPEC = KvSpec(
     model_name="m",
@@ -159,7 +160,7 @@ class PoolModel:
 
     def _lookup(self, name: str) -> None:
         engine = self.attached[name]
-        lease = engine.session.open("r", list(KEYS.values()))
+        lease = open_lookup(engine.session, self.tier, "r", list(KEYS.values()))
         assert [chunk.key for chunk in lease.chunks] == list(KEYS.values())[: len(lease.chunks)]
         engine.lease = tuple(lease.chunks)
 

@@ -20,11 +20,10 @@ from lmkv_server.coordinator.core.match import with_tails
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
+from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk
+from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.sessions.session import EngineSession
-from lmkv_server.node.tiers.hit import Tail
-from lmkv_server.node.tiers.tail_lookup import TailLookup
 from tests.models.explorer import Action
 from tests.models.pool import PAGE, SPEC, order
 
@@ -118,10 +117,9 @@ class NodeTailModel:
 
     def _lookup(self) -> None:
         """As an engine's lookup of the prompt: it holds the full chunk, and the tail if the pool has it."""
-        lease = self.session.open("r", [F])
-        tail = self._tail() if lease.own_count else None
-        if tail is not None:
-            self.session.add_tail(lease, [F, tail.key], tail.chunk)
+        lease = self.session.begin("r")
+        found = self._lookup_in_pool().result()
+        self.session.keep(lease, found.items.keys, found.own)
         self.lease = [NAMES[chunk.key] for chunk in lease.chunks]
         self.superseded -= set(self.lease)
 
@@ -140,21 +138,22 @@ class NodeTailModel:
         self.index.add_spec(SPEC)
         self.knows_spec = True
 
-    def _tail(self) -> Tail | None:
-        prompt = PromptTokens(root=ROOT, chunk_size=SPEC.chunk_size, tokens=TOKENS)
-        return TailLookup(self.tier, self.index, SPEC, prompt, [F], 1).tail
+    def _lookup_in_pool(self) -> PromptLookup:
+        prompt = Prompt(SPEC, [F], root=ROOT, tokens=TOKENS)
+        return PromptLookup(self.tier, self.index, prompt, self.tier.size_bytes)
 
     # --- Promises ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.tier.check(self._dropped_on_hold())
         self.index.check()
-        tail = self._tail()
+        tail = self._lookup_in_pool().result(is_use=False).hit.tail if self.tier.get(F) else None
         found = NAMES[tail.key] if tail else ""
         held = [name for name in LENGTHS if self.tier.get(KEYS[name])]
         assert not tail or found in held, f"a lookup finds tail {found}, which the pool does not hold"
-        if self.knows_spec:
+        if self.knows_spec and self.tier.get(F):
             assert found == (held[-1] if held else ""), f"a lookup finds tail {found!r} of {held}"
+        if self.knows_spec:
             assert self.index.chunk_count == len(held) + len(self.disk), "the index has other chunks than the tiers"
         assert self.index.chunk_count <= len(held) + len(self.disk), "the index keeps a chunk that no tier holds"
 
@@ -180,7 +179,7 @@ class NodeTailModel:
             self.lease,
             [(NAMES[chunk.key], chunk.offset) for chunk in self._dropped_on_hold()],
             self.knows_spec,
-            sorted((tier, NAMES[key]) for tier, key in self.index._index),
+            sorted((tier, NAMES[key]) for tier, key in self.index.index),
             sorted(self.superseded),
         )
 

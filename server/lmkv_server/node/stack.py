@@ -9,25 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 
 from lmkv.errors import LmkvError
-from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.prompt import Prompt
 from lmkv.spec import KvSpec
-from lmkv.tiers import Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.losses import Losses
-from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
+from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.handoff.device_buffers import DeviceBuffers
 from lmkv_server.node.handoff.receiver import HandoffReceiver
-from lmkv_server.node.sessions.extents import MAX_EXTENTS
-from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection, deadline_at
-from lmkv_server.node.tiers.diagnosis import Diagnosis
-from lmkv_server.node.tiers.hit import Hit
-from lmkv_server.node.tiers.item_lookup import ItemLookup
+from lmkv_server.node.lookup.diagnosis import Diagnosis
+from lmkv_server.node.lookup.found import Found
+from lmkv_server.node.lookup.lookup import PromptLookup
+from lmkv_server.node.sessions.session import HOLD_SHARE
+from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
 from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
-from lmkv_server.node.tiers.tail_lookup import TailLookup
 
 logger = logging.getLogger(__name__)
 
+UNBOUNDED_BYTES = 1 << 62
 REST_SECONDS = 1.0
 """Most time to fetch from other instances what a handoff did not send."""
 
@@ -83,111 +82,47 @@ class TierStack:
         """Whether any tier can be asked."""
         return any(tier.usable for tier in self._tiers)
 
-    async def lookup(
-        self,
-        spec: KvSpec,
-        keys: Sequence[ChunkKey],
-        first: int,
-        limit: int | None = None,
-        *,
-        root: ChunkKey | None = None,
-        deadline: float | None = None,
-    ) -> Hit:
-        """Which tiers hold the chunks of a prompt from `first` on without a gap, at most `limit` of them.
+    def begin(self, prompt: Prompt, most_bytes: int) -> PromptLookup:
+        """Begins a lookup of a prompt, in the pool; the items of its hit are to have at most `most_bytes`."""
+        return PromptLookup(self._tier, self._partial_chunks, prompt, most_bytes)
 
-        Each tier is asked for what those before it do not hold, within a time of its own, or until the `deadline`, by
-        `time.monotonic()`, if that is later. With the `root` of the key chain, the presences have `partial_lengths`.
-        Raises nothing.
+    async def ask(self, lookup: PromptLookup, tokens_per_second: float = 0.0, *, deadline: float | None = None) -> None:
+        """Asks the tiers for items of longer hits than the pool has.
+
+        Each within a time of its own, or until the `deadline`, by `time.monotonic()`, if that is later. Hits that take
+        longer to bring than to compute are left out, if the engine's prefill rate is known. Raises nothing.
         """
-        runs: list[Run] = []
-        presences: dict[str, Presence] = {}
-        end = len(keys) if limit is None else min(len(keys), first + limit)
-        if self._clearing[spec.fingerprint]:
-            return Hit()
-        for at, tier in enumerate(self._tiers):
-            if first >= end:
-                break
-            if not tier.usable:
-                continue
-            until = deadline_at(self._tiers, at, deadline)
-            needs = Needs(spec=spec, keys=keys, indices=range(first, len(keys)), root=root, deadline=until)
-            presence = await tier.lookup(needs)
-            presences[tier.name] = presence
-            if count := min(presence.run_from(first), end - first):
-                runs.append(Run(tier=tier.name, chunk_count=count))
-                first += count
-        return Hit(runs=tuple(runs), presences=presences)
+        if not self._clearing[lookup.prompt.spec.fingerprint]:
+            await lookup.ask(self._tiers, tokens_per_second, deadline=deadline)
 
-    def begin_tail(self, spec: KvSpec, prompt: PromptTokens, keys: Sequence[ChunkKey], end: int) -> TailLookup:
-        """Begins a lookup of the tail of a hit that ends before chunk `end` of `keys`, in the pool."""
-        return TailLookup(self._tier, self._partial_chunks, spec, prompt, keys, end)
+    async def find(self, prompt: Prompt) -> Found:
+        """The longest hit of a prompt in pool and tiers. Holds nothing, and raises nothing.
 
-    async def ask_for_tail(
-        self,
-        lookup: TailLookup,
-        spec: KvSpec,
-        hit: Hit,
-        tokens_per_second: float,
-        *,
-        deadline: float | None = None,
-    ) -> None:
-        """Asks the tiers for a longer tail of the `hit` than the pool has; `deadline` as for `lookup`.
-
-        Raises nothing.
+        Of a hit that is only of use as a whole: one that an engine can load.
         """
-        if not self._clearing[spec.fingerprint]:
-            await lookup.ask(self._tiers, hit, tokens_per_second, deadline=deadline)
-
-    def begin_items(self, spec: KvSpec, chunk_keys: Sequence[ChunkKey]) -> ItemLookup:
-        """Begins a lookup of a prompt whose chunks have several parts, in the pool."""
-        return ItemLookup(self._tier, spec, chunk_keys, MAX_EXTENTS)
-
-    async def ask_for_items(self, lookup: ItemLookup, budget_bytes: int, *, deadline: float | None = None) -> None:
-        """Asks the tiers for items of longer hits than the pool has within the budget; `deadline` as for `lookup`.
-
-        Raises nothing.
-        """
-        if not self._clearing[lookup.spec.fingerprint]:
-            await lookup.ask(self._tiers, budget_bytes, deadline=deadline)
-
-    def without_slow(self, hit: Hit, spec: KvSpec, tokens_per_second: float) -> tuple[Hit, tuple[Run, ...]]:
-        """The runs before the first that takes longer to load than to compute, and the others.
-
-        A run whose time is not known is kept, and so are all if the engine's prefill rate is not known.
-        """
-        for at, run in enumerate(hit.runs if tokens_per_second > 0 else ()):
-            presence = hit.presences[run.tier]
-            seconds = self._named(run.tier).expected_seconds(presence, run.chunk_count * spec.chunk_bytes)
-            if seconds is not None and seconds > run.chunk_count * spec.chunk_size / tokens_per_second:
-                dropped = [late.tier for late in hit.runs[at:]]
-                known = {
-                    name: Presence(asked=presence.asked) if name in dropped else presence
-                    for name, presence in hit.presences.items()
-                }
-                return Hit(runs=hit.runs[:at], presences=known), hit.runs[at:]
-        return hit, ()
+        most_bytes = self._tier.size_bytes // HOLD_SHARE
+        lookup = self.begin(prompt, UNBOUNDED_BYTES if prompt.spec.matches_prefixes else most_bytes)
+        if not lookup.is_complete and self.usable:
+            await self.ask(lookup)
+        return lookup.result()
 
     async def load(
         self,
-        hit: Hit,
-        spec: KvSpec,
-        keys: Sequence[ChunkKey],
-        first: int,
+        found: Found,
+        wanted: range,
         timeout_seconds: float,
         on_chunks: OnChunks,
         handoff_id: str = "",
-        *,
-        root: ChunkKey | None = None,
     ) -> Loaded:
-        """Loads `keys[first:]` into host memory; `hit` is what a lookup of the prompt, or a part of it, found.
+        """Loads items of a hit into host memory, by their indices.
 
-        `root` is the root of the key chain, if that is known.
-
-        `on_chunks` gets the chunks in their order, by index in `keys`, each with a hold that the callee ends. A tier is
-        asked again only about chunks that the lookup did not ask it for. Raises nothing but for cancellation.
+        `on_chunks` gets the chunks in their order, each with a hold that the callee ends. A tier is asked again only
+        about items that the lookup did not ask it for. Raises nothing but for cancellation.
         """
         began = time.monotonic()
-        progress = Progress(self._tier, spec, keys, first, on_chunks, items=hit.items, root=root)
+        items = found.items
+        keys = items.keys if wanted.stop >= len(items) else items.keys[: wanted.stop]
+        progress = Progress(self._tier, items.spec, keys, wanted.start, on_chunks, items=items)
         error: LmkvError | None = None
         try:
             if handoff_id and self._receiver:
@@ -197,7 +132,7 @@ class TierStack:
                 seconds = timeout_seconds - (time.monotonic() - began)
                 if not progress.missing or seconds <= 0:
                     break
-                presence = await self._presence(tier, hit, progress)
+                presence = await self._presence(tier, found, progress)
                 if not presence.indices:
                     continue
                 if handoff_id and presence.source:
@@ -249,10 +184,10 @@ class TierStack:
         except LmkvError as error:
             logger.warning("%s: %s", tier.name, error)
 
-    async def _presence(self, tier: SecondaryTier, hit: Hit, progress: Progress) -> Presence:
+    async def _presence(self, tier: SecondaryTier, found: Found, progress: Progress) -> Presence:
         """What the tier holds of the missing chunks: as the lookup found, or asked now if that was about others."""
         missing = sorted(progress.missing)
-        known = hit.presences.get(tier.name)
+        known = found.presences.get(tier.name)
         if known is not None and missing[0] in known.asked:
             return known
         return await tier.lookup(
@@ -264,6 +199,3 @@ class TierStack:
                 items=progress.items,
             )
         )
-
-    def _named(self, name: str) -> SecondaryTier:
-        return next(tier for tier in self._tiers if tier.name == name)

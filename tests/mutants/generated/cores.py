@@ -55,7 +55,6 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv_server.node.cache.losses": (f"{_CACHE}test_losses.py",),
     "lmkv_server.node.cache.partial_chunks": (f"{_CACHE}test_partial_chunks.py",),
     "lmkv_server.node.cache.pins": (f"{_CACHE}test_pins.py",),
-    "lmkv_server.node.cache.prompt_items": (f"{_CACHE}test_prompt_items.py",),
     "lmkv_server.node.cache.reuse_times": (f"{_CACHE}test_learned.py", f"{_CACHE}test_eviction.py"),
     "lmkv_server.node.commands.journal": (f"{_NODE}commands/test_journal.py",),
     "lmkv_server.node.fetch.inflight": (f"{_NODE}fetch/test_inflight.py", f"{_NODE}fetch/test_scheduler.py"),

@@ -182,7 +182,7 @@ class RequestState:
         self.absent_count = 0
         """Chunks, or items, behind these that can be brought in."""
         self.hit_chunk_count = 0
-        """With parts: chunks of the hit that the lookup found."""
+        """Chunks of the hit that the lookup found."""
         self.sources = HitSources()
         """Where the chunks of the last answer were."""
         self.peer_id = ""
@@ -323,7 +323,7 @@ class RequestState:
         self.found_partial = partial
         self.chosen_tokens = None
         self.own = list(own)
-        self.hit_chunk_count = sources.hit_chunk_count
+        self.hit_chunk_count = sources.chunk_count
         self.sources = sources
         self.absent_count = sources.absent_count
         self.peer_id = peer_id

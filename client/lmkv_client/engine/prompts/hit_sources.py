@@ -15,19 +15,21 @@ class HitSources:
     chunk   0     1     2      3       4       5        6
           │ own │ own │ disk │ peers │ peers │ remote │ missing
 
-    If chunks have several parts, items of the hit are counted instead: `tokens` divides the tokens of the hit evenly.
+    If items of the hit are not its chunks, they are counted instead: `tokens` divides the tokens of the hit evenly.
     """
 
     own: int = 0
     runs: tuple[Run, ...] = ()
     hit_chunk_count: int = 0
-    """Chunks of the hit, if items are counted."""
+    """Chunks of the hit, if items are counted; else 0."""
 
     @classmethod
     def of_answer(cls, found: pb.FoundChunks) -> HitSources:
         """Those of the node's answer to a lookup."""
         runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
-        return cls(own=len(found.own), runs=runs, hit_chunk_count=found.hit_chunk_count)
+        item_count = len(found.own) + sum(run.chunk_count for run in runs)
+        hit_chunk_count = 0 if found.hit_chunk_count == item_count else found.hit_chunk_count
+        return cls(own=len(found.own), runs=runs, hit_chunk_count=hit_chunk_count)
 
     @property
     def absent_count(self) -> int:

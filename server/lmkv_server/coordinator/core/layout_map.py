@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadMessage, Full
-from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, Digest, join_keys, split_keys
+from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, ChunkKey, Digest, join_keys, part_key, split_keys
 from lmkv.prompt import EndIndex
 from lmkv.tiers import LAYOUT_TIERS
 from lmkv_kernels import ChunkTable
@@ -234,12 +234,23 @@ class LayoutMap:
             matches.sort(key=lambda match: (-match.chunk_count, match.instance_id))
         return matches
 
-    def lookup_any(self, chunk_keys: bytes, excluded: str = "") -> tuple[int, list[Match]]:
-        """The first key of which instances but `excluded` hold the chunk, by index, and these instances."""
-        for index in range(len(chunk_keys) // KEY_BYTES):
-            if matches := self.lookup(chunk_keys[index * KEY_BYTES : (index + 1) * KEY_BYTES], excluded):
+    def lookup_any(
+        self, chunk_keys: Sequence[ChunkKey], part_count: int = 1, excluded: str = ""
+    ) -> tuple[int, list[Match]]:
+        """The first key of which instances but `excluded` hold all parts of the chunk, by index, and these
+        instances."""
+        for index, key in enumerate(chunk_keys):
+            if matches := self.holders_of_parts(key, part_count, excluded):
                 return index, matches
         return 0, []
+
+    def holders_of_parts(self, chunk_key: ChunkKey, part_count: int, excluded: str = "") -> list[Match]:
+        """The instances but `excluded` that hold all parts of a chunk, each with the chunk as its match."""
+        if part_count == 1:
+            return self.lookup(chunk_key, excluded)
+        keys = join_keys(part_key(chunk_key, part) for part in range(part_count))
+        whole = (one for one in self.lookup(keys, excluded) if one.chunk_count == part_count)
+        return [Match(one.instance_id, 1, one.token_count // part_count, one.runs) for one in whole]
 
     @property
     def ends(self) -> EndIndex[bytes]:

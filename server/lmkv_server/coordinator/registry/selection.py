@@ -30,6 +30,7 @@ from lmkv.keys import (
 )
 from lmkv.prompt import Prompt, match
 from lmkv.rpc.prompts import names_chunks
+from lmkv.spec import KvSpec
 from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_kernels import chunk_keys
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
@@ -181,6 +182,10 @@ class Selector:
         if not keys or (fingerprint and self._models.find_spec(fingerprint) is None):
             return []
         return [self._of_keys(keys, fingerprint)]
+
+    def find_spec(self, fingerprint: bytes) -> KvSpec | None:
+        """The registered spec of a fingerprint."""
+        return self._models.find_spec(fingerprint) if fingerprint else None
 
     async def _joined(self, keys: Sequence[bytes]) -> bytes:
         """The keys of a message as one string; long lists are read in slices, one at a time. Raises `BadChunkKey`."""

@@ -14,7 +14,7 @@ from lmkv.auth.caller import count_request
 from lmkv.errors import BadChunkKey, LmkvError
 from lmkv.internal.v1 import lookup_service_pb2 as internal_pb
 from lmkv.internal.v1 import lookup_service_pb2_grpc as internal_pb_grpc
-from lmkv.keys import KEY_BYTES, check_keys, check_prefix_digests
+from lmkv.keys import KEY_BYTES, ChunkKey, check_keys, check_prefix_digests, split_keys
 from lmkv.prompt import MAX_BEGINNINGS, Prompt
 from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.v1 import cache_service_pb2 as pb
@@ -187,10 +187,13 @@ class LookupService(internal_pb_grpc.LookupServiceServicer):
         Raises `BadChunkKey`.
         """
         keys, excluded = check_keys(request.chunk_keys, limit=MAX_ALTERNATIVES), request.excluded_instance_id
-        response.key_index, matches = self._layout.lookup_any(keys, excluded)
+        spec = self._selector.find_spec(request.fingerprint)
+        part_count = len(spec.parts) if spec else 1
+        response.key_index, matches = self._layout.lookup_any(split_keys(keys), part_count, excluded)
         found_count = matches[0].token_count if matches else 0
-        for token_count, key in self._beginnings(request) if request.prefix_digests else ():
-            if token_count > found_count and (longer := self._layout.lookup(key, excluded)):
+        for token_count, beginning in self._beginnings(request) if request.prefix_digests else ():
+            key = ChunkKey(beginning)
+            if token_count > found_count and (longer := self._layout.holders_of_parts(key, part_count, excluded)):
                 response.key_index, response.prefix_key, response.prefix_token_count = 0, key, token_count
                 matches = longer
                 break

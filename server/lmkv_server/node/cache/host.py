@@ -137,9 +137,19 @@ class HostTier:
         self._queue.use([chunk.key for chunk in found], keys[len(found) :])
         return found
 
-    def use(self, chunks: Iterable[Chunk]) -> None:
-        """Notes a use of chunks of a prompt, in its order, that are in the index."""
-        self._queue.use([chunk.key for chunk in chunks])
+    def prefix_length(self, keys: Sequence[ChunkKey], fingerprint: bytes) -> int:
+        """How many of the keys are held, as chunks of one spec, from the first on without a gap. Does not count as a
+        use."""
+        chunks = self._chunks
+        for count, key in enumerate(keys):
+            chunk = chunks.get(key)
+            if chunk is None or chunk.fingerprint != fingerprint:
+                return count
+        return len(keys)
+
+    def use(self, chunks: Iterable[Chunk], absent: Sequence[ChunkKey] = ()) -> None:
+        """Notes a use of chunks of a prompt, in its order, that are in the index; `absent` are those behind them."""
+        self._queue.use([chunk.key for chunk in chunks], absent)
 
     def supersede(self, key: ChunkKey) -> None:
         """Has the chunk, if it is here and not used again, evicted before others."""

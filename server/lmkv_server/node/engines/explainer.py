@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import takewhile
 
 from lmkv.errors import Full, KvSpecMismatch
 from lmkv.internal.v1.report_service_pb2 import ExplainOrder
 from lmkv.keys import ChunkKey, split_keys
-from lmkv.spec import KvSpec
+from lmkv.prompt import Prompt
 from lmkv.tiers import HOST, OWN
 from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.engines.lookups import missed_span
-from lmkv_server.node.sessions.session import HOLD_SHARE
+from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 
@@ -75,26 +74,18 @@ class PromptExplainer:
         spec = self._sessions.spec(fingerprint)
         if spec is None:
             raise KvSpecMismatch(f"no engine of fingerprint {fingerprint.hex()} has attached here", field="fingerprint")
-        spans = await (self._chunk_spans if spec.has_plain_parts else self._item_spans)(spec, keys)
+        prompt = Prompt(spec, keys)
+        found = await self._stack.find(prompt)
+        spans = [PromptSpan(chunk_count=count, tier=tier) for count, tier in _places(found) if count]
+        missed = self._stack.diagnosis.behind(prompt, found.chunk_count, unanswered=found.unanswered)
+        spans += [missed_span(run) for run in missed]
         for span in spans:
             span.token_count = span.chunk_count * spec.chunk_size
         return spans
 
-    async def _chunk_spans(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> list[PromptSpan]:
-        own_count = sum(1 for _ in takewhile(lambda key: self._tier.get(key) is not None, keys))
-        hit = await self._stack.lookup(spec, keys, own_count)
-        spans = [PromptSpan(chunk_count=own_count, tier=OWN)] if own_count else []
-        spans += [PromptSpan(chunk_count=run.chunk_count, tier=run.tier) for run in hit.runs]
-        missed = self._stack.diagnosis.behind(keys, own_count + hit.chunk_count, presences=hit.presences)
-        return spans + [missed_span(run) for run in missed]
 
-    async def _item_spans(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> list[PromptSpan]:
-        """A hit of items is all or nothing: it counts as held in the last tier that it needs."""
-        lookup, budget_bytes = self._stack.begin_items(spec, keys), self._tier.size_bytes // HOLD_SHARE
-        if not lookup.is_complete:
-            await self._stack.ask_for_items(lookup, budget_bytes)
-        found = lookup.result(budget_bytes)
-        tier = found.rest.runs[-1].tier if found.rest.runs else OWN
-        spans = [PromptSpan(chunk_count=found.chunk_count, tier=tier)] if found.chunk_count else []
-        missed = self._stack.diagnosis.behind_items(spec, keys, found.chunk_count, unanswered=found.unanswered)
-        return spans + [missed_span(run) for run in missed]
+def _places(found: Found) -> list[tuple[int, str]]:
+    """Chunks and their tiers. A hit that is all or nothing counts as held in the last tier that it needs."""
+    if found.prompt.spec.matches_prefixes:
+        return [(len(found.own), OWN), *((run.chunk_count, run.tier) for run in found.runs)]
+    return [(found.chunk_count, found.runs[-1].tier if found.runs else OWN)]

@@ -41,8 +41,8 @@ class EngineLoads:
 
     async def _fetch(self, load: pb.LoadChunks, span: Span) -> None:
         lease = self._session.lease(load.lookup_id)
-        wanted = slice(load.first_chunk, load.first_chunk + load.chunk_count)
-        if lease is None or load.first_chunk < lease.own_count:
+        found = self._lookups.found(load.lookup_id)
+        if lease is None or found is None or load.first_chunk < lease.own_count:
             refusal = BadMessage("the load names no chunks that a lookup found outside the pool")
             span.fail(refusal.reason, str(refusal))
             self._end(load, error=refusal)
@@ -58,14 +58,11 @@ class EngineLoads:
 
         try:
             fetched = await self._stack.load(
-                self._lookups.hit(load.lookup_id),
-                self._session.spec,
-                lease.keys[: wanted.stop],
-                wanted.start,
+                found,
+                range(load.first_chunk, load.first_chunk + load.chunk_count),
                 load.timeout.ToNanoseconds() / 1e9,
                 on_chunks,
                 lease.handoff_id,
-                root=lease.root,
             )
         except asyncio.CancelledError:
             if arrived_count < load.chunk_count:

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lmkv.errors import BadMessage, ConfigConflict, ModelNotFound
-from lmkv.keys import ChunkKey, listed_keys
+from lmkv.keys import listed_keys
 from lmkv.misses import MissReason
+from lmkv.prompt import Prompt
 from lmkv.runtime.places import requester
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.tiers import INSTANCE_TIERS
@@ -26,10 +27,9 @@ from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.handoff.senders import HandoffSenders
 from lmkv_server.node.hints.executor import HintExecutor
-from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
+from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
-from lmkv_server.node.tiers.hit import ItemHit
 
 logger = logging.getLogger(__name__)
 
@@ -239,63 +239,29 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
     async def Lookup(self, request: pb.EngineServiceLookupRequest, context: Any) -> pb.EngineServiceLookupResponse:
         """Looks a prompt up in the pool and the tiers behind it. Holds nothing."""
-        spec = self._spec(request.fingerprint)
-        keys = listed_keys(request.chunk_keys)
-        if not spec.has_plain_parts:
-            found = await self._find_items(spec, keys)
-            return pb.EngineServiceLookupResponse(
-                own_chunk_count=len(found.own),
-                runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.rest.runs],
-                peer_instance_id=found.rest.source,
-                hit_chunk_count=found.chunk_count,
-            )
-        own = len(self._tier.find(keys))
-        hit = await self._stack.lookup(spec, keys, own)
+        found = await self._stack.find(self._prompt(request))
         return pb.EngineServiceLookupResponse(
-            own_chunk_count=own,
-            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in hit.runs],
-            peer_instance_id=hit.source,
+            own_chunk_count=len(found.own),
+            runs=[pb.Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs],
+            peer_instance_id=found.source,
+            hit_chunk_count=found.chunk_count,
         )
 
     async def Load(self, request: pb.LoadRequest, context: Any) -> pb.LoadResponse:
         """Brings chunks into the pool from the tiers behind it. Holds nothing."""
-        spec = self._spec(request.fingerprint)
-        keys = listed_keys(request.chunk_keys)
-        if not spec.has_plain_parts:
-            return await self._load_items(spec, keys)
-        own = len(self._tier.find(keys))
+        prompt = self._prompt(request)
+        found = await self._stack.find(prompt)
         fetched = await self._stack.load(
-            await self._stack.lookup(spec, keys, own),
-            spec,
-            keys,
-            own,
+            found,
+            range(len(found.own), len(found.items)),
             UNARY_LOAD_TIMEOUT_SECONDS,
             lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
         )
-        return pb.LoadResponse(chunk_count=len(self._tier.find(keys)), transferred_bytes=fetched.size_bytes)
+        held = self._stack.begin(prompt, self._tier.size_bytes).result()
+        return pb.LoadResponse(chunk_count=held.chunk_count, transferred_bytes=fetched.size_bytes)
 
-    async def _find_items(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> ItemHit:
-        """The longest hit of a prompt whose chunks have several parts."""
-        lookup, budget_bytes = self._stack.begin_items(spec, keys), self._tier.size_bytes // HOLD_SHARE
-        if not lookup.is_complete:
-            await self._stack.ask_for_items(lookup, budget_bytes)
-        return lookup.result(budget_bytes)
-
-    async def _load_items(self, spec: KvSpec, keys: Sequence[ChunkKey]) -> pb.LoadResponse:
-        found = await self._find_items(spec, keys)
-        size_bytes = 0
-        if found.rest.items:
-            fetched = await self._stack.load(
-                found.rest,
-                spec,
-                found.rest.items.keys,
-                len(found.own),
-                UNARY_LOAD_TIMEOUT_SECONDS,
-                lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
-            )
-            size_bytes = fetched.size_bytes
-        held = self._stack.begin_items(spec, keys).result(self._tier.size_bytes // HOLD_SHARE)
-        return pb.LoadResponse(chunk_count=held.chunk_count, transferred_bytes=size_bytes)
+    def _prompt(self, request: pb.EngineServiceLookupRequest | pb.LoadRequest) -> Prompt:
+        return Prompt(self._spec(request.fingerprint), listed_keys(request.chunk_keys))
 
     async def Release(self, request: pb.EngineServiceReleaseRequest, context: Any) -> pb.EngineServiceReleaseResponse:
         """Releases one request of an engine."""

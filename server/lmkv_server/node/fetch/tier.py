@@ -10,10 +10,9 @@ import numpy as np
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
+from lmkv.prompt import Hit, Items, Tail
 from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_server.node.cache.partial_chunks import ChunkEnd
-from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
 from lmkv_server.node.tiers.progress import Progress
@@ -75,11 +74,12 @@ class PeerPresence(Presence):
     holders: Sequence[Holder] = ()
     """The longest run first; each `matched_chunk_count` counts from the first key of the prompt."""
 
-    def with_tail(self, index: int, tail: Presence) -> Self:
+    def with_tail(self, tail: Presence, chunk_count: int) -> Self:
         """As `Presence.with_tail`. The holders of the tail count as holders of the chunks before it, too."""
-        of_tail = [_counted_from_start(one, index) for one in tail.holders] if isinstance(tail, PeerPresence) else []
+        found = tail.holders if isinstance(tail, PeerPresence) else ()
+        of_tail = [_counted_from_start(one, chunk_count) for one in found]
         others = [one for one in self.holders if all(one.instance_id != other.instance_id for other in of_tail)]
-        return replace(Presence.with_tail(self, index, tail), holders=[*of_tail, *others])
+        return replace(Presence.with_tail(self, tail, chunk_count), holders=[*of_tail, *others])
 
 
 class PeerTier:
@@ -108,10 +108,10 @@ class PeerTier:
         """The needed chunks that the peer with the longest run has. Coordinators match whole hits only."""
         if not (needs.indices or needs.prefix_digests) or not self.usable:
             return PeerPresence(asked=needs.indices)
-        if needs.items:
-            return await self._lookup_items(needs, needs.items)
         if needs.any_of:
             return await self._lookup_any(needs)
+        if needs.items and not needs.in_order:
+            return await self._lookup_items(needs, needs.items)
         first, last = needs.indices[0], needs.indices[-1]
         parent_key = (needs.keys[first - 1] if first else needs.root) if needs.root else b""
         found = await self._coordinators.lookup(
@@ -137,13 +137,14 @@ class PeerTier:
             needs.seconds(self._lookup_seconds / 2),
             parent_key=needs.root or b"",
             any_key=True,
+            fingerprint=b"" if needs.spec.matches_prefixes else needs.spec.fingerprint,
             prefix_digests=needs.prefix_digests,
         )
         holders = found.holders
-        beginning: ChunkEnd | None = None
+        beginning: Tail | None = None
         indices: Sequence[int] = ()
         if holders and found.prefix_key and found.prefix_token_count > 0:
-            beginning = ChunkEnd(
+            beginning = Tail(
                 key=ChunkKey(found.prefix_key),
                 token_count=found.prefix_token_count,
                 stored_token_count=holders[0].matched_token_count,
@@ -160,19 +161,30 @@ class PeerTier:
             holders=holders,
         )
 
-    async def _lookup_items(self, needs: Needs, items: PromptItems) -> PeerPresence:
+    async def _lookup_items(self, needs: Needs, items: Items) -> PeerPresence:
         """The needed items of the longest hit that each peer has. A peer may have others, of other hits."""
+        prompt = items.prompt
         found = await self._coordinators.lookup(
-            items.chunk_keys, needs.seconds(self._lookup_seconds), fingerprint=needs.spec.fingerprint
+            prompt.keys,
+            needs.seconds(self._lookup_seconds),
+            fingerprint=needs.spec.fingerprint,
+            parent_key=needs.root or b"",
         )
         holders = found.holders
         held = np.zeros(len(items), np.bool_)
-        for count in {min(holder.matched_chunk_count, len(items.chunk_keys)) for holder in holders}:
-            held |= items.in_hit(count)
+        counts = {min(holder.matched_chunk_count, len(prompt)) for holder in holders}
+        for count in counts:
+            held |= items.in_hit(Hit(count))
         indices = [index for index in needs.indices if held[index]]
         source = holders[0].instance_id if indices else ""
         return PeerPresence(
-            asked=needs.indices, indices=indices, source=source, holders=holders, is_answered=found.is_answered
+            asked=needs.indices,
+            indices=indices,
+            source=source,
+            end=max(counts, default=0),
+            partial_lengths=found.partial_token_counts,
+            holders=holders,
+            is_answered=found.is_answered,
         )
 
     async def read(self, progress: Progress, presence: Presence, timeout_seconds: float) -> LmkvError | None:

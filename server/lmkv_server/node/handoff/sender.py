@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from lmkv.errors import Full, GrantNotFound, LmkvError, Unreachable, WrongInstance
 from lmkv.keys import ChunkKey
+from lmkv.prompt import Hit, Prompt
 from lmkv.spec import KvSpec
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv_server.node.cache.host import Chunk, HostTier
@@ -80,14 +81,14 @@ class HandoffSender:
         chunk_keys: Sequence[ChunkKey],
         token_count: int,
     ) -> None:
-        """If chunks have several parts, the items of a hit of all `chunk_keys` are sent, each like a chunk."""
+        """The items of a hit of all `chunk_keys` are sent."""
         self._context = context
         self._handoff_id = handoff_id
         self._decode_instance_id = decode_instance_id
         self._spec = spec
         self._chunk_keys = chunk_keys
-        is_plain = spec.has_plain_parts
-        self._keys = chunk_keys if is_plain else spec.item_keys(spec.items(len(chunk_keys)), chunk_keys)
+        prompt = Prompt(spec, chunk_keys, token_count=min(token_count, len(chunk_keys) * spec.chunk_size))
+        self._keys = list(prompt.items(Hit(len(prompt))).keys)
         self._token_count = token_count
         self._missing: dict[ChunkKey, int] = {}
         """Index, by key, of each chunk that the decode's node lacks."""

@@ -20,9 +20,9 @@ from enum import Enum
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.prompt import Hit, Prompt
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
-from lmkv_server.node.cache.prompt_items import parent_of
 
 
 class HandoffState(Enum):
@@ -70,15 +70,16 @@ class Handoff:
     ) -> None:
         """`destination` takes the chunks that are not in the node's tier: that tier, or an engine's device buffer.
 
-        If chunks have several parts, the items of a hit of all `chunk_keys` are transferred, each like a chunk.
+        The items of a hit of all `chunk_keys` are transferred.
         """
         self.grant_id = grant_id
         self.handoff_id = handoff_id
         self.source = source
         self.spec = spec
         self.chunk_keys = chunk_keys
-        self._items = () if spec.has_plain_parts else spec.items(len(chunk_keys))
-        self.keys = spec.item_keys(self._items, chunk_keys) if self._items else chunk_keys
+        prompt = Prompt(spec, chunk_keys, token_count=min(token_count, len(chunk_keys) * spec.chunk_size))
+        self._items = prompt.items(Hit(len(prompt)))
+        self.keys = list(self._items.keys)
         """Of what is transferred."""
         self.token_count = token_count
         self.destination = destination
@@ -113,23 +114,16 @@ class Handoff:
         return self._chunks
 
     def token_count_of(self, index: int) -> int:
-        """Tokens in the chunk of this index; the last one may be partial if chunks have one part."""
-        if self._items:
-            return self.spec.chunk_size
-        return min(self.spec.chunk_size, self.token_count - index * self.spec.chunk_size)
+        """Tokens in the chunk of this index, or that this item is a part of; the last one may be partial."""
+        return self._items.token_count(index)
 
     def size_bytes_of(self, index: int) -> int:
         """Its bytes."""
-        part = self._items[index].part if self._items else 0
-        return self.spec.part_bytes(part, self.token_count_of(index))
+        return self._items.sizes[index]
 
     def parent(self, index: int) -> ChunkKey | None:
         """The key of what must not be evicted before it; None if there is none."""
-        if not self._items:
-            return self.keys[index - 1] if index else None
-        item = self._items[index]
-        previous = self.chunk_keys[item.chunk - 1] if item.chunk else None
-        return parent_of(self.spec, item.part, self.chunk_keys[item.chunk], previous)
+        return self._items.parent(index)
 
     def promised(self, first: int) -> int:
         """Number of chunks from the index `first` on, without a gap, that have arrived or may still arrive."""

@@ -102,7 +102,7 @@ class HandoffTable:
         has_partial = token_count % spec.chunk_size > 0
         if not handoff_id or token_count // spec.chunk_size + has_partial != len(chunk_keys):
             raise BadMessage(f"{token_count} tokens do not make {len(chunk_keys)} chunks", field="token_count")
-        if has_partial and not spec.has_plain_parts:
+        if has_partial and not spec.ends_anywhere:
             raise BadMessage(f"{token_count} tokens are no whole chunks of {spec.chunk_size}", field="token_count")
         if known := self._by_id.get(handoff_id):
             if (known.source, list(known.chunk_keys)) != (source, list(chunk_keys)):

@@ -157,8 +157,8 @@ class HintExecutor:
         return self._kept(hint, held, count, ttl)
 
     def _is_enough(self, hint: PromptHint, held: HeldPrompt, count: int) -> bool:
-        """Whether the first `count` chunks are of use: of a hit with several parts, only all of them are."""
-        return count > 0 if hint.spec.has_plain_parts else 0 < count == len(held.chunks)
+        """Whether the first `count` chunks are of use: of a hit that is all or nothing, only all of them are."""
+        return count > 0 if hint.spec.matches_prefixes else 0 < count == len(held.chunks)
 
     def _kept(self, hint: PromptHint, held: HeldPrompt, count: int, ttl_seconds: float) -> HintResult:
         is_whole = count == len(held.chunks)
@@ -209,16 +209,9 @@ class HintExecutor:
 
     def _held(self, hint: PromptHint) -> HeldPrompt:
         """What the pool holds of the prompt, from its beginning on."""
-        if not hint.spec.has_plain_parts:
-            found = self._stack.begin_items(hint.spec, hint.keys).result(self._tier.size_bytes)
-            return HeldPrompt(chunks=found.own, prompt_chunks=found.chunk_count)
-        held: list[Chunk] = []
-        for key in hint.keys:
-            chunk = self._tier.get(key)
-            if chunk is None or chunk.fingerprint != hint.spec.fingerprint:
-                break
-            held.append(chunk)
-        return HeldPrompt(chunks=held, prompt_chunks=len(held))
+        lookup = self._stack.begin(hint.prompt(self._tier), self._tier.size_bytes)
+        found = lookup.result(is_use=False)
+        return HeldPrompt(chunks=found.own, prompt_chunks=found.chunk_count)
 
     def _free_tail(self, held: HeldPrompt) -> list[Chunk]:
         """The chunks from the end of the prompt on, last first, that no other prompt continues and no pin keeps."""

@@ -10,9 +10,11 @@ from lmkv.errors import BadMessage
 from lmkv.hints import MAX_PRIORITY, HintAction, HintOutcome, HintReason, HintResult, reject
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
+from lmkv.prompt import Prompt
 from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as engine_pb
+from lmkv_server.node.cache.host import HostTier
 
 MAX_ID_BYTES = 64
 TIMED = (HintAction.PIN, HintAction.RETAIN)
@@ -72,6 +74,12 @@ class PromptHint:
             priority=message.priority,
             is_running=is_running,
         )
+
+    def prompt(self, tier: HostTier) -> Prompt:
+        """Its prompt. If the pool has the last chunk, it is known how many tokens that has."""
+        last = tier.get(self.keys[-1])
+        rest = last.token_count if last and last.fingerprint == self.spec.fingerprint else self.spec.chunk_size
+        return Prompt(self.spec, self.keys, token_count=(len(self.keys) - 1) * self.spec.chunk_size + rest)
 
     def ended(self, outcome: HintOutcome, chunk_count: int = 0, ttl_seconds: float = 0.0) -> HintResult:
         """The result with an outcome; a pin or a retention with less time than requested is clipped."""

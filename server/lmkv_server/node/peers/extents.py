@@ -61,7 +61,7 @@ def peer_chunk(
         token_count=token_count,
         size_bytes=extent.size_bytes,
         parent=ChunkKey(granted.parent_key) if has_parent else None,
-        prefix_digests=digests if has_parent and spec.has_plain_parts else b"",
+        prefix_digests=digests if has_parent and spec.ends_anywhere else b"",
     )
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmkv.errors import BadChunkKey, BadMessage, GrantNotFound
 from lmkv.keys import PREFIX_DIGEST_BYTES, ChunkKey, check_prefix_digests, part_key
+from lmkv.prompt import parent_of
 from lmkv.spec import ALL, KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
-from lmkv_server.node.cache.prompt_items import parent_of
-from lmkv_server.node.sessions.extents import MAX_EXTENTS
 
 HOLD_SHARE = 2
 """The chunks that are held for one engine take at most 1/2 of the pool."""
 
 
-PARTIAL = -1
-"""What write credits for partial chunks are for, among numbers of parts."""
+class _Credit(NamedTuple):
+    """What a write credit is for."""
+
+    part: int
+    is_partial: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,14 +29,12 @@ class LookupLease:
     """One lookup: its keys, and the chunks that are held in the pool for it."""
 
     keys: Sequence[ChunkKey] = ()
-    """Keys of the prompt's chunks; if chunks have several parts, of the hit's items."""
+    """Keys of the items of the hit."""
     chunks: list[Chunk] = field(default_factory=list)
     own_count: int = 0
-    """The number of chunks from the first key on that were in the pool."""
+    """The number of items from the first one on that were in the pool."""
     behind: set[Chunk] = field(default_factory=set)
     """Held items that were in the pool behind others that were not, and that no load has delivered."""
-    root: ChunkKey | None = None
-    """The root of the key chain, if it is known."""
     handoff_id: str = ""
     """The handoff that brings the other chunks; empty if none does."""
     on_release: Callable[[], None] | None = None
@@ -55,10 +56,9 @@ class EngineSession:
         """Connections by rank that have the pool mapped; a worker that connects again has two for a moment."""
         self._tier = tier
         self._leases: dict[str, LookupLease] = {}
-        self._credits: dict[int, int] = {}
-        """The part that each is for, or `PARTIAL`, by offset."""
-        self._credit_counts: Counter[int] = Counter()
-        """By part."""
+        self._credits: dict[int, _Credit] = {}
+        """By offset."""
+        self._credit_counts: Counter[_Credit] = Counter()
         self._held_bytes = 0
 
     @property
@@ -76,11 +76,6 @@ class EngineSession:
         """Bytes of further chunks that may be held for the engine."""
         return max(0, self._tier.size_bytes // HOLD_SHARE - self._held_bytes)
 
-    @property
-    def holdable_count(self) -> int:
-        """Number of further full chunks that may be held for the engine."""
-        return self.holdable_bytes // self.spec.chunk_bytes
-
     def begin(self, lookup_id: str) -> LookupLease:
         """Begins a lookup. Raises `BadMessage` if the id is in use."""
         if lookup_id in self._leases:
@@ -88,47 +83,25 @@ class EngineSession:
         lease = self._leases[lookup_id] = LookupLease()
         return lease
 
-    def open(self, lookup_id: str, keys: list[ChunkKey]) -> LookupLease:
-        """Begins a lookup: finds and holds chunks of a prompt in the pool, at most as many as an answer can name.
-
-        Raises `BadMessage` if the id is in use.
-        """
-        lease = self.begin(lookup_id)
-        lease.keys = keys
-        budget = self.holdable_bytes
-        for chunk in self._tier.find(keys[:MAX_EXTENTS]):
-            budget -= chunk.size_bytes
-            if budget < 0:
-                break
-            lease.chunks.append(chunk)
-        lease.own_count = len(lease.chunks)
-        self._tier.hold(lease.chunks)
-        self._held_bytes += self._pool_bytes(lease.chunks)
-        return lease
-
-    def add_tail(self, lease: LookupLease, keys: Sequence[ChunkKey], chunk: Chunk | None) -> None:
-        """Adds a partial chunk to the end of a lookup's hit, which `keys` name then, and holds it if the pool has it.
-
-        A lookup all of whose chunks are in the pool has it as one more of its own.
-        """
-        if chunk is not None:
-            self._tier.use([chunk])
-            self._tier.hold([chunk])
-            self._held_bytes += self._pool_bytes([chunk])
-            if len(keys) == lease.own_count + 1:
-                lease.chunks.append(chunk)
-                lease.own_count += 1
-            else:
-                lease.behind.add(chunk)
-        lease.keys = keys
-
-    def hold_items(
-        self, lease: LookupLease, keys: Sequence[ChunkKey], own: Sequence[Chunk], behind: Sequence[Chunk]
+    def keep(
+        self, lease: LookupLease, keys: Sequence[ChunkKey], own: Sequence[Chunk], behind: Sequence[Chunk] = ()
     ) -> None:
-        """Holds the items of a hit that are in the pool: the first ones, and those behind others that are not."""
+        """Holds the items of a hit that are in the pool: the first ones, and those behind others that are not.
+
+        Ends the holds on what the lookup held before.
+        """
+        before = (*lease.chunks, *lease.behind)
         lease.keys, lease.chunks, lease.own_count, lease.behind = keys, list(own), len(own), set(behind)
-        self._tier.hold((*own, *behind))
-        self._held_bytes += self._pool_bytes((*own, *behind))
+        held = (*own, *behind)
+        self._tier.hold(held)
+        self._held_bytes += self._pool_bytes(held)
+        if before:
+            self._tier.unhold(before)
+            self._held_bytes -= self._pool_bytes(before)
+
+    def holdable_for(self, lease: LookupLease) -> int:
+        """Bytes of the chunks that may be held for one lookup, those that are included."""
+        return self.holdable_bytes + self._pool_bytes(lease.chunks) + self._pool_bytes(lease.behind)
 
     def lease(self, lookup_id: str) -> LookupLease | None:
         """The lookup of this id; None if it was released."""
@@ -166,36 +139,43 @@ class EngineSession:
         The limit holds for each part; beyond the pool's free space none are granted.
         """
         granted: list[Reservation] = []
-        size_bytes = self.spec.part_bytes(part)
-        for _ in range(min(count, self.credit_limit - self._credit_counts[part])):
+        size_bytes, credit = self.spec.part_bytes(part), _Credit(part)
+        for _ in range(min(count, self.credit_limit - self._credit_counts[credit])):
             reserved = self._tier.reserve(size_bytes)
             if reserved is None:
                 break
-            self._grant(reserved, part)
+            self._grant(reserved, credit)
             granted.append(reserved)
         return granted
 
-    def reserve_partial(self, token_count: int, *, is_optional: bool = False) -> Reservation | None:
-        """Grants a write credit for a partial chunk of `token_count` tokens.
+    def reserve_partial(self, token_count: int, *, is_optional: bool = False) -> list[Reservation]:
+        """Grants write credits for a partial chunk of `token_count` tokens: one for each part, in their order.
 
         None beyond the pool's free space, or `credit_limit` partial chunks. One that `is_optional` evicts nothing, and
-        leaves free memory for a full chunk to others: None unless there is a free run of that size. Raises `BadMessage`
+        leaves free memory for a full chunk to others: none unless there is a free run of that size. Raises `BadMessage`
         if no partial chunk has this number of tokens.
         """
         spec = self.spec
-        if not 0 < token_count < spec.chunk_size or not spec.has_plain_parts:
+        if not 0 < token_count < spec.chunk_size or not spec.ends_anywhere:
             raise BadMessage(f"no partial chunk of this spec has {token_count} tokens", field="partial_token_counts")
-        if self._credit_counts[PARTIAL] >= self.credit_limit:
-            return None
+        if self._credit_counts[_Credit(0, is_partial=True)] >= self.credit_limit:
+            return []
         if is_optional and not self._tier.has_room(spec.chunk_bytes):
-            return None
-        if reserved := self._tier.reserve(spec.part_bytes(0, token_count)):
-            self._grant(reserved, PARTIAL)
-        return reserved
+            return []
+        granted: list[Reservation] = []
+        for part in range(len(spec.parts)):
+            reserved = self._tier.reserve(spec.part_bytes(part, token_count))
+            if reserved is None:
+                for one in granted:
+                    self.return_credit(one.offset)
+                return []
+            self._grant(reserved, _Credit(part, is_partial=True))
+            granted.append(reserved)
+        return granted
 
-    def _grant(self, reserved: Reservation, part: int) -> None:
-        self._credits[reserved.offset] = part
-        self._credit_counts[part] += 1
+    def _grant(self, reserved: Reservation, credit: _Credit) -> None:
+        self._credits[reserved.offset] = credit
+        self._credit_counts[credit] += 1
 
     def return_credit(self, offset: int) -> None:
         """Returns an unused credit to the pool. Raises `GrantNotFound` if the engine does not hold it."""
@@ -225,9 +205,9 @@ class EngineSession:
         spec = self.spec
         if not 0 <= part < len(spec.parts):
             raise BadMessage(f"chunks of this spec have no part {part}", part=part)
-        if not spec.fits(size_bytes, token_count) or (len(spec.parts) > 1 and size_bytes != spec.part_bytes(part)):
+        if not spec.fits(size_bytes, token_count) or size_bytes != spec.part_bytes(part, token_count):
             raise BadMessage(f"{size_bytes} bytes are not {token_count} tokens of this spec", size_bytes=size_bytes)
-        if max(0, self._part(offset)) != part:
+        if self._credit(offset).part != part:
             raise GrantNotFound(f"the credit at offset {offset} is not for part {part}", offset=offset)
         check_prefix_digests(prefix_digests, token_count)
         if token_count < spec.chunk_size and prefix_digests[-PREFIX_DIGEST_BYTES:] not in (
@@ -242,8 +222,8 @@ class EngineSession:
             size_bytes=size_bytes,
             checksum=checksum,
             token_count=token_count,
-            parent=parent_of(spec, part, key, parent),
-            prefix_digests=prefix_digests if spec.has_plain_parts else b"",
+            parent=parent_of(spec, part, key, parent, has_ends=token_count < spec.chunk_size or prefix_digests != b""),
+            prefix_digests=prefix_digests if spec.ends_anywhere and not part else b"",
         )
         self._spend(offset)
         if superseded is not None and (spec.parts[part].rule != ALL or self._is_partial(superseded)):
@@ -258,16 +238,15 @@ class EngineSession:
         """Bytes of the pool that the chunks take; those in a device buffer take none."""
         return sum(chunk.size_bytes for chunk in chunks if chunk.tier is self._tier)
 
-    def _part(self, offset: int) -> int:
-        """The part that the credit at an offset is for, or `PARTIAL`. Raises `GrantNotFound` if the engine does not
-        hold it."""
-        part = self._credits.get(offset)
-        if part is None:
+    def _credit(self, offset: int) -> _Credit:
+        """The credit at an offset. Raises `GrantNotFound` if the engine does not hold it."""
+        credit = self._credits.get(offset)
+        if credit is None:
             raise GrantNotFound(f"engine {self.engine_id} holds no credit at offset {offset}", offset=offset)
-        return part
+        return credit
 
     def _spend(self, offset: int) -> None:
-        self._credit_counts[self._part(offset)] -= 1
+        self._credit_counts[self._credit(offset)] -= 1
         del self._credits[offset]
 
     def revoke(self) -> None:

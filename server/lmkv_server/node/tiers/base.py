@@ -12,10 +12,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
 
 from lmkv.errors import LmkvError
-from lmkv.keys import ChunkKey
+from lmkv.keys import ChunkKey, part_key
+from lmkv.prompt import Items, Tail
 from lmkv.spec import KvSpec
-from lmkv_server.node.cache.partial_chunks import ChunkEnd
-from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers.progress import Progress
 
 
@@ -25,22 +24,29 @@ class Needs:
 
     spec: KvSpec
     keys: Sequence[ChunkKey]
-    """Keys of the prompt, in its order."""
+    """Keys of the items of a prompt, part by part and in prompt order."""
     indices: Sequence[int]
     """Indices in `keys` of the chunks that are asked for, ascending. The others are in memory or in another tier."""
     in_order: bool = True
     """Whether a chunk is only of use with all chunks before it, so that a tier may stop at the first absent one."""
     any_of: bool = False
-    """Whether `keys` are alternatives, the best first, and one of them is enough: the first that the tier has."""
+    """Whether `keys` are alternatives, the best first, and one of them is enough: the first of which the tier has all
+    parts. They are keys of chunks."""
     root: ChunkKey | None = None
     """The root of the key chain, if the presence shall have `partial_lengths`. With `any_of`: the key of the chunk
     before the alternatives, or this root."""
     prefix_digests: bytes = b""
     """With `any_of`: those of the prompt's next tokens, if the presence shall have `beginning`."""
-    items: PromptItems | None = None
-    """What `keys` are, if the prompt's chunks have several parts. A tier that keeps chunks by key need not know."""
+    items: Items | None = None
+    """What `keys` are; None for alternatives, and for keys whose prompt is not known. A tier that keeps chunks by key
+    need not know."""
     deadline: float | None = None
     """Until when, by `time.monotonic()`, the answer is worth its time; None: a tier's own timeout is right."""
+
+    def parts_of(self, index: int) -> Sequence[ChunkKey]:
+        """The keys of what one of the `keys` stands for: of an alternative, of all its parts."""
+        key = self.keys[index]
+        return [part_key(key, part) for part in range(len(self.spec.parts))] if self.any_of else (key,)
 
     def seconds(self, least: float) -> float:
         """How long a tier whose own timeout is `least` may take."""
@@ -61,27 +67,15 @@ class Presence:
     """Index of the first chunk that the tier does not have."""
     partial_lengths: Sequence[int] = ()
     """Token counts of partial chunks that the tier has in place of chunk `end`, ascending, for any prompt."""
-    beginning: ChunkEnd | None = None
+    beginning: Tail | None = None
     """A chunk that has more of the prompt's next tokens than any of the alternatives; then `indices` are empty."""
     is_answered: bool = True
     """Whether the tier has answered in time; if not, it may have more."""
 
-    def cut(self, end: int) -> Self:
-        """This presence without the chunks from `end` on. What was asked for must be consecutive chunks."""
-        return replace(
-            self,
-            asked=range(self.asked[0], min(self.asked[-1] + 1, end)) if self.asked else (),
-            indices=[index for index in self.indices if index < end],
-        )
-
-    def with_tail(self, index: int, tail: Presence) -> Self:
-        """This presence, which has chunks before `index` only, and a chunk `index` that another lookup has found."""
-        return replace(
-            self,
-            asked=range(self.asked[0] if self.asked else index, index + 1),
-            indices=[*self.indices, index],
-            source=self.source or tail.source,
-        )
+    def with_tail(self, tail: Presence, chunk_count: int) -> Self:
+        """This presence, and that of a tail behind the first chunks, which another lookup of the tier has found."""
+        del chunk_count
+        return replace(self, source=self.source or tail.source)
 
     def run_from(self, index: int) -> int:
         """Number of chunks that the tier has without a gap from `index` on."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
+from lmkv.prompt import Items
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.prompt_items import PromptItems
 
 OnChunks = Callable[[list[tuple[int, Chunk]]], None]
 """Receives chunks with their indices; each has a hold that the callee ends."""
@@ -50,13 +50,11 @@ class Progress:
         in_order: bool = True,
         evict: bool = True,
         evict_reason: MissReason = MissReason.EVICTED_BY_FETCH,
-        items: PromptItems | None = None,
-        root: ChunkKey | None = None,
+        items: Items | None = None,
     ) -> None:
         """`evict`: whether other chunks may be evicted to make room for those from peers; `evict_reason`: why they are.
 
-        `root`: the root of the key chain, if it is known and `keys` begin with the prompt.
-        `items`: what the keys are, if the prompt's chunks have several parts.
+        `items`: what the keys are, if their prompt is known.
         """
         self.spec = spec
         self.keys = keys
@@ -64,7 +62,7 @@ class Progress:
         self.evict = evict
         self.evict_reason = evict_reason
         self.items = items
-        self.stops_at_gap = in_order and spec.has_plain_parts
+        self.stops_at_gap = in_order and spec.matches_prefixes
         """Whether a chunk is of no use if one before it cannot be had. Items come from several tiers, in any order."""
         self.missing = set(range(first, len(keys)))
         """Indices of chunks that have not arrived."""
@@ -73,7 +71,6 @@ class Progress:
         self.changed = asyncio.Event()
         """Set when another load has read a chunk of this one, or failed to."""
         self._tier = tier
-        self._root = root
         self._on_chunks = on_chunks
         self._next_index = first
         self._arrived: dict[int, Chunk] = {}
@@ -97,15 +94,13 @@ class Progress:
 
     def size_bytes(self, index: int) -> int | None:
         """Exact size of a chunk; None if it depends on the number of its tokens, or its part is not known."""
-        return self.items.sizes[index] if self.items else None
+        return self.items.sizes[index] if self.items and not self.spec.matches_prefixes else None
 
     def parent(self, index: int) -> ChunkKey | None:
         """The key of what must not be evicted before a chunk; None if there is none or it is unknown."""
         if self.items:
             return self.items.parent(index)
-        if not self.spec.has_plain_parts:
-            return None
-        return self.keys[index - 1] if index else self._root
+        return self.keys[index - 1] if index and self.spec.matches_prefixes else None
 
     def held_by(self, matched_count: int) -> Collection[int]:
         """The chunks that a holder of the first `matched_count` chunks of the prompt may hold."""
@@ -124,11 +119,15 @@ class Progress:
     def add(self, chunks: Iterable[tuple[int, Chunk]], instance_id: str = "") -> None:
         """Adds chunks that are in the host tier now; `instance_id` is the peer that sent them, if any."""
         for index, chunk in chunks:
-            if index in self.missing and not self._closed and (not self.items or self.items.fits(index, chunk)):
+            if index in self.missing and not self._closed and self._fits(index, chunk):
                 self._take(index, chunk, instance_id)
         if due := self._due():
             self._handed_count += len(due)
             self._on_chunks(due)
+
+    def _fits(self, index: int, chunk: Chunk) -> bool:
+        size_bytes = self.size_bytes(index)
+        return size_bytes is None or (chunk.fingerprint == self.spec.fingerprint and chunk.size_bytes == size_bytes)
 
     def _due(self) -> list[tuple[int, Chunk]]:
         """Removes and returns the chunks to deliver now."""

@@ -193,11 +193,11 @@ def test_of_alternatives_the_first_that_is_held_is_found() -> None:
     layout.apply("a", change([1, 2]))
     layout.apply("b", change([1, 2, 3]))
     keys = [*keys_of([9]), *keys_of([1, 2, 3]), *keys_of([1, 2])]
-    index, matches = layout.lookup_any(join_keys(keys))
+    index, matches = layout.lookup_any(keys)
     assert (index, [match.instance_id for match in matches]) == (1, ["b"])
-    index, matches = layout.lookup_any(join_keys(keys), "b")
+    index, matches = layout.lookup_any(keys, excluded="b")
     assert (index, [match.instance_id for match in matches]) == (2, ["a"])
-    assert layout.lookup_any(join_keys(keys[:1])) == (0, [])
+    assert layout.lookup_any(keys[:1]) == (0, [])
 
 
 def test_a_tail_belongs_to_the_last_run_if_it_is_in_the_same_tier() -> None:

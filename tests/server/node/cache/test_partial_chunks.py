@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, root_key
 from lmkv.misses import MissReason
-from lmkv_server.node.cache.partial_chunks import PartialChunks, PromptTokens
+from lmkv.prompt import Prompt
+from lmkv_server.node.cache.partial_chunks import PartialChunks
 from tests.server.node.cases import small_spec
 from tests.server.node.hybrid_engine import HYBRID
 
@@ -38,17 +39,16 @@ def last_chunk(tokens: list[int], extras: dict[int, bytes] | None = None) -> Sto
     return Stored(key, chain.keys[-1] if chain.keys else ROOT, len(tokens) % SPEC.chunk_size)
 
 
-def prompt_of(tokens: list[int], extras: dict[int, bytes] | None = None) -> PromptTokens:
-    return PromptTokens(root=ROOT, chunk_size=SPEC.chunk_size, tokens=as_tokens(tokens), extras=extras or {})
+def prompt_of(tokens: list[int], keys: list[ChunkKey], extras: dict[int, bytes] | None = None) -> Prompt:
+    return Prompt(SPEC, keys, root=ROOT, tokens=as_tokens(tokens), extras=extras or {})
 
 
 def longest(index: PartialChunks, held: set[ChunkKey], tokens: list[int], end: int) -> int:
     """Tokens of the longest partial chunk behind the first `end` chunks of a prompt."""
     chain = KeyChain(ROOT, SPEC.chunk_size)
     chain.extend(as_tokens(tokens))
-    prompt = prompt_of(tokens)
-    found = prompt.partials(chain.keys, end, index.lengths(prompt.parent(chain.keys, end)))
-    return next((length for length, key in found if key in held), 0)
+    found = prompt_of(tokens, chain.keys[:end]).tails(end, index.index)
+    return next((tail.token_count for tail in found if tail.key in held), 0)
 
 
 few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=11)
@@ -93,24 +93,25 @@ def test_only_partial_chunks_of_known_specs_with_a_parent_are_indexed() -> None:
     assert index.chunk_count == 0
     index.add_spec(SPEC)
     index.add_spec(HYBRID)
+    assert not HYBRID.ends_anywhere
     for chunk in (partial, full, Stored(ChunkKey(b"k" * 16), None, 2), Stored(ChunkKey(b"o" * 16), ROOT, 2, b"other")):
         index.stored("host", chunk)
     index.stored("host", Stored(ChunkKey(b"h" * 16), ROOT, 2, HYBRID.fingerprint))
-    assert (index.chunk_count, index.lengths(ROOT)) == (1, [2])
+    assert (index.chunk_count, index.index.lengths(ROOT)) == (1, [2])
 
 
 def test_a_spec_that_comes_later_finds_what_the_tiers_hold() -> None:
     index = PartialChunks({"host": [last_chunk([1]), last_chunk([1, 2, 3, 4])]})
     index.add_tier("disk", [last_chunk([1, 2, 3]), Stored(ChunkKey(b"o" * 16), ROOT, 2, OTHER.fingerprint)])
     index.add_spec(SPEC)
-    assert list(index.lengths(ROOT)) == [1, 3]
+    assert list(index.index.lengths(ROOT)) == [1, 3]
     index.add_spec(OTHER)
-    assert list(index.lengths(ROOT)) == [1, 2, 3]
+    assert list(index.index.lengths(ROOT)) == [1, 2, 3]
     index.remove_spec(SPEC.fingerprint)
     index.stored("host", last_chunk([7, 8]))
-    assert list(index.lengths(ROOT)) == [1, 2, 3]
+    assert list(index.index.lengths(ROOT)) == [1, 2, 3]
     index.removed("disk", last_chunk([1, 2, 3]), MissReason.DROPPED)
-    assert list(index.lengths(ROOT)) == [1, 2]
+    assert list(index.index.lengths(ROOT)) == [1, 2]
 
 
 def test_a_chunk_in_two_tiers_stays_until_both_have_removed_it() -> None:
@@ -119,28 +120,27 @@ def test_a_chunk_in_two_tiers_stays_until_both_have_removed_it() -> None:
     for tier in ("host", "disk", "disk"):
         index.stored(tier, chunk)
     index.removed("host", chunk, MissReason.DROPPED)
-    assert list(index.lengths(ROOT)) == [2]
+    assert list(index.index.lengths(ROOT)) == [2]
     index.removed("disk", chunk, MissReason.DROPPED)
     index.removed("disk", chunk, MissReason.DROPPED)
-    assert not index.lengths(ROOT)
+    assert not index.index.lengths(ROOT)
     index.check()
 
 
 def test_the_key_of_the_prompt_itself_and_lengths_that_it_lacks_are_no_candidates() -> None:
-    prompt, (key,) = prompt_of([5, 6, 7]), [last_chunk([5, 6, 7]).key]
-    assert [length for length, _ in prompt.partials([key], 0, range(1, 9))] == [2, 1]
-    assert [length for length, _ in prompt.partials([], 0, range(9))] == [3, 2, 1]
-    assert prompt.partials([key], 1, range(1, 9)) == []
-    assert prompt.partials([key], 1 << 40, range(1, 9)) == []
+    tokens, key = [5, 6, 7], last_chunk([5, 6, 7]).key
+    assert [tail.token_count for tail in prompt_of(tokens, [key]).partials(0, range(1, 9))] == [2, 1]
+    assert [tail.token_count for tail in prompt_of(tokens, []).partials(0, range(9))] == [3, 2, 1]
+    assert prompt_of(tokens, [key]).partials(1, range(1, 9)) == []
 
 
 def test_extras_are_part_of_the_keys() -> None:
     extras = {1: b"image"}
     stored, plain = last_chunk([1, 2, 3, 4, 5, 6], extras), last_chunk([1, 2, 3, 4, 5, 6])
     assert stored.parent
-    prompt = prompt_of([1, 2, 3, 4, 5, 6, 7], {1: b"image", 99: b"no chunk"})
-    assert prompt.partials([stored.parent], 1, [2]) == [(2, stored.key)]
-    assert prompt_of([1, 2, 3, 4, 5, 6, 7]).partials([stored.parent], 1, [2]) == [(2, plain.key)]
+    for known, chunk in (({1: b"image", 99: b"no chunk"}, stored), ({}, plain)):
+        (tail,) = prompt_of([1, 2, 3, 4, 5, 6, 7], [stored.parent], known).partials(1, [2])
+        assert (tail.token_count, tail.key) == (2, chunk.key)
 
 
 def test_a_prompt_costs_as_many_keys_as_there_are_lengths_however_many_siblings_there_are() -> None:
@@ -149,4 +149,4 @@ def test_a_prompt_costs_as_many_keys_as_there_are_lengths_however_many_siblings_
     for number in range(5_000):
         key = ChunkKey(number.to_bytes(16, "big"))
         index.stored("host", Stored(key, ROOT, int(random.integers(1, SPEC.chunk_size))))
-    assert list(index.lengths(ROOT)) == [1, 2, 3]
+    assert list(index.index.lengths(ROOT)) == [1, 2, 3]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
 from lmkv.errors import Full, KvSpecMismatch
 from lmkv.internal.v1.report_service_pb2 import ExplainOrder
-from lmkv.keys import ChunkKey, join_keys
+from lmkv.keys import join_keys
 from lmkv.misses import reason_name
-from lmkv.spec import KvSpec
+from lmkv.prompt import Prompt
 from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
 from lmkv_server.node.engines.explainer import MAX_LISTED, MAX_REPORTS, MAX_RUNNING
+from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.node import Node
-from lmkv_server.node.tiers.hit import Hit
 from tests.server.node.cases import hashed_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import SPEC, is_clean
@@ -80,13 +79,13 @@ async def test_reports_that_are_too_large_are_not_kept(node: Node, engine: Engin
 @pytest.mark.usefixtures("engine")
 async def test_only_a_few_prompts_are_explained_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, tiers_answer = node._service.explainer._stack, asyncio.Event()
-    lookup = stack.lookup
+    find = stack.find
 
-    async def late(spec: KvSpec, keys: Sequence[ChunkKey], first: int) -> Hit:
+    async def late(prompt: Prompt) -> Found:
         await tiers_answer.wait()
-        return await lookup(spec, keys, first)
+        return await find(prompt)
 
-    monkeypatch.setattr(stack, "lookup", late)
+    monkeypatch.setattr(stack, "find", late)
     running = [asyncio.create_task(explain(node, 0)) for _ in range(MAX_RUNNING)]
     await asyncio.sleep(0)
     with pytest.raises(Full):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from lmkv.keys import ChunkKey
+from lmkv.prompt import Hit, Items, Prompt
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.fetch.tier import FoundHolders, PeerTier
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
 from lmkv_server.node.tiers.progress import Progress
@@ -104,7 +104,7 @@ async def test_a_lookup_that_no_coordinator_answers_says_so() -> None:
         assert (await tier.lookup(needs(0))).is_answered
         coordinators.answers = False
         assert not (await tier.lookup(needs(0))).is_answered
-        items = PromptItems.of_prompt(HYBRID, PROMPT)
+        items = Prompt(HYBRID, PROMPT).all_items()
         of_items = Needs(spec=HYBRID, keys=items.keys, indices=[0], in_order=False, items=items)
         assert not (await tier.lookup(of_items)).is_answered
 
@@ -133,7 +133,7 @@ async def test_a_read_fetches_what_the_lookup_found_and_is_counted() -> None:
 # --- Prompts whose chunks have several parts -----------------------------------------------------------------
 
 
-def item_needs(items: PromptItems) -> Needs:
+def item_needs(items: Items) -> Needs:
     return Needs(spec=HYBRID, keys=items.keys, indices=range(len(items)), in_order=False, items=items)
 
 
@@ -142,7 +142,7 @@ async def test_a_lookup_of_items_asks_for_the_whole_prompt_and_finds_the_items_o
         coordinators = ScriptedCoordinators(
             Holder(instance_id="long", matched_chunk_count=6), Holder(instance_id="short", matched_chunk_count=3)
         )
-        items = PromptItems.of_prompt(HYBRID, PROMPT)
+        items = Prompt(HYBRID, PROMPT).all_items()
         presence = await PeerTier(reader.fetcher, coordinators, 1.0).lookup(item_needs(items))
         assert (coordinators.asked, coordinators.fingerprints) == ([PROMPT], [HYBRID.fingerprint])
         found = {items.keys[index] for index in presence.indices}
@@ -160,7 +160,7 @@ async def test_items_come_from_all_peers_that_may_have_them_and_in_order() -> No
         hit = HYBRID.items(6)
         for number, item in enumerate(hit):
             (one if number % 3 else two).put_item(item, PROMPT)
-        items = PromptItems.of_hit(HYBRID, PROMPT, 6)
+        items = Prompt(HYBRID, PROMPT).items(Hit(6))
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(one.holder(6), two.holder(6)), 1.0)
         delivered: list[tuple[int, Chunk]] = []
         progress = Progress(reader.tier, HYBRID, items.keys, 0, delivered.extend, items=items)
@@ -180,7 +180,7 @@ async def test_an_item_that_no_peer_has_keeps_none_behind_it_from_coming() -> No
         hit = HYBRID.items(4)
         for item in hit[:1] + hit[2:]:
             owner.put_item(item, PROMPT)
-        items = PromptItems.of_hit(HYBRID, PROMPT, 4)
+        items = Prompt(HYBRID, PROMPT).items(Hit(4))
         delivered: list[tuple[int, Chunk]] = []
         progress = Progress(reader.tier, HYBRID, items.keys, 0, delivered.extend, items=items)
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(4)), 1.0)
@@ -209,7 +209,7 @@ async def test_a_peer_that_has_an_item_in_another_size_delivers_nothing() -> Non
             checksum=0,
             token_count=HYBRID.chunk_size,
         )
-        items = PromptItems.of_hit(HYBRID, PROMPT, 1)
+        items = Prompt(HYBRID, PROMPT).items(Hit(1))
         progress = Progress(reader.tier, HYBRID, items.keys, 0, lambda _: None, items=items)
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(1)), 1.0)
         error = await tier.read(progress, await tier.lookup(item_needs(items)), 10.0)

@@ -17,6 +17,7 @@ from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE, MAX_CREDITS, EngineSessions
 from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
 from tests.server.node.hybrid_engine import HYBRID, PROMPT, item_key
+from tests.server.node.pool_lookups import open_lookup
 
 SPEC = small_spec()
 CAPACITY = 12
@@ -49,7 +50,7 @@ def test_a_lookup_finds_no_more_than_an_answer_can_name() -> None:
     tier = HostTier(2 * HOLD_SHARE * count * max(spec.chunk_bytes, 4096))
     for number in range(count):
         admit(tier, spec, number)
-    lease = EngineSessions(tier).attach("e", spec).open("1", chunk_keys(*range(count)))
+    lease = open_lookup(EngineSessions(tier).attach("e", spec), tier, "1", chunk_keys(*range(count)))
     assert lease.own_count == len(lease.chunks) == MAX_EXTENTS
     assert sum(chunk.holds for chunk in tier) == MAX_EXTENTS
 
@@ -94,7 +95,7 @@ def test_credits_evict_only_chunks_that_are_not_held(tier: HostTier, engines: En
     session = engines.attach("e", SPEC)
     for number in range(CAPACITY):
         admit(tier, SPEC, number)
-    session.open("r", chunk_keys(*range(CAPACITY)))
+    open_lookup(session, tier, "r", chunk_keys(*range(CAPACITY)))
     held = CAPACITY // HOLD_SHARE
     assert len(session.reserve(100)) == session.credit_limit
     assert all(tier.get(chunk_key(number)) for number in range(held))
@@ -173,8 +174,7 @@ def test_a_chunk_that_is_larger_than_its_credit_is_refused_and_leaves_the_credit
 ) -> None:
     spec = small_spec(chunk_size=128)
     session = engines.attach("e", spec)
-    credit = session.reserve_partial(1)
-    assert credit is not None
+    (credit,) = session.reserve_partial(1)
     with pytest.raises(GrantNotFound):
         session.commit(credit.offset, chunk_key(1), spec.chunk_bytes, 0, spec.chunk_size)
     assert (session.credit_count, tier.reserved_count) == (1, 1)
@@ -210,7 +210,7 @@ def test_a_lookup_holds_what_it_found_until_it_is_released(tier: HostTier, engin
     session = engines.attach("e", SPEC)
     for number in (0, 1, 3):
         admit(tier, SPEC, number)
-    lease = session.open("r", chunk_keys(0, 1, 2, 3))
+    lease = open_lookup(session, tier, "r", chunk_keys(0, 1, 2, 3))
     assert lease.own_count == 2
     assert session.lease("r") is lease
     assert [holds(tier, number) for number in (0, 1, 3)] == [1, 1, 0]
@@ -220,13 +220,13 @@ def test_a_lookup_holds_what_it_found_until_it_is_released(tier: HostTier, engin
     assert session.release("r") == 0
 
 
-def test_a_ticket_is_used_once(engines: EngineSessions) -> None:
+def test_a_ticket_is_used_once(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
-    session.open("r", chunk_keys(0))
+    open_lookup(session, tier, "r", chunk_keys(0))
     with pytest.raises(BadMessage):
-        session.open("r", chunk_keys(0))
+        open_lookup(session, tier, "r", chunk_keys(0))
     session.release("r")
-    session.open("r", chunk_keys(0))
+    open_lookup(session, tier, "r", chunk_keys(0))
 
 
 def test_one_engines_holds_are_bounded_over_all_its_lookups(tier: HostTier, engines: EngineSessions) -> None:
@@ -234,17 +234,17 @@ def test_one_engines_holds_are_bounded_over_all_its_lookups(tier: HostTier, engi
     for number in range(CAPACITY):
         admit(tier, SPEC, number)
     limit = CAPACITY // HOLD_SHARE
-    first = session.open("first", chunk_keys(*range(limit - 1)))
-    second = session.open("second", chunk_keys(*range(limit - 1, CAPACITY)))
+    first = open_lookup(session, tier, "first", chunk_keys(*range(limit - 1)))
+    second = open_lookup(session, tier, "second", chunk_keys(*range(limit - 1, CAPACITY)))
     assert (first.own_count, second.own_count) == (limit - 1, 1)
     session.release("first")
-    third = session.open("third", chunk_keys(*range(CAPACITY)))
+    third = open_lookup(session, tier, "third", chunk_keys(*range(CAPACITY)))
     assert third.own_count == limit - 1
 
 
 def test_chunks_that_were_fetched_for_a_lookup_stay_until_its_release(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
-    session.open("r", chunk_keys(0))
+    open_lookup(session, tier, "r", chunk_keys(0))
     fetched = admit(tier, SPEC, 0)
     tier.hold([fetched])
     assert session.hold("r", [fetched])
@@ -255,7 +255,7 @@ def test_chunks_that_were_fetched_for_a_lookup_stay_until_its_release(tier: Host
 
 def test_chunks_that_arrive_after_the_release_are_not_held(tier: HostTier, engines: EngineSessions) -> None:
     session = engines.attach("e", SPEC)
-    session.open("r", chunk_keys(0))
+    open_lookup(session, tier, "r", chunk_keys(0))
     session.release("r")
     late = admit(tier, SPEC, 0)
     tier.hold([late])
@@ -293,7 +293,7 @@ def granted(tier: HostTier, engines: EngineSessions) -> EngineSession:
     """A session that holds a chunk and two credits."""
     session = engines.attach("e", SPEC)
     admit(tier, SPEC, 0)
-    session.open("r", chunk_keys(0))
+    open_lookup(session, tier, "r", chunk_keys(0))
     session.reserve(2)
     return session
 
@@ -394,7 +394,7 @@ def test_items_behind_a_gap_are_held_once_until_the_lookup_is_released() -> None
     own, gap, behind = (item(tier, 0, chunk) for chunk in range(3))
     tier.drop([gap.key])
     most = session.holdable_bytes
-    session.hold_items(session.begin("r"), [item_key(0, chunk) for chunk in range(3)], [own], [behind])
+    session.keep(session.begin("r"), [item_key(0, chunk) for chunk in range(3)], [own], [behind])
     assert session.holdable_bytes == most - own.size_bytes - behind.size_bytes
     fetched = item(tier, 0, 1)
     tier.hold([fetched, behind])
@@ -411,7 +411,7 @@ def test_whatever_a_detached_engine_held_of_several_parts_is_free() -> None:
     engines = EngineSessions(tier)
     session = engines.attach("e", HYBRID)
     assert [len(session.reserve(2, part)) for part in range(3)] == [2, 2, 2]
-    session.hold_items(session.begin("r"), [], [item(tier, 0, 0)], [item(tier, 2, 5)])
+    session.keep(session.begin("r"), [], [item(tier, 0, 0)], [item(tier, 2, 5)])
     engines.detach(session)
     assert tier.reserved_count == 0
     assert not any(chunk.holds for chunk in tier)

@@ -123,7 +123,7 @@ class DiskTier(BackendTier[DiskChunk]):
         """
         found: list[int] = []
         for index in needs.indices:
-            if self._readable(needs.keys[index], needs.spec.fingerprint):
+            if all(self._readable(key, needs.spec.fingerprint) for key in needs.parts_of(index)):
                 found.append(index)
                 if needs.any_of:
                     break
@@ -131,7 +131,7 @@ class DiskTier(BackendTier[DiskChunk]):
                 break
         end = found[-1] + 1 if found else needs.indices[0] if needs.indices else 0
         if needs.any_of:
-            used: Sequence[ChunkKey] = [needs.keys[index] for index in found]
+            used: Sequence[ChunkKey] = [key for index in found for key in needs.parts_of(index)]
         else:
             used = needs.items.used_with(found, needs.indices) if needs.items else needs.keys[:end]
         for volume in self.volumes:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
+from lmkv.prompt import Items
 from lmkv.spec import ALL, KvSpec
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.prompt_items import PromptItems
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
 from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, StoreBackend
@@ -90,24 +90,23 @@ class RemoteTier(BackendTier[RemoteChunk]):
         if not self.usable or not needs.indices:
             return Presence(asked=needs.indices)
         deadline = time.monotonic() + needs.seconds(self._lookup_seconds)
-        if needs.items:
+        if needs.items and not needs.in_order:
             return await self._lookup_items(needs, needs.items, deadline)
         keys = [needs.keys[index] for index in needs.indices]
         if not needs.in_order:
-            absent = [key for key in keys if not self.has(key)]
+            absent = [key for index in needs.indices for key in needs.parts_of(index) if not self.has(key)]
             await self._ask_all(needs.spec, absent, 0, deadline, _NO_SIZES, stop_early=False)
-            return Presence(
-                asked=needs.indices, indices=[index for index in needs.indices if self.has(needs.keys[index])]
-            )
+            found = [index for index in needs.indices if all(map(self.has, needs.parts_of(index)))]
+            return Presence(asked=needs.indices, indices=found)
         count = await self._find_run(needs.spec, keys, deadline)
         return Presence(asked=needs.indices, indices=needs.indices[:count])
 
-    async def _lookup_items(self, needs: Needs, items: PromptItems, deadline: float) -> Presence:
+    async def _lookup_items(self, needs: Needs, items: Items, deadline: float) -> Presence:
         """Asks for parts of which a hit needs every chunk; then for the others, the last chunks first.
 
         Not for those behind the first absent chunk: no hit here goes further.
         """
-        end = len(items.chunk_keys)
+        end = len(items.prompt)
         rest: list[int] = []
         exact = {needs.keys[index]: items.sizes[index] for index in needs.indices}
         for number, part in enumerate(needs.spec.parts):

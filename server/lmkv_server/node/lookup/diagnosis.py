@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
-from lmkv.keys import ChunkKey, part_key
+from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.spec import KvSpec
+from lmkv.prompt import Hit, Prompt
 from lmkv.tiers import HOST, OWN, Run
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.losses import Losses
-from lmkv_server.node.cache.prompt_items import PromptItems
-from lmkv_server.node.tiers.base import Presence, SecondaryTier
+from lmkv_server.node.tiers.base import SecondaryTier
 
 REMOVED_EVERYWHERE = (MissReason.CLEARED, MissReason.DROPPED)
 """Reasons that hold for all tiers of this node, whether these can be asked or not."""
@@ -41,51 +40,36 @@ class Diagnosis:
 
     def behind(
         self,
-        keys: Sequence[ChunkKey],
+        prompt: Prompt,
         end: int,
         *,
         refused: Sequence[Run] = (),
-        presences: Mapping[str, Presence] | None = None,
-        is_limited: bool = False,
+        unanswered: Sequence[str] = (),
+        limited_count: int = 0,
     ) -> list[MissedRun]:
         """The missed runs from chunk `end` on, where a hit ends, up to the end of the prompt.
 
-        `refused` are the runs there that are slower to load than to compute, and `presences` what the tiers that were
-        asked have. `is_limited`: whether no more chunks may be held for the engine.
+        `refused` are the runs there that are slower to load than to compute, and `unanswered` the tiers that were asked
+        and did not answer. `limited_count` are chunks there that were found, and are of more bytes than may be held.
         """
         missed = [MissedRun(chunk_count=run.chunk_count, reason=MissReason.SLOWER, tier=run.tier) for run in refused]
         end += sum(run.chunk_count for run in refused)
-        if is_limited and not refused and (count := self._held_count(keys, end, presences or {})):
-            missed.append(MissedRun(chunk_count=count, reason=MissReason.TOO_LARGE))
-            end += count
-        if end < len(keys):
-            absent = takewhile(lambda key: self._pool.get(key) is None, islice(keys, end + 1, None))
+        if limited_count and not refused:
+            missed.append(MissedRun(chunk_count=limited_count, reason=MissReason.TOO_LARGE))
+            end += limited_count
+        rest = len(prompt) - end
+        if rest <= 0:
+            return missed
+        key = self._missing_item(prompt, end)
+        if key is None:
+            return [*missed, MissedRun(chunk_count=rest, reason=MissReason.TOO_LARGE)]
+        count = rest
+        if prompt.spec.matches_prefixes:
+            absent = takewhile(lambda key: self._pool.get(key) is None, islice(prompt.keys, end + 1, None))
             count = 1 + sum(1 for _ in absent)
-            unanswered = [name for name, presence in (presences or {}).items() if not presence.is_answered]
-            missed.append(self.of_chunk(keys[end], count, unanswered))
-            if rest := len(keys) - end - count:
-                missed.append(MissedRun(chunk_count=rest, reason=MissReason.BEHIND_GAP, tier=OWN))
-        return missed
-
-    def behind_items(
-        self,
-        spec: KvSpec,
-        keys: Sequence[ChunkKey],
-        end: int,
-        *,
-        refused_count: int = 0,
-        unanswered: Sequence[str] = (),
-    ) -> list[MissedRun]:
-        """As `behind`, if chunks have several parts: by the first item that a hit of one more chunk lacks.
-
-        `unanswered` are the tiers that were asked and did not answer.
-        """
-        missed = [MissedRun(chunk_count=refused_count, reason=MissReason.SLOWER)] if refused_count else []
-        end += refused_count
-        if end < len(keys):
-            key, rest = self._missing_item(spec, keys, end), len(keys) - end
-            too_large = MissedRun(chunk_count=rest, reason=MissReason.TOO_LARGE)
-            missed.append(self.of_chunk(key, rest, unanswered) if key else too_large)
+        missed.append(self.of_chunk(key, count, unanswered))
+        if rest > count:
+            missed.append(MissedRun(chunk_count=rest - count, reason=MissReason.BEHIND_GAP, tier=OWN))
         return missed
 
     def of_chunk(self, key: ChunkKey, chunk_count: int = 1, unanswered: Sequence[str] = ()) -> MissedRun:
@@ -103,15 +87,12 @@ class Diagnosis:
         tier = OWN if loss.tier == HOST else loss.tier
         return MissedRun(chunk_count=chunk_count, reason=loss.reason, tier=tier, time=loss.time)
 
-    def _held_count(self, keys: Sequence[ChunkKey], end: int, presences: Mapping[str, Presence]) -> int:
-        """Chunks from `end` on without a gap that the pool has, or else that a tier has."""
-        own = takewhile(lambda key: self._pool.get(key) is not None, islice(keys, end, None))
-        return sum(1 for _ in own) or max((one.run_from(end) for one in presences.values()), default=0)
-
-    def _missing_item(self, spec: KvSpec, keys: Sequence[ChunkKey], end: int) -> ChunkKey | None:
+    def _missing_item(self, prompt: Prompt, end: int) -> ChunkKey | None:
         """The first item that the pool lacks of a hit of `end` + 1 chunks: one of its last chunk, if there is any."""
-        last = [part_key(keys[end], part) for part in range(len(spec.parts))]
-        for key in (*last, *PromptItems.of_hit(spec, keys, end + 1).keys):
+        if prompt.spec.matches_prefixes:
+            return prompt.key(0, end)
+        last = [prompt.key(part, end) for part in range(len(prompt.spec.parts))]
+        for key in (*last, *prompt.items(Hit(end + 1)).keys):
             if self._pool.get(key) is None:
                 return key
         return None

@@ -10,18 +10,20 @@ import pytest
 
 from lmkv.keys import ChunkKey, part_key
 from lmkv.misses import MissReason
+from lmkv.prompt import Prompt
 from lmkv.tiers import Run
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.losses import Losses
-from lmkv_server.node.tiers.base import Presence, SecondaryTier
-from lmkv_server.node.tiers.diagnosis import Diagnosis, MissedRun
-from tests.server.node.cases import hashed_keys
+from lmkv_server.node.lookup.diagnosis import Diagnosis, MissedRun
+from lmkv_server.node.tiers.base import SecondaryTier
+from tests.server.node.cases import hashed_keys, small_spec
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 
 KEYS = hashed_keys(*range(8))
 NOW = 1_000.0
+PLAIN, PARTED = Prompt(small_spec(), KEYS), Prompt(HYBRID, PROMPT)
 
 
 @dataclass
@@ -62,25 +64,25 @@ def gap(chunk_count: int) -> MissedRun:
 
 def test_what_was_never_stored_is_missed_up_to_the_end_and_a_whole_hit_misses_nothing() -> None:
     cache = Cache()
-    assert cache.diagnosis.behind(KEYS, 0) == [never(8)]
+    assert cache.diagnosis.behind(PLAIN, 0) == [never(8)]
     cache.store(*KEYS[:3])
-    assert cache.diagnosis.behind(KEYS, 3) == [never(5)]
-    assert cache.diagnosis.behind(KEYS, 8) == []
+    assert cache.diagnosis.behind(PLAIN, 3) == [never(5)]
+    assert cache.diagnosis.behind(PLAIN, 8) == []
 
 
 def test_the_first_lost_chunk_gives_its_reason_and_time_to_those_behind_it() -> None:
     cache = Cache()
     cache.lose(MissReason.EVICTED_BY_FETCH, *KEYS[2:4])
     lost = MissedRun(chunk_count=6, reason=MissReason.EVICTED_BY_FETCH, tier="own", time=NOW)
-    assert cache.diagnosis.behind(KEYS, 2) == [lost]
+    assert cache.diagnosis.behind(PLAIN, 2) == [lost]
 
 
 def test_chunks_in_the_pool_behind_a_missing_one_are_behind_a_gap() -> None:
     cache = Cache()
     cache.store(KEYS[0], KEYS[4], KEYS[7])
-    assert cache.diagnosis.behind(KEYS, 1) == [never(3), gap(4)]
+    assert cache.diagnosis.behind(PLAIN, 1) == [never(3), gap(4)]
     cache.store(KEYS[2])
-    assert cache.diagnosis.behind(KEYS, 1) == [never(1), gap(6)]
+    assert cache.diagnosis.behind(PLAIN, 1) == [never(1), gap(6)]
 
 
 @pytest.mark.parametrize(
@@ -97,25 +99,24 @@ def test_a_tier_that_is_down_is_blamed_for_what_it_may_hold(reason: MissReason |
     cache = Cache([TierState("disk"), TierState("remote", is_down=True)])
     if reason:
         cache.lose(reason, KEYS[0])
-    (missed,) = cache.diagnosis.behind(KEYS, 0)
+    (missed,) = cache.diagnosis.behind(PLAIN, 0)
     assert missed.reason is (MissReason.TIER_DOWN if is_blamed else reason)
     assert missed.tier == ("remote" if is_blamed else "own")
 
 
 def test_a_tier_that_did_not_answer_a_lookup_is_blamed_for_what_this_one_misses() -> None:
     cache = Cache([TierState("disk"), TierState("peers")])
-    presences = {"disk": Presence(), "peers": Presence(is_answered=False)}
     down = MissedRun(chunk_count=8, reason=MissReason.TIER_DOWN, tier="peers")
-    assert cache.diagnosis.behind(KEYS, 0, presences=presences) == [down]
-    assert cache.diagnosis.behind(KEYS, 0, presences={"peers": Presence()}) == [never(8)]
-    (missed,) = cache.diagnosis.behind_items(HYBRID, PROMPT, 0, unanswered=["peers"])
+    assert cache.diagnosis.behind(PLAIN, 0, unanswered=["peers"]) == [down]
+    assert cache.diagnosis.behind(PLAIN, 0, unanswered=[]) == [never(8)]
+    (missed,) = cache.diagnosis.behind(PARTED, 0, unanswered=["peers"])
     assert (missed.reason, missed.tier) == (MissReason.TIER_DOWN, "peers")
 
 
 def test_runs_that_are_slower_than_computing_come_first() -> None:
     cache = Cache()
     refused = (Run(tier="disk", chunk_count=2), Run(tier="peers", chunk_count=1))
-    assert cache.diagnosis.behind(KEYS, 1, refused=refused) == [
+    assert cache.diagnosis.behind(PLAIN, 1, refused=refused) == [
         MissedRun(chunk_count=2, reason=MissReason.SLOWER, tier="disk"),
         MissedRun(chunk_count=1, reason=MissReason.SLOWER, tier="peers"),
         never(4),
@@ -126,11 +127,9 @@ def test_what_is_held_beyond_the_limit_is_too_large() -> None:
     cache = Cache()
     cache.store(*KEYS[:5])
     too_large = MissedRun(chunk_count=3, reason=MissReason.TOO_LARGE)
-    assert cache.diagnosis.behind(KEYS, 2, is_limited=True) == [too_large, never(3)]
-    assert cache.diagnosis.behind(KEYS, 5, is_limited=True) == [never(3)]
-    presences = {"disk": Presence(indices=[5, 6])}
-    found = cache.diagnosis.behind(KEYS, 5, presences=presences, is_limited=True)
-    assert found == [MissedRun(chunk_count=2, reason=MissReason.TOO_LARGE), never(1)]
+    assert cache.diagnosis.behind(PLAIN, 2, limited_count=3) == [too_large, never(3)]
+    assert cache.diagnosis.behind(PLAIN, 5, limited_count=3) == [too_large]
+    assert cache.diagnosis.behind(PLAIN, 5) == [never(3)]
 
 
 def test_of_chunks_with_parts_the_first_missing_item_counts() -> None:
@@ -140,14 +139,14 @@ def test_of_chunks_with_parts_the_first_missing_item_counts() -> None:
     cache.pool.drop([part_key(PROMPT[2], last)], MissReason.EVICTED_BY_STORE)
     rest = len(PROMPT) - 2
     lost = MissedRun(chunk_count=rest, reason=MissReason.EVICTED_BY_STORE, tier="own", time=NOW)
-    assert cache.diagnosis.behind_items(HYBRID, PROMPT, 2) == [lost]
-    assert cache.diagnosis.behind_items(HYBRID, PROMPT, len(PROMPT)) == []
-    refused, other = cache.diagnosis.behind_items(HYBRID, PROMPT, 1, refused_count=1)
+    assert cache.diagnosis.behind(PARTED, 2) == [lost]
+    assert cache.diagnosis.behind(PARTED, len(PROMPT)) == []
+    refused, other = cache.diagnosis.behind(PARTED, 1, refused=[Run(tier="", chunk_count=1)])
     assert (refused.reason, refused.chunk_count, other) == (MissReason.SLOWER, 1, lost)
 
 
 def test_a_hit_whose_items_are_all_in_the_pool_is_too_large() -> None:
     cache = Cache()
     cache.store(*(part_key(key, part) for key in PROMPT for part in range(len(HYBRID.parts))))
-    (missed,) = cache.diagnosis.behind_items(HYBRID, PROMPT, 3)
+    (missed,) = cache.diagnosis.behind(PARTED, 3)
     assert (missed.reason, missed.chunk_count) == (MissReason.TOO_LARGE, len(PROMPT) - 3)

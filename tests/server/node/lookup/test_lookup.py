@@ -1,4 +1,4 @@
-"""Lookups of prompts whose chunks have several parts, against the definition of a hit."""
+"""Lookups of prompts in pool and tiers, against the definition of a hit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.errors import LmkvError
-from lmkv.keys import part_key
+from lmkv.keys import ChunkKey, part_key
 from lmkv.parts import PartItem
-from lmkv.spec import KvSpec
+from lmkv.prompt import Prompt
+from lmkv.spec import ALL, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.prompt_items import PromptItems, parent_of
+from lmkv_server.node.cache.partial_chunks import PartialChunks
+from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats
-from lmkv_server.node.tiers.item_lookup import ItemLookup
 from lmkv_server.node.tiers.progress import Progress
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 
@@ -28,7 +29,9 @@ LOCAL = replace(
 )
 GROUPS = replace(HYBRID, more_parts=())
 """Full attention in several of vLLM's groups."""
-SPECS = [HYBRID, WINDOWS, LOCAL, GROUPS]
+TWICE = replace(HYBRID, more_parts=(replace(HYBRID.more_parts[0], rule=ALL, span=0),))
+"""Full attention of two kinds."""
+SPECS = [HYBRID, WINDOWS, LOCAL, GROUPS, TWICE]
 
 
 class ScriptedTier:
@@ -46,8 +49,8 @@ class ScriptedTier:
 
     async def lookup(self, needs: Needs) -> Presence:
         assert needs.items
-        assert not needs.in_order
-        named = {index: _item(needs.items, index) for index in needs.indices}
+        assert needs.in_order == needs.spec.matches_prefixes
+        named = {index: PartItem(*needs.items.at(index)) for index in needs.indices}
         self.asked |= set(named.values())
         return Presence(asked=needs.indices, indices=[index for index in named if named[index] in self.held])
 
@@ -67,8 +70,8 @@ class ScriptedTier:
         return TierStats()
 
 
-def _item(items: PromptItems, index: int) -> PartItem:
-    return PartItem(int(items.parts[index]), int(items.chunks[index]))
+def begin(pool: HostTier, spec: KvSpec, keys: Sequence[ChunkKey] = PROMPT, most_bytes: int = 1 << 30) -> PromptLookup:
+    return PromptLookup(pool, PartialChunks(), Prompt(spec, keys), most_bytes)
 
 
 def tier_with(spec: KvSpec, items: Sequence[PartItem]) -> HostTier:
@@ -105,11 +108,11 @@ async def test_the_longest_hit_that_can_be_held_is_found_and_located(
     subsets = st.lists(st.sampled_from(all_items(spec)), unique=True).map(frozenset)
     own, first, second = (data.draw(subsets | st.just(frozenset(all_items(spec)))) for _ in range(3))
     pool, tiers = tier_with(spec, sorted(own, key=str)), [ScriptedTier("a", first), ScriptedTier("b", second)]
-    lookup = ItemLookup(pool, spec, PROMPT, 1000)
     budget_bytes = budget * spec.part_bytes(0)
+    lookup = begin(pool, spec, most_bytes=budget_bytes)
     is_asked = data.draw(st.booleans())
     if is_asked:
-        await lookup.ask(tiers, budget_bytes)
+        await lookup.ask(tiers)
     else:
         first, second = frozenset(), frozenset()
 
@@ -117,20 +120,21 @@ async def test_the_longest_hit_that_can_be_held_is_found_and_located(
         return sum(spec.part_bytes(item.part) for item in spec.items(count))
 
     possible = [count for count in hits(spec, {*own, *first, *second}) if bytes_of(count) <= budget_bytes]
-    found = lookup.result(budget_bytes)
+    found = lookup.result()
     assert found.chunk_count == max(possible)
-    assert lookup.is_complete == (hits(spec, set(own))[-1] == len(PROMPT))
+    own_hits = [count for count in hits(spec, set(own)) if bytes_of(count) <= budget_bytes]
+    assert lookup.is_complete == (own_hits[-1] == len(PROMPT))
     items = spec.items(found.chunk_count)
     names = ["own" if item in own else "a" if item in first else "b" for item in items]
-    assert [run.tier for run in found.rest.runs for _ in range(run.chunk_count)] == names[len(found.own) :]
+    assert [run.tier for run in found.runs for _ in range(run.chunk_count)] == names[len(found.own) :]
     assert names[: len(found.own)] == ["own"] * len(found.own)
     assert len(names) == len(found.own) or names[len(found.own)] != "own"
     keys = spec.item_keys(items, PROMPT)
     assert [chunk.key for chunk in (*found.own, *found.behind)] == [
         key for key, name in zip(keys, names, strict=True) if name == "own"
     ]
-    for name in ("a", "b") if is_asked and found.rest.items else ():
-        presence = found.rest.presences.get(name, Presence())
+    for name in ("a", "b") if is_asked and found.chunk_count else ():
+        presence = found.presences.get(name, Presence())
         assert [names[index] for index in presence.indices] == [name] * names.count(name)
         assert set(presence.indices) <= set(presence.asked)
     assert not tiers[1].asked & (own | first), "nothing is asked for twice"
@@ -139,11 +143,11 @@ async def test_the_longest_hit_that_can_be_held_is_found_and_located(
 async def test_only_what_a_longer_hit_needs_is_asked_for() -> None:
     own = [*HYBRID.items(6), PartItem(0, 6)]
     tier = ScriptedTier("a", frozenset())
-    lookup = ItemLookup(tier_with(HYBRID, own), HYBRID, PROMPT, 1000)
-    await lookup.ask([tier], 1 << 30)
+    lookup = begin(tier_with(HYBRID, own), HYBRID)
+    await lookup.ask([tier])
     assert tier.asked == {PartItem(0, 7), PartItem(1, 6), PartItem(1, 7), PartItem(2, 6), PartItem(2, 7)}
     local = ScriptedTier("a", frozenset())
-    await ItemLookup(tier_with(LOCAL, []), LOCAL, PROMPT, 1000).ask([local], 1 << 30)
+    await begin(tier_with(LOCAL, []), LOCAL).ask([local])
     assert {item.chunk for item in local.asked if item.part == 1} == {0, 2, 4, 6}, "no hit needs the others"
 
 
@@ -156,11 +160,13 @@ async def test_a_hit_that_takes_longer_than_computing_what_it_adds_is_not_offere
     pool = tier_with(HYBRID, [*HYBRID.items(3)])
     quick = ScriptedTier("quick", frozenset(HYBRID.items(5)), seconds=0.1)
     other = ScriptedTier("other", frozenset(HYBRID.items(8)), seconds=seconds)
-    lookup = ItemLookup(pool, HYBRID, PROMPT, 1000)
-    await lookup.ask([quick, other], 1 << 30)
-    found = lookup.result(1 << 30, tokens_per_second=100.0)  # 1.6 s for the five chunks
-    assert (found.chunk_count, found.refused_count) == (chunks, refused)
-    assert lookup.result(1 << 30).chunk_count == 8
+    lookup = begin(pool, HYBRID)
+    await lookup.ask([quick, other], 100.0)  # 1.6 s for the five chunks
+    found = lookup.result()
+    assert (found.chunk_count, sum(run.chunk_count for run in found.refused)) == (chunks, refused)
+    unbounded = begin(pool, HYBRID)
+    await unbounded.ask([quick, other])
+    assert unbounded.result().chunk_count == 8
 
 
 async def test_an_item_that_leaves_the_pool_during_the_lookup_is_not_offered() -> None:
@@ -171,37 +177,25 @@ async def test_an_item_that_leaves_the_pool_during_the_lookup_is_not_offered() -
             pool.drop([part_key(PROMPT[2], 2)])
             return await super().lookup(needs)
 
-    lookup = ItemLookup(pool, HYBRID, PROMPT, 1000)
-    await lookup.ask([Evicting("a", frozenset())], 1 << 30)
-    assert lookup.result(1 << 30).chunk_count == 2
+    lookup = begin(pool, HYBRID)
+    await lookup.ask([Evicting("a", frozenset())])
+    assert lookup.result().chunk_count == 2
 
 
 async def test_a_chunk_of_another_spec_or_size_is_no_item() -> None:
     pool = tier_with(HYBRID, HYBRID.items(1))
-    assert ItemLookup(pool, replace(HYBRID, model_id="other"), PROMPT, 1000).result(1 << 30).chunk_count == 0
+    assert begin(pool, replace(HYBRID, model_id="other")).result().chunk_count == 0
     longer = replace(HYBRID, chunk_size=64)
-    assert ItemLookup(pool, longer, PROMPT, 1000).result(1 << 30).chunk_count == 0
+    assert begin(pool, longer).result().chunk_count == 0
 
 
 async def test_a_long_prompt_is_found_by_its_head() -> None:
     pool = tier_with(HYBRID, [*HYBRID.items(5), *HYBRID.items(3)])
-    assert ItemLookup(pool, HYBRID, PROMPT, 9).result(1 << 30).chunk_count == 3
+    assert begin(pool, HYBRID, PROMPT[:3]).result().chunk_count == 3
 
 
 async def test_an_empty_prompt_is_a_miss() -> None:
-    lookup = ItemLookup(tier_with(HYBRID, []), HYBRID, [], 1000)
-    await lookup.ask([ScriptedTier("a", frozenset())], 1 << 30)
+    lookup = begin(tier_with(HYBRID, []), HYBRID, [])
+    await lookup.ask([ScriptedTier("a", frozenset())])
     assert lookup.is_complete
-    assert lookup.result(1 << 30).chunk_count == 0
-
-
-def test_parents_let_a_part_leave_before_its_chunk() -> None:
-    items = PromptItems.of_hit(HYBRID, PROMPT, 3)
-    assert [items.parent(index) for index in range(len(items))] == [
-        None,
-        PROMPT[0],
-        PROMPT[1],
-        PROMPT[1],
-        *PROMPT[2:3] * 2,
-    ]
-    assert parent_of(WINDOWS, 0, PROMPT[1], PROMPT[0]) is None, "the oldest chunks of a window leave first"
+    assert lookup.result().chunk_count == 0
