@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
-	fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
+	fix-bounds fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -237,6 +237,9 @@ verify-floors: $(STAMP) ## check the import contracts
 
 fix-floors: $(STAMP) ## regenerate docs/contribute/packages.md from the import contracts and docstrings
 	@$(BIN)/python scripts/architecture
+
+fix-bounds: $(STAMP) ## regenerate the numbers and the table of places of docs/operate/bounds.md from the code
+	@$(BIN)/python scripts/bounds
 
 fix-metrics: $(STAMP) ## regenerate docs/reference/metrics.md from the metrics in the code
 	@$(BIN)/python scripts/metrics-reference

@@ -21,7 +21,7 @@ from lmkv.auth.token import BearerToken
 from lmkv.config import PickerConfig, ProxyConfig
 from lmkv.errors import Full
 from lmkv.runtime.places import most_of, requester
-from lmkv.transfer import Copy
+from lmkv.transfer import Copy, ucx
 from lmkv.transfer.tcp import server as tcp
 from lmkv.v1.cache_service_pb2 import WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -230,13 +230,16 @@ def connections_of(kind: str, count: int) -> Scenario:
 
     @asynccontextmanager
     async def scenario(folder: Path) -> AsyncIterator[Honest]:
+        if kind == "ucx":
+            pytest.importorskip("ucxx", reason="pip install '.[ucx]'")
         memory, mine = Memory(MIB), Memory(MIB)
         async with AsyncExitStack() as stack:
             owner, reader = await memory.open(kind, "owner:1", folder), await mine.open(kind, "reader:1", folder)
             stack.push_async_callback(owner.aclose)
             stack.push_async_callback(reader.aclose)
             metadata = owner.metadata_for(memory.admit())
-            await stack.enter_async_context(silent(owner._server.port, count))  # type: ignore[attr-defined]
+            port = owner._port if kind == "ucx" else owner._server.port  # type: ignore[attr-defined]
+            await stack.enter_async_context(silent(port, count))
             memory.words[:] = 7
 
             async def honest() -> None:
@@ -392,6 +395,7 @@ SCENARIOS: dict[str, Scenario] = {
     "hints of an engine": hints_of_an_engine,
     "loads of an engine": loads_of_an_engine,
     "connections of the TCP channel": connections_of("tcp", tcp.MAX_READERS + 2 * tcp.MAX_STRANGERS),
+    "connections of the UCX channel": connections_of("ucx", ucx.MAX_READERS + 2 * ucx.MAX_STRANGERS),
 }
 
 
