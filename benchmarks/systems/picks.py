@@ -54,19 +54,17 @@ from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import CheckedServer, free_port
 from lmkv_kernels import chunk_keys
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, Engine
 from lmkv_server.proxy.engines.endpoints import Endpoints, resolve
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
-from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
-from lmkv_server.proxy.routing.policies import cost_by
-from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
-from lmkv_server.proxy.upstream.client import open_session
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.upstream.client import Upstream, open_session
 
 TOKEN_COUNT = 100_000
 ENGINE_COUNT = 8
@@ -115,7 +113,7 @@ class _StubEngine:
             Route(PATH, self._complete, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
         ]
-        self.http = HttpServer("127.0.0.1", 0, "port", Starlette(routes=routes))
+        self.http = HttpServer(Starlette(routes=routes), HttpOptions(host="127.0.0.1", port=0))
         self.url = f"http://127.0.0.1:{self.http.port}"
 
     async def _models(self, _: Request) -> Response:
@@ -209,18 +207,17 @@ async def _service(
     listing = asyncio.create_task(lookup.run())
     session = open_session()
     try:
-        contexts = Credentials().client_contexts()
         monitor = HealthMonitor(interval_seconds=1.0, timeout_seconds=1.0)
         pool = EnginePool(engines, cost_by("kv_aware", 0), SessionAffinity(0))
-        endpoints = Endpoints((), session, contexts, monitor, EnginePools(pool, None), resolve)
+        endpoints = Endpoints(
+            (), Upstream(session, Credentials().client_contexts()), monitor, EnginePools(pool, None), resolve
+        )
         yield ExternalProcessorService(
             EnginePicker(pool, endpoints.clients, lookup, metrics, "x-session-id"),
             endpoints,
             metrics,
-            salts=ClientSalts(NONE, "", "", OPEN_AUTHENTICATOR, ""),
-            limit=1,
-            timeout_seconds=WAIT_SECONDS,
-            max_body_bytes=PickerConfig().max_body_bytes,
+            ClientSalts(NONE, "", "", OPEN_AUTHENTICATOR, ""),
+            PickerConfig(max_concurrent_requests=1, request_timeout=WAIT_SECONDS),
         )
     finally:
         listing.cancel()

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv_client.coordinator import Coordinator
 from lmkv_client.kv_events import LayoutEvents, Model, PublishedBatch
 from lmkv_client.streams import LayoutUpdate

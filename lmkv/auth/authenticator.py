@@ -1,21 +1,22 @@
-"""Authenticates and authorizes every call of a server, over gRPC and HTTP."""
+"""Authenticates and authorizes every call of a server, over gRPC and HTTP, and warns of ports that others reach."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lmkv.auth.caller import ANONYMOUS_CALLER, Caller, caller_context
+from lmkv.auth.caller import ANONYMOUS_CALLER, ROLES, UNAUTHENTICATED_METHODS, Caller, Role, caller_context
 from lmkv.auth.callers import KEY, NO_QUOTA, Callers, TenantQuota, read_callers
-from lmkv.auth.roles import ROLES, UNAUTHENTICATED_METHODS, Role
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import HEADER, BearerToken, token_in
 from lmkv.auth.token_bucket import TokenBucket
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.runtime.reload import Reloadable
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -172,3 +173,25 @@ class Authenticator:
 
 _NO_CALLERS = Callers()
 OPEN_AUTHENTICATOR = Authenticator()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is a loopback one."""
+    name = host.strip("[]").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def exposure(host: str, authenticator: Authenticator, credentials: Credentials) -> str:
+    """A warning for the log about a server at `host`; empty if there is none. Client certificates authenticate, too."""
+    if is_loopback(host):
+        return ""
+    if authenticator.is_open and not credentials.client_ca:
+        return f"any client that reaches {host} may call it: set auth_tokens or tls_client_ca, or bind 127.0.0.1"
+    if not (authenticator.is_open or credentials.cert):
+        return f"tokens are sent to {host} unencrypted: set tls_cert and tls_key"
+    return ""

@@ -20,8 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from lmkv.auth.caller import Caller
-from lmkv.auth.roles import Role
+from lmkv.auth.caller import Caller, Role
 from lmkv.auth.token import read_secret
 from lmkv.errors import ConfigError
 

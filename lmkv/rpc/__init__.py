@@ -1,8 +1,8 @@
-"""gRPC channels and servers of lmkv, and the mapping between errors and status codes.
+"""gRPC channels and servers of lmkv, the client of the coordinators, and the mapping between errors and status codes.
 
-`endpoints` opens channels and makes servers; `interceptor` handles every call of a server; `error_status` maps
-`lmkv.errors` to `google.rpc.Status` and back. Imports `lmkv.auth`, `lmkv.telemetry`, `lmkv.runtime` and `lmkv.errors`.
-Start with `endpoints`.
+`endpoints` opens channels and makes servers; `coordinator_client` is the client of SDK, nodes, proxy and picker;
+`interceptor` handles every call of a server; `error_status` maps `lmkv.errors` to `google.rpc.Status` and back. Imports
+`lmkv.auth`, `lmkv.telemetry`, `lmkv.runtime` and `lmkv.errors`. Start with `endpoints`.
 """
 
 from lmkv.rpc.endpoints import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -67,7 +68,8 @@ class CoordinatorConnection:
         """
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            return await call(method, span_name, self.address, request, timeout_seconds, wait_for_ready=wait_for_ready)
+            method = partial(method, wait_for_ready=True) if wait_for_ready else method
+            return await call(method, span_name, self.address, request, timeout_seconds)
         except LmkvError as error:
             raise unanswered(self.address, error) from None
 

@@ -1,11 +1,12 @@
-"""gRPC channels and servers: their options, TLS, health checks and reflection, and the client side of unary calls."""
+"""gRPC channels and servers: their options, TLS, health checks and reflection, unary calls, and the names of hosts."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,8 +18,6 @@ from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.interceptor import Interceptor
-from lmkv.rpc.reloading_channel import ReloadingChannel
-from lmkv.rpc.unary_call import answer_of
 from lmkv.runtime.reload import Reloadable
 from lmkv.telemetry import NO_SPAN
 from lmkv.telemetry.calls import ServerCalls
@@ -162,19 +161,14 @@ async def call(
     address: str,
     request: object,
     timeout_seconds: float,
-    *,
-    wait_for_ready: bool = False,
 ) -> Response:
     """Makes a unary call of `SERVICE/METHOD`, as a span of the current trace, or without one if `name` is empty.
 
-    Raises the error that the server returned, or `Unreachable` if it does not answer or the channel is closed. With
-    `wait_for_ready` it waits until there is a connection.
+    Raises the error that the server returned, or `Unreachable` if it does not answer or the channel is closed.
     """
     with telemetry.call(name, address) if name else NO_SPAN as span:
         try:
-            options: dict[str, Any] = {"wait_for_ready": True} if wait_for_ready else {}
-            calling = method(request, timeout=timeout_seconds, metadata=span.metadata, **options)
-            response: Response = await answer_of(calling)
+            response: Response = await answer_of(method(request, timeout=timeout_seconds, metadata=span.metadata))
         except grpc.RpcError as error:
             lmkv_error = from_rpc_error(error)
             span.set_rpc_status(lmkv_error.metadata.get("grpc_code", lmkv_error.code))
@@ -188,3 +182,144 @@ async def call(
             raise Unreachable("the connection was closed") from None  # the call was cancelled, not this task
         span.set_rpc_status("OK")
         return response
+
+
+OLD_CALLS_SECONDS = 60.0
+"""Maximum duration of calls over a connection whose certificates were replaced. Streams then reconnect."""
+
+Metadata = Sequence[tuple[str, str]]
+
+
+class ReloadingChannel(grpc.aio.Channel):
+    """The channel that `make` opens, reopened when one of the files changes; sends `headers` with each call.
+
+    gRPC for Python reads a client's certificates once, and stubs are bound to a channel: so this wraps another one,
+    which is replaced. Calls in flight end over the old one.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], make: Callable[[], grpc.aio.Channel], headers: Callable[[], Metadata]
+    ) -> None:
+        self._channels = Reloadable(paths, make)
+        self._current = self._channels.get()
+        self._headers = headers
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def current(self) -> grpc.aio.Channel:
+        """The channel for the next call."""
+        newest = self._channels.get()
+        if newest is not self._current:
+            old, self._current = self._current, newest
+            task = asyncio.create_task(old.close(OLD_CALLS_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return self._current
+
+    @property
+    def headers(self) -> Metadata:
+        """The metadata to send with the next call."""
+        return self._headers()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close(None)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends calls within `grace` seconds, at once if it is None. Idempotent."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._current.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """The state of the connection."""
+        return self.current.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Returns when the state differs from `last_observed_state`."""
+        await self.current.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Returns when it is connected."""
+        await self.current.channel_ready()
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        """A method for stubs, as the next three."""
+        return _Method(self, "unary_unary", args, options)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, "unary_stream", args, options)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, "stream_unary", args, options)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, "stream_stream", args, options)
+
+
+class _Method:
+    """One method, called over the current channel."""
+
+    def __init__(self, channel: ReloadingChannel, kind: str, args: Sequence[Any], options: dict[str, Any]) -> None:
+        self._channel = channel
+        self._kind = kind
+        self._args = args
+        self._options = options
+        self._bound: tuple[grpc.aio.Channel, Any] | None = None
+
+    def __call__(self, *args: Any, metadata: Metadata | None = None, **options: Any) -> Any:
+        channel = self._channel.current
+        if self._bound is None or self._bound[0] is not channel:
+            self._bound = channel, getattr(channel, self._kind)(*self._args, **self._options)
+        return self._bound[1](*args, metadata=(*(metadata or ()), *self._channel.headers), **options)
+
+
+async def answer_of(call: Any) -> Any:
+    """The answer of a unary call. Raises as the call does; cancelled, it cancels the call.
+
+    gRPC frees what it has allocated for a call when it has received the call's end, and nothing if the task that waits
+    for the end is cancelled: about 1 KB per call, for ever (https://github.com/grpc/grpc/issues/43360).
+    """
+    try:
+        await call.code()  # of its end; not the call, whose task would be cancelled
+    except asyncio.CancelledError:
+        cancel(call)
+        raise
+    return await call
+
+
+def cancel(call: Any) -> None:
+    """Cancels a call at the server, while gRPC's task waits for its end. Idempotent."""
+    core = getattr(call, "_cython_call", None)  # without it, memory is lost
+    if core is None:
+        call.cancel()
+    elif not core.done():
+        core.cancel("cancelled by the client")
+
+
+RESOLVE_TIMEOUT_SECONDS = 2.0
+
+
+async def resolve(address: str) -> list[str]:
+    """The addresses of `host:port`, sorted: IPv4 addresses, or IPv6 ones if there are no others.
+
+    Raises `Unreachable` if the name is unknown or not resolved in time.
+    """
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_SECONDS):
+            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise Unreachable(
+            f"the name {host} was not resolved within {RESOLVE_TIMEOUT_SECONDS:g} s", address=address
+        ) from None
+    except OSError as error:
+        raise Unreachable(f"the name {host} is unknown: {error.strerror}", address=address) from None
+    # One address family only: a node registers once at each coordinator.
+    four = {f"{place[0]}:{port}" for family, *_, place in found if family == socket.AF_INET}
+    six = {f"[{place[0]}]:{port}" for family, *_, place in found if family == socket.AF_INET6}
+    return sorted(four or six)

@@ -13,16 +13,14 @@ import grpc
 from grpc_status import rpc_status
 
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.caller import check_caller
-from lmkv.auth.identity import client_identity
+from lmkv.auth.caller import check_caller, client_identity
 from lmkv.errors import BadMessage, LmkvError
 from lmkv.rpc.error_status import to_status
-from lmkv.rpc.refusal_delay import delay_refusal
 from lmkv.rpc.requests import Requests
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease, of_process
 from lmkv.telemetry.calls import ServerCalls
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -147,3 +145,13 @@ async def _abort(error: LmkvError, context: Any) -> Any:
     if error.delay_seconds:
         await delay_refusal(error.delay_seconds, context)
     return await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+MAX_DEADLINE_FRACTION = 0.5
+"""Fraction of a call's remaining time that a delay takes at most: the client still receives the answer."""
+
+
+async def delay_refusal(seconds: float, context: Any) -> None:
+    """Waits for `LmkvError.delay_seconds` before a call is answered, within the call's deadline."""
+    left = context.time_remaining()
+    await asyncio.sleep(seconds if left is None else min(seconds, left * MAX_DEADLINE_FRACTION))

@@ -1,7 +1,8 @@
-"""Metrics and spans of the unary gRPC calls of a server. Used by `lmkv.rpc`."""
+"""Metrics of every server: its unary gRPC calls, which have spans too, and which version of lmkv runs."""
 
 from __future__ import annotations
 
+import platform
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -9,6 +10,9 @@ from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from lmkv import __version__
 from lmkv.telemetry import spans
 
 if TYPE_CHECKING:
@@ -97,3 +101,22 @@ class ServerCall:
         self._calls.record(self._method, code, time.perf_counter() - self._begun)
         self._span.set_rpc_status(code)
         self._span.__exit__(None, None, None)
+
+
+METRIC_NAME = "lmkv_build_info"
+
+
+class BuildInfo:
+    """Prometheus collector of the versions of lmkv and Python, as labels of a sample that is always 1."""
+
+    def describe(self) -> list[Metric]:
+        """Returns nothing, so that registering does not collect."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        """One gauge with one sample."""
+        family = GaugeMetricFamily(
+            METRIC_NAME, "Always 1; its labels are the versions of the process.", labels=["version", "python_version"]
+        )
+        family.add_metric([__version__, platform.python_version()], 1)
+        return [family]

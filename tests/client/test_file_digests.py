@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ConfigError
-from lmkv_client.file_digests import READ_BYTES, REMEMBERED_BYTES, UNCERTAIN_NS, digests, process_start, stamps
-from lmkv_client.remembered_digests import MAX_ENTRIES, RememberedDigests
+from lmkv_client.file_digests import (
+    MAX_ENTRIES,
+    READ_BYTES,
+    REMEMBERED_BYTES,
+    UNCERTAIN_NS,
+    RememberedDigests,
+    digests,
+    process_start,
+    stamps,
+)
 from tests.waiting import wait_until
 
 OTHER = "0" * 64

@@ -24,7 +24,7 @@ from lmkv_client.demo.model import BOS_TOKEN_ID, EOS_TOKEN_ID
 from lmkv_server.proxy.engine import BOTH, Engine, EngineModel
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from lmkv_server.proxy.routing import lookup
-from lmkv_server.proxy.upstream.client import UpstreamClient, open_session
+from lmkv_server.proxy.upstream.client import Upstream, UpstreamClient, open_session
 from lmkv_server.proxy.upstream.tokenization import NotTokenizable
 
 BLOCK_TOKENS = 32
@@ -257,7 +257,7 @@ def tokens_of(engine: EngineProcess, path: str, body: dict[str, Any]) -> list[in
 
     async def ask() -> list[int]:
         async with open_session() as session:
-            client = UpstreamClient(known, session, PLAINTEXT.client_contexts())
+            client = UpstreamClient(known, Upstream(session, PLAINTEXT.client_contexts()))
             return await lookup.tokens_of(client, path, body, {})
 
     return asyncio.run(ask())

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 import yaml
 
-from lmkv_server.webhook.additions import Additions
 from lmkv_server.webhook.app import PATH
-from lmkv_server.webhook.injection import ROLE_LABEL
+from lmkv_server.webhook.injection import ROLE_LABEL, Additions
 from tests.helm.chart import find, manifests_of, name_of, pods, render, values_of
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lmkv.auth.certificates import METRIC_NAME, CertificateEnd, validity
-from lmkv.auth.credentials import Credentials
+from lmkv.auth.credentials import METRIC_NAME, CertificateEnd, Credentials, validity
 from lmkv.config import NodeConfig, ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node

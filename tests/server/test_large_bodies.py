@@ -15,7 +15,7 @@ import pytest
 from lmkv.config import PickerConfig
 from lmkv.runtime import turns
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.webhook.app import make_app
 from tests.server.proxy.picker.published import Gateway
@@ -58,7 +58,7 @@ async def coordinator(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def webhook() -> AsyncIterator[Ask]:
-    server = HttpServer("127.0.0.1", 0, "port", make_app({"both": HOST}))
+    server = HttpServer(make_app({"both": HOST}), HttpOptions(host="127.0.0.1", port=0))
     await server.start()
     try:
         async with http(server.port, "/mutate", {}) as ask:

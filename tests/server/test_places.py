@@ -29,7 +29,7 @@ from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.join_admission import MAX_JOINING
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
-from lmkv_server.http.connections import SPARE_CONNECTIONS
+from lmkv_server.http.protocol import SPARE_CONNECTIONS
 from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS
 from lmkv_server.node.handoff.senders import MAX_SENDERS
 from lmkv_server.node.handoff.state import Handoff

@@ -12,7 +12,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.metrics import make_metrics_app
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer
 
 SAMPLE = "answer 42.0"
 
@@ -29,7 +29,10 @@ async def serving_metrics(
     Gauge("answer", documentation, registry=registry).set(42)
     guard = HostGuard(bound="127.0.0.1", allowed=allowed_hosts)
     app = make_metrics_app(registry, authenticator, guard)
-    server = HttpServer("127.0.0.1", 0, "metrics_port", app, credentials, probes=frozenset())
+    server = HttpServer(
+        app,
+        HttpOptions(host="127.0.0.1", port=0, key="metrics_port", credentials=credentials, probes=frozenset()),
+    )
     await server.start()
     try:
         yield server

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from lmkv.errors import ConfigError, Full
 from lmkv.runtime.places import Places, client_of, most_of
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import ChannelEnd
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, HELLO_BYTES, MARK, MAX_RANGES, RANGE, REFUSED, SEND_BYTES, Tls, shut

@@ -9,8 +9,7 @@ import logging
 from contextlib import suppress
 
 from lmkv import telemetry
-from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.exposure import exposure
+from lmkv.auth.authenticator import Authenticator, exposure
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
 from lmkv.config.resolve import follow_logging

@@ -15,11 +15,9 @@ from prometheus_client.registry import Collector
 
 from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
-from lmkv.auth.certificates import CertificateEnd
-from lmkv.auth.credentials import Credentials
+from lmkv.auth.credentials import CertificateEnd, Credentials
 from lmkv.errors import ConfigError
-from lmkv.telemetry.build_info import BuildInfo
-from lmkv.telemetry.calls import ServerCalls
+from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.http.app import CoordinatorApp, make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
@@ -29,8 +27,7 @@ from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, make_services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.ports import address, listen
-from lmkv_server.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpServer
+from lmkv_server.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpOptions, HttpServer, address, listen
 
 logger = logging.getLogger(__name__)
 
@@ -192,15 +189,15 @@ class Coordinator:
         return make_app(tenants, tokenizers, self._guard, self._authenticator, *own, grpc_port=lambda: self.port)
 
     def _make_http_server(self, app: CoordinatorApp, key: str, port: int) -> HttpServer:
-        return HttpServer(
-            self.host,
-            port,
-            key,
-            app,
-            self._credentials,
+        options = HttpOptions(
+            host=self.host,
+            port=port,
+            key=key,
+            credentials=self._credentials,
             max_connections_per_client=self._max_connections_per_client,
             grace_seconds=STOP_SECONDS,
         )
+        return HttpServer(app, options)
 
     async def _stop_serving(self, server: grpc.aio.Server, http: Sequence[HttpServer]) -> None:
         refusing = asyncio.create_task(server.stop(STOP_SECONDS))  # also waits for streams, which never end

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
-from lmkv.auth.identity import http_client_identity
+from lmkv.auth.caller import http_client_identity
 from lmkv.errors import TooManyRequests
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import JsonSize, Lease

@@ -1,4 +1,4 @@
-"""Refuses requests that a web page of another site has a browser send: by `Origin`, and by the name in `Host`. Pure."""
+"""Refuses requests that a web page of another site has a browser send, and reads the credentials of others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from lmkv.auth.exposure import is_loopback
+from starlette.requests import Request
+
+from lmkv.auth.authenticator import TENANT_HEADER, is_loopback
+from lmkv.auth.token import HEADER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,3 +63,14 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+VIEW_RPC = "lmkv.v1.RegistryService/ListInstances"
+"""The RPC whose permission also covers pages and metrics."""
+CHALLENGE = {"WWW-Authenticate": 'Basic realm="lmkv: any name, and a token as the password"'}
+"""Makes a browser ask for a token. It names no other scheme: browsers read only one per line."""
+
+
+def credentials_of(request: Request) -> list[tuple[str, str]]:
+    """The headers that authenticate a request, as gRPC metadata carries them."""
+    return [(name, request.headers[name]) for name in (HEADER, TENANT_HEADER) if name in request.headers]

@@ -12,8 +12,7 @@ from starlette.routing import Route
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.errors import PermissionDenied, Unauthenticated
-from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
-from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.guard import CHALLENGE, VIEW_RPC, HostGuard, credentials_of
 
 
 def metrics_response(registry: CollectorRegistry) -> Response:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -15,11 +17,48 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from lmkv.auth.credentials import Credentials
+from lmkv.errors import ConfigError
 from lmkv.rpc.endpoints import PLAINTEXT
-from lmkv.telemetry.log_limit import LimitedLogger
-from lmkv_server.http.connections import ConnectionLimiter
-from lmkv_server.http.ports import listen
-from lmkv_server.http.protocol import BoundedProtocol, RequestLimiter
+from lmkv.telemetry.logs import LimitedLogger
+from lmkv_server.http.protocol import BoundedProtocol, ConnectionLimiter, RequestLimiter
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def listen(host: str, port: int, key: str, host_key: str = "host") -> socket.socket:
+    """Opens a listening socket; port 0 selects a free port.
+
+    Raises `ConfigError` that names the configuration key that set the port or the host, and the fix.
+    """
+    try:
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} is unknown ({error.strerror}); set {host_key}", key=host_key) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(sockaddr)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise _refusal(error, host, port, key, host_key) from None
+    return listener
+
+
+def _refusal(error: OSError, host: str, port: int, key: str, host_key: str) -> ConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"host {host} is not an address of this machine; set {host_key}", key=host_key)
+    if error.errno == errno.EADDRINUSE:
+        fix = f"{key} {port} on {host} is in use; set {key} to a free port, or stop the process that uses it"
+    else:
+        fix = f"{key} {port} on {host} cannot be used ({error.strerror}); set {key} to another port"
+    return ConfigError(fix, key=key)
+
 
 MAX_CONCURRENT_REQUESTS = 1_000
 """Requests, and connections, of a server; see `ConnectionLimiter`."""
@@ -37,35 +76,42 @@ ENDLESS: WeakSet[asyncio.Task[Any]] = WeakSet()
 logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpOptions:
+    """How a server listens, and its limits."""
+
+    host: str
+    port: int
+    """0 selects a free port."""
+    key: str = "port"
+    """The configuration key that sets the port, for errors."""
+    host_key: str = "host"
+    credentials: Credentials = PLAINTEXT
+    """With a certificate the server serves HTTPS."""
+    name: str = "lmkv-http"
+    """Name of the server's task."""
+    max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS
+    max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT
+    probes: frozenset[str] = PROBES
+    """Paths that no limit applies to."""
+    grace_seconds: float = STOP_GRACE_SECONDS
+
+
 class HttpServer:
     """Serves an application on one port from `start` to `aclose`. The constructor binds the port.
 
-    Serves HTTPS if `credentials` have a certificate. Raises `ConfigError` if the port cannot be bound: `key` and
-    `host_key` are the configuration keys that set port and host.
+    Raises `ConfigError` if the port cannot be bound.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        key: str,
-        app: ASGIApp,
-        credentials: Credentials = PLAINTEXT,
-        *,
-        name: str = "lmkv-http",
-        host_key: str = "host",
-        max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
-        max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
-        probes: frozenset[str] = PROBES,
-        grace_seconds: float = STOP_GRACE_SECONDS,
-    ) -> None:
-        self._name = name
-        self._listener = listen(host, port, key, host_key)
+    def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
+        self._name = options.name
+        self._listener = listen(options.host, options.port, options.key, options.host_key)
         self.port: int = self._listener.getsockname()[1]
-        limiter = ConnectionLimiter(max_concurrent_requests, min(max_connections_per_client, max_concurrent_requests))
+        limit = options.max_concurrent_requests
+        limiter = ConnectionLimiter(limit, min(options.max_connections_per_client, limit))
         log = LimitedLogger(logging.getLogger("uvicorn.error"))
         config = uvicorn.Config(
-            RequestLimiter(app, limiter, probes, log),
+            RequestLimiter(app, limiter, options.probes, log),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -77,8 +123,8 @@ class HttpServer:
         )
         config.load()
         config.http_protocol_class = partial(BoundedProtocol, limiter, log)  # type: ignore[assignment]
-        config.ssl = credentials.server_context() if credentials.cert else None
-        self._server = _Server(config, grace_seconds)
+        config.ssl = options.credentials.server_context() if options.credentials.cert else None
+        self._server = _Server(config, options.grace_seconds)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

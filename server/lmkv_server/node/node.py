@@ -13,12 +13,11 @@ from google.protobuf import duration_pb2, timestamp_pb2
 
 import lmkv
 from lmkv import config as configuration
-from lmkv.auth.certificates import CertificateEnd
+from lmkv.auth.credentials import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.pool.socket import PoolSocket
 from lmkv.runtime.memory_budget import budget_bytes, of_process
-from lmkv.telemetry.build_info import BuildInfo
-from lmkv.telemetry.calls import ServerCalls
+from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv.tiers import DISK, HOST
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, registry_service_pb2

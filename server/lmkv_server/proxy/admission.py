@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
+from lmkv.config import ProxyConfig
 from lmkv.errors import Full, TooManyRequests
 from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of
@@ -20,7 +21,6 @@ from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
-from lmkv_server.proxy.statistics import LatencyStatistics
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forwarded_headers
 
 BODY_TIMEOUT_SECONDS = 30.0
@@ -65,38 +65,29 @@ Serve = Callable[[AdmittedRequest], Awaitable[None]]
 
 
 class Admission:
-    """Admits at most `limit` concurrent requests, each for `timeout_seconds`, with at most `max_body_bytes`.
+    """Admits at most `max_concurrent_requests`, each for `request_timeout`, with at most `max_body_size`.
 
     A request counts from the time when its body is complete, and clients have shares of the limit; see `Places`.
     """
 
-    def __init__(
-        self,
-        statistics: LatencyStatistics,
-        metrics: ProxyMetrics,
-        *,
-        limit: int,
-        max_body_bytes: int,
-        timeout_seconds: float,
-        session_header: str,
-        salts: ClientSalts,
-    ) -> None:
+    def __init__(self, config: ProxyConfig, metrics: ProxyMetrics, salts: ClientSalts) -> None:
         self.is_closed = False
         """Whether all requests are rejected, since the proxy is stopping."""
-        self._statistics = statistics
         self._metrics = metrics
-        self._places = Places[ResponseWriter]("concurrent requests", limit, most_of(limit))
-        self._max_body_bytes = max_body_bytes
+        self._places = Places[ResponseWriter](
+            "concurrent requests", config.max_concurrent_requests, most_of(config.max_concurrent_requests)
+        )
+        self._max_body_bytes = config.max_body_bytes
         self._memory = of_process()
-        self._timeout_seconds = timeout_seconds
-        self._session_header = session_header
+        self._timeout_seconds = config.request_timeout
+        self._session_header = config.session_header
         self._salts = salts
 
     async def run(self, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs `serve` for a request if it is admitted. Sends the client an error for what `serve` raises."""
         request = Request(scope, receive)
         path = request.url.path
-        writer = ResponseWriter(send, self._statistics, self._metrics)
+        writer = ResponseWriter(send, self._metrics)
         with telemetry.serve_http(request.method, path, request.headers.get(TRACEPARENT, "")) as span:
             outcome = await self._run(serve, request, writer, span.traceparent)
             span.set_http_status(writer.status)

@@ -14,11 +14,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.roles import ENGINES_RPC
+from lmkv.auth.caller import ENGINES_RPC
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv.runtime import turns
-from lmkv_server.http.access import CHALLENGE, VIEW_RPC, credentials_of
-from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.guard import CHALLENGE, VIEW_RPC, HostGuard, credentials_of
 from lmkv_server.http.metrics import metrics_response
 from lmkv_server.proxy import page
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
@@ -28,31 +27,15 @@ from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
 from lmkv_server.proxy.passthrough import PATHS, PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.pd.parameters import without_handoff
-from lmkv_server.proxy.pd.request import CompletionRequest
+from lmkv_server.proxy.pd.prefill import CompletionRequest
 from lmkv_server.proxy.routing.pools import EnginePools
-from lmkv_server.proxy.statistics import LatencyStatistics
 
 PROBES = frozenset({"/health", "/healthz", "/readyz"})
 """Paths that no limit applies to."""
 
 
-def make_app(
-    admission: Admission,
-    handler: RequestHandler,
-    pass_through: PassThrough,
-    pools: EnginePools,
-    statistics: LatencyStatistics,
-    metrics: ProxyMetrics,
-    authenticator: Authenticator,
-    guard: HostGuard,
-    changes: Sequence[Route],
-) -> ProxyApp:
-    """The application of a proxy.
-
-    `guard` applies to all paths. `authenticator` applies only to the page and the metrics: engines check the
-    credentials of the other requests, or `admission` does by `cache_salt_policy`. `changes` are the routes by which
-    operators change the engines.
-    """
+def client_routes(admission: Admission, handler: RequestHandler, pass_through: PassThrough) -> list[Route]:
+    """The paths that engines serve. Engines check the credentials, or `admission` does by `cache_salt_policy`."""
 
     async def complete(request: AdmittedRequest) -> None:
         async with turns.of_loop().take(request.caller, len(request.body)):
@@ -62,6 +45,15 @@ def make_app(
     async def passed(request: AdmittedRequest) -> None:
         await pass_through.serve(request)
 
+    return [
+        *(Route(path, AdmissionApp(admission, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
+        *(Route(path, AdmissionApp(admission, passed), methods=[method]) for path, method in PATHS.items()),
+    ]
+
+
+def probe_routes(admission: Admission, pools: EnginePools) -> list[Route]:
+    """The health probes."""
+
     async def alive(_: Request) -> Response:
         return _json({"status": "ok"})
 
@@ -69,23 +61,27 @@ def make_app(
         reason = "the proxy is stopping" if admission.is_closed else pools.unavailable_reason()
         return _json({"status": "not ready", "detail": reason}, 503) if reason else _json({"status": "ok"})
 
+    return [Route("/health", ready), Route("/healthz", alive), Route("/readyz", ready)]
+
+
+def operator_routes(
+    pools: EnginePools, metrics: ProxyMetrics, authenticator: Authenticator, changes: Sequence[Route]
+) -> list[BaseRoute]:
+    """The page, the metrics, and `changes`, by which operators change the engines. `authenticator` applies to all."""
+
     async def show_metrics(_: Request) -> Response:
         return metrics_response(metrics.registry)
 
-    protected = [*page.routes(pools, statistics), list_route(pools), Route("/metrics", show_metrics)]
-    app = Starlette(
-        routes=[
-            *(Route(path, AdmissionApp(admission, complete), methods=["POST"]) for path in (COMPLETIONS, CHAT)),
-            *(Route(path, AdmissionApp(admission, passed), methods=[method]) for path, method in PATHS.items()),
-            *(authenticated(route, authenticator) for route in protected),
-            *(authenticated(route, authenticator, ENGINES_RPC) for route in changes),
-            Route("/health", ready),
-            Route("/healthz", alive),
-            Route("/readyz", ready),
-        ],
-        exception_handlers={HTTPException: _no_route},
-    )
-    return ProxyApp(app, guard)
+    protected = [*page.routes(pools, metrics), list_route(pools), Route("/metrics", show_metrics)]
+    return [
+        *(authenticated(route, authenticator) for route in protected),
+        *(authenticated(route, authenticator, ENGINES_RPC) for route in changes),
+    ]
+
+
+def make_app(routes: Sequence[BaseRoute], guard: HostGuard) -> ProxyApp:
+    """The application of a proxy. `guard` applies to all paths."""
+    return ProxyApp(Starlette(routes=routes, exception_handlers={HTTPException: _no_route}), guard)
 
 
 class ProxyApp:

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lmkv_server.proxy.engine import Engine
+from lmkv_server.proxy.statistics import LatencyStatistics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _PICK_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -20,6 +21,8 @@ class ProxyMetrics(Collector):
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
+        self.latencies = LatencyStatistics()
+        """The most recent latencies, for the page and the log."""
         self.registry = CollectorRegistry()
         """Exposed at `/metrics` and exported by OTLP."""
         self.requests = Counter(

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 import lmkv_server.http
 from lmkv_server.proxy.engine import Engine, PrefixHits
+from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.routing.pools import EnginePools
 from lmkv_server.proxy.statistics import LatencyStatistics, summarize
 
@@ -35,12 +36,12 @@ _NAMES = {
 }
 
 
-def routes(pools: EnginePools, statistics: LatencyStatistics) -> list[Route]:
+def routes(pools: EnginePools, metrics: ProxyMetrics) -> list[Route]:
     """The routes of the page and of its files."""
     template = Template((OWN / "index.html").read_text(encoding="utf-8"))
 
     async def page(_: Request) -> Response:
-        return Response(template.substitute(_fields(pools, statistics)), media_type="text/html", headers=HEADERS)
+        return Response(template.substitute(_fields(pools, metrics.latencies)), media_type="text/html", headers=HEADERS)
 
     files = [SHARED / "page.css", SHARED / "theme.js", SHARED / "icon.svg", OWN / "proxy.js", OWN / "proxy.css"]
     return [Route("/", page), *(Route(f"/static/{file.name}", _file(file)) for file in files)]

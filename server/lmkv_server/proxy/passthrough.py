@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from lmkv.config import ProxyConfig
 from lmkv.runtime import turns
 from lmkv_server.proxy.admission import AdmittedRequest, InvalidRequest
 from lmkv_server.proxy.engine import PREFILL, Engine
@@ -14,11 +15,9 @@ from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES, Json, error_body
 from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
 from lmkv_server.proxy.response import ResponseWriter
-from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.lookup import PrefixLookup
-from lmkv_server.proxy.routing.policies import Cost
-from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
 
 GENERATING = frozenset({RESPONSES, MESSAGES})
@@ -50,16 +49,15 @@ class PassThrough:
         pools: EnginePools,
         clients: Mapping[Engine, UpstreamClient],
         lookup: PrefixLookup | None,
-        cost: Cost,
-        session_ttl: float,
+        config: ProxyConfig,
         metrics: ProxyMetrics,
     ) -> None:
-        """`cost` is that of engines which serve all of a request."""
+        cost = cost_by("least_loaded" if lookup is None else config.policy, config.load_tokens)
 
         def cost_of(engine: Engine, cached: Mapping[str, int]) -> int:
             return cost(engine, cached) + (_PREFILL_COST if engine.role == PREFILL else 0)
 
-        self._pool = EnginePool(pools.engines, cost_of, SessionAffinity(session_ttl))
+        self._pool = EnginePool(pools.engines, cost_of, SessionAffinity(config.session_ttl))
         self._clients = clients
         self._lookup = lookup
         self._metrics = metrics

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
-from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.certificates import CertificateEnd
-from lmkv.auth.exposure import is_loopback
+from lmkv.auth.authenticator import Authenticator, is_loopback
+from lmkv.auth.credentials import CertificateEnd
 from lmkv.config import ProxyConfig
 from lmkv.rpc.coordinator_client import CoordinatorClient
-from lmkv.telemetry.build_info import BuildInfo
+from lmkv.telemetry.calls import BuildInfo
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.ports import address
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer, address
 from lmkv_server.proxy.admission import Admission
-from lmkv_server.proxy.app import PROBES, make_app
+from lmkv_server.proxy.app import PROBES, client_routes, make_app, operator_routes, probe_routes
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
 from lmkv_server.proxy.engine_routes import engine_routes
@@ -27,14 +25,11 @@ from lmkv_server.proxy.engines.engines_file import EngineEndpoint, EnginesFile
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.passthrough import PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler
-from lmkv_server.proxy.pd.handoff import HandoffIssuer
-from lmkv_server.proxy.routing.affinity import SessionAffinity
+from lmkv_server.proxy.pd.prefill import HandoffIssuer
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.lookup import PrefixLookup
-from lmkv_server.proxy.routing.policies import cost_by
-from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
-from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.upstream.client import open_session
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.upstream.client import Upstream, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +48,6 @@ class Proxy:
         """The bound port once it is entered."""
         self.pools = _engine_pools(config)
         """The engines once it is entered."""
-        self.statistics = LatencyStatistics()
         self._metrics = ProxyMetrics(self.pools.engines)
         self.metrics = self._metrics.registry
         """The registry of its metrics."""
@@ -79,21 +73,13 @@ class Proxy:
         config = self._config
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
-            tls_contexts = config.engine_tls.client_contexts()
+            upstream = Upstream(session, config.engine_tls.client_contexts())
             monitor = HealthMonitor(
                 interval_seconds=config.health_interval,
                 timeout_seconds=config.health_timeout,
                 api_key=config.engine_api_key,
             )
-            endpoints = Endpoints(
-                () if self._file else _endpoints(config),
-                session,
-                tls_contexts,
-                monitor,
-                self.pools,
-                self._resolve,
-                file=self._file,
-            )
+            endpoints = Endpoints(self._file or _endpoints(config), upstream, monitor, self.pools, self._resolve)
             clients = endpoints.clients
             lookup = None
             if config.policy == "kv_aware":
@@ -107,11 +93,9 @@ class Proxy:
                 clients=clients,
                 lookup=lookup,
                 handoffs=handoffs,
-                statistics=self.statistics,
                 metrics=self._metrics,
             )
-            cost = cost_by("least_loaded" if lookup is None else config.policy, config.load_tokens)
-            pass_through = PassThrough(self.pools, clients, lookup, cost, config.session_ttl, self._metrics)
+            pass_through = PassThrough(self.pools, clients, lookup, config, self._metrics)
             authenticator = Authenticator(config.auth_tokens)
             salts = ClientSalts(
                 config.cache_salt_policy,
@@ -120,39 +104,25 @@ class Proxy:
                 authenticator,
                 config.engine_api_key,
             )
-            admission = Admission(
-                self.statistics,
-                self._metrics,
-                limit=config.max_concurrent_requests,
-                max_body_bytes=config.max_body_bytes,
-                timeout_seconds=config.request_timeout,
-                session_header=config.session_header,
-                salts=salts,
-            )
+            admission = Admission(config, self._metrics, salts)
             guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
-            app = make_app(
-                admission,
-                handler,
-                pass_through,
-                self.pools,
-                self.statistics,
-                self._metrics,
-                authenticator,
-                guard,
-                engine_routes(endpoints, ROLES[config.mode], _refusal(config, authenticator)),
-            )
-            http = HttpServer(
-                config.host,
-                config.port,
-                "port",
-                app,
-                config.client_tls,
+            changes = engine_routes(endpoints, ROLES[config.mode], _refusal(config, authenticator))
+            routes = [
+                *client_routes(admission, handler, pass_through),
+                *operator_routes(self.pools, self._metrics, authenticator, changes),
+                *probe_routes(admission, self.pools),
+            ]
+            options = HttpOptions(
+                host=config.host,
+                port=config.port,
+                credentials=config.client_tls,
                 name="lmkv-proxy-http",
                 max_concurrent_requests=config.max_concurrent_requests + IDLE_CONNECTIONS,
                 max_connections_per_client=config.max_connections_per_client,
                 probes=PROBES,
                 grace_seconds=config.stop_timeout,
             )
+            http = HttpServer(make_app(routes, guard), options)
             stack.push_async_callback(
                 self._stop_background
             )  # after the last request: the monitor ends requests that hang
@@ -193,17 +163,17 @@ class Proxy:
         try:
             while True:
                 await asyncio.sleep(self._config.stats_interval)
-                if self.statistics.request_count != logged:
-                    logged = self.statistics.request_count
+                if self._metrics.latencies.request_count != logged:
+                    logged = self._metrics.latencies.request_count
                     self._log_latencies()
         finally:
-            if self.statistics.request_count != logged:
+            if self._metrics.latencies.request_count != logged:
                 self._log_latencies()
 
     def _log_latencies(self) -> None:
         """Logs each line of the table as a record, since a record is one line."""
         logger.info("latencies")
-        for line in self.statistics.table().splitlines():
+        for line in self._metrics.latencies.table().splitlines():
             logger.info("%s", line)
 
 

@@ -1,4 +1,4 @@
-"""Sends the response to a client: complete, or as a stream of events. Measures its latencies."""
+"""Sends the response to a client: complete, or as a stream of events. Measures its latencies, and counts its tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,84 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+import msgspec
 from starlette.types import Send
 
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import error_body
-from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.token_counter import TokenCounter
 from lmkv_server.proxy.upstream.client import HttpResponse
-from lmkv_server.proxy.upstream.events import DONE, event_of
+from lmkv_server.proxy.upstream.events import DONE, data_of, event_of
+
+MAX_TOKENS = 1024
+"""Maximum number of tokens that one event counts as. An engine may report any number."""
+
+
+class _Delta(msgspec.Struct, gc=False):
+    role: msgspec.Raw = msgspec.Raw()
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class _Choice(msgspec.Struct, gc=False):
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _TokenUsage(msgspec.Struct, gc=False):
+    completion_tokens: int = 0
+
+
+class _StreamEvent(msgspec.Struct, gc=False):
+    choices: tuple[_Choice, ...] = ()
+    usage: _TokenUsage | None = None
+
+
+_decode = msgspec.json.Decoder(_StreamEvent).decode
+"""Decodes these fields and skips the others."""
+
+
+class TokenCounter:
+    """Counts the tokens of one stream, event by event."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+        """Tokens so far, by the engine's own count if it reports one."""
+
+    def count(self, event: bytes) -> int:
+        """The number of tokens in the event: by the engine's count, else by token ids, else one per choice with text.
+
+        The first event of a chat, which has only a role, and the last one, which has only the usage, have none. Events
+        of the Responses and the Messages API have names; those with a part of the output count as one token.
+        """
+        if event.startswith(b"event:"):
+            name = event.partition(b"\n")[0].strip()
+            return int(name.endswith(b"delta") and not name.endswith(b"message_delta"))
+        if b'"choices"' not in event:
+            return 0
+        try:
+            event_content = _decode(data_of(event))
+        except (msgspec.DecodeError, UnicodeDecodeError):  # it is forwarded nevertheless
+            return 0
+        if not event_content.choices:
+            return 0
+        if event_content.usage is not None:
+            count = max(event_content.usage.completion_tokens - self._sum, 0)
+        else:
+            count = sum(map(_tokens_in, event_content.choices))
+        self._sum += count
+        return min(count, MAX_TOKENS)
+
+
+def _tokens_in(choice: _Choice) -> int:
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    delta = choice.delta
+    if delta is None or delta.content or delta.reasoning or not delta.role or choice.finish_reason:
+        return 1
+    return int(bool(delta.tool_calls) and bytes(delta.tool_calls) not in (b"null", b"[]"))
+
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 ERROR_TIMEOUT_SECONDS = 5.0
@@ -24,13 +94,12 @@ ERROR_TIMEOUT_SECONDS = 5.0
 class ResponseWriter:
     """Sends one response. What cannot be sent is discarded: the client has disconnected."""
 
-    def __init__(self, send: Send, statistics: LatencyStatistics, metrics: ProxyMetrics) -> None:
+    def __init__(self, send: Send, metrics: ProxyMetrics) -> None:
         self.strategy = "none"
         """How engines share the request: `continue`, `repeat` or `alone`; `none` before that is decided."""
         self.status = 0
         """The status that was sent; 0 before the response has started."""
         self._send = send
-        self._statistics = statistics
         self._metrics = metrics
         self._arrival = time.perf_counter()
         self._last: float | None = None
@@ -94,16 +163,16 @@ class ResponseWriter:
         """Records the latency of tokens that are sent together. They share the time since the previous event."""
         now = time.perf_counter()
         if self._last is None:
-            self._statistics.record_first_token(now - self._arrival)
+            self._metrics.latencies.record_first_token(now - self._arrival)
             self._metrics.first_token_seconds.observe(now - self._arrival)
         else:
             seconds = (now - self._last) / count
             for _ in range(count):
-                self._statistics.record_inter_token(seconds)
+                self._metrics.latencies.record_inter_token(seconds)
                 self._metrics.inter_token_seconds.observe(seconds)
         self._last = now
 
     def _record_total(self) -> None:
         seconds = time.perf_counter() - self._arrival
-        self._statistics.record_total(seconds)
+        self._metrics.latencies.record_total(seconds)
         self._metrics.request_seconds.observe(seconds)

@@ -42,14 +42,14 @@ def _set_up_logging(config: WebhookConfig) -> None:
 async def serve(config: WebhookConfig, args: argparse.Namespace) -> None:
     """Serves until SIGTERM, SIGINT or SIGHUP. Raises `ConfigError` if a file is invalid or the port cannot be bound."""
     # Imported here: threads that libraries start inherit the signal mask of hold_stop_signals.
-    from lmkv_server.http.ports import address
-    from lmkv_server.http.server import HttpServer
-    from lmkv_server.webhook.additions import read_additions
+    from lmkv_server.http.server import HttpOptions, HttpServer, address
     from lmkv_server.webhook.app import make_app
+    from lmkv_server.webhook.injection import read_additions
 
     stop = stop_on_signals()
     additions = read_additions(config.pod_additions)
-    server = HttpServer(config.host, config.port, "port", make_app(additions), config.credentials, name="lmkv-webhook")
+    options = HttpOptions(host=config.host, port=config.port, credentials=config.credentials, name="lmkv-webhook")
+    server = HttpServer(make_app(additions), options)
     await server.start()
     try:
         logger.info("lmkv webhook ready on https://%s", address(config.host, server.port))

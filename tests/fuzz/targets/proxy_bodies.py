@@ -21,8 +21,7 @@ from lmkv_server.proxy.pd.parameters import (
     without_handoff,
     without_hints,
 )
-from lmkv_server.proxy.routing.arriving_prompt import ArrivingPrompt
-from lmkv_server.proxy.routing.prompt import NotJson, PromptRequest, read_prompt
+from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import HttpResponse
 from lmkv_server.proxy.upstream.events import EventSplitter, data_of, event_of
 from tests.fuzz.inputs import Input
@@ -30,7 +29,7 @@ from tests.fuzz.inputs import Input
 COVERS = (
     "lmkv_server.proxy.pd.parameters",
     "lmkv_server.proxy.routing.prompt",
-    "lmkv_server.proxy.upstream.events",
+    "lmkv_server.proxy.upstream.client",
     "lmkv_server.proxy.openai",
     "lmkv_server.proxy.passthrough",
 )

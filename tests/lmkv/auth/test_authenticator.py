@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from lmkv.auth import authenticator as gate_module
-from lmkv.auth.authenticator import TENANT_HEADER, Authenticator
+from lmkv.auth.authenticator import TENANT_HEADER, Authenticator, exposure, is_loopback
 from lmkv.auth.caller import ANONYMOUS_CALLER, check_caller, current_caller
+from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
 from lmkv.errors import ConfigError, PermissionDenied, TooManyRequests, Unauthenticated
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
+from tests.support.certificates import issue
 from tests.support.tokens import bearer, entry, write
 
 LOOKUP, MOVE = "lmkv.v1.CacheService/Lookup", "lmkv.v1.CacheService/Move"
@@ -179,3 +181,19 @@ def test_tokens_have_limits_of_their_own(path: Path) -> None:
             pass
     with authenticator.authorized_call(LOOKUP, bearer("reader-token")):
         pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "[::1]", "::1"])
+def test_what_only_this_machine_reaches_needs_nothing(host: str) -> None:
+    assert is_loopback(host)
+    assert exposure(host, Authenticator(), Credentials()) == ""
+
+
+def test_what_others_reach_needs_tokens_or_certificates_and_tls(tmp_path: Path) -> None:
+    certificates = issue(tmp_path)
+    authenticator = Authenticator(write(tmp_path / "tokens.yaml", entry("reader")))
+    assert "set auth_tokens or tls_client_ca" in exposure("0.0.0.0", Authenticator(), Credentials())
+    assert "set auth_tokens or tls_client_ca" in exposure("lmkv.example", Authenticator(), certificates.server)
+    assert exposure("0.0.0.0", Authenticator(), certificates.strict_server) == ""
+    assert "unencrypted: set tls_cert" in exposure("10.0.0.5", authenticator, Credentials())
+    assert exposure("10.0.0.5", authenticator, certificates.server) == ""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.auth.caller import Role
 from lmkv.auth.callers import read_callers
-from lmkv.auth.roles import Role
 from lmkv.errors import ConfigError
 from tests.support.tokens import entry, sha256, write
 

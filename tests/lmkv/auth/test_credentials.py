@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lmkv import rpc
-from lmkv.auth.credentials import Credentials
+from lmkv.auth.credentials import Credentials, validity
 from lmkv.errors import ConfigError, Unreachable
 from tests.support.certificates import Certificates, issue, replace, swap
 
@@ -154,3 +155,28 @@ async def test_a_name_may_stand_for_the_address(tmp_path: Path) -> None:
         await ask(port, Credentials(ca=fleet.ca, name="lmkv-node"), "127.0.0.1")
         with pytest.raises(Unreachable, match="is issued for another name"):
             await ask(port, Credentials(ca=fleet.ca, name="lmkv-other"), "127.0.0.1")
+
+
+@pytest.mark.parametrize("is_expired", [False, True])
+def test_a_certificate_is_read_as_it_was_made(tmp_path: Path, is_expired: bool) -> None:
+    certificates = issue(tmp_path, expired=is_expired)
+    for path in (certificates.cert, certificates.ca):
+        made = x509.load_pem_x509_certificate(Path(path).read_bytes())
+        assert validity(path) == (made.not_valid_before_utc.timestamp(), made.not_valid_after_utc.timestamp())
+
+
+def test_of_several_the_one_that_ends_first_counts(tmp_path: Path) -> None:
+    old, new = issue(tmp_path / "old", expired=True), issue(tmp_path / "new")
+    both = tmp_path / "both.pem"
+    both.write_text(Path(new.cert).read_text() + Path(old.cert).read_text())
+    assert validity(str(both)) == validity(old.cert)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no certificate", "-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----"]
+)
+def test_a_file_without_a_certificate_is_a_value_error(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "file.pem"
+    file.write_text(content)
+    with pytest.raises(ValueError):
+        validity(str(file))

@@ -1,3 +1,5 @@
+"""Names that the system itself resolves, without a network."""
+
 from __future__ import annotations
 
 import asyncio
@@ -27,15 +29,18 @@ from lmkv.rpc.endpoints import (
     MAX_CALLS_PER_CONNECTION,
     MAX_MESSAGE_BYTES,
     SERVER_OPTIONS,
+    answer_of,
     make_server,
     open_channel,
+    resolve,
 )
 from lmkv.rpc.error_status import DOMAIN, from_rpc_error, from_status, to_status
 from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from tests.chaos.link import Link
-from tests.waiting import until
+from tests.support.native_memory import IS_COUNTED, allocated_bytes
+from tests.waiting import WAIT_SECONDS, until
 
 SERVICES = ("lmkv.v1.CacheService", "lmkv.internal.v1.ReportService")
 DEADLINE = 40.0
@@ -349,3 +354,91 @@ async def test_a_server_listens_on_a_unix_socket_too(cache: Cache, short_folder:
 def test_grpc_knows_the_option(name: str) -> None:
     library = Path(cygrpc.__file__).read_bytes()
     assert name.encode() + b"\0" in library, "gRPC passes over options that it does not know without a word"
+
+
+NAME = "lmkv.v1.CacheService/Lookup"
+CALLS = 500
+LOST_BYTES = 900
+"""What gRPC loses of each, if the task that waits for its end is cancelled."""
+
+
+class HangingCache(CacheServiceServicer):
+    """Answers a lookup of keys at once, and one of none too late."""
+
+    def __init__(self) -> None:
+        self.begun_count = self.running_count = 0
+
+    async def Lookup(self, request: LookupRequest, context: Any) -> LookupResponse:  # noqa: N802
+        self.begun_count += 1
+        self.running_count += 1
+        try:
+            await asyncio.sleep(0 if request.prompt.keys.chunk_keys else WAIT_SECONDS)
+        finally:
+            self.running_count -= 1
+        return LookupResponse(revision=len(b"".join(request.prompt.keys.chunk_keys)))
+
+
+@pytest.fixture
+async def hanging_cache() -> HangingCache:
+    return HangingCache()  # type: ignore[abstract]  # one RPC is enough here
+
+
+@pytest.fixture
+async def hanging_address(hanging_cache: HangingCache) -> AsyncIterator[str]:
+    server = await make_server(("lmkv.v1.CacheService",))
+    add_CacheServiceServicer_to_server(hanging_cache, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@pytest.fixture
+async def hanging_stub(hanging_address: str) -> AsyncIterator[Any]:
+    async with open_channel(hanging_address) as channel:
+        yield CacheServiceStub(channel)
+
+
+async def cancel_calls(hanging_stub: Any, hanging_cache: HangingCache, count: int) -> None:
+    """Has the server begin each call, cancels it, and waits until the server has noticed."""
+    for _ in range(count):
+        begun_count = hanging_cache.begun_count
+        call = asyncio.create_task(rpc.call(hanging_stub.Lookup, NAME, "server", LookupRequest(), WAIT_SECONDS))
+        await until(lambda before=begun_count: hanging_cache.begun_count > before)  # type: ignore[misc]
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    await until(lambda: hanging_cache.running_count == 0)
+
+
+@pytest.mark.skipif(not IS_COUNTED, reason="the C library does not count what it has allocated")
+async def test_calls_that_are_cancelled_keep_no_memory(hanging_stub: Any, hanging_cache: HangingCache) -> None:
+    await cancel_calls(hanging_stub, hanging_cache, CALLS)  # pools and tables fill
+    before = allocated_bytes()
+    await cancel_calls(hanging_stub, hanging_cache, CALLS)
+    assert allocated_bytes() - before < CALLS * LOST_BYTES / 2
+
+
+async def test_a_cancelled_call_ends_at_the_server(hanging_stub: Any, hanging_cache: HangingCache) -> None:
+    await cancel_calls(hanging_stub, hanging_cache, 1)
+    assert (hanging_cache.begun_count, hanging_cache.running_count) == (1, 0)
+
+
+async def test_a_call_that_has_its_answer_returns_it(hanging_stub: Any) -> None:
+    assert (
+        await answer_of(hanging_stub.Lookup(LookupRequest(prompt=by_keys([bytes(16)])), timeout=WAIT_SECONDS))
+    ).revision == 16
+
+
+async def test_a_host_with_addresses_of_both_kinds_is_one_host() -> None:
+    assert await resolve("localhost:9000") == ["127.0.0.1:9000"]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5:9000", "[::1]:9000"])
+async def test_an_address_stands_for_itself(address: str) -> None:
+    assert await resolve(address) == [address]
+
+
+async def test_an_unknown_name_is_said() -> None:
+    with pytest.raises(Unreachable, match=r"the name unknown\.invalid "):
+        await resolve("unknown.invalid:9000")

@@ -68,8 +68,6 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv_server.node.tiers.remote.chunk": (f"{_NODE}tiers/remote/test_chunk.py",),
     "lmkv_server.proxy.pd.joiner": (f"{_PROXY}pd/test_joined_responses.py",),
     "lmkv_server.proxy.pd.parameters": (f"{_PROXY}pd/test_parameters.py",),
-    "lmkv_server.proxy.routing.affinity": (f"{_PROXY}routing/test_affinity.py", f"{_PROXY}routing/test_pools.py"),
-    "lmkv_server.proxy.routing.policies": (f"{_PROXY}routing/test_pools.py",),
     "lmkv_server.proxy.routing.pools": (f"{_PROXY}routing/test_pools.py",),
     "lmkv_server.proxy.routing.prompt": (f"{_PROXY}routing/test_prompt.py",),
     "lmkv_server.proxy.routing.recent_picks": (f"{_PROXY}routing/test_recent_picks.py",),

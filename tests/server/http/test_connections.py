@@ -15,8 +15,8 @@ from lmkv.config import ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http import bodies
 from lmkv_server.http import protocol
-from lmkv_server.http.connections import SPARE_CONNECTIONS, SPARE_CONNECTIONS_PER_CLIENT
-from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT, HttpServer
+from lmkv_server.http.protocol import SPARE_CONNECTIONS, SPARE_CONNECTIONS_PER_CLIENT
+from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS, MAX_CONNECTIONS_PER_CLIENT, HttpOptions, HttpServer
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 
 COUNT = MAX_CONCURRENT_REQUESTS + 1
@@ -137,7 +137,7 @@ class SlowServer:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
         self.begun_count = 0
-        self.http = HttpServer("127.0.0.1", 0, "port", self._app)
+        self.http = HttpServer(self._app, HttpOptions(host="127.0.0.1", port=0))
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

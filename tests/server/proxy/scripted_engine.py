@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from lmkv.auth.credentials import Credentials
 from lmkv.rpc.endpoints import PLAINTEXT
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer
 
 MODEL = "scripted"
 MAX_MODEL_LEN = 1024
@@ -94,7 +94,7 @@ class ScriptedEngine:
                 *(Route(path, self._other, methods=["GET", "POST"]) for path in self.other_paths),
             ]
         )
-        self._http = HttpServer("127.0.0.1", self.port, "port", app, self._credentials)
+        self._http = HttpServer(app, HttpOptions(host="127.0.0.1", port=self.port, credentials=self._credentials))
         self.port = self._http.port
         self.url = f"{'https' if self._credentials.cert else 'http'}://127.0.0.1:{self.port}"
         await self._http.start()

@@ -10,9 +10,7 @@ from starlette.types import Message
 
 from lmkv_server.proxy import response
 from lmkv_server.proxy.metrics import ProxyMetrics
-from lmkv_server.proxy.response import ResponseWriter
-from lmkv_server.proxy.statistics import LatencyStatistics
-from lmkv_server.proxy.token_counter import TokenCounter
+from lmkv_server.proxy.response import ResponseWriter, TokenCounter
 from lmkv_server.proxy.upstream.client import HttpResponse
 from lmkv_server.proxy.upstream.events import DONE
 
@@ -23,7 +21,7 @@ async def test_an_error_in_a_stream_is_one_event() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    writer = ResponseWriter(send, LatencyStatistics(), ProxyMetrics([]))
+    writer = ResponseWriter(send, ProxyMetrics([]))
     await writer.send_event(b'data: {"choices":[{"index":0}]}\n\n')
     await writer.fail_with(HttpResponse(status=400, body=b'{\n\n"error": {}\n}'))
     begin, first, error, done, end = sent
@@ -41,7 +39,7 @@ async def test_a_client_that_does_not_read_is_not_waited_for(monkeypatch: pytest
         if is_stuck.is_set():
             await asyncio.get_running_loop().create_future()
 
-    writer = ResponseWriter(send, LatencyStatistics(), ProxyMetrics([]))
+    writer = ResponseWriter(send, ProxyMetrics([]))
     if has_begun:
         await writer.send_event(b"data: {}\n\n")
     is_stuck.set()
@@ -51,8 +49,9 @@ async def test_a_client_that_does_not_read_is_not_waited_for(monkeypatch: pytest
 async def test_times_are_counted_once_per_token_and_answer() -> None:
     async def send(_: Message) -> None: ...
 
-    statistics = LatencyStatistics()
-    writer = ResponseWriter(send, statistics, ProxyMetrics([]))
+    metrics = ProxyMetrics([])
+    statistics = metrics.latencies
+    writer = ResponseWriter(send, metrics)
     for data in (b'{"choices":[{"index":0}]}', b'{"choices":[{"index":0}]}', b'{"choices":[],"usage":{}}', b"[DONE]"):
         await writer.send_event(b"data: " + data + b"\n\n")
     await writer.end_stream()
@@ -126,8 +125,9 @@ def test_what_is_no_answer_carries_no_token(data: bytes) -> None:
 async def test_tokens_that_leave_together_share_their_time() -> None:
     async def send(_: Message) -> None: ...
 
-    statistics = LatencyStatistics()
-    writer = ResponseWriter(send, statistics, ProxyMetrics([]))
+    metrics = ProxyMetrics([])
+    statistics = metrics.latencies
+    writer = ResponseWriter(send, metrics)
     for ids in ([1], [2, 3, 4, 5], [6]):
         await writer.send_event(event(completion(token_ids=ids)))
     assert statistics.request_count == 1

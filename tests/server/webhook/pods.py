@@ -5,8 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from lmkv_server.webhook.additions import Additions
-from lmkv_server.webhook.injection import Operation
+from lmkv_server.webhook.injection import Additions, Operation
 
 Pod = dict[str, Any]
 

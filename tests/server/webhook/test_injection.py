@@ -9,8 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from lmkv_server.webhook.additions import Additions
-from lmkv_server.webhook.injection import Refusal, inject, refuse
+from lmkv_server.webhook.injection import Additions, Refusal, inject, refuse
 from tests.server.webhook.pods import (
     CONFIG,
     HOST,

@@ -15,10 +15,10 @@ import pytest
 
 from lmkv.config import WebhookConfig
 from lmkv.errors import ConfigError
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer
 from lmkv_server.webhook import app
-from lmkv_server.webhook.additions import read_additions
 from lmkv_server.webhook.app import MAX_BODY_BYTES, make_app
+from lmkv_server.webhook.injection import read_additions
 from tests.server.webhook.pods import HOST, KSERVE, Pod, patched, pod
 from tests.support.certificates import Certificates, issue
 
@@ -32,7 +32,9 @@ def certificates(tmp_path: Path) -> Certificates:
 @pytest.fixture
 async def client(certificates: Certificates) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a running webhook that verifies its certificate, as Kubernetes does."""
-    server = HttpServer("127.0.0.1", 0, "port", make_app({"both": HOST}), certificates.server)
+    server = HttpServer(
+        make_app({"both": HOST}), HttpOptions(host="127.0.0.1", port=0, credentials=certificates.server)
+    )
     await server.start()
     context = ssl.create_default_context(cafile=certificates.ca)
     try:

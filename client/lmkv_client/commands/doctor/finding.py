@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Literal
 from urllib.parse import urlsplit
 
-from lmkv.auth.certificates import validity
+from lmkv.auth.credentials import validity
 from lmkv.auth.encryption_keys import KEY, read_encryption_keys
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
 from lmkv.config.remote_url import parse_remote_url

@@ -1,11 +1,11 @@
-"""The RPC that each path corresponds to. A path needs the role of that RPC, from the table in `lmkv.auth.roles`."""
+"""The RPC that each path corresponds to. A path needs the role of that RPC, from the table in `lmkv.auth.caller`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmkv.auth.roles import ROLES
-from lmkv_server.http.access import VIEW_RPC
+from lmkv.auth.caller import ROLES
+from lmkv_server.http.guard import VIEW_RPC
 
 _PROBE = "grpc.health.v1.Health/Check"
 _LOOKUP = "lmkv.v1.CacheService/Lookup"

@@ -30,8 +30,7 @@ from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_re
 from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths, tokenizer_routes
 from lmkv_server.coordinator.services.services import Services
 from lmkv_server.coordinator.tenants import Tenants
-from lmkv_server.http.access import CHALLENGE, credentials_of
-from lmkv_server.http.guard import HostGuard
+from lmkv_server.http.guard import CHALLENGE, HostGuard, credentials_of
 
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}

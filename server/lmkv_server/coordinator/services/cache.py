@@ -10,7 +10,7 @@ import numpy as np
 from google.longrunning import operations_pb2
 from numpy.typing import NDArray
 
-from lmkv.auth.identity import client_identity
+from lmkv.auth.caller import client_identity
 from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER
 from lmkv.rpc.prompts import names_chunks
 from lmkv.v1 import cache_service_pb2 as pb

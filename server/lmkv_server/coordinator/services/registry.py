@@ -16,7 +16,7 @@ from lmkv.errors import Full, InstanceNotFound, LmkvError, VersionMismatch
 from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.safe_text import safe_text
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1 import registry_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.core.instance_info import MAX_SHOWN

@@ -12,7 +12,7 @@ from lmkv.auth.callers import NO_QUOTA, TenantQuota
 from lmkv.errors import LmkvError, ResyncRequired
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.internal.v1 import report_service_pb2_grpc as pb_grpc
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry

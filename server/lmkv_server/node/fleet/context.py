@@ -12,7 +12,7 @@ from lmkv_server.node.fleet.reports import HeldChunk
 
 
 class FleetNode(Protocol):
-    """The node as this package sees it."""
+    """The node as this package sees it. Its implementation, in the node, imports this package."""
 
     def describe(self) -> pb.Instance:
         """The node as it is now, for registrations and heartbeats."""
@@ -43,7 +43,10 @@ class FleetContext:
 
 
 class SessionHooks(Protocol):
-    """What a session needs to know about, and reports to, the sessions at the other coordinators."""
+    """What a session needs to know about, and reports to, the sessions at the other coordinators.
+
+    `FleetMembership` implements it, which imports sessions: they know only this.
+    """
 
     def reports_chunks(self, address: str) -> bool:
         """Whether a new stream to this coordinator is to carry chunks."""

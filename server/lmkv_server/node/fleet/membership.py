@@ -19,7 +19,7 @@ from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.rpc.resolver import resolve
+from lmkv.rpc.endpoints import resolve
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.tiers import INSTANCE_TIERS
 from lmkv.v1 import cache_service_pb2

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -23,33 +22,35 @@ FLUSH_SECONDS = 0.005
 """Delay after the first change, to report several together."""
 
 
+class ReportingSession(Protocol):
+    """What a stream needs of the session that it belongs to, which is on the floor above."""
+
+    coordinator_address: str
+
+    async def register(self) -> InstanceLease:
+        """Registers the node again, as it is now."""
+
+    def response_received(self) -> None:
+        """A message of the coordinator has arrived."""
+
+    def synced(self) -> None:
+        """The stream's `is_synced` has become true."""
+
+
 class ReportStream:
     """Reports of one node over one call. `run` it once.
 
     Passes received orders to the context's `orders`, and reports their outcomes until the coordinator acknowledges
-    them. Calls `register` to register the node again, `on_response` with each message of the coordinator, `on_synced`
-    when `is_synced` becomes true.
+    them.
     """
 
-    def __init__(
-        self,
-        lease: InstanceLease,
-        coordinator_address: str,
-        context: FleetContext,
-        *,
-        register: Callable[[], Awaitable[InstanceLease]],
-        on_response: Callable[[], None],
-        on_synced: Callable[[], None],
-    ) -> None:
+    def __init__(self, lease: InstanceLease, session: ReportingSession, context: FleetContext) -> None:
         self.is_synced = False
         """Whether the coordinator has acknowledged the snapshot."""
         self._lease = lease
-        self._coordinator_address = coordinator_address
+        self._session = session
         self._context = context
         self._orders = context.orders
-        self._register = register
-        self._on_response = on_response
-        self._on_synced = on_synced
         self._changes: ChunkChanges | None = None
         self._has_changed = False
         self._digest_due = 0.0
@@ -95,7 +96,7 @@ class ReportStream:
 
         Raises the cause of a failed call, an `LmkvError`; an `ExceptionGroup` is a bug here.
         """
-        self._orders.add_listener(self._coordinator_address, self._wake.set)
+        self._orders.add_listener(self._session.coordinator_address, self._wake.set)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = (group.create_task(self._send(call, reports_chunks)), group.create_task(self._receive(call)))
@@ -107,7 +108,7 @@ class ReportStream:
         finally:
             self._changes = None
             self.is_synced = False
-            self._orders.remove_listener(self._coordinator_address)
+            self._orders.remove_listener(self._session.coordinator_address)
             call.cancel()
 
     async def _send(self, call: Any, reports_chunks: bool) -> None:
@@ -121,7 +122,7 @@ class ReportStream:
             await self._woken(status_due)
             if self._registration_is_outdated or time.monotonic() >= register_due:
                 self._registration_is_outdated = False
-                self._lease = await self._register()
+                self._lease = await self._session.register()
                 register_due = time.monotonic() + self._context.register_interval_seconds
             if self._changes:
                 await asyncio.sleep(FLUSH_SECONDS)
@@ -142,7 +143,7 @@ class ReportStream:
                 reports.append(pb.ReportRequest(pins=self._orders.pin_list()))
                 self._sent_pins_revision = self._orders.pins.revision
             # Outcomes follow the changes that their orders made, so that the coordinator has those first.
-            unacknowledged = self._orders.unacknowledged(self._coordinator_address)
+            unacknowledged = self._orders.unacknowledged(self._session.coordinator_address)
             reports += outcome_reports(one for one in unacknowledged if one.order_id not in self._sent_outcomes)
             for report in reports:
                 await self._write(call, report)
@@ -213,21 +214,21 @@ class ReportStream:
                 raise Unreachable(f"no answer for {lease_ttl:g} s") from None
             if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
                 raise Unreachable("the coordinator ended the stream")
-            self._on_response()
+            self._session.response_received()
             self._check_synced(response.acked_sequence)
             acknowledged = [
                 order_id for order_id, sequence in self._sent_outcomes.items() if sequence <= response.acked_sequence
             ]
             for order_id in acknowledged:
                 del self._sent_outcomes[order_id]
-            self._orders.acknowledge(self._coordinator_address, acknowledged)
+            self._orders.acknowledge(self._session.coordinator_address, acknowledged)
             for order in response.orders:
-                self._orders.start(order, self._coordinator_address)
+                self._orders.start(order, self._session.coordinator_address)
 
     def _check_synced(self, acked_sequence: int) -> None:
         if not self.is_synced and self._snapshot_sequence is not None and acked_sequence >= self._snapshot_sequence:
             self.is_synced = True
-            self._on_synced()
+            self._session.synced()
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

@@ -36,16 +36,18 @@ from lmkv.keys import ChunkKey
 from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv_server.node.fleet.backoff import (
+from lmkv_server.node.fleet.context import FleetContext, SessionHooks
+from lmkv_server.node.fleet.lookup import CoordinatorLookup
+from lmkv_server.node.fleet.registration import (
     MAX_BUSY_DELAY_SECONDS,
     MAX_DELAY_SECONDS,
     MAX_REQUESTED_DELAY_SECONDS,
     REFUSED_DELAY_SECONDS,
+    REGISTER_TIMEOUT_SECONDS,
+    InstanceLease,
     RegisterBackoff,
+    Registrar,
 )
-from lmkv_server.node.fleet.context import FleetContext, SessionHooks
-from lmkv_server.node.fleet.lookup import CoordinatorLookup
-from lmkv_server.node.fleet.registration import REGISTER_TIMEOUT_SECONDS, InstanceLease, Registrar
 from lmkv_server.node.fleet.report_stream import ReportStream
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.fleet.shard import SessionState, StreamRole
@@ -225,8 +227,8 @@ class CoordinatorSession:
         """Registers and reports until the stream ends. Returns the longest delay before the next attempt."""
         can_look_up = False
         try:
-            lease = await self._register()
-            self._stream = self._open_stream(lease)
+            lease = await self.register()
+            self._stream = ReportStream(lease, self, self._context)
             if self._registration_is_outdated:  # by a change during the registration
                 self._stream.refresh()
             self._lookups.silence.end()
@@ -279,7 +281,7 @@ class CoordinatorSession:
         self._role = StreamRole(map_id=lease.layout_map_id, reports_chunks=reports_chunks)
         await stream.run(self._reports.Report(), reports_chunks=reports_chunks)
 
-    async def _register(self) -> InstanceLease:
+    async def register(self) -> InstanceLease:
         """Registers the node as it is now. Raises the coordinator's error, or `Unreachable`."""
         self._registration_is_outdated = False
         # The first attempt is to fail soon if there is no coordinator: the start of the node waits for it.
@@ -288,18 +290,13 @@ class CoordinatorSession:
         self._hooks.state_changed()
         return lease
 
-    def _open_stream(self, lease: InstanceLease) -> ReportStream:
-        return ReportStream(
-            lease,
-            self.coordinator_address,
-            self._context,
-            register=self._register,
-            on_response=self._response_received,
-            on_synced=self._hooks.state_changed,
-        )
-
-    def _response_received(self) -> None:
+    def response_received(self) -> None:
+        """The coordinator has sent a message on the stream."""
         self._lookups.silence.end()
+
+    def synced(self) -> None:
+        """The coordinator has acknowledged the stream's snapshot."""
+        self._hooks.state_changed()
 
     def _refused(self, error: InstanceIdInUse | StaleEpoch) -> None:
         """Another node has the instance id: at the start perhaps a dead one whose lease has not expired yet.

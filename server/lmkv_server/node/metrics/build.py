@@ -49,23 +49,24 @@ async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: 
     # Imported here: a node without a metrics port saves the memory of the web server.
     from lmkv_server.http.guard import HostGuard
     from lmkv_server.http.metrics import make_metrics_app
-    from lmkv_server.http.server import HttpServer
+    from lmkv_server.http.server import HttpOptions, HttpServer
 
     authenticator = Authenticator(config.auth_tokens, config.credentials.token)
     guard = HostGuard(bound=config.p2p_host, allowed=config.allowed_hosts)
+    options = HttpOptions(
+        host=config.p2p_host,
+        port=config.metrics_port,
+        key="metrics_port",
+        host_key="p2p_host",
+        credentials=config.metrics_tls,
+        name="lmkv-node-http",
+        max_concurrent_requests=MAX_CONCURRENT_REQUESTS,
+        max_connections_per_client=MAX_CONNECTIONS_PER_CLIENT,
+        probes=frozenset(),
+    )
     try:
-        server = HttpServer(
-            config.p2p_host,
-            config.metrics_port,
-            "metrics_port",
-            make_metrics_app(LabelledRegistry(registry, config.instance_id), authenticator, guard),
-            config.metrics_tls,
-            name="lmkv-node-http",
-            host_key="p2p_host",
-            max_concurrent_requests=MAX_CONCURRENT_REQUESTS,
-            max_connections_per_client=MAX_CONNECTIONS_PER_CLIENT,
-            probes=frozenset(),
-        )
+        app = make_metrics_app(LabelledRegistry(registry, config.instance_id), authenticator, guard)
+        server = HttpServer(app, options)
     except ConfigError as error:
         if owner := describe_port(config.runtime_path, config.metrics_port):
             reason = f"metrics_port: cannot listen on {config.p2p_host}:{config.metrics_port}; {owner}"

@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from lmkv import rpc
-from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.exposure import exposure
+from lmkv.auth.authenticator import Authenticator, exposure
 from lmkv.config import NodeConfig
 from lmkv.pool.pool import Pool
 from lmkv.telemetry.calls import ServerCalls

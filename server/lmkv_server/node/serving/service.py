@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf import timestamp_pb2
 
-from lmkv.auth.identity import caller_identity, client_identity
+from lmkv.auth.caller import caller_identity, client_identity
 from lmkv.errors import BadMessage, KvSpecMismatch, WrongInstance
 from lmkv.keys import ChunkKey, listed_keys
 from lmkv.runtime.deadline_timer import DeadlineTimer

@@ -19,7 +19,7 @@ from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.runtime.places import Places, most_of, requester
 from lmkv.runtime.turns import Slots
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation

@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
 
-import aiohttp
-
 from lmkv.errors import BadRequest, Conflict, EngineNotFound
-from lmkv.runtime.reload import Reloadable
-from lmkv_server.http.ports import address
+from lmkv_server.http.server import address
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.engines.engines_file import EngineEndpoint, EnginesFile
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.pools import EnginePools
-from lmkv_server.proxy.upstream.client import EngineFailed, UpstreamClient
+from lmkv_server.proxy.upstream.client import EngineFailed, Upstream, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +53,24 @@ class Endpoints:
 
     def __init__(
         self,
-        configured: Sequence[EngineEndpoint],
-        session: aiohttp.ClientSession,
-        contexts: Reloadable[ssl.SSLContext],
+        source: Sequence[EngineEndpoint] | EnginesFile,
+        upstream: Upstream,
         monitor: HealthMonitor,
         pools: EnginePools,
         resolve: Resolve,
-        *,
-        file: EnginesFile | None = None,
     ) -> None:
-        """The engines of `pools` are changed in place. Raises `ConfigError` if the file is invalid."""
+        """`source` names the engines: the configuration, or a file, which is followed.
+
+        The engines of `pools` are changed in place. Raises `ConfigError` if the file is invalid.
+        """
         self.clients = Clients()
-        self._session = session
-        self._contexts = contexts
+        self._upstream = upstream
         self._monitor = monitor
         self._pools = pools
         self._resolve = resolve
-        self._file = file
-        self._configured = tuple(configured)
-        self._listed = file.get() if file else ()
+        self._file = source if isinstance(source, EnginesFile) else None
+        self._configured = () if isinstance(source, EnginesFile) else tuple(source)
+        self._listed = self._file.get() if self._file else ()
         """The endpoints of the file, as last applied."""
         self._added: list[EngineEndpoint] = []
         """Those that operators have added."""
@@ -199,7 +194,7 @@ class Endpoints:
                 self._join(Engine(url, role))
 
     def _join(self, engine: Engine) -> None:
-        self.clients[engine] = UpstreamClient(engine, self._session, self._contexts)
+        self.clients[engine] = UpstreamClient(engine, self._upstream)
         self._pools.add(engine)
         self._watch(engine)
 

@@ -12,8 +12,7 @@ from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.openai import Json
 from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner, with_common_hits
 from lmkv_server.proxy.pd.parameters import decode_body, with_handoff, without_handoff
-from lmkv_server.proxy.pd.prefill import PrefillResult
-from lmkv_server.proxy.pd.request import CompletionRequest
+from lmkv_server.proxy.pd.prefill import CompletionRequest, PrefillResult
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.failover import EngineFailover
 from lmkv_server.proxy.routing.health import update_instance

@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.pd.decode import DecodeStage
-from lmkv_server.proxy.pd.handoff import HandoffIssuer
 from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
 from lmkv_server.proxy.pd.parameters import ALONE, CONTINUE, OTHER, REASONS, REPEAT, needs_one_engine, repeat_reason
-from lmkv_server.proxy.pd.prefill import PrefillResult, PrefillStage
-from lmkv_server.proxy.pd.request import CompletionRequest
+from lmkv_server.proxy.pd.prefill import CompletionRequest, HandoffIssuer, PrefillResult, PrefillStage
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.failover import EngineFailover
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.pools import EnginePools
-from lmkv_server.proxy.statistics import LatencyStatistics
 from lmkv_server.proxy.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -33,13 +30,12 @@ class RequestHandler:
         clients: Mapping[Engine, UpstreamClient],
         lookup: PrefixLookup | None,
         handoffs: HandoffIssuer,
-        statistics: LatencyStatistics,
         metrics: ProxyMetrics,
     ) -> None:
         self._pools = pools
         self._clients = clients
         self._lookup = lookup
-        self._prefill = PrefillStage(pools.prefill, clients, handoffs, statistics, metrics) if pools.prefill else None
+        self._prefill = PrefillStage(pools.prefill, clients, handoffs, metrics) if pools.prefill else None
         self._metrics = metrics
 
     async def serve(self, request: CompletionRequest, writer: ResponseWriter) -> None:

@@ -8,8 +8,7 @@ import gc
 import logging
 
 from lmkv import telemetry
-from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.exposure import exposure
+from lmkv.auth.authenticator import Authenticator, exposure
 from lmkv.cli import Command
 from lmkv.config import PickerConfig, add_arguments, from_arguments
 from lmkv.config.resolve import follow_logging

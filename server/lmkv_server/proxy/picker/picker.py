@@ -18,19 +18,17 @@ from starlette.routing import Route
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.certificates import CertificateEnd
-from lmkv.auth.credentials import Credentials
+from lmkv.auth.credentials import CertificateEnd, Credentials
 from lmkv.config import PickerConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.endpoints import HealthService
-from lmkv.telemetry.build_info import BuildInfo
+from lmkv.telemetry.calls import BuildInfo
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.metrics import metrics_response
-from lmkv_server.http.ports import address, listen
-from lmkv_server.http.server import HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer, address, listen
 from lmkv_server.proxy.app import ProxyApp, authenticated
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH
@@ -39,12 +37,10 @@ from lmkv_server.proxy.engines.engines_file import name_of
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
-from lmkv_server.proxy.routing.affinity import SessionAffinity
 from lmkv_server.proxy.routing.health import HealthMonitor
 from lmkv_server.proxy.routing.key_lookup import KeyLookup
-from lmkv_server.proxy.routing.policies import cost_by
-from lmkv_server.proxy.routing.pools import EnginePool, EnginePools
-from lmkv_server.proxy.upstream.client import open_session
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.upstream.client import Upstream, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +108,14 @@ class Picker:
         config = self._config
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
+            upstream = Upstream(session, config.engine_tls.client_contexts())
             monitor = HealthMonitor(
                 interval_seconds=config.health_interval,
                 timeout_seconds=config.health_timeout,
                 api_key=config.engine_api_key,
             )
-            contexts = config.engine_tls.client_contexts()
             endpoints = Endpoints(
-                [name_of(url, BOTH) for url in config.engines], session, contexts, monitor, self._pools, self._resolve
+                [name_of(url, BOTH) for url in config.engines], upstream, monitor, self._pools, self._resolve
             )
             if config.policy == "kv_aware":
                 client = self._open_client(config.coordinator_address, config.credentials, config.lookup_timeout)
@@ -134,16 +130,14 @@ class Picker:
                 picker,
                 endpoints,
                 self._metrics,
-                salts=ClientSalts(
+                ClientSalts(
                     config.cache_salt_policy,
                     config.cluster_secret,
                     config.user_header,
                     authenticator,
                     config.engine_api_key,
                 ),
-                limit=config.max_concurrent_requests,
-                timeout_seconds=config.request_timeout,
-                max_body_bytes=config.max_body_bytes,
+                config,
             )
             server = await rpc.make_server(
                 [SERVICE],
@@ -157,14 +151,14 @@ class Picker:
             stack.push_async_callback(self._stop, server)
             self.port = self._bind(server)
             if config.metrics_port not in (None, OFF):
-                http = HttpServer(
-                    config.host,
-                    config.metrics_port,
-                    "metrics_port",
-                    self._app(authenticator),
-                    config.client_tls,
+                options = HttpOptions(
+                    host=config.host,
+                    port=config.metrics_port,
+                    key="metrics_port",
+                    credentials=config.client_tls,
                     name="lmkv-picker-http",
                 )
+                http = HttpServer(self._app(authenticator), options)
                 stack.push_async_callback(http.aclose)
                 self.metrics_port = http.port
                 await http.start()

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from lmkv import errors
-from lmkv.auth.identity import client_identity
+from lmkv.auth.caller import client_identity
 from lmkv.auth.token import HEADER
+from lmkv.config import PickerConfig
 from lmkv.ext_proc.external_processor_pb2 import (
     ProcessingRequest,
     ProcessingResponse,
@@ -27,9 +28,8 @@ from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.engines.endpoints import Endpoints
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.passthrough import UNCACHED
-from lmkv_server.proxy.picker.arriving_body import ArrivingBody
 from lmkv_server.proxy.picker.exchange import Exchange
-from lmkv_server.proxy.picker.selection import EnginePicker, address_of, prompt_of
+from lmkv_server.proxy.picker.selection import ArrivingBody, EnginePicker, address_of, prompt_of
 from lmkv_server.proxy.routing.failover import NoHealthyEngine
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -37,7 +37,7 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 
 
 class ExternalProcessorService(ExternalProcessorServicer):
-    """Answers at most `limit` streams at a time, each for at most `timeout_seconds`.
+    """Answers at most `max_concurrent_requests` streams at a time, each for at most `request_timeout`.
 
     Gateways have shares of the limit. A stream whose request is not complete gives way to others; see `Places`.
     """
@@ -47,19 +47,17 @@ class ExternalProcessorService(ExternalProcessorServicer):
         picker: EnginePicker,
         endpoints: Endpoints,
         metrics: PickerMetrics,
-        *,
         salts: ClientSalts,
-        limit: int,
-        timeout_seconds: float,
-        max_body_bytes: int,
+        config: PickerConfig,
     ) -> None:
         self._picker = picker
         self._endpoints = endpoints
         self._metrics = metrics
         self._salts = salts
+        limit = config.max_concurrent_requests
         self._places = Places[asyncio.Timeout]("concurrent requests", limit, most_of(limit))
-        self._timeout_seconds = timeout_seconds
-        self._max_body_bytes = max_body_bytes
+        self._timeout_seconds = config.request_timeout
+        self._max_body_bytes = config.max_body_bytes
 
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any

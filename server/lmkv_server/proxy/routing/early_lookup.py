@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from lmkv.errors import LmkvError
 from lmkv.keys import KEY_BYTES
 from lmkv.v1.cache_service_pb2 import LookupResponse
-from lmkv_server.proxy.routing.growing_chains import PromptKeys
-from lmkv_server.proxy.routing.key_lookup import KeyLookup
-from lmkv_server.proxy.routing.prefix_match import PrefixMatch
+from lmkv_server.proxy.routing.key_lookup import KeyLookup, PrefixMatch
 from lmkv_server.proxy.routing.prompt import PromptRequest
+from lmkv_server.proxy.routing.prompt_keys import PromptKeys
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,29 @@ from lmkv.keys import split_keys
 from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.prompts import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
-from lmkv_server.proxy.routing.growing_chains import GrowingChains, PromptKeys
 from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
-from lmkv_server.proxy.routing.namespaces import Namespaces, ServedNamespace
-from lmkv_server.proxy.routing.prefix_match import NO_MATCH, PrefixMatch
+from lmkv_server.proxy.routing.prompt_keys import GrowingChains, Namespaces, PromptKeys, ServedNamespace
 from lmkv_server.proxy.routing.recent_picks import RecentPicks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixMatch:
+    """A prompt that was looked up."""
+
+    held: Mapping[str, int]
+    """The number of leading tokens that each instance holds, as the coordinator reports it."""
+    cached: Mapping[str, int]
+    """The same, with what instances will hold soon."""
+    at_most: Mapping[str, int]
+    """The most that `cached` may be after a lookup of the whole prompt."""
+    is_open: bool
+    """Whether instances may hold more than `held`."""
+    chains: Sequence[PromptKeys]
+    token_count: int
+
+
+NO_MATCH = PrefixMatch(held={}, cached={}, at_most={}, is_open=False, chains=(), token_count=0)
+
 
 logger = logging.getLogger(__name__)
 

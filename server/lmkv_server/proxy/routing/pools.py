@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lmkv_server.proxy.engine import PREFILL, Engine
-from lmkv_server.proxy.routing.affinity import SessionAffinity
-from lmkv_server.proxy.routing.policies import Cost
+
+Cost = Callable[[Engine, Mapping[str, int]], int]
+"""Cost of an engine, given the number of prompt tokens that each instance holds. The engine of least cost serves."""
+
+
+def cost_by(policy: str, load_tokens: int) -> Cost:
+    """The cost function of a policy. `kv_aware` weighs a request in flight like `load_tokens` held tokens."""
+
+    def round_robin(_: Engine, __: Mapping[str, int]) -> int:
+        return 0
+
+    def least_loaded(engine: Engine, _: Mapping[str, int]) -> int:
+        return engine.in_flight_count
+
+    def kv_aware(engine: Engine, cached: Mapping[str, int]) -> int:
+        return engine.in_flight_count * load_tokens - cached.get(engine.instance_id, 0)
+
+    return {"round_robin": round_robin, "least_loaded": least_loaded, "kv_aware": kv_aware}[policy]
+
+
+MAX_SESSIONS = 100_000
+"""A new session beyond this number replaces the least recently used one."""
+
+
+class SessionAffinity:
+    """Maps sessions to engine URLs. An entry expires `ttl_seconds` after the session's last request."""
+
+    def __init__(self, ttl_seconds: float, limit: int = MAX_SESSIONS) -> None:
+        self._ttl_seconds = ttl_seconds
+        self._limit = limit
+        self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()  # URL and expiry, in order of last use
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, session: str, now: float) -> str | None:
+        """The URL of the session's engine; None if it has none or its entry has expired."""
+        url, expiry = self._entries.get(session, (None, 0.0))
+        return url if now < expiry else None
+
+    def assign(self, session: str, url: str, now: float) -> None:
+        """Assigns the session to an engine, and removes expired entries."""
+        if self._ttl_seconds <= 0:
+            return
+        self._entries[session] = (url, now + self._ttl_seconds)
+        self._entries.move_to_end(session)
+        while len(self._entries) > self._limit or next(iter(self._entries.values()))[1] <= now:
+            self._entries.popitem(last=False)
+
 
 OVERLOAD = 8
 """A session leaves its engine if that has this many more requests in flight than the least loaded engine."""

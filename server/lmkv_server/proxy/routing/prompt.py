@@ -1,4 +1,8 @@
-"""What routing needs of a request's body. Token ids become one array, without a Python object per id. Pure."""
+"""Reads what routing needs of a request's body, also while its parts arrive. Pure.
+
+Token ids become one array, without a Python object per id. How a body was split makes no difference: what it is by its
+end is what `read_prompt` finds in the whole.
+"""
 
 from __future__ import annotations
 
@@ -120,3 +124,110 @@ def lifted(
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+MAX_HEAD_BYTES = 64 << 10
+"""Token ids that begin later are read at the end, from the whole body."""
+MIN_TEXT_BYTES = 8 << 10
+"""Shorter parts are read together."""
+MAX_GAP_BYTES = 8 << 10
+"""Maximum size of white space that separates token ids; with more, the whole body is read at the end."""
+_MAYBE_TOKENS = re.compile(rb'"prompt"\s*(?::\s*(?:\[\s*){0,2})?\Z')
+"""What more text could make a beginning of token ids."""
+_NO_TOKENS = np.empty(0, np.uint32)
+
+
+class ArrivingPrompt:
+    """The body of one request, of which more parts may arrive. Keeps the parts."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._is_plain = True
+        """Whether what has arrived may be a body with token ids."""
+        self._head = b""
+        """The body up to the token ids."""
+        self._is_in_list = False
+        self._text = b""
+        """Text of the list that has not been read."""
+        self._ids: list[NDArray[np.uint32]] = []
+        self._rest: list[bytes] | None = None
+        """The body after the token ids, once these are complete."""
+        self.has_returned_tokens = False
+        """Whether `add` and `end` have returned the prompt; known after `read`."""
+
+    @property
+    def fields(self) -> Json:
+        """The fields before the token ids; empty before these begin, or if they are not the prompt."""
+        closing = b"0]}" if self._head.rstrip().endswith(b"[") else b"0}"
+        try:
+            found = msgspec.json.decode(self._head + closing)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) and "prompt" in found else {}
+
+    def add(self, part: bytes, *, is_last: bool = False) -> NDArray[np.uint32]:
+        """Takes a part of the body. Returns the next token ids, which may turn out not to be the prompt.
+
+        `is_last` is a hint: that no more parts follow may also be known later.
+        """
+        if is_last and not self._parts:
+            self._is_plain = False  # `read_prompt` reads it without a copy
+        self._parts.append(part)
+        if not self._is_plain:
+            return _NO_TOKENS
+        if self._rest is not None:
+            self._rest.append(part)
+            return _NO_TOKENS
+        self._text += part
+        if not self._is_in_list:
+            self._look_for_list()
+        return self._read() if self._is_in_list and len(self._text) >= MIN_TEXT_BYTES else _NO_TOKENS
+
+    def end(self) -> NDArray[np.uint32]:
+        """Must be called once all parts were taken. Returns the token ids that `add` has not returned."""
+        return self._read() if self._is_in_list and self._rest is None else _NO_TOKENS
+
+    def read(self, path: str) -> PromptRequest:
+        """The request, after `end`. Raises `NotJson`."""
+        if self._rest is not None and (found := lifted(path, self._head, lambda: self._ids, b"".join(self._rest))):
+            self.has_returned_tokens = True
+            return found
+        return read_prompt(path, b"".join(self._parts))
+
+    def _look_for_list(self) -> None:
+        text = self._text
+        begin = text.find(PROMPT_NAME)
+        opening = TOKENS_BEGIN.match(text, begin) if begin >= 0 else None
+        if opening is not None:
+            self._is_in_list = True
+            self._head, self._text = text[: opening.end()], text[opening.end() + 1 :]
+        elif len(text) > MAX_HEAD_BYTES or (begin >= 0 and not _MAYBE_TOKENS.match(text, begin)):
+            self._end_reading()
+
+    def _read(self) -> NDArray[np.uint32]:
+        """Reads the text up to the last comma, or to the end of the list."""
+        text = self._text
+        end = text.find(b"]")
+        if end >= 0:
+            self._rest = [text[end + 1 :]]
+        else:
+            end = text.rfind(b",")
+            if end < 0:
+                if len(text) > MAX_GAP_BYTES:
+                    self._end_reading()
+                return _NO_TOKENS
+        self._text = text[end + 1 :] if self._rest is None else b""
+        try:
+            ids = token_ids(b"[" + text[:end] + b"]")
+        except ValueError:
+            ids = _NO_TOKENS
+        if not ids.size:  # nothing between two commas, or between comma and end
+            self._end_reading()
+            return _NO_TOKENS
+        self._ids.append(ids)
+        return ids
+
+    def _end_reading(self) -> None:
+        """Leaves the rest to `read`."""
+        self._is_plain = self._is_in_list = False
+        self._text, self._ids, self._rest = b"", [], None

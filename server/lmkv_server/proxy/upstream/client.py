@@ -79,14 +79,21 @@ def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _DROPPED_HEADERS}
 
 
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """How all engines are reached."""
+
+    session: aiohttp.ClientSession
+    contexts: Reloadable[ssl.SSLContext]
+    """For engines whose URL is https."""
+
+
 class UpstreamClient:
     """Sends requests to one engine. A request that ends before its response is read closes its connection."""
 
-    def __init__(self, engine: Engine, session: aiohttp.ClientSession, contexts: Reloadable[ssl.SSLContext]) -> None:
-        """`contexts` applies to an engine whose URL is https."""
+    def __init__(self, engine: Engine, upstream: Upstream) -> None:
         self.engine = engine
-        self._session = session
-        self._contexts = contexts
+        self._upstream = upstream
         self._timeouts: set[asyncio.Timeout] = set()
 
     def cancel_requests(self) -> None:
@@ -123,13 +130,13 @@ class UpstreamClient:
             async with asyncio.timeout(None) as timeout:
                 self._timeouts.add(timeout)
                 try:
-                    async with self._session.request(
+                    async with self._upstream.session.request(
                         method,
                         self.engine.url + path,
                         data=body,
                         headers={**headers, **own},
                         allow_redirects=False,
-                        ssl=self._contexts.get(),
+                        ssl=self._upstream.contexts.get(),
                     ) as response:
                         if response.status != 200:
                             await self._raise_for(response)

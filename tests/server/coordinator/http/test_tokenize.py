@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lmkv.auth.caller import Caller, caller_context
-from lmkv.auth.roles import Role
+from lmkv.auth.caller import Caller, Role, caller_context
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.tokenizers import Tokenizers

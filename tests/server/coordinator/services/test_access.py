@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
-from lmkv.auth.roles import ROLES, Role
+from lmkv.auth.caller import ROLES, Role
 from lmkv.internal.v1 import report_service_pb2
 from lmkv.rpc.prompts import by_keys
 from lmkv.telemetry.calls import ServerCalls

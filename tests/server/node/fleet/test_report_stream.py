@@ -60,22 +60,30 @@ class Unread:
         self._call.cancel()
 
 
+class LoneSession:
+    """The session of a node whose registration is always accepted."""
+
+    coordinator_address = "here"
+
+    def __init__(self, lease: InstanceLease) -> None:
+        self._lease = lease
+
+    async def register(self) -> InstanceLease:
+        return self._lease
+
+    def response_received(self) -> None:
+        pass
+
+    def synced(self) -> None:
+        pass
+
+
 def stream() -> ReportStream:
     """Reports of a node that holds nothing."""
     shelf = Shelf()
     lease = InstanceLease(instance=shelf.describe(), lease_ttl=10.0)
-
-    async def register() -> InstanceLease:
-        return lease
-
-    return ReportStream(
-        lease,
-        "here",
-        FleetContext(node=shelf, orders=shelf.orders, register_interval_seconds=60.0, max_pending_changes=100),
-        register=register,
-        on_response=lambda: None,
-        on_synced=lambda: None,
-    )
+    context = FleetContext(node=shelf, orders=shelf.orders, register_interval_seconds=60.0, max_pending_changes=100)
+    return ReportStream(lease, LoneSession(lease), context)
 
 
 @pytest.mark.parametrize(("error", "expected"), [(ResyncRequired("restart"), ResyncRequired), (None, Unreachable)])

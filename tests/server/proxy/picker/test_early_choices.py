@@ -15,7 +15,7 @@ from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.routing import early_lookup
-from lmkv_server.proxy.routing.arriving_prompt import ArrivingPrompt
+from lmkv_server.proxy.routing.prompt import ArrivingPrompt
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until

@@ -8,7 +8,7 @@ import ssl
 from lmkv.runtime.reload import Reloadable
 from lmkv_server.proxy.engine import BOTH, MAX_HEALTH_TIMEOUTS, Engine
 from lmkv_server.proxy.routing.health import HealthMonitor
-from lmkv_server.proxy.upstream.client import UpstreamClient, open_session
+from lmkv_server.proxy.upstream.client import Upstream, UpstreamClient, open_session
 from tests.server.proxy.conftest import MakeEngine
 from tests.waiting import WAIT_SECONDS
 
@@ -19,7 +19,7 @@ async def test_only_consecutive_health_checks_without_a_response_make_an_engine_
     engine = Engine((await make_engine()).url, BOTH)
     engine.mark_healthy()
     async with open_session() as session:
-        client = UpstreamClient(engine, session, Reloadable((), ssl.create_default_context))
+        client = UpstreamClient(engine, Upstream(session, Reloadable((), ssl.create_default_context)))
         patient = HealthMonitor(interval_seconds=0.0, timeout_seconds=WAIT_SECONDS)
         hasty = HealthMonitor(interval_seconds=0.0, timeout_seconds=0.0)  # no engine responds in time
         for _ in range(2):

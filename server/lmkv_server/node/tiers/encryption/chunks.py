@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from lmkv.telemetry.log_limit import LimitedLogger
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv_server.node.tiers.encryption.cipher import Decryptor, Encryptor
 from lmkv_server.node.tiers.encryption.header import (
     CHECKSUM_BYTES,
