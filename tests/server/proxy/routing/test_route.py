@@ -296,6 +296,17 @@ async def test_without_a_coordinator_requests_are_routed_all_the_same(
     await front.counts("lmkv_proxy_lookups_total", 3, outcome="failed")
 
 
+async def test_a_lookup_at_a_coordinator_that_is_gone_is_repeated_at_the_next_one(
+    holders: str, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    engines = await three(make_engine)
+    coordinators = ("127.0.0.1:1", holders)
+    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=coordinators, lookup_timeout=20)
+    await front.ask(COMPLETIONS, completion(PROMPT))
+    assert counts(engines) == [0, 0, 1]
+    await front.counts("lmkv_proxy_lookups_total", 1, outcome="hit")
+
+
 async def test_lookups_that_all_fail_are_logged_once_and_their_success_once(
     coordinator: Coordinator,
     make: Make,
