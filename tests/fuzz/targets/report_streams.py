@@ -33,9 +33,9 @@ def _report(sequence: int, *changes: ChunkChange, **fields: object) -> bytes:
     return ReportRequest(**values).SerializeToString()  # type: ignore[arg-type]
 
 
-def _change(admitted: list[ChunkKey], evicted: list[ChunkKey], tier: int = 2, **fields: object) -> ChunkChange:
+def _change(admitted: list[ChunkKey], evicted: list[ChunkKey], tier: str = HOST, **fields: object) -> ChunkChange:
     return ChunkChange(
-        tier=tier,  # type: ignore[arg-type]
+        tier=tier,
         fingerprint=LLAMA.fingerprint,
         admitted_keys=join_keys(admitted),
         evicted_keys=join_keys(evicted),
