@@ -27,11 +27,12 @@ def measure(run: BenchmarkRun, link: NodeClient) -> None:
     from lmkv_client.connector.identity import head_shares
     from lmkv_client.connector.kv_layout import LayerGroup
     from lmkv_client.connector.scheduler.side import SchedulerSide
+    from lmkv_client.connector.scheduler.stores import SchedulerOptions
     from lmkv_client.connector.worker.side import WorkerSide
 
     groups = (LayerGroup(part=0, block_size=SPEC.block_size, layer_names=()),)
     kv = EngineKv(spec=SPEC, groups=groups)
-    scheduler = SchedulerSide(ConnectorConfig(), kv, link, rank_count=1, step_tokens=8192)
+    scheduler = SchedulerSide(ConnectorConfig(), kv, link, SchedulerOptions(rank_count=1, step_tokens=8192))
     worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=groups, rank=0, threads=1)
     nothing = SchedulerOutput.make_empty()
 

@@ -1,9 +1,8 @@
-"""The engine in C++ of docs/examples/engine-cpp, compiled with Debian's gRPC: against nodes as people run them."""
+"""The engine in C++ of docs/examples/engine-cpp, compiled with Debian's protobuf: against nodes as people run them."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.config.node import attach_socket_beside
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv_client.demo import cluster
@@ -23,8 +23,8 @@ from tests.waiting import eventually
 SOURCE = ROOT / "docs/examples/engine-cpp"
 BUILD_SECONDS = 500.0
 RUN_SECONDS = 180.0
-PROGRAMS = ("c++", "cmake", "grpc_cpp_plugin", "pkg-config", "protoc")
-LIBRARIES = ("grpc++", "protobuf", "libcrypto")
+PROGRAMS = ("c++", "cmake", "pkg-config", "protoc")
+LIBRARIES = ("protobuf", "libcrypto")
 NAMES = ("node-1", "node-2")
 SPEC = KvSpec(
     model_name="toy",
@@ -71,14 +71,13 @@ def nodes(tmp_path: Path, short_folder: Path) -> Iterator[NodeProcesses]:
         yield running
 
 
-async def run(program: Path, socket: Path) -> tuple[int, str]:
+async def run(program: Path, engine_socket: Path) -> tuple[int, str]:
     """Runs the example at a node; its exit status, and what it printed."""
     process = await asyncio.create_subprocess_exec(
         program,
-        socket,
+        attach_socket_beside(engine_socket),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"GRPC_VERBOSITY": "ERROR"},
     )
     try:
         async with asyncio.timeout(RUN_SECONDS):

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from lmkv_client.sglang import LmkvLinker, linker_api
-from lmkv_client.sglang.device_pool import BUFFERS, SCALES, device_tensors
+from lmkv_client.sglang.linker import BUFFERS, SCALES, device_tensors
 from tests.client.sglang.contract import HEADS, LATENT, LAYERS, PAGE_SIZE, SIZE
 from tests.client.sglang.device import Component, LinkerParamsFields, ServerArgsFields, TransferFields
 

@@ -15,9 +15,8 @@ from lmkv.packing import pack_fields
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
-from lmkv_client.connector.identity import engine_identity, identity_across_engines, served_names
+from lmkv_client.connector.identity import engine_identity, first_layer, identity_across_engines, served_names
 from lmkv_client.connector.kv_layout import LayerGroup
-from lmkv_client.connector.pipeline import first_layer
 from lmkv_client.connector.vllm_api import (
     FIRST_WITH_GROUPS,
     VLLM_VERSION,

@@ -1,15 +1,15 @@
-"""The identity of an engine's KV: digests of weights, and the heads that a rank has."""
+"""The identity of an engine's KV: digests of weights, the heads that a rank has, and the layers that a stage has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
-from lmkv_client.connector.vllm_api import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, envs
+from lmkv_client.connector.vllm_api import LoadConfig, LoRAConfig, ModelConfig, VllmConfig, envs, get_pp_indices
 from lmkv_client.file_digests import process_start
 from lmkv_client.model_identity import (
     architecture,
@@ -223,3 +223,36 @@ def _commit(model: ModelConfig) -> str | None:
     is_own = model.hf_config_path in (None, "", model.model)
     commit: str | None = (getattr(model.hf_config, "_commit_hash", None) if is_own else None) or model.revision
     return commit
+
+
+def worker_rank(stage: int, tensor_rank: int, tensor_ranks: int) -> int:
+    """Number of a worker among those of its engine: stage by stage, as vLLM counts them."""
+    return stage * tensor_ranks + tensor_rank
+
+
+def stage_layers(layer_count: int, stage: int, stage_count: int) -> range:
+    """The layers that vLLM gives to a stage; `layer_count` is that of the model."""
+    return range(*get_pp_indices(layer_count, stage, stage_count))
+
+
+def first_layer(layer_names: Sequence[str], layer_count: int, stage: int, stage_count: int) -> int:
+    """Index in a chunk of the first layer that a stage keeps pages for, where all layers are of one kind.
+
+    `layer_names` are those of the stage's KV-cache group. Raises `ConfigError` if it keeps pages for other layers than
+    the stage's own, such as those of a draft model.
+    """
+    if stage_count == 1:
+        return 0
+    own = stage_layers(layer_count, stage, stage_count)
+    if [_index(name) for name in layer_names] != list(own):
+        raise ConfigError(
+            f"LMKVConnector: pipeline_parallel_size: stage {stage} should keep pages for layers {own.start} to "
+            f"{own.stop - 1} and keeps them for {', '.join(layer_names)}; use pipeline_parallel_size 1",
+            key="pipeline_parallel_size",
+        )
+    return own.start
+
+
+def _index(layer_name: str) -> int:
+    """Index of a layer in the model, such as 3 of `model.layers.3.self_attn.attn`; -1 if the name has none."""
+    return next((int(word) for word in layer_name.split(".") if word.isdigit()), -1)

@@ -39,12 +39,12 @@ COUNTERS = {
 """Counters by name; Prometheus knows them as `lmkv:NAME_total`."""
 
 TIER_TOKENS = "tier_tokens"
-"""The counter that has the label `tier`; its counts are kept under `tier_tokens(tier)`."""
+"""The counter that has the label `tier`."""
 MISS_TOKENS = "miss_tokens"
-"""The counter that has the label `reason`; its counts are kept under `miss_tokens(reason)`."""
+"""The counter that has the label `reason`."""
 
 HINTS = "hints"
-"""The counter that has the labels `action` and `outcome`; its counts are kept under `hint_counter(action, outcome)`."""
+"""The counter that has the labels `action` and `outcome`."""
 
 LABELS = {TIER_TOKENS: ("tier",), MISS_TOKENS: ("reason",), HINTS: ("action", "outcome")}
 """Labels of counters besides vLLM's own. Their counts are kept under the name and the values, separated by colons."""
@@ -77,42 +77,9 @@ class ConnectorStats(KVConnectorStats):
         return not self.data
 
 
-class ConnectorCounters:
-    """Counters of the scheduler side; shared by its parts."""
-
-    def __init__(self) -> None:
-        self._data: dict[str, float] = {}
-
-    def add(self, name: str, amount: float = 1) -> None:
-        """Counts."""
-        if amount:
-            self._data[name] = self._data.get(name, 0) + amount
-
-    def set(self, name: str, amount: float) -> None:
-        """Notes the value of a gauge."""
-        self._data[name] = amount
-
-    def take(self) -> ConnectorStats | None:
-        """Everything since the last call; None if nothing was counted."""
-        if not self._data:
-            return None
-        data, self._data = self._data, {}
-        return ConnectorStats(data=data)
-
-
-def tier_tokens(tier: str) -> str:
-    """The name under which loaded tokens of one tier are counted."""
-    return f"{TIER_TOKENS}:{tier}"
-
-
-def hint_counter(action: str, outcome: str) -> str:
-    """The name under which hints of one action and outcome are counted; actions of clients that are unknown are one."""
-    return f"{HINTS}:{action if action in set(HintAction) else 'unknown'}:{outcome}"
-
-
-def miss_tokens(reason: MissReason) -> str:
-    """The name under which tokens that were missed for one reason are counted."""
-    return f"{MISS_TOKENS}:{reason}"
+def hint_labels(action: str, outcome: str) -> str:
+    """The labels of hints of one action and outcome; actions of clients that are unknown are one."""
+    return f"{action if action in set(HintAction) else 'unknown'}:{outcome}"
 
 
 class PromMetrics(KVConnectorPromMetrics):
@@ -132,7 +99,8 @@ class PromMetrics(KVConnectorPromMetrics):
                 self._labelled[name] = metric
             else:
                 self._metrics[name] = {index: metric.labels(*values) for index, values in labelvalues.items()}
-        always = [tier_tokens(tier) for tier in HIT_TIERS if tier != OWN] + [miss_tokens(one) for one in MissReason]
+        always = [f"{TIER_TOKENS}:{tier}" for tier in HIT_TIERS if tier != OWN]
+        always += [f"{MISS_TOKENS}:{reason}" for reason in MissReason]
         for name in always:
             self._metric(name, next(iter(labelvalues)))
 

@@ -17,10 +17,10 @@ from lmkv.spec import TOKEN_MAJOR
 from lmkv_client import startup_error
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import engine_kv
-from lmkv_client.connector.identity import adapter_options, head_shares, loaded_after, served_names
+from lmkv_client.connector.identity import adapter_options, head_shares, loaded_after, served_names, worker_rank
 from lmkv_client.connector.messages import StepPlan
-from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.scheduler.side import SchedulerSide
+from lmkv_client.connector.scheduler.stores import SchedulerOptions
 from lmkv_client.connector.stats import ConnectorStats, PromMetrics
 from lmkv_client.connector.vllm_api import (
     AttentionSpec,
@@ -93,21 +93,19 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 parallel.world_size,
                 ServedNames(names),
                 wants_tier_changes=has_events,
-                identify=lambda: engine_kv(vllm_config, kv_cache_config, config).spec.model_id,
-                identify_timeout=time.time() - loaded_after(vllm_config),
             )
-            self._link.start()
-            self._scheduler = SchedulerSide(
-                config,
-                kv,
-                self._link,
+            self._link.start(
+                lambda: engine_kv(vllm_config, kv_cache_config, config).spec.model_id,
+                time.time() - loaded_after(vllm_config),
+            )
+            options = SchedulerOptions(
                 rank_count=parallel.world_size,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=self._kv_transfer_config.is_kv_consumer,
                 may_store=self._kv_transfer_config.is_kv_producer,
                 has_events=has_events,
-                adapters=_adapters(vllm_config),
             )
+            self._scheduler = SchedulerSide(config, kv, self._link, options, adapters=_adapters(vllm_config))
             watch(scheduler_sides)
         else:
             if spec.format == TOKEN_MAJOR and vllm_config.device_config.device_type == "cpu":
@@ -122,8 +120,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 groups=kv.groups,
                 rank=rank,
                 threads=config.copy_threads,
-                lends_buffer=self._lends_buffer(config, vllm_config, rank),
-                nixl_backends=config.nixl_backends,
+                buffer_backends=config.nixl_backends if self._lends_buffer(config, vllm_config, rank) else (),
             )
 
     def _recompute_failed_loads(self) -> None:

@@ -11,8 +11,8 @@
         engine.commit(Written.chain(new, extents))
 
 Blocking calls may be made on any thread; `begin_lookup`, `begin_reserve` and `Held.begin_load` return futures instead.
-A lost node means empty answers and counts, never exceptions. vLLM's connector is built on `node`, `pool_mapping` and
-`write_credits`. Start with `engine.Engine`, then `held.Held` and `extent.Extent`; `dispatcher` has the threads.
+A lost node means empty answers and counts, never exceptions. Start with `engine.Engine`, then `held.Held` and
+`extent.Extent`; `dispatcher` has the threads. vLLM's connector is built on the same `session`, `attachment` and `node`.
 """
 
 from lmkv_client.engine.copier import Copier

@@ -1,4 +1,4 @@
-"""Counts of one engine's use of lmkv, since it attached first."""
+"""Counts of one engine's use of lmkv."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCounters:
-    """A snapshot of `Engine.counters`. All values only grow."""
+    """A snapshot of `Engine.counters`, since the engine has attached first. All values only grow."""
 
     lookups: int = 0
     """Calls of `lookup` and `begin_lookup`."""
@@ -51,20 +51,42 @@ class EngineCounters:
     """Times that the connection to the node was lost."""
 
 
-class EngineCounts:
-    """The counters while they grow. Not thread-safe."""
+class Counters:
+    """Counts by name, and by label where a name has several: then under `name:label`. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._values: dict[str, int] = {}
-        self._labelled: dict[str, dict[str, int]] = {}
+        self._values: dict[str, float] = {}
 
-    def add(self, name: str, count: int = 1, *, label: str = "") -> None:
-        """Adds to the counter of this name, a field of `EngineCounters`; `label` is the key in a field with several."""
-        values = self._labelled.setdefault(name, {}) if label else self._values
-        values[label or name] = values.get(label or name, 0) + count
+    def add(self, name: str, amount: float = 1, *, label: str = "") -> None:
+        """Counts."""
+        if amount:
+            key = f"{name}:{label}" if label else name
+            self._values[key] = self._values.get(key, 0) + amount
+
+    def set(self, name: str, amount: float) -> None:
+        """Records the value of a gauge."""
+        self._values[name] = amount
+
+    def take(self) -> dict[str, float]:
+        """Removes and returns all values."""
+        values, self._values = self._values, {}
+        return values
 
     def snapshot(self) -> EngineCounters:
-        """All counters."""
-        values: dict[str, Any] = dict(self._values)
-        values |= {name: MappingProxyType(dict(own)) for name, own in self._labelled.items()}
-        return EngineCounters(**values)
+        """The values that are fields of `EngineCounters`."""
+        values: dict[str, Any] = {}
+        for key, amount in self._values.items():
+            name, _, label = key.partition(":")
+            if name not in FIELDS:
+                continue
+            if label:
+                values.setdefault(name, {})[label] = amount
+            else:
+                values[name] = amount
+        frozen: dict[str, Any] = {
+            name: MappingProxyType(value) if isinstance(value, dict) else value for name, value in values.items()
+        }
+        return EngineCounters(**frozen)
+
+
+FIELDS = frozenset(EngineCounters.__dataclass_fields__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,21 +16,19 @@ from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, Tokens, as_tokens
-from lmkv.runtime.patience import worth_seconds
 from lmkv.spec import KvSpec
+from lmkv_client.engine.caller_lookup import CallerLookup
 from lmkv_client.engine.copier import Copier
 from lmkv_client.engine.counters import EngineCounters
 from lmkv_client.engine.dispatcher import Dispatcher
 from lmkv_client.engine.extent import Extent, Written
 from lmkv_client.engine.held import Held
 from lmkv_client.engine.key_space import KeySpace
-from lmkv_client.engine.lookups import HeldChunks, Lookup
-from lmkv_client.engine.prompts.lookup_message import MAX_ASKED_KEYS
-from lmkv_client.engine.prompts.prefill_rate import PrefillRate
-from lmkv_client.engine.prompts.prompt_record import PromptRecord
+from lmkv_client.engine.outcomes import await_result
+from lmkv_client.engine.prompt_account import PromptAccount
 from lmkv_client.engine.reservations import ExtentRequest
 from lmkv_client.engine.served_names import ServedNames
-from lmkv_client.engine.waiting import await_result
+from lmkv_client.engine.session import MAX_ASKED_KEYS
 from lmkv_kernels import Pages
 
 
@@ -51,8 +48,6 @@ class Engine:
         """The configuration in use."""
         self._dispatcher = dispatcher
         self._key_space = KeySpace(spec, config.cluster_secret)
-        self._prefill = PrefillRate(spec.chunk_size)
-        self._rate_lock = threading.Lock()
 
     @classmethod
     def attach(
@@ -157,9 +152,9 @@ class Engine:
         `traceparent` is the parent of the spans; None: the current span, if any. `is_continued`: the prompt was looked
         up before, and of this lookup only what it fails to bring is counted.
         """
-        shown = self._shown(tokens)
-        record = self._record(len(keys), tokens, engine_request_id, traceparent, is_continued=is_continued)
-        lookup = self._lookup(keys, timeout, record, shown, salt, lora)
+        lookup = self._asked(keys, timeout, tokens, salt=salt, lora=lora)
+        lookup.engine_request_id, lookup.traceparent, lookup.is_continued = engine_request_id, traceparent, is_continued
+        self._dispatcher.lookup(lookup)
         return Held(self._dispatcher, await_result(lookup.future, lookup.deadline, self._dispatcher.expire))
 
     def begin_lookup(
@@ -176,16 +171,16 @@ class Engine:
         """As `lookup`, without blocking. A future that is cancelled releases what it would have held."""
         result: Future[Held] = Future()
 
-        def found(answer: Future[HeldChunks | None]) -> None:
+        def found(answer: Future[CallerLookup | None]) -> None:
             held = Held(self._dispatcher, answer.result())
             if result.set_running_or_notify_cancel():
                 result.set_result(held)
             else:
                 held.release()
 
-        shown = self._shown(tokens)
-        record = self._record(len(keys), tokens, engine_request_id, traceparent)
-        lookup = self._lookup(keys, timeout, record, shown, salt, lora)
+        lookup = self._asked(keys, timeout, tokens, salt=salt, lora=lora)
+        lookup.engine_request_id, lookup.traceparent = engine_request_id, traceparent
+        self._dispatcher.lookup(lookup)
         lookup.future.add_done_callback(found)
         return result
 
@@ -194,17 +189,18 @@ class Engine:
 
         Fewer tokens than a chunk has are ignored.
         """
-        with self._rate_lock:
-            self._prefill.add(token_count, seconds)
+        self._dispatcher.prefilled(token_count, seconds)
 
     def missing(self, keys: Sequence[ChunkKey], *, timeout: float = 0.1) -> list[ChunkKey]:
         """The keys that are left to be stored: those behind the prefix of `keys` that the node's pool holds.
 
         Blocks for at most `timeout`; all keys if the node does not answer in time.
         """
-        lookup = self._lookup(keys, timeout)
-        chunks = await_result(lookup.future, lookup.deadline, self._dispatcher.expire)
-        with Held(self._dispatcher, chunks) as held:
+        lookup = self._asked(keys, timeout)
+        lookup.is_counted = False
+        self._dispatcher.lookup(lookup)
+        found = await_result(lookup.future, lookup.deadline, self._dispatcher.expire)
+        with Held(self._dispatcher, found) as held:
             return list(keys[held.own_count :])
 
     def reserve(self, count: int, *, timeout: float = 0.1) -> list[Extent]:
@@ -257,22 +253,30 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _record(
+    def _asked(
         self,
-        key_count: int,
-        tokens: Sequence[int] | NDArray[np.integer] | None,
-        engine_request_id: str,
-        traceparent: str | None,
+        keys: Sequence[ChunkKey],
+        timeout: float | None,
+        tokens: Sequence[int] | NDArray[np.integer] | None = None,
         *,
-        is_continued: bool = False,
-    ) -> PromptRecord:
-        chunk_size = self.spec.chunk_size
-        return PromptRecord(
-            key_count * chunk_size if tokens is None else len(tokens),
-            chunk_size,
-            engine_request_id=engine_request_id,
-            traceparent=traceparent,
-            is_continued=is_continued,
+        salt: str = "",
+        lora: str = "",
+    ) -> CallerLookup:
+        """A lookup of these keys, to be begun."""
+        size = self.spec.chunk_size
+        token_count = len(keys) * size if tokens is None else len(tokens)
+        shown = self._shown(tokens)
+        worth = 0.0
+        if timeout is None:
+            worth = self._dispatcher.worth_of(token_count)
+            timeout = max(self.config.lookup_timeout, worth)
+        return CallerLookup(
+            keys=keys[:MAX_ASKED_KEYS],
+            account=PromptAccount(token_count, size),
+            deadline=time.monotonic() + timeout,
+            worth_seconds=worth,
+            tokens=shown,
+            root=b"" if shown is None else self.root(salt=salt, lora=lora),
         )
 
     def _shown(self, tokens: Sequence[int] | NDArray[np.integer] | None) -> Tokens | None:
@@ -280,31 +284,6 @@ class Engine:
         if tokens is None or self.spec.has_page_hashes or not self.config.stores_partial_chunks:
             return None
         return as_tokens(tokens, self.spec.vocab_size)
-
-    def _lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        timeout: float | None,
-        record: PromptRecord | None = None,
-        tokens: Tokens | None = None,
-        salt: str = "",
-        lora: str = "",
-    ) -> Lookup:
-        worth = 0.0
-        if timeout is None:
-            count = record.account.token_count if record else len(keys) * self.spec.chunk_size
-            worth = worth_seconds(count, self._prefill.tokens_per_second, self.config.max_lookup_timeout)
-            timeout = max(self.config.lookup_timeout, worth)
-        lookup = Lookup(
-            keys=keys[:MAX_ASKED_KEYS],
-            deadline=time.monotonic() + timeout,
-            worth_seconds=worth,
-            record=record,
-            tokens=tokens,
-            root=b"" if tokens is None else self.root(salt=salt, lora=lora),
-        )
-        self._dispatcher.lookup(lookup)
-        return lookup
 
     def _reservation(self, count: int, timeout: float) -> ExtentRequest:
         reservation = ExtentRequest(count=max(0, count), deadline=time.monotonic() + timeout)

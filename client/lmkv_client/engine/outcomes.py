@@ -1,7 +1,8 @@
-"""Results of futures that are set once a lock is released: a callback may then call the engine again."""
+"""Results of futures that are set once a lock is released, and blocking waits for them that end at a deadline."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -10,14 +11,15 @@ T = TypeVar("T")
 
 
 class Outcomes:
-    """Futures with their results, in order. Added to with the lock held, set without it."""
+    """Futures with their results, in order. Added to with the lock held, set without it: a callback may then call the
+    engine again."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Future[Any], Any, Callable[[], None] | None]] = []
+        self._pending: list[tuple[Future[Any], Any]] = []
 
-    def add(self, future: Future[T], result: T, undo: Callable[[], None] | None = None) -> None:
-        """`undo` is called instead if the caller has cancelled the future. No future may be added twice."""
-        self._pending.append((future, result, undo))
+    def add(self, future: Future[T], result: T) -> None:
+        """Adds the result of a future. No future may be added twice."""
+        self._pending.append((future, result))
 
     def take(self) -> Outcomes:
         """What was added, for the caller to `set`."""
@@ -25,10 +27,21 @@ class Outcomes:
         self._pending, taken._pending = [], self._pending
         return taken
 
-    def set(self) -> None:
-        """Sets all results."""
-        for future, result, undo in self._pending:
+    def set(self) -> list[Any]:
+        """Sets all results. Returns those whose futures the callers have cancelled."""
+        cancelled = []
+        for future, result in self._pending:
             if future.set_running_or_notify_cancel():
                 future.set_result(result)
-            elif undo:
-                undo()
+            else:
+                cancelled.append(result)
+        return cancelled
+
+
+def await_result(future: Future[T], deadline: float, expire: Callable[[], None]) -> T:
+    """The result of a future. At its deadline `expire` ends it with what there is."""
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        expire()
+        return future.result()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.engine.attachment import Send
-from lmkv_client.engine.counters import EngineCounts
+from lmkv_client.engine.caller_lookup import CallerLookup
 from lmkv_client.engine.extent import Extent, MappedPool
 from lmkv_client.engine.outcomes import Outcomes
-from lmkv_client.engine.write_credits import WriteCredits
+from lmkv_client.engine.session import Session
 
 IDLE_SECONDS = 1.0
 """Time without a reservation after which unused credits are returned to the node."""
@@ -35,43 +33,35 @@ class ExtentRequest:
 
 
 class Reservations:
-    """All reservations of one attachment, served in order. Called with the dispatcher's lock held."""
+    """All reservations of an engine, served in order. Called with the dispatcher's lock held."""
 
-    def __init__(
-        self,
-        pool: MappedPool,
-        spec: KvSpec,
-        limit: int,
-        send: Send,
-        outcomes: Outcomes,
-        counts: EngineCounts,
-        undo: Callable[[Sequence[Extent]], None],
-    ) -> None:
-        """`undo` returns extents whose caller has cancelled; called without the lock."""
-        self._credits = WriteCredits(limit=limit)
-        self._pool = pool
-        self._spec = spec
-        self._send = send
+    def __init__(self, session: Session[CallerLookup], outcomes: Outcomes) -> None:
+        self._session = session
         self._outcomes = outcomes
-        self._counts = counts
-        self._undo = undo
+        self._pool: MappedPool | None = None
         self._waiting: deque[ExtentRequest] = deque()
         self._writing: set[int] = set()
         """Offsets of extents that callers have."""
         self._used_at = 0.0
 
+    def open(self, pool: MappedPool) -> None:
+        """Grants extents of this pool from now on."""
+        self._pool = pool
+
     def begin(self, reservation: ExtentRequest, now: float) -> None:
-        """Serves a reservation, at once if it can be or if its deadline has passed."""
+        """Serves a reservation, at once if it can be, if its deadline has passed, or without a node."""
         self._used_at = now
         self._waiting.append(reservation)
+        if self._pool is None:
+            self.lost()
+            return
         self._serve()
         self.expire(now)
 
-    def settle(self, count: int, granted: Iterable[int]) -> None:
-        """Handles the node's answer to `count` requested credits: the offsets that it granted."""
-        offsets = list(granted)
-        self._credits.settle(count, offsets)
-        self._serve(refused=len(offsets) < count)
+    def granted(self, granted: pb.GrantedCredits) -> None:
+        """Distributes the credits that the node has granted."""
+        if self._pool is not None:
+            self._serve(refused=len(granted.credits) < sum(granted.settled_counts))
 
     def is_written(self, extent: Extent) -> bool:
         """Whether a caller has the extent to write into it."""
@@ -81,7 +71,7 @@ class Reservations:
         """Extents that were committed."""
         for extent in extents:
             self._writing.discard(extent.offset)
-            self._credits.commit()
+            self._session.credits[0].commit()
         self._serve()
 
     def put_back(self, extents: Iterable[Extent]) -> None:
@@ -89,7 +79,7 @@ class Reservations:
         for extent in extents:
             if self.is_written(extent):
                 self._writing.discard(extent.offset)
-                self._credits.return_unwritten(extent.offset)
+                self._session.credits[0].return_unwritten(extent.offset)
         self._serve()
 
     def expire(self, now: float) -> None:
@@ -97,11 +87,13 @@ class Reservations:
         for reservation in [one for one in self._waiting if one.deadline <= now]:
             self._waiting.remove(reservation)
             self._end(reservation)
-        if now - self._used_at > IDLE_SECONDS and (surplus := self._credits.take_surplus()):
-            self._send(pb.Act(return_credits=pb.ReturnCredits(offsets=surplus)))
+        if now - self._used_at > IDLE_SECONDS and (surplus := self._session.credits[0].take_surplus()):
+            self._session.send(pb.Act(return_credits=pb.ReturnCredits(offsets=surplus)))
 
     def lost(self) -> None:
         """Ends all reservations without extents: the node is lost."""
+        self._pool = None
+        self._writing.clear()
         for reservation in self._waiting:
             reservation.offsets.clear()
             self._end(reservation)
@@ -111,16 +103,16 @@ class Reservations:
         """Distributes credits and requests those that lack; `refused`: the node has no more now."""
         while self._waiting:
             first = self._waiting[0]
-            while first.missing_count and (offset := self._credits.take()) is not None:
+            while first.missing_count and (offset := self._session.credits[0].take()) is not None:
                 first.offsets.append(offset)
             if first.missing_count:
                 break
             self._waiting.popleft()
             self._end(first)
         missing_count = sum(one.missing_count for one in self._waiting)
-        if missing_count and not refused and (count := self._credits.request(missing_count)):
-            self._send(pb.Act(reserve=pb.ReserveCredits(counts=[count])))
-        if self._credits.requested_count:
+        if missing_count and not refused and (count := self._session.credits[0].request(missing_count)):
+            self._session.send(pb.Act(reserve=pb.ReserveCredits(counts=[count])))
+        if self._session.credits[0].requested_count:
             return
         # Nothing is on its way: who has something takes that; who has nothing waits only for what others return.
         for reservation in [one for one in self._waiting if refused or one.offsets]:
@@ -128,10 +120,10 @@ class Reservations:
             self._end(reservation)
 
     def _end(self, reservation: ExtentRequest) -> None:
-        spec = self._spec
-        extents = [self._pool.extent(offset, spec.chunk_bytes, spec.chunk_size) for offset in reservation.offsets]
-        self._writing.update(reservation.offsets)
-        self._counts.add("reserved_extents", len(extents))
+        spec, pool = self._session.spec, self._pool
+        extents = [pool.extent(one, spec.chunk_bytes, spec.chunk_size) for one in reservation.offsets] if pool else []
+        self._writing.update(extent.offset for extent in extents)
+        self._session.counters.add("reserved_extents", len(extents))
         if len(extents) < reservation.count:
-            self._counts.add("short_reserves")
-        self._outcomes.add(reservation.future, extents, lambda: self._undo(extents))
+            self._session.counters.add("short_reserves")
+        self._outcomes.add(reservation.future, extents)

@@ -1,11 +1,10 @@
 // An engine in C++: attaches to a node, loads a chunk of KV cache, or computes and stores it, and compares the bytes.
 //
-// Usage: engine SOCKET, where SOCKET is a node's engine.sock. It prints `stored` if no tier had the chunk, and then
+// Usage: engine SOCKET, where SOCKET is a node's attach.sock. It prints `stored` if no tier had the chunk, and then
 // `loaded from TIER`; its exit status is 0 if the bytes are those that it computes itself. The contract, step by step:
-// docs/reference/engine-protocol.md. A real engine keeps its attachment for its whole life, has no deadline for the
-// stream, attaches again when it is lost, and computes what it cannot load.
+// docs/reference/engine-protocol.md. A real engine keeps its attachment for its whole life, sends a ping when nothing
+// arrives, attaches again when the connection is lost, and computes what it cannot load.
 
-#include <grpcpp/grpcpp.h>
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
 #include <openssl/sha.h>
@@ -15,6 +14,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -25,7 +25,8 @@
 #include <string>
 #include <vector>
 
-#include "lmkv/v1/engine_service.grpc.pb.h"
+#include "google/rpc/status.pb.h"
+#include "lmkv/v1/engine_service.pb.h"
 
 namespace {
 
@@ -43,6 +44,7 @@ constexpr int layer_count = 2, kv_head_count = 2, head_size = 8, chunk_size = 16
 constexpr int element_count = layer_count * kv_head_count * 2 * chunk_size * head_size;
 constexpr std::size_t chunk_bytes = element_count * sizeof(float);
 constexpr int timeout_seconds = 30;
+constexpr std::size_t max_frame_bytes = 1 << 20;
 
 [[noreturn]] void fail(const string& text) { throw std::runtime_error(text); }
 
@@ -124,34 +126,70 @@ std::vector<float> compute(const std::vector<std::uint32_t>& tokens) {
   return kv;
 }
 
+// ---- Unix sockets
+
+// A connected socket, whose reads and writes fail after `timeout_seconds`.
+class Socket {
+ public:
+  explicit Socket(const string& path) : fd_(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    if (path.size() >= sizeof address.sun_path) fail("the path of a socket is too long: " + path);
+    std::memcpy(address.sun_path, path.data(), path.size());
+    const timeval timeout{timeout_seconds, 0};
+    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
+    setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
+    if (connect(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
+      const string reason = std::strerror(errno);
+      close(fd_);
+      fail("no connection to " + path + ": " + reason);
+    }
+  }
+  Socket(const Socket&) = delete;
+  ~Socket() { close(fd_); }
+
+  int fd() const { return fd_; }
+
+  // Sends all bytes; false if the connection is broken.
+  bool send_all(const string& bytes) const {
+    for (std::size_t sent = 0; sent < bytes.size();) {
+      const ssize_t count = send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+      if (count <= 0) return false;
+      sent += static_cast<std::size_t>(count);
+    }
+    return true;
+  }
+
+  // Receives `size` bytes; false if the connection ends, or they do not arrive in time.
+  bool receive_all(char* bytes, std::size_t size) const {
+    for (std::size_t received = 0; received < size;) {
+      const ssize_t count = recv(fd_, bytes + received, size - received, 0);
+      if (count <= 0) return false;
+      received += static_cast<std::size_t>(count);
+    }
+    return true;
+  }
+
+ private:
+  int fd_;
+};
+
 // ---- The node's pool, mapped. Its connection stays open as long as the memory is used.
 
 class Pool {
  public:
   Pool(const string& path, const string& engine_id, std::int64_t epoch, std::size_t size_bytes)
-      : size_bytes_(size_bytes), connection_(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    if (path.size() >= sizeof address.sun_path) fail("the path of the pool's socket is too long");
-    std::memcpy(address.sun_path, path.data(), path.size());
-    const timeval timeout{timeout_seconds, 0};
-    setsockopt(connection_, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
+      : size_bytes_(size_bytes), connection_(path) {
     const string hello =
         "{\"engine_id\": \"" + engine_id + "\", \"rank\": 0, \"epoch\": " + std::to_string(epoch) + "}\n";
-    if (connect(connection_, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
-        send(connection_, hello.data(), hello.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(hello.size())) {
-      fail("no connection to " + path);
-    }
+    if (!connection_.send_all(hello)) fail("no connection to " + path);
     const int fd = receive_fd();
     void* memory = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
     if (memory == MAP_FAILED) fail("the pool cannot be mapped");
     memory_ = static_cast<char*>(memory);
   }
-  ~Pool() {
-    munmap(memory_, size_bytes_);
-    close(connection_);
-  }
+  ~Pool() { munmap(memory_, size_bytes_); }
 
   // The bytes of an extent.
   char* at(const Extent& extent) const {
@@ -175,7 +213,7 @@ class Pool {
       message.msg_iovlen = 1;
       message.msg_control = control;
       message.msg_controllen = sizeof control;
-      const ssize_t count = recvmsg(connection_, &message, MSG_CMSG_CLOEXEC);
+      const ssize_t count = recvmsg(connection_.fd(), &message, MSG_CMSG_CLOEXEC);
       if (count <= 0) fail("the node does not send its pool");
       line.append(data, static_cast<std::size_t>(count));
       const cmsghdr* head = CMSG_FIRSTHDR(&message);
@@ -186,19 +224,17 @@ class Pool {
   }
 
   std::size_t size_bytes_;
-  int connection_;
+  Socket connection_;
   char* memory_ = nullptr;
 };
 
-// ---- The stream to the node
+// ---- The stream to the node: frames of one byte of kind, four bytes of length (big endian), and the payload
+
+enum class FrameKind : char { message = 0, status = 1, ping = 2, pong = 3 };
 
 class Attachment {
  public:
-  Attachment(const string& socket, const KvSpec& spec)
-      : stub_(lmkv::v1::EngineService::NewStub(
-            grpc::CreateChannel("unix:" + socket, grpc::InsecureChannelCredentials()))) {
-    context_.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(timeout_seconds));
-    stream_ = stub_->Attach(&context_);
+  Attachment(const string& socket, const KvSpec& spec) : connection_(socket) {
     const auto now = std::chrono::system_clock::now().time_since_epoch().count();
     Act act;
     act.mutable_hello()->set_engine_id("cpp-" + std::to_string(getpid()) + "-" + std::to_string(now));
@@ -261,21 +297,55 @@ class Attachment {
     send(act);
   }
 
-  // Ends the stream; the destructor then gives the pool back.
+  // Ends the stream, and reads the answers that are ready; the destructor then gives the pool back.
   void end() {
-    stream_->WritesDone();
-    for (AttachResponse rest; stream_->Read(&rest);) keep(rest);
-    if (const grpc::Status status = stream_->Finish(); !status.ok()) fail(status.error_message());
+    shutdown(connection_.fd(), SHUT_WR);
+    for (AttachResponse rest; receive(&rest);) keep(rest);
     for (const Event& event : events_)
       if (event.has_rejected_commit()) fail(event.rejected_commit().status().message());
   }
 
  private:
-  // A write that fails is followed by the end of what can be read.
+  // A write that fails is followed by the end of what can be read, perhaps with the reason.
   void send(const Act& act) {
     AttachRequest request;
     *request.add_acts() = act;
-    stream_->Write(request);
+    send_frame(FrameKind::message, request.SerializeAsString());
+  }
+
+  void send_frame(FrameKind kind, const string& payload) {
+    string frame(1, static_cast<char>(kind));
+    for (int shift = 24; shift >= 0; shift -= 8) frame.push_back(static_cast<char>(payload.size() >> shift & 0xFF));
+    connection_.send_all(frame + payload);
+  }
+
+  // The next message; false if the node has ended the stream without an error.
+  bool receive(AttachResponse* response) {
+    while (true) {
+      unsigned char head[5];
+      if (!connection_.receive_all(reinterpret_cast<char*>(head), sizeof head)) return false;
+      const std::size_t size = std::size_t{head[1]} << 24 | head[2] << 16 | head[3] << 8 | head[4];
+      if (size > max_frame_bytes) fail("the node sends a frame that is too large");
+      string payload(size, '\0');
+      if (!connection_.receive_all(payload.data(), size)) return false;
+      switch (static_cast<FrameKind>(head[0])) {
+        case FrameKind::message:
+          if (!response->ParseFromString(payload)) fail("the node sends what is no message");
+          return true;
+        case FrameKind::status: {
+          google::rpc::Status status;
+          status.ParseFromString(payload);
+          fail("the node ends the stream: " + status.message());
+        }
+        case FrameKind::ping:
+          send_frame(FrameKind::pong, "");
+          break;
+        case FrameKind::pong:
+          break;
+        default:
+          fail("the node sends a frame of an unknown kind");
+      }
+    }
   }
 
   void keep(const AttachResponse& response) {
@@ -292,14 +362,12 @@ class Attachment {
         return wanted;
       }
       AttachResponse response;
-      if (!stream_->Read(&response)) fail("the stream has ended: " + stream_->Finish().error_message());
+      if (!receive(&response)) fail("the stream has ended, or the node does not answer");
       keep(response);
     }
   }
 
-  std::unique_ptr<lmkv::v1::EngineService::Stub> stub_;
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<AttachRequest, AttachResponse>> stream_;
+  Socket connection_;
   std::vector<Event> events_;
   std::unique_ptr<Pool> pool_;
 };

@@ -144,7 +144,7 @@ class Rank:
             groups=[LayerGroup(part=0, block_size=BLOCK, layer_names=tuple(caches))],
             rank=rank,
             threads=1,
-            lends_buffer=True,
+            buffer_backends=("UCX",),
         )
         self.worker.register(caches)
         self.worker.load(StepPlan(attachment=attachment))

@@ -17,8 +17,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmkv.config import ConnectorConfig
 from lmkv_client.connector.engine_kv import EngineKv
-from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
+from lmkv_client.connector.scheduler.hit_choice import StepLoads
 from lmkv_client.connector.scheduler.side import SchedulerSide
+from lmkv_client.connector.scheduler.stores import SchedulerOptions
 from lmkv_client.connector.stats import ConnectorStats
 from lmkv_client.connector.vllm_connector import LMKVConnector
 from tests.client.connector.scripted_node import ScriptedNode
@@ -60,10 +61,9 @@ class ScriptedConnector(LMKVConnector):
             self.config,
             self.kv,
             self.node,  # type: ignore[arg-type]  # it has what the scheduler side needs of a link
-            rank_count=self.rank_count,
-            step_tokens=self.step_tokens,
-            has_events=True,
-            clock=self.clock,
+            SchedulerOptions(
+                rank_count=self.rank_count, step_tokens=self.step_tokens, has_events=True, clock=self.clock
+            ),
             step_loads=self.step_loads,
         )
 

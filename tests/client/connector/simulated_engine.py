@@ -31,7 +31,7 @@ from lmkv_client.connector.engine_kv import EngineKv, engine_kv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.multimodal import MediaDigests
-from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
+from lmkv_client.connector.scheduler.hit_choice import StepLoads
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.engine.attachment import Attachment
 from tests.client.connector.scripted_chunks import SPOILT, Stored
@@ -239,7 +239,7 @@ class SimulatedEngine:
 
     def change_weights(self, weights: str) -> None:
         """The weights are others now; calls the connector, as vLLM's calls do. Requests that run may mix them."""
-        self._weights_by_spec[self.side._spec.fingerprint] = self.weights
+        self._weights_by_spec[self.side._session.spec.fingerprint] = self.weights
         self.weights = weights
         self.mixed_requests |= {request.request_id for request in self.scheduler.running}
         self.side.weights_changed()
@@ -268,11 +268,11 @@ class SimulatedEngine:
         assert self.free_block_count == self._free_at_start
         assert not any(worker.load_count for worker in self.workers)
         side = self.side
-        assert (len(side._states), len(side._lookups), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
+        assert (len(side._states), len(side._session), len(side._loads), len(side._stores)) == (0, 0, 0, 0)
         assert not side._handoffs._finished
         assert len(side._hints) == 0
-        in_hand = dict(enumerate(side._stores.credits._parts))
-        partial = side._stores.credits._partial.values()
+        in_hand = dict(enumerate(side._session.credits._parts))
+        partial = side._session.credits._partial.values()
         assert all((ours.requested_count, ours.writing_count) == (0, 0) for ours in (*in_hand.values(), *partial))
         offsets = {offset: part for part, ours in in_hand.items() for offset in ours._offsets}
         offsets |= {offset: PARTIAL for ours in partial for offset in ours._offsets}
@@ -420,7 +420,7 @@ class SimulatedEngine:
         return (request.cache_salt or "") + self.weights
 
     def _values_of(self, key: ChunkKey) -> list[int]:
-        specs = {self.side._spec.fingerprint: self.weights} | self._weights_by_spec
+        specs = {self.side._session.spec.fingerprint: self.weights} | self._weights_by_spec
         for fingerprint, weights in specs.items():
             if values := self._values_under(key, fingerprint, weights):
                 return values

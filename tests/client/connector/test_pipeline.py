@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmkv.errors import ConfigError
-from lmkv_client.connector.pipeline import first_layer, stage_layers, worker_rank
+from lmkv_client.connector.identity import first_layer, stage_layers, worker_rank
 
 
 def names(layers: range) -> list[str]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.tiers import DISK, HANDOFF, OWN, PEERS, REMOTE, Run
-from lmkv_client.engine.prompts.hit_sources import HitSources, describe
+from lmkv_client.engine.hit_sources import HitSources, describe
 
 COUNTS = st.integers(0, 4)
 RUNS = st.lists(st.tuples(st.sampled_from([DISK, PEERS, REMOTE, HANDOFF, "tape"]), COUNTS), max_size=5)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 from lmkv.misses import MissReason, reason_name, reason_to_proto
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.v1.chunk_pb2 import PromptSpan
 from lmkv.v1.engine_service_pb2 import Act, AttachRequest
-from lmkv_client.engine.prompts.prompt_account import MAX_REPORTS, PromptAccount, PromptAccounts
+from lmkv_client.engine.counters import Counters
+from lmkv_client.engine.prompt_account import MAX_REPORTS, PromptAccount, PromptAccounts
 
 CHUNK = 4
-LOGGER = logging.getLogger(__name__)
 
 
 def account(token_count: int, hit_tokens: int | None = None, *missed: tuple[MissReason, int]) -> PromptAccount:
@@ -109,13 +107,12 @@ def test_a_load_that_brings_less_is_corrected_and_nothing_else_changes_what_is_t
 
 
 def test_a_closed_account_is_counted_and_reported_once_and_one_that_never_ran_is_not() -> None:
-    counted: list[tuple[MissReason, int]] = []
-    accounts = PromptAccounts(lambda reason, count: counted.append((reason, count)), LOGGER)
+    accounts = PromptAccounts(counters := Counters())
     accounts.close("aborted", account(12, 8, (MissReason.NEVER_STORED, 1)))
     prompt = account(12, 8, (MissReason.NEVER_STORED, 1))
     prompt.take(0, {"own": 8})
     accounts.close("r", prompt)
-    assert counted == [(MissReason.NEVER_STORED, 4)]
+    assert counters.take() == {"miss_tokens:never_stored": 4}
     (report,) = accounts.take_reports()
     assert (report.engine_request_id, sum(span.token_count for span in report.spans)) == ("r", 12)
     assert report.create_time.ToMilliseconds() == round(prompt.create_time * 1000)
@@ -123,7 +120,7 @@ def test_a_closed_account_is_counted_and_reported_once_and_one_that_never_ran_is
 
 
 def test_reports_that_wait_fit_into_a_message_whatever_ids_clients_choose() -> None:
-    accounts = PromptAccounts(lambda reason, count: None, LOGGER)
+    accounts = PromptAccounts(Counters())
     for _ in range(MAX_REPORTS + 1):
         prompt = account(12, 8, (MissReason.NEVER_STORED, 1))
         prompt.take(0, {"own": 8})

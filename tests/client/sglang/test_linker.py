@@ -223,9 +223,9 @@ def test_pages_at_a_peer_are_a_miss_and_fetched_for_a_later_request(
         assert linker.load("later", copy_of(NAMES, FIRST))
         check_pages(target, FIRST[2:], source, FIRST[2:])
         linker.num_completed_offloads()  # the next pass
-        attached = linker._store._attached()._dispatcher._attached
-        assert attached
-        wait_until(lambda: not attached.lookups._held, "the node holds nothing for a request")
+        session = linker._store._attached()._dispatcher._session
+        assert session.attachment
+        wait_until(lambda: not session.lookups, "the node holds nothing for a request")
 
 
 def test_names_that_are_malformed_and_pages_that_are_none_are_misses_and_are_counted(start: Start) -> None:

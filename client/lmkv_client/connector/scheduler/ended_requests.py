@@ -22,7 +22,7 @@ class EndedRequest:
 
     state: RequestState
     full_count: int
-    """Full chunks; those behind `state.stored_count` are not stored yet."""
+    """Full chunks; those behind `state.store.stored_count` are not stored yet."""
     rest_count: int
     """Tokens behind them to store as a partial chunk; 0 if it has none."""
     block_ids: BlockIds
@@ -33,7 +33,7 @@ class EndedRequest:
     @property
     def missing_count(self) -> int:
         """Full chunks that are not stored yet."""
-        return 0 if self.is_discarded else max(0, self.full_count - self.state.stored_count)
+        return 0 if self.is_discarded else max(0, self.full_count - self.state.store.stored_count)
 
 
 class EndedRequests:

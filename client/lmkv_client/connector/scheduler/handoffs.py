@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from lmkv.auth.handoff import HandoffKeys
 from lmkv.config import ConnectorConfig
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of
-from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import ConnectorCounters
+from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.connector.scheduler.stores import Stores
 from lmkv_client.connector.vllm_api import Request, init_logger
-from lmkv_client.engine.attachment import Send
+from lmkv_client.engine.session import Session
 
 logger = init_logger("vllm.lmkv")
 
@@ -24,19 +23,11 @@ QUIET_SECONDS = 10.0
 class RequestHandoffs:
     """In a prefill the node sends each chunk when it is committed; the engine reports when no further chunk will be."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        send: Send,
-        counters: ConnectorCounters,
-        is_storing: Callable[[RequestState], bool],
-    ) -> None:
-        """`is_storing`: whether chunks of a request are still being written."""
+    def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], stores: Stores) -> None:
         self._is_enabled = config.enable_pd
         self._keys = HandoffKeys(config.cluster_secret, config.credentials.token)
-        self._send = send
-        self._counters = counters
-        self._is_storing = is_storing
+        self._session = session
+        self._stores = stores
         self._states: dict[str, RequestState] = {}
         """By handoff, until the node reports its end."""
         self._finished: dict[str, RequestState] = {}
@@ -47,17 +38,17 @@ class RequestHandoffs:
         """Why handoffs were refused or failed, by the request."""
         self._quiet_until = 0.0
 
-    def read(self, request: Request, instance_id: str) -> HandoffParams | None:
-        """The request's handoff; None if it names none, or if it is refused. `instance_id` is the attached node's."""
+    def read(self, request: Request) -> HandoffParams | None:
+        """The request's handoff; None if it names none, or if it is refused."""
         try:
             handoff = handoff_of(request.kv_transfer_params, self._keys)
             if handoff is None:
                 return None
             if not self._is_enabled:
                 raise HandoffRefused("enable_pd is off at this engine")
-            if not instance_id:
+            if self._session.attachment is None:
                 raise HandoffRefused("this engine has no node at the moment")
-            if not handoff.is_prefill and handoff.decode_instance != instance_id:
+            if not handoff.is_prefill and handoff.decode_instance != self._session.welcome.instance_id:
                 raise HandoffRefused("it is for the decode engine of another instance")
         except HandoffRefused as refusal:
             self._refuse(request.request_id, str(refusal))
@@ -66,7 +57,7 @@ class RequestHandoffs:
 
     def _refuse(self, request_id: str, why: str) -> None:
         self._refusals[request_id] = why
-        self._counters.add("handoff_failures")
+        self._session.counters.add("handoff_failures")
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + QUIET_SECONDS
@@ -81,7 +72,6 @@ class RequestHandoffs:
         if state is None or not state.handed_keys:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
-        state.is_handed = True
         self._states[handoff.handoff_id] = state
         self._begun[state.request_id] = handoff
         message = pb.HandChunks(
@@ -92,13 +82,13 @@ class RequestHandoffs:
             token_count=state.tokens_in(len(state.handed_keys)),
             traceparent=state.traceparent,
         )
-        self._send(pb.Act(hand=message))
+        self._session.send(pb.Act(hand=message))
 
     def drop(self, handoff: HandoffParams) -> None:
         """Ends a handoff that no request will load."""
         instance_id = handoff.decode_instance if handoff.is_prefill else ""
         dropped = pb.DropHandoff(handoff_id=handoff.handoff_id, decode_instance_id=instance_id)
-        self._send(pb.Act(drop_handoff=dropped))
+        self._session.send(pb.Act(drop_handoff=dropped))
 
     def finished(self, state: RequestState, *, is_aborted: bool) -> None:
         """Handles the end of a request: `settle` ends its handoff once all is committed; an aborted one ends now."""
@@ -116,11 +106,11 @@ class RequestHandoffs:
 
     def settle(self) -> None:
         """Ends the handoffs of which no chunk will be committed any more."""
-        ended = [name for name, state in self._finished.items() if not self._is_storing(state)]
+        ended = [name for name, state in self._finished.items() if not self._stores.is_writing(state)]
         for name in ended:
             del self._finished[name]
         if ended:
-            self._send(*(pb.Act(end_handoff=pb.EndHandoff(handoff_id=name)) for name in ended))
+            self._session.send(*(pb.Act(end_handoff=pb.EndHandoff(handoff_id=name)) for name in ended))
 
     def handle_ended(self, handed: pb.HandedChunks) -> None:
         """Counts a handoff that has ended."""
@@ -128,16 +118,16 @@ class RequestHandoffs:
         self._finished.pop(handed.handoff_id, None)
         if state is None:
             return
-        self._counters.add("handed_tokens", state.tokens_in(min(handed.chunk_count, len(state.keys))))
-        self._counters.add("handed_bytes", handed.transferred_bytes)
-        self._counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
-        self._counters.add("handoff_failures", int(handed.status.code != 0))
+        self._session.counters.add("handed_tokens", state.tokens_in(min(handed.chunk_count, len(state.keys))))
+        self._session.counters.add("handed_bytes", handed.transferred_bytes)
+        self._session.counters.add("handed_seconds", handed.transfer_duration.ToNanoseconds() / 1e9)
+        self._session.counters.add("handoff_failures", int(handed.status.code != 0))
         if handed.status.code and not handed.chunk_count and state.request_id in self._begun:
             self._refusals[state.request_id] = handed.status.message  # its request has not finished yet
 
     def fail(self, why: str) -> None:
         """Fails all handoffs."""
-        self._counters.add("handoff_failures", len(self._states))
+        self._session.counters.add("handoff_failures", len(self._states))
         self._refusals |= dict.fromkeys(self._begun, why)
         self._begun.clear()
         self._states.clear()

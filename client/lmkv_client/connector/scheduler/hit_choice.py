@@ -1,17 +1,57 @@
-"""How many tokens of a hit are loaded, and whether in the step or beside the steps."""
+"""How many tokens of a hit are loaded, and whether in the step that computes the rest of the prompt or beside it.
+
+Beside a load of its own, an "asynchronous" one, other requests run; but the request then waits for further steps of the
+engine, which cost more than to copy some megabytes. So what is in the pool is copied in the step if it is little, or if
+no other request waits meanwhile."""
 
 from __future__ import annotations
 
 from lmkv.config import ConnectorConfig
 from lmkv.misses import MissReason
-from lmkv.spec import KvSpec
-from lmkv_client.connector.scheduler.loads.loads import Loads
-from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
+from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
-from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import ConnectorCounters
+from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.connector.vllm_api import Request
-from lmkv_client.engine.prompts.prefill_rate import PrefillRate
+from lmkv_client.engine.session import Session
+
+ALONE_BYTES = 256 << 20
+"""Most bytes of a load in the step of a request that is alone: a request that arrives meanwhile waits some 25 ms."""
+SHARED_BYTES = 4 << 20
+"""Most bytes of all loads in a step with other requests: it takes a millisecond longer at worst."""
+
+
+class StepLoads:
+    """What the loads in the step that is being planned take."""
+
+    def __init__(self, alone_bytes: int = ALONE_BYTES, shared_bytes: int = SHARED_BYTES) -> None:
+        self._alone_bytes = alone_bytes
+        self._shared_bytes = shared_bytes
+        self._taken_bytes = 0
+        self._workers_copy = False
+        """Whether all workers have copied between pages and the pool of this attachment: before, it may not be mapped,
+        for which only loads beside the steps wait."""
+
+    def workers_copy(self) -> None:
+        """All workers have copied between pages and the pool."""
+        self._workers_copy = True
+
+    def node_lost(self) -> None:
+        """The pool is gone; the next one is not mapped yet."""
+        self._workers_copy = False
+
+    def have_room(self, size_bytes: int, *, is_alone: bool) -> bool:
+        """Whether a load of this size may be in the step; `is_alone`: its request is the only one."""
+        if not self._workers_copy:
+            return False
+        return self._taken_bytes + size_bytes <= (self._alone_bytes if is_alone else self._shared_bytes)
+
+    def take(self, size_bytes: int) -> None:
+        """A load of this size is in the step."""
+        self._taken_bytes += size_bytes
+
+    def end_step(self) -> None:
+        """The step is planned."""
+        self._taken_bytes = 0
 
 
 class HitChoice:
@@ -21,30 +61,27 @@ class HitChoice:
     def __init__(
         self,
         config: ConnectorConfig,
-        spec: KvSpec,
+        session: Session[RequestLookup],
         lookups: RequestLookups,
         loads: Loads,
         step_loads: StepLoads,
-        counters: ConnectorCounters,
-        prefill: PrefillRate,
     ) -> None:
         self._config = config
-        self._spec = spec
+        self._session = session
         self._lookups = lookups
         self._loads = loads
         self._step_loads = step_loads
-        self._counters = counters
-        self._prefill = prefill
-        self._in_step = spec.has_plain_parts and not config.enable_async_loading
+        self._in_step = session.spec.has_plain_parts and not config.enable_async_loading
         """Whether all loads are part of a step. Loads of parts are not: vLLM handles their failures by request."""
 
     def choose(
         self, state: RequestState, request: Request, computed_count: int, *, is_alone: bool
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond those computed, and whether beside the steps; None while chunks are fetched first."""
-        sync = state.loads_in_step = self._in_step or self._fits_step(state, computed_count, is_alone=is_alone)
-        here = max(computed_count, state.hit_tokens(state.found_chunks(pool_only=True), request.num_tokens, sync=sync))
-        hit = state.hit_tokens(state.found_chunks(), request.num_tokens, sync=sync)
+        lookup = state.lookup
+        sync = lookup.loads_in_step = self._in_step or self._fits_step(state, computed_count, is_alone=is_alone)
+        here = max(computed_count, lookup.hit_tokens(lookup.hit_count(pool_only=True), request.num_tokens, sync=sync))
+        hit = lookup.hit_tokens(lookup.hit_count(), request.num_tokens, sync=sync)
         if self._config.refuse_slow_fetches and not state.handoff_id and not state.has_parts:
             hit = self._worthwhile(state, computed_count, here, max(here, hit))
             here = min(here, hit)
@@ -63,26 +100,27 @@ class HitChoice:
 
     def begin(self, state: RequestState) -> None:
         """The chosen load begins: if it is part of the step, it takes room there."""
-        if state.loads_in_step:
+        if state.lookup.loads_in_step:
             self._step_loads.take(self._load_bytes(state, state.computed_count))
 
     def _fits_step(self, state: RequestState, computed_count: int, *, is_alone: bool) -> bool:
         """Whether the load of the whole hit is to be part of the step, though other loads are not."""
-        if state.has_parts or state.absent_count or state.handoff_id:
+        if state.has_parts or state.lookup.absent_count or state.handoff_id:
             return False
         return self._step_loads.have_room(self._load_bytes(state, computed_count), is_alone=is_alone)
 
     def _load_bytes(self, state: RequestState, computed_count: int) -> int:
-        token_count = max(0, state.found_tokens(len(state.own)) - computed_count)
-        return token_count * self._spec.chunk_bytes // self._spec.chunk_size
+        token_count = max(0, state.lookup.tokens_in(len(state.lookup.chunks)) - computed_count)
+        return token_count * self._session.spec.chunk_bytes // self._session.spec.chunk_size
 
     def _worthwhile(self, state: RequestState, computed_count: int, here: int, hit: int) -> int:
         """The end of what is faster to load than to compute; `here` is the end of what is in the own pool."""
-        if state.chosen_tokens is None or state.chosen_tokens[:2] != (computed_count, hit):
-            rate = self._prefill.tokens_per_second
+        lookup = state.lookup
+        if lookup.chosen_tokens is None or lookup.chosen_tokens[:2] != (computed_count, hit):
+            rate = self._session.prefill.tokens_per_second
             count = self._loads.costs.choose(here - computed_count, hit - here, rate)
-            self._counters.add("refused_fetch_tokens", hit - computed_count - count)
-            state.chosen_tokens = computed_count, hit, count
-        if state.chosen_tokens[2] < hit - computed_count:
+            self._session.counters.add("refused_fetch_tokens", hit - computed_count - count)
+            lookup.chosen_tokens = computed_count, hit, count
+        if lookup.chosen_tokens[2] < hit - computed_count:
             state.account.unused = MissReason.SLOWER
-        return computed_count + state.chosen_tokens[2]
+        return computed_count + lookup.chosen_tokens[2]

@@ -1,46 +1,53 @@
-"""One request: the keys of its chunks, the state of its lookup, and how much of it is stored."""
+"""One request: the keys of its chunks, and its state by owner: its lookup, and what of it is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from dataclasses import dataclass, field
 
+from lmkv.config import ConnectorConfig
+from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
-from lmkv.telemetry import NO_SPAN, Span
-from lmkv.v1.engine_service_pb2 import HeldChunk
-from lmkv_client.connector.adapters import Adapter
-from lmkv_client.engine.prompts.hit_sources import HitSources
-from lmkv_client.engine.prompts.prompt_account import PromptAccount
-
-NO_EXTRAS: Mapping[int, bytes] = {}
-
-
-class LookupState(Enum):
-    """The state of a request's lookup.
-
-    ASKED ──answer──► FOUND ──synchronous load of absent chunks──► FETCHING ──► FOUND
-      └──timeout, node lost──► OVER ◄──nothing found, load failed, loaded──┘
-    """
-
-    ASKED = auto()
-    """The node has not answered yet."""
-    FOUND = auto()
-    """The node holds `own` for the request; `absent_count` more can be brought in."""
-    FETCHING = auto()
-    """Chunks are on their way into the pool, and the request waits for them."""
-    OVER = auto()
-    """The node holds nothing for the request, and no answer is expected."""
+from lmkv.spec import KvSpec
+from lmkv.telemetry.spans import TRACEPARENT
+from lmkv_client.connector.adapters import Adapter, Adapters
+from lmkv_client.connector.misses import Beginnings
+from lmkv_client.connector.multimodal import MediaDigests
+from lmkv_client.connector.scheduler.handoff import HandoffParams
+from lmkv_client.connector.vllm_api import Request, init_logger
+from lmkv_client.engine.key_space import KeySpace
+from lmkv_client.engine.prompt_account import PromptAccount
+from lmkv_client.engine.session import Lookup, Session
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartialChunk:
-    """A stored chunk that is not full: tokens behind the full chunks before it."""
+@dataclass(kw_only=True, eq=False, slots=True)
+class RequestLookup(Lookup):
+    """The lookup of a request, and what the engine makes of its hit."""
 
-    key: ChunkKey
-    index: int
-    """The number of full chunks before it."""
-    token_count: int
+    request: RequestState
+    waited_seconds: float = 0.0
+    """Time that the request has waited for the answer, and for a synchronous load of absent chunks."""
+    loads_in_step: bool = False
+    """Whether its load is part of the step that computes the rest of the prompt."""
+    chosen_tokens: tuple[int, int, int] | None = None
+    """What was chosen of the hit: tokens that vLLM had, those of the hit, and those of them to load."""
+
+    def hit_count(self, *, pool_only: bool = False) -> int:
+        """Chunks of the hit that can be loaded, or only of what is in the node's pool."""
+        if self.request.has_parts:
+            return 0 if self.is_over or (pool_only and self.absent_count) else self.sources.chunk_count
+        return len(self.chunks) + (0 if pool_only else self.absent_count)
+
+    def hit_tokens(self, chunk_count: int, request_tokens: int, *, sync: bool) -> int:
+        """Tokens to offer to vLLM when `chunk_count` chunks of the hit can be loaded.
+
+        In a step that needs the pages vLLM must compute at least one token: a synchronous load leaves one. It takes a
+        hit that ends inside a block.
+        """
+        hit = self.tokens_in(chunk_count)
+        if self.request.has_parts:
+            return hit if hit < request_tokens else 0
+        return min(hit, request_tokens - 1 if sync else request_tokens)
 
 
 class StoredTokens:
@@ -64,79 +71,75 @@ class StoredTokens:
         return sum(self._tokens_by_chunk.values())
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
+class StoreProgress:
+    """How much of a request is stored."""
+
+    may_store: bool = True
+    """Whether its chunks are to be stored."""
+    stored_count: int = 0
+    """Number of the first full chunks that need not be stored any more."""
+    passed_count: int = 0
+    """Number of the first full chunks whose pages vLLM may have freed, where it frees pages of running requests."""
+    state_chunks: dict[int, int] = field(default_factory=dict)
+    """The last chunk whose state is stored, by part."""
+    partial_is_stored: bool
+    """Whether the prompt's partial chunk, if there is one, needs no storing any more."""
+    partials: dict[int, ChunkKey] = field(default_factory=dict)
+    """The key of the longest partial chunk that is stored of the request's tokens, by the index of the chunk."""
+    end_is_requested: bool = False
+    """Whether a write credit for the prompt's partial chunk was requested."""
+    tail_is_lost: bool = False
+    """Whether the last tokens of the finished request were to be stored and were not."""
+    skipped_chunks: set[int] = field(default_factory=set)
+    """Indices of chunks of which a part was not stored and never will be."""
+    failure_count: int = 0
+    """Steps in which a store of the request has failed."""
+    lacked_credit: bool = False
+    """Whether a chunk was not stored in its step because there was no write credit."""
+    lacking_count: int = 0
+    """Decoded chunks that wait for write credits."""
+    written: StoredTokens = field(default_factory=StoredTokens)
+
+
 class RequestState:
-    """Keys, search and store progress of one request."""
+    """Keys of one request, and its state."""
 
     __slots__ = (
-        "absent_count",
         "account",
         "adapter",
         "all_tokens",
         "chain",
-        "chosen_tokens",
         "computed_count",
-        "end_is_requested",
         "extras",
         "fingerprint",
-        "found_at",
-        "found_partial",
         "handoff_id",
         "has_parts",
-        "hit_chunk_count",
-        "is_handed",
         "keys",
-        "lacked_credit",
-        "lacking_count",
         "load_failed",
         "load_timeout",
-        "loads_in_step",
-        "looked_up_at",
-        "lookup_id",
-        "lookup_span",
-        "lookup_state",
-        "may_store",
-        "own",
-        "partial_is_stored",
+        "lookup",
         "partial_key",
-        "partials",
-        "passed_count",
-        "peer_id",
         "preemption_count",
         "request_id",
-        "skipped_chunks",
-        "sources",
-        "state_chunks",
-        "store_failures",
-        "stored",
-        "stored_count",
-        "tail_is_lost",
+        "store",
         "token_count",
         "tokens",
         "traceparent",
-        "waited_seconds",
     )
 
     def __init__(
         self,
+        spec: KvSpec,
         request_id: str,
+        chain: KeyChain,
         tokens: Tokens,
         all_tokens: Sequence[int],
-        chain: KeyChain,
         *,
         partial: bool,
-        traceparent: str = "",
-        handoff_id: str = "",
-        load_timeout: float = 1.0,
-        may_store: bool = True,
-        has_parts: bool = False,
-        extras: Mapping[int, bytes] = NO_EXTRAS,
-        fingerprint: bytes = b"",
-        adapter: Adapter | None = None,
     ) -> None:
-        """`tokens` are the prompt's; of a handoff only those that it covers. `extras` are those of `chain`.
-
-        `has_parts`: a hit has items, so that it is all or nothing, and never the whole request.
-        """
+        """`tokens` are the prompt's; of a handoff only those that it covers. `partial`: whether the tokens behind its
+        last full chunk make a chunk, too."""
         chain.extend(tokens)
         self.all_tokens = all_tokens
         """Prompt and output, a view that grows with the request."""
@@ -148,76 +151,30 @@ class RequestState:
         self.account = PromptAccount(self.token_count, chain.chunk_size)
         """Where its prompt comes from."""
         self.chain = chain
-        self.partial_key: ChunkKey | None = chain.partial(tokens) if partial else None
+        self.partial_key: ChunkKey | None = chain.partial(tokens) if partial and spec.has_plain_parts else None
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
         """Keys of the prompt's chunks; decoded ones are only in `chain`."""
-        self.traceparent = traceparent
+        self.traceparent = ""
         """W3C `traceparent` of the request's spans; empty if it is not traced."""
-        self.lookup_span: Span = NO_SPAN
-        """The span of the running lookup."""
-        self.handoff_id = handoff_id
+        self.handoff_id = ""
         """The handoff that brings the prompt, if one does."""
-        self.is_handed = False
-        """Whether a handoff sends its prompt to a decode engine."""
-        self.load_timeout = load_timeout
+        self.load_timeout = 1.0
         """Longest wait for a load, in seconds."""
-        self.may_store = may_store
-        """Whether its chunks are to be stored."""
-        self.has_parts = has_parts
-        self.extras = extras
+        self.has_parts = not spec.has_plain_parts
+        """Whether a hit has items, so that it is all or nothing, and never the whole request."""
+        self.extras: Mapping[int, bytes] = {}
         """Inputs of the chunks' keys other than tokens, by index of the chunk."""
-        self.fingerprint = fingerprint
+        self.fingerprint = spec.fingerprint
         """Fingerprint of the KV spec from which the keys of this request are made."""
-        self.adapter = adapter
+        self.adapter: Adapter | None = None
         """The LoRA adapter in its keys, if it has one."""
-        self.lookup_state = LookupState.OVER
-        self.lookup_id = ""
-        """Id of the lookup at the node; empty if there is none."""
-        self.looked_up_at = 0.0
-        self.found_at = 0.0
-        self.waited_seconds = 0.0
-        """Time that the request has waited for its lookup, and for a synchronous load of absent chunks."""
-        self.own: list[HeldChunk] = []
-        """The first chunks of the prompt, or of the first items of the hit, that the node holds for it."""
-        self.absent_count = 0
-        """Chunks, or items, behind these that can be brought in."""
-        self.hit_chunk_count = 0
-        """Chunks of the hit that the lookup found."""
-        self.sources = HitSources()
-        """Where the chunks of the last answer were."""
-        self.peer_id = ""
+        self.lookup = RequestLookup(account=self.account, request=self)
+        """The latest lookup."""
+        self.store = StoreProgress(partial_is_stored=self.partial_key is None)
         self.computed_count = 0
         """Tokens that vLLM had itself when it last asked."""
-        self.loads_in_step = False
-        """Whether its load is part of the step that computes the rest of the prompt."""
         self.preemption_count = 0
         """Number of the request's preemptions when it was last looked up."""
-        self.stored = StoredTokens()
-        self.stored_count = 0
-        """Number of the first full chunks that need not be stored any more."""
-        self.passed_count = 0
-        """Number of the first full chunks whose pages vLLM may have freed, where it frees pages of running requests."""
-        self.state_chunks: dict[int, int] = {}
-        """The last chunk whose state is stored, by part."""
-        self.partial_is_stored = self.partial_key is None
-        """Whether the prompt's partial chunk, if there is one, needs no storing any more."""
-        self.end_is_requested = False
-        """Whether a write credit for it was requested."""
-        self.tail_is_lost = False
-        """Whether the last tokens of the finished request were to be stored and were not."""
-        self.found_partial: PartialChunk | None = None
-        """The partial chunk at the end of the last hit, unless it is the prompt's own."""
-        self.partials: dict[int, ChunkKey] = {}
-        """The key of the longest partial chunk that is stored of the request's tokens, by the index of the chunk."""
-        self.chosen_tokens: tuple[int, int, int] | None = None
-        """What was chosen of the last hit: tokens that vLLM had, those of the hit, and those of them to load."""
-        self.skipped_chunks: set[int] = set()
-        """Indices of chunks of which a part was not stored and never will be."""
-        self.store_failures = 0
-        self.lacked_credit = False
-        """Whether a chunk was not stored in its step because there was no write credit."""
-        self.lacking_count = 0
-        """Decoded chunks that wait for write credits."""
         self.load_failed = False
         """Whether a load has failed: the same is not offered to vLLM again."""
 
@@ -239,7 +196,7 @@ class RequestState:
     @property
     def unstored_count(self) -> int:
         """Full chunks of the prompt that may still need storing."""
-        return max(0, self.full_count - self.stored_count) * self.may_store
+        return max(0, self.full_count - self.store.stored_count) * self.store.may_store
 
     @property
     def asked_keys(self) -> list[ChunkKey]:
@@ -253,86 +210,29 @@ class RequestState:
         """The keys of what a prefill hands off. With parts it ends before the prompt does: there vLLM keeps states."""
         return self.keys[: (self.token_count - 1) // self.chunk_size] if self.has_parts else self.keys
 
-    @property
-    def hit_keys(self) -> list[ChunkKey]:
-        """The keys of the chunks of the hit, and of those behind it unless it ends with a partial chunk."""
-        found = self.found_partial
-        return [*self.keys[: found.index], found.key] if found else self.keys
-
-    def found_chunks(self, *, pool_only: bool = False) -> int:
-        """Chunks of the hit that the lookup found, or only of what is in the node's pool."""
-        if self.has_parts:
-            return 0 if pool_only and self.absent_count else self.hit_chunk_count
-        return len(self.own) + (0 if pool_only else self.absent_count)
-
     def mark_loaded(self, chunk_count: int) -> None:
         """Marks the prompt's first `chunk_count` chunks as held by the node and not computed here: vLLM has not all of
         their pages."""
         self.mark_held(chunk_count)
-        self.passed_count = max(self.passed_count, min(chunk_count, self.full_count))
+        self.store.passed_count = max(self.store.passed_count, min(chunk_count, self.full_count))
 
     def mark_held(self, chunk_count: int) -> None:
         """Marks the first `chunk_count` chunks of the hit as held by the node: they need not be stored."""
-        found = self.found_partial
+        found, store = self.lookup.partial, self.store
         if found and chunk_count > found.index:
             chunk_count = found.index
             if self.key_behind(found.index, found.token_count) == found.key:
-                self.partials[found.index] = found.key  # else it has more tokens
+                store.partials[found.index] = found.key  # else it has more tokens
             rest_count = self.token_count - self.full_count * self.chunk_size
-            self.partial_is_stored |= found.index == self.full_count and found.token_count >= rest_count
-        self.stored_count = max(self.stored_count, min(chunk_count, self.full_count))
+            store.partial_is_stored |= found.index == self.full_count and found.token_count >= rest_count
+        store.stored_count = max(store.stored_count, min(chunk_count, self.full_count))
         if self.partial_key and chunk_count == len(self.keys):
-            self.mark_partial(self.partial_key)
-
-    def mark_partial(self, key: ChunkKey) -> None:
-        """Marks the prompt's partial chunk as stored under its key."""
-        self.partial_is_stored = True
-        self.partials[self.full_count] = key
+            store.partial_is_stored = True
+            store.partials[self.full_count] = self.partial_key
 
     def tokens_in(self, chunk_count: int) -> int:
         """Tokens in the prompt's first `chunk_count` chunks."""
         return min(chunk_count * self.chunk_size, self.token_count)
-
-    def found_tokens(self, chunk_count: int) -> int:
-        """Tokens in the first `chunk_count` chunks of the hit."""
-        found = self.found_partial
-        if found and chunk_count > found.index:
-            return found.index * self.chunk_size + found.token_count
-        return self.tokens_in(chunk_count)
-
-    def hit_tokens(self, chunk_count: int, request_tokens: int, *, sync: bool) -> int:
-        """Tokens to offer to vLLM when `chunk_count` chunks of the hit can be loaded.
-
-        In a step that needs the pages vLLM must compute at least one token: a synchronous load leaves one. It takes a
-        hit that ends inside a block.
-        """
-        hit = self.found_tokens(chunk_count)
-        if self.has_parts:
-            return hit if hit < request_tokens else 0
-        return min(hit, request_tokens - 1 if sync else request_tokens)
-
-    def set_found(
-        self,
-        own: Sequence[HeldChunk],
-        sources: HitSources,
-        peer_id: str,
-        now: float,
-        partial: PartialChunk | None = None,
-    ) -> None:
-        """Records the answer of the node; a lookup that found nothing is over."""
-        self.found_partial = partial
-        self.chosen_tokens = None
-        self.own = list(own)
-        self.hit_chunk_count = sources.chunk_count
-        self.sources = sources
-        self.absent_count = sources.absent_count
-        self.peer_id = peer_id
-        self.found_at = now
-        self.lookup_state = LookupState.FOUND
-        self.mark_held(self.found_chunks(pool_only=True))
-        self.end_lookup_span(sources)
-        if not own and not self.absent_count:
-            self.end_lookup()
 
     def keys_up_to(self, chunk_count: int) -> int:
         """Computes missing keys of decoded chunks; returns how many of the first `chunk_count` chunks have a key."""
@@ -350,22 +250,58 @@ class RequestState:
         start = index * self.chunk_size
         return self.chain.prefixes(index, as_tokens(self.all_tokens[start : start + token_count]))
 
-    def end_lookup_span(self, sources: HitSources) -> None:
-        """Ends the span of the lookup with what was found."""
-        found = self.found_partial
-        end = self.found_tokens(found.index + 1) if found else self.token_count
-        tokens = sources.tokens(0, end, self.chunk_size)
-        self.lookup_span.set(**{f"{tier}_tokens": count for tier, count in tokens.items()})
-        self.lookup_span.set(peer_instance_id=self.peer_id)
-        self.lookup_span.end()
-        self.lookup_span = NO_SPAN
 
-    def end_lookup(self) -> None:
-        """Ends the lookup: the node holds nothing for the request any more."""
-        if self.lookup_state is LookupState.ASKED:
-            self.lookup_span.fail("unanswered", "the request or the node was gone before the answer came")
-            self.end_lookup_span(HitSources())
-        self.lookup_state = LookupState.OVER
-        self.lookup_id = ""
-        self.own = []
-        self.absent_count = self.hit_chunk_count = 0
+logger = init_logger("vllm.lmkv")
+
+
+class RequestBuilder:
+    """Makes request states; announces LoRA adapters to the node with their first request."""
+
+    def __init__(self, config: ConnectorConfig, session: Session[RequestLookup], adapters: Adapters) -> None:
+        self._config = config
+        self._session = session
+        self._adapters = adapters
+        self._beginnings = Beginnings()
+        self._media = MediaDigests()
+
+    def build(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
+        """The state of a new request; None if it cannot be cached."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+            return None
+        adapter = None
+        if request.lora_request is not None and (adapter := self._adapters.of_request(request.lora_request)) is None:
+            return None
+        try:
+            return self._build(request, handoff, adapter)
+        except (LmkvError, OSError, ValueError) as error:
+            logger.warning("[%s] not cached: %s", request.request_id, error)
+            return None
+
+    def _build(self, request: Request, handoff: HandoffParams | None, adapter: Adapter | None) -> RequestState:
+        config, spec = self._config, self._session.spec
+        extras = self._media.extras(request.mm_features, spec.chunk_size)
+        lora = adapter.identity if adapter else ""
+        chain = KeySpace(spec, config.cluster_secret).chain(salt=request.cache_salt or "", lora=lora, extras=extras)
+        if adapter:
+            self._session.serve(adapter.name, adapter.identity)
+        tokens = as_tokens(request.prompt_token_ids)
+        handed_count = handoff.prompt_token_count or 0 if handoff else 0
+        state = RequestState(
+            spec,
+            request.request_id,
+            chain,
+            tokens[:handed_count] if handed_count else tokens,
+            request.all_token_ids,
+            partial=config.stores_partial_chunks,
+        )
+        state.traceparent = (request.trace_headers or {}).get(TRACEPARENT, "")
+        state.handoff_id = handoff.handoff_id if handoff and handed_count else ""
+        state.load_timeout = config.pd_load_timeout if handed_count else config.load_timeout
+        state.store.may_store = config.stores_chunks or (handoff is not None and handoff.prompt_token_count != 0)
+        state.extras = extras
+        state.adapter = adapter
+        first = tokens[: spec.chunk_size]
+        state.account.seen_elsewhere = self._beginnings.note(
+            request.cache_salt or "", first, extras.get(0, b""), chain.root
+        )
+        return state

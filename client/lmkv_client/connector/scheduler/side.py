@@ -7,11 +7,10 @@ raises when the cache fails.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from lmkv.config import ConnectorConfig
+from lmkv.keys import ChunkKey
 from lmkv.misses import LossMemory, MissReason
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.adapters import Adapters
@@ -22,18 +21,14 @@ from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
 from lmkv_client.connector.scheduler.handoffs import RequestHandoffs
-from lmkv_client.connector.scheduler.hints.envelope import HINTS, envelope_of
-from lmkv_client.connector.scheduler.hints.request_hints import RequestHints
-from lmkv_client.connector.scheduler.hit_choice import HitChoice
-from lmkv_client.connector.scheduler.loads.loads import Loads
-from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
+from lmkv_client.connector.scheduler.hints import HINTS, RequestHints, envelope_of
+from lmkv_client.connector.scheduler.hit_choice import HitChoice, StepLoads
+from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
-from lmkv_client.connector.scheduler.node_messages import NodeMessages
-from lmkv_client.connector.scheduler.request_builder import RequestBuilder
-from lmkv_client.connector.scheduler.request_state import LookupState, RequestState
-from lmkv_client.connector.scheduler.stores import Stores
+from lmkv_client.connector.scheduler.request_state import RequestBuilder, RequestLookup, RequestState
+from lmkv_client.connector.scheduler.stores import SchedulerOptions, Stores, has_tails
 from lmkv_client.connector.scheduler.weight_versions import WeightVersions
-from lmkv_client.connector.stats import ConnectorCounters, ConnectorStats, miss_tokens
+from lmkv_client.connector.stats import SPEC_CONFLICTS, ConnectorStats
 from lmkv_client.connector.vllm_api import (
     CacheHitSource,
     KVCacheBlocks,
@@ -45,10 +40,11 @@ from lmkv_client.connector.vllm_api import (
     init_logger,
     processed_tokens,
 )
-from lmkv_client.engine.attachment import Attachment
-from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
-from lmkv_client.engine.prompts.prefill_rate import PrefillRate
-from lmkv_client.engine.prompts.prompt_account import PromptAccount, PromptAccounts
+from lmkv_client.engine.counters import Counters
+from lmkv_client.engine.node.client import NodeClient
+from lmkv_client.engine.prompt_account import PromptAccount
+from lmkv_client.engine.session import LookupState, Session, SessionEvent
+from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
@@ -69,74 +65,43 @@ class SchedulerSide:
         self,
         config: ConnectorConfig,
         kv: EngineKv,
-        node_client: NodeClient,
+        client: NodeClient,
+        options: SchedulerOptions,
         *,
-        rank_count: int,
-        step_tokens: int,
-        may_load: bool = True,
-        may_store: bool = True,
-        has_events: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        step_loads: StepLoads | None = None,
         adapters: Adapters | None = None,
+        step_loads: StepLoads | None = None,
     ) -> None:
         """`step_loads` says which loads are part of a step; None: as many as cost others little."""
         self.adapters = adapters or Adapters()
         """The LoRA adapters that vLLM has loaded."""
-        self._config = config
-        self._may_load = may_load
-        self._may_store = may_store
-        self._spec = spec = kv.spec
-        blocks = BlockMap(spec=spec, groups=kv.groups)
-        self._node_client = node_client
+        self._options = options
+        self._clock = clock = options.clock
+        spec, blocks = kv.spec, BlockMap(spec=kv.spec, groups=kv.groups)
+        # Where pages stay until their chunks are stored, no credit is needed before the answer to a lookup brings it.
+        kept_when_idle = 0 if has_tails(config, spec) else KEPT_WHEN_IDLE
+        self._session = session = Session[RequestLookup](
+            config, spec, client, Counters(), kept_when_idle=kept_when_idle
+        )
         self._step_loads = step_loads or StepLoads()
-        self._clock = clock
-        self._attachment: Attachment | None = None
         self._states: dict[str, RequestState] = {}
-        self._counters = ConnectorCounters()
-        self._prefill = PrefillRate(spec.chunk_size)
         skipped = LossMemory(MAX_SKIPPED)
-        self._lookups = RequestLookups(config, self._send, self._counters, clock, self._prefill, skipped)
-        self._loads = Loads(config, self._lookups, self._counters, clock, blocks=blocks, rank_count=rank_count)
-        self._builder = RequestBuilder(config, spec, node_client.served, self._send, self.adapters)
-        self._has_events = has_events
+        self._lookups = RequestLookups(config, session, clock, skipped)
+        self._loads = Loads(config, session, blocks, clock, rank_count=options.rank_count)
+        self._builder = RequestBuilder(config, session, self.adapters)
         self._events = BlockEvents(
             spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size or kv.groups[0].block_size
         )
-        self._stores = Stores(
-            blocks,
-            self._send,
-            self._counters,
-            self._events,
-            rank_count=rank_count,
-            step_tokens=step_tokens,
-            with_decode=config.save_decode_cache,
-            with_partial=config.stores_partial_chunks,
-            skipped=skipped,
-            clock=clock,
-        )
-        self._accounts = PromptAccounts(self._count_missed, logger)
+        self._stores = Stores(config, session, blocks, self._events, skipped, options)
         self._last_account: tuple[str, PromptAccount] | None = None
         """That of the request that has ended last, for `identity`."""
         self._postponed: RequestState | None = None
         """A request whose lookup waits until the last tokens of finished ones are stored."""
-        self._handoffs = RequestHandoffs(config, self._send, self._counters, self._stores.is_writing)
-        self._hints = RequestHints(
-            spec, self._send, self._counters, clock, self._stores.is_writing, is_enabled=config.accept_hints
-        )
+        self._handoffs = RequestHandoffs(config, session, self._stores)
+        self._hints = RequestHints(config, session, self._stores, clock)
         self._weights = WeightVersions(spec.weight_version)
-        self._hit_choice = HitChoice(
-            config, spec, self._lookups, self._loads, self._step_loads, self._counters, self._prefill
-        )
-        self._node_messages = NodeMessages(
-            self._lookups,
-            self._loads,
-            self._stores,
-            self._handoffs,
-            self._hints,
-            self._events,
-            self._counters,
-        )
+        self._hit_choice = HitChoice(config, session, self._lookups, self._loads, self._step_loads)
+        self._reset_count = 0
+        """Resets that nodes have confirmed."""
 
     # ---- hooks of vLLM, in the order of a request's life
 
@@ -144,27 +109,27 @@ class SchedulerSide:
         """Handles a new request: computes its keys and looks it up."""
         self.drain_events()
         self._follow_weights()
-        handoff = self._handoffs.read(request, self._node_messages.welcome.instance_id if self._attachment else "")
+        handoff = self._handoffs.read(request)
         state = self._track(request, handoff)
         if (envelope := envelope_of(request)) is not None:
-            self._hints.begin(request.request_id, envelope, state, is_attached=self._attachment is not None)
+            self._hints.begin(request.request_id, envelope, state)
         if handoff and handoff.is_prefill:
             self._handoffs.begin(handoff, request.request_id, state)
-            if state is not None and self._attachment and self._may_store:
+            if state is not None and self._session.attachment and self._options.may_store:
                 self._stores.request_end(state)
-        elif handoff and not (state and state.handoff_id and state.lookup_id):
+        elif handoff and not (state and state.handoff_id and state.lookup.lookup_id):
             self._handoffs.drop(handoff)  # no lookup will load it
 
     def _track(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """Makes the request's state and looks it up; None if it cannot be cached."""
         state = self._builder.build(request, handoff)
         if state is None:
-            account = PromptAccount(request.num_tokens, self._spec.chunk_size)
+            account = PromptAccount(request.num_tokens, self._session.spec.chunk_size)
             account.take(0, {})
-            self._accounts.close(request.request_id, account)
+            self._session.accounts.close(request.request_id, account)
             return None
         self._states[request.request_id] = state
-        if self._has_events:
+        if self._options.has_events:
             self._events.follow(request, state.chain.keys[: state.full_count])
         if not request.skip_reading_prefix_cache:
             self._look_up(state)
@@ -175,29 +140,29 @@ class SchedulerSide:
         self.drain_events()  # the weights may be identified now
         self._follow_weights()
         state = self._states.get(request.request_id)
-        if state and state.fingerprint != self._spec.fingerprint:
+        if state and state.fingerprint != self._session.spec.fingerprint:
             state = self._begin_again(request, state)
         if state is None or state.load_failed:
             return 0, False
         state.computed_count = computed_count
         if not self._pages_are_of(state, computed_count):
-            state.may_store = False
+            state.store.may_store = False
             state.account.unanswered(MissReason.UNCACHEABLE)
-            self._lookups.release(state)
+            self._session.release(state.lookup)
             return 0, False
         self.drain_events()
         if self._lookups.is_stale(state) or request.num_preemptions > state.preemption_count:
             state.preemption_count = request.num_preemptions
-            self._lookups.release(state)
+            self._session.release(state.lookup)
             self._look_up(state)
         while (seconds := self._lookups.grace_seconds(state, is_alone=len(self._states) == 1)) > 0:
-            self._node_client.wait(seconds)
+            self._session.client.wait(seconds)
             self.drain_events()
         if self._lookups.is_pending(state):
             return None, False
-        if state.lookup_state is not LookupState.FOUND:
+        if state.lookup.state is not LookupState.FOUND:
             return 0, False
-        if not self._may_load:
+        if not self._options.may_load:
             state.account.unused = MissReason.UNCACHEABLE
             return 0, False
         return self._hit_choice.choose(state, request, computed_count, is_alone=len(self._states) == 1)
@@ -220,7 +185,7 @@ class SchedulerSide:
             self._loads.begin(state, extra_count, blocks.get_block_ids())
         elif self._loads.get(request.request_id) is None:
             state.account.take(state.computed_count, {})
-            self._lookups.release(state)
+            self._session.release(state.lookup)
 
     def hit_sources(self, request: Request, extra_count: int) -> dict[CacheHitSource, int]:
         """The tokens of the load that was just planned, by vLLM's name of their source."""
@@ -233,14 +198,13 @@ class SchedulerSide:
         if output.num_scheduled_tokens or self._loads:
             self._weights.computed()
         if token_count := output.total_num_scheduled_tokens:
-            self._prefill.planned(token_count, self._clock())
+            self._session.prefill.planned(token_count, self._clock())
         self._step_loads.end_step()
-        if self._accounts.has_reports:
-            self._send_reports()
-        plan = StepPlan(attachment=self._attachment)
+        self._session.send_reports()
+        plan = StepPlan(attachment=self._session.attachment)
         if self._loads:
             plan.loads = self._loads.plan()
-        if output.num_scheduled_tokens and self._attachment and self._may_store:
+        if output.num_scheduled_tokens and self._session.attachment and self._options.may_store:
             plan.stores = self._stores.plan(output, self._states)
         if self._stores.has_ended:
             plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
@@ -250,7 +214,7 @@ class SchedulerSide:
         """The copies of finished requests. A step that computes nothing waits for their credits: the next one may be
         much later."""
         while is_idle and (seconds := self._stores.grace_seconds()) > 0:
-            self._node_client.wait(seconds)
+            self._session.client.wait(seconds)
             self.drain_events()
         tails = self._stores.plan_ended()
         for request_id in tails.keys() - self._states.keys():
@@ -267,7 +231,7 @@ class SchedulerSide:
 
     def handle_report(self, output: KVConnectorOutput) -> None:
         """Handles the workers' report of a step."""
-        self._prefill.ended(self._clock())
+        self._session.prefill.ended(self._clock())
         self.drain_events()  # the step may have been long: nothing may be sent to a node that was lost meanwhile
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
@@ -278,7 +242,8 @@ class SchedulerSide:
     def _handle_report(self, report: WorkerReport) -> None:
         if report.stores:
             self._stores.check_adapters(self.adapters.is_current)
-        stored = report.for_engine(self._attachment.engine_id) if self._attachment else None
+        attachment = self._session.attachment
+        stored = report.for_engine(attachment.engine_id) if attachment else None
         if stored and self._stores.handle_report(stored):
             self._step_loads.workers_copy()
         self._handoffs.settle()
@@ -297,12 +262,12 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
-        self._accounts.close(request.request_id, state.account)
+        self._session.accounts.close(request.request_id, state.account)
         self._last_account = request.request_id, state.account
         if not self._loads.finished(state):
-            self._lookups.release(state)
+            self._session.release(state.lookup)
         has_tail = False
-        if request.status not in NO_ANSWER and self._attachment and self._may_store:
+        if request.status not in NO_ANSWER and self._session.attachment and self._options.may_store:
             computed_count = min(processed_tokens(request), request.num_tokens)
             has_tail = self._stores.end(state, computed_count, block_ids)
         if not has_tail:
@@ -312,7 +277,7 @@ class SchedulerSide:
         self._handoffs.finished(state, is_aborted=request.status in NO_ANSWER)
         self._stores.settle(self._states.values())
         if not self._states:
-            self._send_reports()
+            self._session.send_reports()
         return has_tail
 
     def identity(self, request: Request) -> dict[str, Any] | None:
@@ -326,10 +291,10 @@ class SchedulerSide:
         outcomes = self._hints.take_report(request.request_id)
         if not outcomes and not is_addressed(request.kv_transfer_params):
             return None
-        attached = self._node_messages.welcome if self._attachment else pb.Welcome()
+        instance_id = self._session.welcome.instance_id if self._session.attachment else ""
         refused = {"handoff_refused": refusal} if refusal else {}
         hinted = {HINTS: outcomes} if outcomes else {}
-        return {PARAMS: {"instance_id": attached.instance_id, **refused, **hinted, **self._explanation(request)}}
+        return {PARAMS: {"instance_id": instance_id, **refused, **hinted, **self._explanation(request)}}
 
     def _explanation(self, request: Request) -> dict[str, Any]:
         request_id, account = self._last_account or ("", None)
@@ -353,15 +318,15 @@ class SchedulerSide:
         """
         self.drain_events()
         self._weights.reset()
-        if self._attachment is None:
+        if self._session.attachment is None:
             return False
-        done = self._node_messages.reset_count
-        self._send(pb.Act(reset=pb.ResetChunks()))
+        done = self._reset_count
+        self._session.send(pb.Act(reset=pb.ResetChunks()))
         deadline = time.monotonic() + RESET_TIMEOUT_SECONDS
-        while self._node_messages.reset_count == done and time.monotonic() < deadline:
+        while self._reset_count == done and time.monotonic() < deadline:
             time.sleep(RESET_POLL_SECONDS)
             self.drain_events()
-        return self._node_messages.reset_count > done
+        return self._reset_count > done
 
     # ---- weights that change
 
@@ -390,16 +355,13 @@ class SchedulerSide:
         version = self._weights.current
         for state in self._states.values():
             if self._loads.get(state.request_id) is None:
-                self._lookups.release(state)
-            state.may_store = False
+                self._session.release(state.lookup)
+            state.store.may_store = False
         self._loads.discard()
         self._stores.discard()
         self._handoffs.fail("the weights of this engine have changed")
-        self._spec = replace(self._spec, weight_version=version)
-        self._builder.spec = self._spec
-        self._node_client.change_spec(self._spec)
-        self._send(pb.Act(change_weights=pb.ChangeWeights(weight_version=version)))
-        if self._spec.is_private:
+        self._session.change_weights(version)
+        if self._session.spec.is_private:
             logger.warning(
                 "the weights have changed, or may have: no other engine shares KV with this one until their version is "
                 "named (weight_version, POST /update_weight_version)"
@@ -422,45 +384,65 @@ class SchedulerSide:
 
     def take_stats(self) -> ConnectorStats | None:
         """Counts since the last call."""
-        return self._counters.take()
+        values = self._session.counters.take()
+        return ConnectorStats(data=values) if values else None
 
     # ---- events of the node
 
     def drain_events(self) -> None:
         """Handles everything that the node has sent."""
-        self._node_client.receive()
-        inbox = self._node_client.inbox
-        while inbox:
-            event = inbox.popleft()
-            if isinstance(event, Attachment):
-                self._attachment = event
-                if event.weight_version != self._spec.weight_version:  # the hello was sent before it changed
-                    change = pb.ChangeWeights(weight_version=self._spec.weight_version)
-                    self._send(pb.Act(change_weights=change))
-                if self._node_client.served.has_adapters:  # adapters may have been loaded since the hello was sent
-                    served = pb.ServeModels(served_models=self._node_client.served.messages)
-                    self._send(pb.Act(serve_models=served))
-            elif isinstance(event, Identified):
-                self._identified(event.model_id)
-            elif isinstance(event, NodeLost):
-                self._handle_node_loss()
-            else:
-                self._node_messages.handle(event)
+        for event in self._session.events(self._clock()):
+            self._handle(event)
 
-    def _identified(self, model_id: str) -> None:
-        """Adopts the identity of the weights. Requests that have begun before store nothing: their keys lack it."""
-        self._spec = replace(self._spec, model_id=model_id)
-        self._builder.spec = self._spec
-        for state in self._states.values():
-            state.may_store = False
+    def _handle(self, event: SessionEvent[RequestLookup]) -> None:
+        kind, message, lookup = event.kind, event.message, event.lookup
+        if kind == "found" and lookup:
+            self._lookups.found(lookup, message)
+        elif kind == "late" and lookup:
+            self._lookups.late(lookup, message)
+        elif kind == "loaded":
+            self._handle_loaded(message, lookup)
+        elif kind == "rejected_commit":
+            self._events.refused(ChunkKey(message.chunk_key))
+        elif kind == "tier_change":
+            self._events.apply([message])
+        elif kind == "handed":
+            self._handoffs.handle_ended(message)
+        elif kind == "hinted":
+            self._hints.handle_answer(message)
+        elif kind == "reset":
+            self._reset_count += 1
+        elif kind == "conflicts":
+            self._handle_conflicts(message)
+        elif kind == "identified":  # keys of requests that have begun before lack the identity of the weights
+            for state in self._states.values():
+                state.store.may_store = False
+        elif kind == "lost":
+            self._handle_node_loss()
+
+    def _handle_loaded(self, loaded: pb.LoadedChunks, lookup: RequestLookup | None) -> None:
+        counters = self._session.counters
+        counters.add("peer_bytes", loaded.transferred_bytes)
+        counters.add("peer_seconds", loaded.transfer_duration.ToNanoseconds() / 1e9)
+        if lookup and not self._loads.loaded(lookup, loaded):
+            self._lookups.loaded(lookup, loaded)
+
+    def _handle_conflicts(self, conflicts: pb.SpecConflicts) -> None:
+        self._session.counters.set(SPEC_CONFLICTS, len(conflicts.conflicts))
+        for conflict in conflicts.conflicts:
+            logger.warning(
+                "shares nothing with instance %s, which also serves %s: %s is %s here and %s there",
+                conflict.instance_id,
+                conflict.model_name,
+                conflict.field,
+                conflict.own_value,
+                conflict.other_value,
+            )
 
     def _handle_node_loss(self) -> None:
         """Ends everything that the node had granted. Workers report running copies under the old attachment."""
-        self._counters.add("node_losses")
         logger.warning("the node is lost; computing everything until one is available")
-        self._attachment = None
         self._step_loads.node_lost()
-        self._lookups.node_lost()
         self._stores.node_lost()
         self._handoffs.fail("the node of this engine is lost")
         self._hints.node_lost()
@@ -468,35 +450,20 @@ class SchedulerSide:
         self._events.node_lost()
         for state in self._states.values():
             state.account.node_lost()
-            state.end_lookup()
+            state.lookup.end()  # a postponed one, too
 
     # ---- helpers of the hooks
 
     def _look_up_postponed(self, state: RequestState) -> None:
         self._postponed = None
-        if state.lookup_state is LookupState.ASKED and self._states.get(state.request_id) is state:
+        if state.lookup.state is LookupState.ASKED and self._states.get(state.request_id) is state:
             self._look_up(state)
 
     def _look_up(self, state: RequestState) -> None:
         """Looks a request up; the only one of an engine after the next step, if that stores tails: it may continue
         what they end."""
-        if self._attachment is None:
-            state.account.unanswered(MissReason.NODE_LOST)
-            state.end_lookup()
-        elif self._stores.has_ended and len(self._states) == 1:
+        if self._session.attachment and self._stores.has_ended and len(self._states) == 1:
             self._postponed = state
             self._lookups.postpone(state)
         else:
-            self._lookups.start(state, lambda: self._stores.reserve_counts(self._states.values()))
-
-    def _count_missed(self, reason: MissReason, token_count: int) -> None:
-        self._counters.add(miss_tokens(reason), token_count)
-
-    def _send_reports(self) -> None:
-        if reports := self._accounts.take_reports():
-            self._send(*(pb.Act(report=report) for report in reports))
-
-    def _send(self, *acts: pb.Act) -> None:
-        """Sends to the attached node, if there is one; acts for a lost node are not valid for the next."""
-        if self._attachment is not None:
-            self._node_client.send(self._attachment, *acts)
+            self._lookups.start(state, self._stores.wanted_credits(self._states.values()))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from lmkv import telemetry
+from lmkv.config import ConnectorConfig
 from lmkv.misses import LossMemory, MissReason
+from lmkv.spec import KvSpec
 from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
@@ -18,17 +21,36 @@ from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has
 from lmkv_client.connector.scheduler.ended_requests import EndedRequest, EndedRequests
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.pending_stores import PendingStore, PendingStores
-from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import ConnectorCounters
+from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
-from lmkv_client.engine.attachment import Send
-from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE, PartCredits, WriteCredits
+from lmkv_client.engine.session import Session
+from lmkv_client.engine.write_credits import WriteCredits
 from lmkv_kernels import ChunkCopy
 
 logger = init_logger("vllm.lmkv")
 
 MAX_FAILURES = 2
 """Failed steps after which a request stores no more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerOptions:
+    """What the scheduler side knows of its engine beside the configuration."""
+
+    rank_count: int
+    """Workers that copy a share of each chunk."""
+    step_tokens: int
+    """Most tokens of a step."""
+    may_load: bool = True
+    may_store: bool = True
+    has_events: bool = False
+    """Whether vLLM publishes KV events."""
+    clock: Callable[[], float] = time.monotonic
+
+
+def has_tails(config: ConnectorConfig, spec: KvSpec) -> bool:
+    """Whether the pages of a finished request stay until its last tokens are stored."""
+    return config.stores_partial_chunks and spec.has_plain_parts
 
 
 class Stores:
@@ -44,33 +66,23 @@ class Stores:
 
     def __init__(
         self,
+        config: ConnectorConfig,
+        session: Session[RequestLookup],
         blocks: BlockMap,
-        send: Send,
-        counters: ConnectorCounters,
         events: BlockEvents,
-        *,
-        rank_count: int,
-        step_tokens: int,
-        with_decode: bool,
-        with_partial: bool,
         skipped: LossMemory,
-        clock: Callable[[], float] = time.monotonic,
+        options: SchedulerOptions,
     ) -> None:
-        """`with_decode`: whether generated tokens are stored, `with_partial`: whether partial chunks are.
-
-        `skipped` is to have the chunks that were computed and not stored.
-        """
+        """`skipped` is to have the chunks that were computed and not stored."""
         spec = blocks.spec
-        self._with_tails = with_partial and spec.has_plain_parts
+        self._with_tails = has_tails(config, spec)
+        self._with_decode = config.save_decode_cache
+        self._session = session
         self._spec = spec
-        self.credits = self._no_credits()
         self._blocks = blocks
-        self._send = send
-        self._counters = counters
         self._events = events
         self._skipped = skipped
-        self._step_chunks = -(-step_tokens // spec.chunk_size)
-        self._with_decode = with_decode
+        self._step_chunks = -(-options.step_tokens // spec.chunk_size)
         self._kept_parts = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_ALL]
         self._states = [index for index, part in enumerate(spec.parts) if part.rule == PART_RULE_END]
         self._freed_parts = [
@@ -78,8 +90,8 @@ class Stores:
         ]
         self._lacks_credits = False
         """Whether a chunk found no credit since credits were last requested."""
-        self._pending = PendingStores(rank_count)
-        self._ended = EndedRequests(clock)
+        self._pending = PendingStores(options.rank_count)
+        self._ended = EndedRequests(options.clock)
         self._asked: list[int] = []
         """Lengths of partial chunks for which to request credits."""
 
@@ -96,22 +108,14 @@ class Stores:
         """Whether workers still write chunks of this request, or are still to write its last tokens."""
         return state in self._ended or self._pending.has_any_of(state)
 
-    def reset_credits(self, limit: int = 0) -> None:
-        """Begins without credits, as granted by another node."""
-        self.credits = self._no_credits(limit)
-
-    def _no_credits(self, limit: int = 0) -> PartCredits:
-        """Where pages stay until their chunks are stored, none is needed before the answer to a lookup brings it."""
-        return PartCredits(len(self._spec.parts), limit, kept_when_idle=0 if self._with_tails else KEPT_WHEN_IDLE)
-
-    def reserve_counts(self, states: Collection[RequestState]) -> list[int]:
-        """Credits to request, by part: enough for two steps of these requests, and for chunks that wait for one. Where
-        pages do not stay until their chunks are stored, also for a decoded chunk of each."""
+    def wanted_credits(self, states: Collection[RequestState]) -> list[int]:
+        """Credits that are to be available, by part: enough for two steps of these requests, and for chunks that wait
+        for one. Where pages do not stay until their chunks are stored, also for a decoded chunk of each."""
         unstored = min(sum(state.unstored_count for state in states), 2 * self._step_chunks)
-        lacking = sum(state.lacking_count for state in states) + self._ended.missing_count
+        lacking = sum(state.store.lacking_count for state in states) + self._ended.missing_count
         spare = 0 if self._with_tails else len(states)
         counts = [0 if part in self._states else unstored + lacking for part in range(len(self._spec.parts))]
-        return self.credits.request([spare + count for count in counts])
+        return [spare + count for count in counts]
 
     def plan(self, output: SchedulerOutput, states: dict[str, RequestState]) -> list[ChunkCopy]:
         """The copies of chunks that this step completes, and of those that found no credit before."""
@@ -123,7 +127,7 @@ class Stores:
             self._plan_states(output, states, copies)
         for request_id, count in output.num_scheduled_tokens.items():
             state = states.get(request_id)
-            if state and state.may_store and state.store_failures < MAX_FAILURES:
+            if state and state.store.may_store and state.store.failure_count < MAX_FAILURES:
                 self._plan(state, computed[request_id] + count, output, copies)
         if copies or self._lacks_credits:
             self._request(states.values())
@@ -133,7 +137,7 @@ class Stores:
 
     def _request(self, states: Collection[RequestState], returned: Sequence[int] = ()) -> None:
         """Requests the credits that these and the finished requests lack, and returns others."""
-        wanted = self.reserve_counts(states)
+        wanted = self._session.credits.request(self.wanted_credits(states))
         if any(wanted):
             self._lacks_credits = False
         self._exchange(returned, wanted if any(wanted) else ())
@@ -147,7 +151,7 @@ class Stores:
             acts.append(pb.Act(reserve=pb.ReserveCredits(counts=counts, partial_token_counts=self._asked)))
             self._asked = []
         if acts:
-            self._send(*acts)
+            self._session.send(*acts)
 
     def request_end(self, state: RequestState) -> None:
         """Requests a credit for the end of a prompt that a handoff sends: the step that completes it stores it."""
@@ -156,12 +160,12 @@ class Stores:
 
     def _ask_for_end(self, state: RequestState) -> None:
         """Asks for a credit for the end of a prompt, once."""
-        if not state.partial_is_stored and not state.end_is_requested and state.may_store:
-            state.end_is_requested = True
+        if not state.store.partial_is_stored and not state.store.end_is_requested and state.store.may_store:
+            state.store.end_is_requested = True
             self._ask(state.token_count % self._spec.chunk_size)
 
     def _ask(self, token_count: int) -> None:
-        if self.credits.partial(token_count).request_another():
+        if self._session.credits.partial(token_count).request_another():
             self._asked.append(token_count)
 
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
@@ -172,77 +176,79 @@ class Stores:
         full = state.keys_up_to(done_count // size)
         self._ask_for_end(state)
         tokens = state.token_count % size
-        partial = prompt_done and not state.partial_is_stored and len(self.credits.partial(tokens)) > 0
-        if full <= state.stored_count and not partial and (not self._freed_parts or full <= state.passed_count):
+        partial = prompt_done and not state.store.partial_is_stored and len(self._session.credits.partial(tokens)) > 0
+        is_passed = not self._freed_parts or full <= state.store.passed_count
+        if full <= state.store.stored_count and not partial and is_passed:
             return
         block_ids = output.kv_connector_block_state.get_block_ids(state.request_id)
         if self._freed_parts:
             self._plan_freed(state, full, block_ids, copies)
-        for index in range(state.stored_count, full):
+        for index in range(state.store.stored_count, full):
             for part in self._kept_parts:
                 if not self._write(state, part, index, size, block_ids, copies):
-                    state.lacking_count = max(0, full - max(index, state.full_count))
+                    state.store.lacking_count = max(0, full - max(index, state.full_count))
                     return
-            state.stored_count = index + 1
-        state.lacking_count = 0
+            state.store.stored_count = index + 1
+        state.store.lacking_count = 0
         if partial:
-            state.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
+            state.store.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
 
     def end(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> bool:
         """Begins to store what a finished request has computed and not stored: its last tokens, and chunks that found
         no credit before. Whether there is any: then its pages must stay until `plan_ended` has returned its copies, and
         these are made.
         """
-        if not self._with_tails or not state.may_store or state.store_failures >= MAX_FAILURES:
+        if not self._with_tails or not state.store.may_store or state.store.failure_count >= MAX_FAILURES:
             return False
         size = self._spec.chunk_size
         done_count = computed_count if self._with_decode else min(computed_count, state.token_count)
         full = state.keys_up_to(done_count // size)
         rest = done_count - full * size
-        if done_count == state.token_count and state.partial_is_stored:
+        if done_count == state.token_count and state.store.partial_is_stored:
             rest = 0
-        if full <= state.stored_count and not rest:
+        if full <= state.store.stored_count and not rest:
             return False
         self._ended.add(state, full, rest, block_ids)
-        if rest and len(self.credits.partial(rest)) < self._ended.rest_counts[rest]:
+        if rest and len(self._session.credits.partial(rest)) < self._ended.rest_counts[rest]:
             self._ask(rest)
         return True
 
     def grace_seconds(self) -> float:
         """How long a step that computes nothing may still wait for the credits of finished requests."""
-        return self._ended.grace_seconds(self.credits)
+        return self._ended.grace_seconds(self._session.credits)
 
     def plan_ended(self) -> dict[str, list[ChunkCopy]]:
         """The copies of finished requests that `end` has begun, by request. Of those that it returns, once."""
-        return {ended.state.request_id: self._store_ended(ended) for ended in self._ended.take_ready(self.credits)}
+        ready = self._ended.take_ready(self._session.credits)
+        return {ended.state.request_id: self._store_ended(ended) for ended in ready}
 
     def _store_ended(self, ended: EndedRequest) -> list[ChunkCopy]:
         state, copies = ended.state, list[ChunkCopy]()
         if not ended.is_discarded:
-            state.tail_is_lost = ended.rest_count > 0
+            state.store.tail_is_lost = ended.rest_count > 0
             self._write_ended(ended, copies)
         self.finished(state)
         return copies
 
     def _write_ended(self, ended: EndedRequest, copies: list[ChunkCopy]) -> None:
         state = ended.state
-        for index in range(state.stored_count, ended.full_count):
+        for index in range(state.store.stored_count, ended.full_count):
             if not self._write(state, 0, index, self._spec.chunk_size, ended.block_ids, copies):
                 return
-            state.stored_count = index + 1
+            state.store.stored_count = index + 1
         if ended.rest_count and self._write(state, 0, ended.full_count, ended.rest_count, ended.block_ids, copies):
-            state.tail_is_lost = False
+            state.store.tail_is_lost = False
             if ended.full_count * self._spec.chunk_size + ended.rest_count == state.token_count:
-                state.partial_is_stored = True
+                state.store.partial_is_stored = True
 
     def _plan_freed(self, state: RequestState, full: int, block_ids: BlockIds, copies: list[ChunkCopy]) -> None:
         """The parts whose pages vLLM may free in the next step. Chunks that vLLM has freed already are passed over."""
         size = self._spec.chunk_size
-        for index in range(state.passed_count, full):
+        for index in range(state.store.passed_count, full):
             for part in self._freed_parts:
                 if self._spec.parts[part].is_needed(index, size):
                     self._write(state, part, index, size, block_ids, copies)
-        state.passed_count = max(state.passed_count, full)
+        state.store.passed_count = max(state.store.passed_count, full)
 
     def _plan_states(self, output: SchedulerOutput, states: dict[str, RequestState], copies: list[ChunkCopy]) -> None:
         """The states that vLLM offers in this step, where chunks end. All layers of a part must be among them."""
@@ -250,25 +256,25 @@ class Stores:
         groups = self._blocks.groups
         for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
             state = states.get(request_id)
-            if state is None or not state.may_store or state.store_failures >= MAX_FAILURES:
+            if state is None or not state.store.may_store or state.store.failure_count >= MAX_FAILURES:
                 continue
             limit = len(state.all_tokens) if self._with_decode else state.token_count
             offered: dict[tuple[int, int], dict[int, int]] = {}
             for group, block, tokens in offers:
-                if tokens % size == 0 and tokens <= limit and tokens // size > state.stored_count:
+                if tokens % size == 0 and tokens <= limit and tokens // size > state.store.stored_count:
                     offered.setdefault((groups[group].part, tokens // size - 1), {})[group] = block
             for (part, index), blocks in offered.items():
                 if len(blocks) < sum(group.part == part for group in groups) or state.keys_up_to(index + 1) <= index:
                     continue
-                source = self.credits[part]
+                source = self._session.credits[part]
                 offset = self._take_credit(state, source)
                 if offset is None:
-                    state.skipped_chunks.add(index)
+                    state.store.skipped_chunks.add(index)
                 else:
                     copies += self._blocks.state_copies(part, list(blocks.items()), offset=offset)
-                    last = state.state_chunks.get(part, -1)
+                    last = state.store.state_chunks.get(part, -1)
                     self._note(state, part, index, size, offset, source, superseded=last if last < index else -1)
-                    state.state_chunks[part] = index
+                    state.store.state_chunks[part] = index
 
     def _write(
         self,
@@ -282,12 +288,12 @@ class Stores:
         """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
         size = self._spec.chunk_size
         is_full = token_count == size
-        source = self.credits[part] if is_full else self.credits.partial(token_count)
+        source = self._session.credits[part] if is_full else self._session.credits.partial(token_count)
         offset = self._take_credit(state, source)
         if offset is None:
             if part in self._freed_parts:
                 lost = self._blocks.stored(part, index, block_ids, offset=0, token_count=token_count)
-                state.skipped_chunks |= set() if has_null_page(lost) else {index}
+                state.store.skipped_chunks |= set() if has_null_page(lost) else {index}
             return False
         own = self._blocks.stored(part, index, block_ids, offset=offset, token_count=token_count)
         if has_null_page(own):
@@ -303,7 +309,7 @@ class Stores:
     def _take_credit(self, state: RequestState, source: WriteCredits) -> int | None:
         offset = source.take()
         if offset is None:
-            state.lacked_credit = self._lacks_credits = True
+            state.store.lacked_credit = self._lacks_credits = True
         return offset
 
     def _note(
@@ -321,9 +327,9 @@ class Stores:
         keys = state.chain.keys
         is_full = token_count == self._spec.chunk_size
         key = keys[index] if is_full else state.key_behind(index, token_count)
-        shorter = state.partials.pop(index, b"")
+        shorter = state.store.partials.pop(index, b"")
         if not is_full:
-            state.partials[index] = key
+            state.store.partials[index] = key
         has_ends = self._with_tails and (
             not is_full or shorter != b"" or (index == state.full_count and not state.ends_with_a_chunk)
         )
@@ -343,8 +349,8 @@ class Stores:
 
     def _refuse_null_page(self, state: RequestState) -> None:
         """Stores nothing more of this request: chunks behind a missing one cannot be found."""
-        state.store_failures = MAX_FAILURES
-        self._counters.add("null_page_requests")
+        state.store.failure_count = MAX_FAILURES
+        self._session.counters.add("null_page_requests")
         logger.error(
             "[%s] not stored: vLLM has freed pages of this running request; please report this model to lmkv",
             state.request_id,
@@ -359,9 +365,7 @@ class Stores:
         self._undo(failed)
         if not written:
             return False
-        act = pb.Act()
-        act.commit.chunks.extend(self._commit(offset, store) for offset, store in written.items())
-        self._send(act)
+        self._session.commit([self._commit(offset, store) for offset, store in written.items()])
         for store in written.values():
             self._events.committed(store.key, store.part, store.blocks)
         self._count(written.values(), report.store_seconds)
@@ -382,31 +386,31 @@ class Stores:
 
     def finished(self, state: RequestState) -> None:
         """Counts chunks of a finished request that were not stored, and logs what was."""
-        skipped = state.skipped_chunks
-        if state.lacked_credit or state.store_failures:
-            skipped |= set(range(state.stored_count, state.full_count)) if state.may_store else set()
-        if state.store_failures >= MAX_FAILURES and state.may_store:
-            state.tail_is_lost |= not state.partial_is_stored
-        self._counters.add("skipped_chunks", len(skipped) + state.tail_is_lost)
+        skipped = state.store.skipped_chunks
+        if state.store.lacked_credit or state.store.failure_count:
+            skipped |= set(range(state.store.stored_count, state.full_count)) if state.store.may_store else set()
+        if state.store.failure_count >= MAX_FAILURES and state.store.may_store:
+            state.store.tail_is_lost |= not state.store.partial_is_stored
+        self._session.counters.add("skipped_chunks", len(skipped) + state.store.tail_is_lost)
         keys = [state.chain.keys[index] for index in skipped if index < len(state.chain.keys)]
-        if state.tail_is_lost and state.partial_key and not state.partial_is_stored:
+        if state.store.tail_is_lost and state.partial_key and not state.store.partial_is_stored:
             keys.append(state.partial_key)
         for key in keys:
             self._skipped.add(key, OWN, MissReason.SKIPPED, time.time())
-        state.stored.is_all_planned = True
+        state.store.written.is_all_planned = True
         self._log_if_complete(state)
 
     def settle(self, states: Collection[RequestState]) -> None:
         """Returns credits that are not needed, and requests those that finished requests lack; `states` are of the
         requests that run."""
         returned: list[int] = []
-        if self.credits.has_partial:
+        if self._session.credits.has_partial:
             wanted = self._ended.rest_counts
-            waiting = (state for state in states if state.end_is_requested and not state.partial_is_stored)
+            waiting = (state for state in states if state.store.end_is_requested and not state.store.partial_is_stored)
             wanted.update(state.token_count % self._spec.chunk_size for state in waiting)
-            returned = self.credits.take_unused(wanted)
+            returned = self._session.credits.take_unused(wanted)
         if not states:
-            returned += self.credits.take_surplus(self._ended.missing_count)
+            returned += self._session.credits.take_surplus(self._ended.missing_count)
         if self._ended.missing_count:
             self._request(states, returned)
         else:
@@ -416,7 +420,7 @@ class Stores:
         """Commits nothing that was computed with adapters that are not current any more, and stores no more of it."""
         for state in self._pending.states:
             if state.adapter is not None and not is_current(state.adapter):
-                state.may_store = False
+                state.store.may_store = False
                 self._pending.discard(state)
 
     def discard(self) -> None:
@@ -425,24 +429,23 @@ class Stores:
         self._ended.discard()
 
     def node_lost(self) -> None:
-        """Drops all credits: the node is lost. What the workers still write is not committed."""
+        """Handles the loss of the node, and of all credits with it. What the workers still write is not committed."""
         self._undo(self._pending.take_all())
         self._ended.discard()
         self._asked = []
-        self.reset_credits()
 
     def _undo(self, stores: Collection[PendingStore]) -> None:
         """Marks chunks as not stored, so that they are tried again."""
         for store in stores:
             if store.token_count < self._spec.chunk_size:
-                store.state.partials.pop(store.index, None)
-                store.state.partial_is_stored &= store.key != store.state.partial_key
+                store.state.store.partials.pop(store.index, None)
+                store.state.store.partial_is_stored &= store.key != store.state.partial_key
             elif store.part in self._kept_parts:
-                store.state.stored_count = min(store.state.stored_count, store.index)
+                store.state.store.stored_count = min(store.state.store.stored_count, store.index)
             else:
-                store.state.skipped_chunks.add(store.index)
+                store.state.store.skipped_chunks.add(store.index)
         for state in {store.state for store in stores}:
-            state.store_failures += 1
+            state.store.failure_count += 1
 
     def _count(self, stores: Collection[PendingStore], seconds: float) -> None:
         """Counts what the workers have written in this time, and logs it of requests that have finished."""
@@ -451,19 +454,19 @@ class Stores:
             sizes[store.state] += self._spec.part_bytes(store.part, store.token_count)
             if store.part == 0:  # which stands for the chunk
                 tokens[store.state] += store.token_count
-                store.state.stored.add_chunk(store.index, store.token_count)
-        self._counters.add("stored_tokens", tokens.total())
-        self._counters.add("stored_bytes", sizes.total())
-        self._counters.add("store_seconds", seconds)
+                store.state.store.written.add_chunk(store.index, store.token_count)
+        self._session.counters.add("stored_tokens", tokens.total())
+        self._session.counters.add("stored_bytes", sizes.total())
+        self._session.counters.add("store_seconds", seconds)
         for state, size_bytes in sizes.items():
             telemetry.record("lmkv.store", seconds, parent=state.traceparent, stored_tokens=tokens[state])
-            state.stored.size_bytes += size_bytes
-            state.stored.seconds += seconds * size_bytes / sizes.total()
+            state.store.written.size_bytes += size_bytes
+            state.store.written.seconds += seconds * size_bytes / sizes.total()
             self._log_if_complete(state)
 
     def _log_if_complete(self, state: RequestState) -> None:
         """Logs once what was stored of a request: when it has finished, and its last chunk is written."""
-        stored = state.stored
+        stored = state.store.written
         if not stored.size_bytes or not stored.is_all_planned or self._pending.has_any_of(state):
             return
         logger.info(

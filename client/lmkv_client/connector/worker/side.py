@@ -33,8 +33,7 @@ from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
 from lmkv_client.connector.worker.node_watch import NodeWatch
 from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier
 from lmkv_client.connector.worker.running_copies import COPY_ERRORS, RunningLoad, RunningStore
-from lmkv_client.engine.attachment import Attachment
-from lmkv_client.engine.pool_mapping import PoolMapping
+from lmkv_client.engine.attachment import Attachment, PoolMapping
 from lmkv_client.processors import use_processors
 from lmkv_kernels import ChunkCopy, Pages, checksum
 
@@ -62,18 +61,16 @@ class WorkerSide:
         groups: Sequence[LayerGroup],
         rank: int,
         threads: int,
-        lends_buffer: bool = False,
-        nixl_backends: tuple[str, ...] = ("UCX",),
+        buffer_backends: tuple[str, ...] = (),
     ) -> None:
         """`shares` are what the rank has of each part of `spec`; `groups` are its layers, by `ChunkCopy.group`.
 
-        `rank` is its number among the engine's workers. `lends_buffer`: whether handoffs are read into a buffer on the
-        pages' device, which needs a rank with all layers of all chunks in one group.
+        `rank` is its number among the engine's workers. With `buffer_backends`, those of NIXL, handoffs are read into a
+        buffer on the pages' device, which needs a rank with all layers of all chunks in one group.
         """
         self._groups = tuple(groups)
         self._writes = [shares[group.part].is_writer for group in self._groups]
-        self._lends_buffer = lends_buffer
-        self._nixl_backends = nixl_backends
+        self._buffer_backends = buffer_backends
         self._buffer_agent: BufferAgent | None = None
         self._spec = spec
         self._shares = shares
@@ -106,9 +103,9 @@ class WorkerSide:
         """Registers the pages by layer name. Raises `ValueError` or `RuntimeError` if they cannot be copied."""
         self._tensors = list(kv_caches.values())  # keeps the memory alive
         self._pages = [self._pages_of(group, kv_caches) for group in self._groups]
-        if self._lends_buffer and (len(self._pages) > 1 or self._pages[0].lacks_layers):
+        if self._buffer_backends and (len(self._pages) > 1 or self._pages[0].lacks_layers):
             logger.warning("pd_buffer_device: only for all layers in one group and one stage; the pool is used instead")
-            self._lends_buffer = False
+            self._buffer_backends = ()
         self._copies = make_copies(self._pages, self._threads)
 
     def release_pages(self) -> None:
@@ -369,7 +366,7 @@ class WorkerSide:
             NodeWatch(pool, partial(self._release_pool, pool))
             if self._copies:
                 self._copies.open(pool.pool)
-            if self._lends_buffer:
+            if self._buffer_backends:
                 if self._attachment.device_buffer_bytes:
                     self._buffer_agent = self._lend(self._attachment)
                 else:
@@ -403,7 +400,7 @@ class WorkerSide:
         from lmkv_client.connector.worker.buffer_agent import BufferAgent  # NIXL is needed only here
 
         return BufferAgent(
-            attachment, self._rank, self._pages[0], sums=self._writes[0], nixl_backends=self._nixl_backends
+            attachment, self._rank, self._pages[0], sums=self._writes[0], nixl_backends=self._buffer_backends
         )
 
     def _detach_pool(self) -> None:

@@ -57,13 +57,10 @@ class NodeClient:
         served: ServedNames | None = None,
         *,
         wants_tier_changes: bool = False,
-        identify: Callable[[], str] | None = None,
-        identify_timeout: float = 0.0,
     ) -> None:
         """`served` are the names that the node registers for this engine, as they are at each attachment.
 
-        `wants_tier_changes`: the node reports which chunks of the spec it holds. `identify` finds the spec's `model_id`
-        on the client's own thread, before the first attachment; `start` waits up to `identify_timeout` for it.
+        `wants_tier_changes`: the node reports which chunks of the spec it holds.
         """
         self.served = served or ServedNames()
         self.inbox: deque[Event] = deque()
@@ -73,8 +70,7 @@ class NodeClient:
         self._spec = spec
         self._worker_count = worker_count
         self._wants_tier_changes = wants_tier_changes
-        self._identify = identify
-        self._identify_timeout = identify_timeout
+        self._identify: Callable[[], str] | None = None
         self._identified = threading.Event()
         """Set when `identify` has returned or raised."""
         self._model_id = ""
@@ -91,14 +87,18 @@ class NodeClient:
         self._config_error: LmkvError | None = None
         self._thread = threading.Thread(target=self._run, name="lmkv-node-client", daemon=True)
 
-    def start(self) -> None:
+    def start(self, identify: Callable[[], str] | None = None, identify_timeout: float = 0.0) -> None:
         """Starts the thread and waits, up to `node_start_timeout`, until the engine is attached.
+
+        `identify` finds the spec's `model_id` on that thread, before the first attachment; this waits up to
+        `identify_timeout` for it.
 
         Raises `ConfigError` if the weights cannot be identified, or the node cannot start as configured. Weights whose
         digest takes longer, and a node that is not available yet, are not errors: the engine computes until they are.
         """
+        self._identify = identify
         self._thread.start()
-        if self._identify and not self._identified.wait(self._identify_timeout):
+        if identify and not self._identified.wait(identify_timeout):
             logger.warning("the digest of the weights is not known yet: nothing is looked up or stored until it is")
             self._attached_once.set()  # from now on mistakes are logged
         if not self._attached_once.wait(self._config.node_start_timeout):

@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmkv.keys import ChunkKey, KeyChain, as_tokens
 from lmkv.parts import KvPart, PartItem
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.kv_layout import LayerGroup
-from lmkv_client.connector.scheduler.block_copies import NULL_BLOCK_ID, BlockMap, blocks_of, has_null_page
-from lmkv_client.connector.scheduler.loads.items import ChunkItems, PartItems, load_items
-from lmkv_client.connector.scheduler.loads.state import LoadState
+from lmkv_client.connector.scheduler.block_copies import (
+    NULL_BLOCK_ID,
+    BlockMap,
+    ChunkItems,
+    PartItems,
+    blocks_of,
+    has_null_page,
+    load_items,
+)
+from lmkv_client.connector.scheduler.loads import LoadState
+from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_kernels import ChunkCopy
 
 CHUNK = 16
@@ -222,17 +231,10 @@ def test_an_extent_of_another_size_or_token_count_is_not_copied() -> None:
 
 def test_an_extent_that_does_not_fit_ends_the_whole_load() -> None:
     ids = [[*range(10, 18)], [*range(20, 28)]]
-    load = LoadState(
-        request_id="r",
-        lookup_id="1",
-        start=0,
-        end=2 * CHUNK,
-        items=load_items(FULL_AND_WINDOW, ids, 0, 2 * CHUNK),
-        chunk_size=CHUNK,
-        sync=False,
-        started_at=0.0,
-        deadline=1.0,
-    )
+    tokens = list(range(2 * CHUNK))
+    chain = KeyChain(ChunkKey(bytes(16)), CHUNK)
+    request = RequestState(FULL_AND_WINDOW.spec, "r", chain, as_tokens(tokens), tokens, partial=False)
+    load = LoadState(request.lookup, load_items(FULL_AND_WINDOW, ids, 0, 2 * CHUNK), 0.0)
     load.add_chunks(0, [chunk_of(FULL_AND_WINDOW, 0)])
     assert load.waits
     load.add_chunks(1, [chunk_of(FULL_AND_WINDOW, 1)])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.connector.stats import tier_tokens
 from lmkv_client.connector.vllm_api import CacheHitSource
-from lmkv_client.engine.prompts.prefill_rate import PrefillRate
+from lmkv_client.engine.prefill_rate import PrefillRate
 from tests.client.connector.scheduler.serving import (
     COLD,
     HIT,
@@ -43,7 +42,7 @@ def test_what_is_loaded_is_counted_by_where_it_was(make_engine: MakeEngine, asyn
     engine.node.on_disk = engine.node.in_remote = 1
     assert engine.serve("a", PROMPT) == HIT
     assert engine.count("loaded_tokens") == 3 * CHUNK
-    assert [engine.count(tier_tokens(tier)) for tier in ("disk", "peers", "remote")] == [CHUNK, 0, CHUNK]
+    assert [engine.count(f"tier_tokens:{tier}") for tier in ("disk", "peers", "remote")] == [CHUNK, 0, CHUNK]
     engine.check_nothing_is_left()
 
 
@@ -101,7 +100,7 @@ def test_a_release_reports_how_long_the_load_took_and_computing_would_have_taken
 
 def test_an_engine_that_has_computed_nothing_reports_no_savings(make_engine: MakeEngine) -> None:
     engine = filled(make_engine())
-    engine.side._lookups._prefill = PrefillRate(CHUNK)  # as after a restart beside a filled node
+    engine.side._session.prefill = PrefillRate(CHUNK)  # as after a restart beside a filled node
     engine.serve("a", PROMPT)
     assert engine.count("loaded_tokens") == 3 * CHUNK
     assert not any(release.HasField("avoided_prefill_duration") for release in engine.node.releases)
@@ -172,7 +171,7 @@ def test_what_the_node_does_not_offer_is_computed_and_stored_and_counted(make_en
     assert engine.serve("a", PROMPT) == COLD
     assert len(engine.node.chunks) == 3
     assert engine.count("refused_fetch_tokens") == 3 * CHUNK
-    assert engine.count(tier_tokens("peers")) == 0
+    assert engine.count("tier_tokens:peers") == 0
     engine.check_nothing_is_left()
 
 
@@ -189,7 +188,7 @@ def test_chunks_of_a_peer_are_loaded_as_they_arrive(make_engine: MakeEngine) -> 
     engine.node.deliver(1)
     engine.run("a")
     assert engine.scheduled_tokens["a"] == HIT
-    assert engine.count(tier_tokens("peers")) == 3 * CHUNK
+    assert engine.count("tier_tokens:peers") == 3 * CHUNK
     engine.check_nothing_is_left()
 
 
@@ -221,7 +220,7 @@ def test_when_time_is_over_what_has_not_arrived_is_computed(
         engine.node.deliver(arrived)
     for _ in range(3):
         engine.step()
-    engine.clock.now += engine.side._config.load_timeout
+    engine.clock.now += engine.side._lookups._config.load_timeout
     steps = engine.steps
     engine.run("a")
     assert engine.steps - steps < 10, "no livelock"
@@ -238,7 +237,7 @@ def test_chunks_that_arrive_after_the_end_of_their_load_do_no_harm(make_engine: 
     engine.add("a", PROMPT, output=20)
     until(engine, lambda: bool(engine.node.fetches))
     engine.node.prompt = False  # what the engine says about its end is still on the way
-    engine.clock.now += engine.side._config.load_timeout
+    engine.clock.now += engine.side._lookups._config.load_timeout
     until(engine, lambda: bool(engine.said["a"]))
     engine.node.deliver()
     engine.run("a")

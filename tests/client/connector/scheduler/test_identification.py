@@ -24,7 +24,7 @@ def test_prompts_are_stored_and_found_under_the_identity_once_it_is_known(make_e
     identify(engine)
     forget_pages(engine)
     assert engine.serve("b", PROMPT) == COLD
-    assert engine.side._spec.model_id == "known"
+    assert engine.side._session.spec.model_id == "known"
     assert len(engine.node.commits) == len(PROMPT) // CHUNK
     forget_pages(engine)
     assert engine.serve("c", PROMPT) == HIT
@@ -64,7 +64,7 @@ def test_weights_may_change_and_be_named_before_they_are_identified(make_engine:
     identify(engine)
     forget_pages(engine)
     assert engine.serve("b", PROMPT) == COLD
-    assert (engine.side._spec.model_id, engine.side._spec.weight_version) == ("known", "2")
+    assert (engine.side._session.spec.model_id, engine.side._session.spec.weight_version) == ("known", "2")
     forget_pages(engine)
     assert engine.serve("c", PROMPT) == HIT
     engine.check_nothing_is_left()

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmkv.keys import ChunkKey, KeyChain, as_tokens
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
-from lmkv_client.connector.scheduler.block_copies import BlockMap
-from lmkv_client.connector.scheduler.loads.items import ChunkItems
-from lmkv_client.connector.scheduler.loads.state import LoadState
+from lmkv_client.connector.scheduler.block_copies import BlockMap, ChunkItems
+from lmkv_client.connector.scheduler.loads import LoadState
+from lmkv_client.connector.scheduler.request_state import RequestState
 
 EXTENT_BYTES = 1 << 20
 SPEC = KvSpec(
@@ -42,18 +43,12 @@ class Case:
         return BlockMap(spec=replace(SPEC, chunk_size=self.chunk_size), groups=(group,))
 
     def loading(self, *, sync: bool = False, verify: bool = False) -> LoadState:
-        return LoadState(
-            request_id="r",
-            lookup_id="1",
-            start=self.start,
-            end=self.end,
-            items=ChunkItems(self.blocks, [self.block_ids], self.start, self.end),
-            chunk_size=self.chunk_size,
-            sync=sync,
-            started_at=0.0,
-            deadline=1.0,
-            verify=verify,
-        )
+        spec, tokens = self.blocks.spec, list(range(self.prompt_tokens))
+        chain = KeyChain(ChunkKey(bytes(16)), self.chunk_size)
+        request = RequestState(spec, "r", chain, as_tokens(tokens), tokens, partial=True)
+        request.lookup.loads_in_step = sync
+        items = ChunkItems(self.blocks, [self.block_ids], self.start, self.end)
+        return LoadState(request.lookup, items, 0.0, verify=verify)
 
     def held(self, chunk: int) -> HeldChunk:
         token_count = min(self.chunk_size, self.prompt_tokens - chunk * self.chunk_size)

@@ -50,7 +50,7 @@ TIMEOUT = 0.05
 def slow(engine: SimulatedEngine, tokens_per_second: float = RATE) -> SimulatedEngine:
     """The engine, once it knows that it computes this slowly."""
     for _ in range(50):
-        engine.side._prefill.add(10**6, 10**6 / tokens_per_second)
+        engine.side._session.prefill.add(10**6, 10**6 / tokens_per_second)
     return engine
 
 

@@ -8,7 +8,6 @@ from lmkv.errors import Unreachable
 from lmkv.misses import MissReason, reason_name
 from lmkv.runtime.patience import TIMEOUTS_UNTIL_SUSPECT
 from lmkv.v1.chunk_pb2 import MISS_REASON_EVICTED_BY_STORE
-from lmkv_client.connector.stats import miss_tokens
 from tests.client.connector.scheduler.serving import PROMPT, REST, MakeEngine, filled, until, with_peer
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import CHUNK
@@ -28,8 +27,8 @@ def test_a_new_prompt_was_never_stored_and_its_end_is_no_whole_chunk(make_engine
     engine = make_engine()
     engine.serve("a", PROMPT)
     assert spans(engine, "a") == [("never_stored", FULL), ("uncacheable", REST)]
-    assert engine.count(miss_tokens(MissReason.NEVER_STORED)) == FULL
-    assert engine.count(miss_tokens(MissReason.UNCACHEABLE)) == REST
+    assert engine.count(f"miss_tokens:{MissReason.NEVER_STORED}") == FULL
+    assert engine.count(f"miss_tokens:{MissReason.UNCACHEABLE}") == REST
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -53,7 +52,7 @@ def test_the_reason_of_the_node_is_counted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.node.miss_reason = MISS_REASON_EVICTED_BY_STORE
     engine.serve("a", PROMPT)
-    assert engine.count(miss_tokens(MissReason.EVICTED_BY_STORE)) == FULL
+    assert engine.count(f"miss_tokens:{MissReason.EVICTED_BY_STORE}") == FULL
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -102,7 +101,7 @@ def test_what_another_salt_has_is_reported_to_the_operator_and_not_to_the_client
     engine.add("a", PROMPT, salt="another", transfer={"lmkv": {"explain": True}})
     engine.run("a")
     assert spans(engine, "a") == [("other_salt", FULL), ("uncacheable", REST)]
-    assert engine.count(miss_tokens(MissReason.OTHER_SALT)) == FULL
+    assert engine.count(f"miss_tokens:{MissReason.OTHER_SALT}") == FULL
     assert engine.transfer_params["a"]["lmkv"]["prompt"][0]["reason"] == "never_stored"
 
 
@@ -116,7 +115,7 @@ def test_what_the_node_refuses_to_fetch_is_slower(make_engine: MakeEngine) -> No
 def test_without_a_node_the_node_is_lost(make_engine: MakeEngine) -> None:
     engine = make_engine(attached=False)
     engine.serve("a", PROMPT)
-    assert engine.count(miss_tokens(MissReason.NODE_LOST)) == len(PROMPT)
+    assert engine.count(f"miss_tokens:{MissReason.NODE_LOST}") == len(PROMPT)
 
 
 def test_lookups_without_an_answer_time_out_until_the_node_is_suspect(make_engine: MakeEngine) -> None:
@@ -124,8 +123,8 @@ def test_lookups_without_an_answer_time_out_until_the_node_is_suspect(make_engin
     engine.node.prompt = False
     for number in range(TIMEOUTS_UNTIL_SUSPECT + 1):
         engine.serve(str(number), [number, *PROMPT[1:]])
-    assert engine.count(miss_tokens(MissReason.LOOKUP_TIMEOUT)) == TIMEOUTS_UNTIL_SUSPECT * len(PROMPT)
-    assert engine.count(miss_tokens(MissReason.NODE_SUSPECT)) == len(PROMPT)
+    assert engine.count(f"miss_tokens:{MissReason.LOOKUP_TIMEOUT}") == TIMEOUTS_UNTIL_SUSPECT * len(PROMPT)
+    assert engine.count(f"miss_tokens:{MissReason.NODE_SUSPECT}") == len(PROMPT)
 
 
 def test_a_request_that_does_not_read_caches_cannot_be_cached(make_engine: MakeEngine) -> None:
@@ -175,4 +174,4 @@ def test_an_aborted_request_that_has_not_begun_is_not_counted(make_engine: MakeE
     engine.abort("a")
     engine.settle()
     assert not [report for report in engine.node.reports if report.engine_request_id == "a"]
-    assert all(engine.count(miss_tokens(reason)) == 0 for reason in MissReason)
+    assert all(engine.count(f"miss_tokens:{reason}") == 0 for reason in MissReason)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
-from lmkv.tiers import Run
-from lmkv.v1.engine_service_pb2 import HeldChunk
-from lmkv_client.connector.scheduler.request_state import LookupState, PartialChunk, RequestState
-from lmkv_client.engine.prompts.hit_sources import HitSources
+from lmkv.spec import KvSpec
+from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.engine.session import LookupState, PartialChunk
 
 ROOT = ChunkKey(bytes(16))
 CHUNK = 64
+SPEC = KvSpec(
+    model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, head_size=8, chunk_size=CHUNK
+)
 
 
 def prompt_of(token_count: int, *, partial: bool = False) -> RequestState:
@@ -20,16 +23,29 @@ def prompt_of(token_count: int, *, partial: bool = False) -> RequestState:
 
 def growing(all_tokens: list[int], *, partial: bool = False) -> RequestState:
     """A prompt whose request continues with `all_tokens`."""
-    return RequestState("r", as_tokens(all_tokens), all_tokens, KeyChain(ROOT, CHUNK), partial=partial)
+    return RequestState(SPEC, "r", KeyChain(ROOT, CHUNK), as_tokens(all_tokens), all_tokens, partial=partial)
 
 
-def found(index: int, token_count: int) -> PartialChunk:
+def partial_chunk(index: int, token_count: int) -> PartialChunk:
     """A partial chunk of other prompts."""
     return PartialChunk(key=ChunkKey(b"p" * 16), index=index, token_count=token_count)
 
 
-def chunks(count: int) -> list[HeldChunk]:
-    return [HeldChunk(token_count=CHUNK, generation=index) for index in range(count)]
+def answer(
+    prompt: RequestState, own: int, peer: int = 0, partial: PartialChunk | None = None, *, now: float = 5.0
+) -> None:
+    """Looks the prompt up, and answers."""
+    prompt.lookup = RequestLookup(request=prompt, account=prompt.account, keys=prompt.keys, lookup_id="1")
+    prompt.lookup.state = LookupState.ASKED
+    found = pb.FoundChunks(
+        own=[pb.HeldChunk(token_count=CHUNK, generation=index) for index in range(own)],
+        runs=[pb.Run(tier="peers", chunk_count=peer)] if peer else [],
+        peer_instance_id="other" if peer else "",
+    )
+    if partial:
+        found.partial_key, found.partial_token_count = partial.key, partial.token_count
+    prompt.lookup.answer(found, now)
+    prompt.mark_held(prompt.lookup.hit_count(pool_only=True))
 
 
 HITS = [
@@ -78,7 +94,7 @@ def test_full_chunks_are_offered_to_their_last_token(
     token_count: int, chunk_count: int, request_tokens: int, sync: bool, hit: int, partial: bool
 ) -> None:
     prompt = prompt_of(token_count, partial=partial)
-    assert prompt.hit_tokens(chunk_count, request_tokens, sync=sync) == hit
+    assert prompt.lookup.hit_tokens(chunk_count, request_tokens, sync=sync) == hit
 
 
 @pytest.mark.parametrize(("token_count", "chunk_count", "request_tokens", "sync", "hit"), PARTIAL_HITS)
@@ -86,7 +102,7 @@ def test_the_prompts_own_partial_chunk_is_offered_to_its_last_token(
     token_count: int, chunk_count: int, request_tokens: int, sync: bool, hit: int
 ) -> None:
     prompt = prompt_of(token_count, partial=True)
-    assert prompt.hit_tokens(chunk_count, request_tokens, sync=sync) == hit
+    assert prompt.lookup.hit_tokens(chunk_count, request_tokens, sync=sync) == hit
 
 
 @pytest.mark.parametrize(("token_count", "index", "rest", "chunk_count", "sync", "hit"), FOUND_HITS)
@@ -95,8 +111,8 @@ def test_a_partial_chunk_of_another_prompt_is_offered_to_its_last_token(
     token_count: int, index: int, rest: int, chunk_count: int, sync: bool, hit: int, partial: bool
 ) -> None:
     prompt = prompt_of(token_count, partial=partial)
-    prompt.set_found(chunks(index + 1), HitSources(own=index + 1), "", 5.0, found(index, rest))
-    assert prompt.hit_tokens(chunk_count, token_count, sync=sync) == hit
+    answer(prompt, index + 1, 0, partial_chunk(index, rest))
+    assert prompt.lookup.hit_tokens(chunk_count, token_count, sync=sync) == hit
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -106,7 +122,7 @@ def test_an_offer_is_always_one_that_vllm_takes(sync: bool, partial: bool) -> No
         prompt = prompt_of(token_count, partial=partial)
         for chunk_count in range(len(prompt.keys) + 1):
             for request_tokens in (token_count, token_count + 1, token_count + 40):
-                hit = prompt.hit_tokens(chunk_count, request_tokens, sync=sync)
+                hit = prompt.lookup.hit_tokens(chunk_count, request_tokens, sync=sync)
                 assert 0 <= hit <= prompt.tokens_in(chunk_count) <= token_count
                 assert hit < request_tokens or not sync
 
@@ -137,40 +153,40 @@ def test_what_the_node_holds_needs_no_storing() -> None:
     prompt = prompt_of(200, partial=True)
     assert prompt.unstored_count == 3
     prompt.mark_held(2)
-    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (2, False, 1)
+    assert (prompt.store.stored_count, prompt.store.partial_is_stored, prompt.unstored_count) == (2, False, 1)
     prompt.mark_held(1)
-    assert prompt.stored_count == 2
+    assert prompt.store.stored_count == 2
     prompt.mark_held(4)
-    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, True, 0)
+    assert (prompt.store.stored_count, prompt.store.partial_is_stored, prompt.unstored_count) == (3, True, 0)
 
 
 def test_a_found_partial_chunk_stores_nothing_of_the_prompt_but_the_chunks_before_it() -> None:
     prompt = prompt_of(200, partial=True)
-    chunk = found(3, 5)
-    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, chunk)
-    assert (prompt.stored_count, prompt.partial_is_stored, prompt.unstored_count) == (3, False, 0)
-    assert prompt.hit_keys == [*prompt.keys[:3], chunk.key]
-    assert prompt.partials == {}, "with a longer chunk, whose tokens behind these five are others"
+    chunk = partial_chunk(3, 5)
+    answer(prompt, 4, 0, chunk)
+    assert (prompt.store.stored_count, prompt.store.partial_is_stored, prompt.unstored_count) == (3, False, 0)
+    assert prompt.lookup.hit_keys == [*prompt.keys[:3], chunk.key]
+    assert prompt.store.partials == {}, "with a longer chunk, whose tokens behind these five are others"
     prompt.mark_held(4)
-    assert not prompt.partial_is_stored, "four chunks of the hit, not of the prompt"
+    assert not prompt.store.partial_is_stored, "four chunks of the hit, not of the prompt"
     exact = PartialChunk(key=prompt.key_behind(3, 5), index=3, token_count=5)
-    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, exact)
-    assert (prompt.partials, prompt.partial_is_stored) == ({3: exact.key}, False)
+    answer(prompt, 4, 0, exact)
+    assert (prompt.store.partials, prompt.store.partial_is_stored) == ({3: exact.key}, False)
 
 
 def test_a_longer_chunk_that_begins_as_the_prompt_ends_stands_for_the_end_of_the_prompt() -> None:
     prompt = prompt_of(200, partial=True)
-    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, found(3, 8))
-    assert (prompt.stored_count, prompt.partial_is_stored, prompt.partials) == (3, True, {})
-    assert prompt.hit_tokens(4, 200, sync=False) == 200
+    answer(prompt, 4, 0, partial_chunk(3, 8))
+    assert (prompt.store.stored_count, prompt.store.partial_is_stored, prompt.store.partials) == (3, True, {})
+    assert prompt.lookup.hit_tokens(4, 200, sync=False) == 200
 
 
 def test_the_next_answer_replaces_a_found_partial_chunk() -> None:
     prompt = prompt_of(200, partial=True)
-    prompt.set_found(chunks(4), HitSources(own=4), "", 5.0, found(3, 5))
-    prompt.set_found(chunks(4), HitSources(own=4), "", 6.0)
-    assert (prompt.hit_tokens(4, 200, sync=False), prompt.hit_keys) == (200, prompt.keys)
-    assert (prompt.partial_is_stored, prompt.partials) == (True, {3: prompt.partial_key})
+    answer(prompt, 4, 0, partial_chunk(3, 5))
+    answer(prompt, 4)
+    assert (prompt.lookup.hit_tokens(4, 200, sync=False), prompt.lookup.hit_keys) == (200, prompt.keys)
+    assert (prompt.store.partial_is_stored, prompt.store.partials) == (True, {3: prompt.partial_key})
 
 
 def test_the_key_of_decoded_tokens_is_that_of_a_prompt_with_them() -> None:
@@ -185,36 +201,27 @@ def test_the_key_of_decoded_tokens_is_that_of_a_prompt_with_them() -> None:
 def test_decoded_chunks_do_not_count_as_unstored() -> None:
     prompt = prompt_of(64)
     prompt.mark_held(1)
-    prompt.stored_count = 3
+    prompt.store.stored_count = 3
     assert prompt.unstored_count == 0
 
 
 def test_an_answer_with_anything_in_it_is_found() -> None:
     for own, peer in ((1, 0), (0, 2), (1, 2)):
-        prompt = prompt_of(200)
-        prompt.lookup_state, prompt.lookup_id = LookupState.ASKED, "1"
-        prompt.set_found(
-            chunks(own),
-            HitSources(own=own, runs=(Run(tier="peers", chunk_count=peer),) if peer else ()),
-            "other",
-            now=5.0,
-        )
-        assert (prompt.lookup_state, prompt.lookup_id) == (LookupState.FOUND, "1")
-        assert (len(prompt.own), prompt.absent_count, prompt.peer_id, prompt.found_at) == (own, peer, "other", 5.0)
-        assert prompt.stored_count == own
+        answer(prompt := prompt_of(200), own, peer)
+        lookup = prompt.lookup
+        assert (lookup.state, lookup.lookup_id) == (LookupState.FOUND, "1")
+        assert (len(lookup.chunks), lookup.absent_count, lookup.found_at) == (own, peer, 5.0)
+        assert lookup.peer_id == ("other" if peer else "")
+        assert prompt.store.stored_count == own
 
 
 def test_an_answer_with_nothing_in_it_is_over() -> None:
-    prompt = prompt_of(200)
-    prompt.lookup_state, prompt.lookup_id = LookupState.ASKED, "1"
-    prompt.set_found([], HitSources(), "", now=5.0)
-    assert (prompt.lookup_state, prompt.lookup_id) == (LookupState.OVER, "")
+    answer(prompt := prompt_of(200), 0)
+    assert prompt.lookup.state is LookupState.OVER
 
 
 def test_over_forgets_what_was_held() -> None:
-    prompt = prompt_of(200)
-    prompt.lookup_id = "1"
-    prompt.set_found(chunks(2), HitSources(own=2, runs=(Run(tier="peers", chunk_count=1),)), "other", now=0.0)
-    prompt.end_lookup()
-    assert (prompt.lookup_state, prompt.lookup_id, prompt.own, prompt.absent_count) == (LookupState.OVER, "", [], 0)
-    assert prompt.stored_count == 2, "what was held a moment ago need not be stored again"
+    answer(prompt := prompt_of(200), 2, 1)
+    prompt.lookup.end()
+    assert (prompt.lookup.state, prompt.lookup.chunks, prompt.lookup.absent_count) == (LookupState.OVER, [], 0)
+    assert prompt.store.stored_count == 2, "what was held a moment ago need not be stored again"

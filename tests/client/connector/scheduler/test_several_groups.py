@@ -12,7 +12,6 @@ from lmkv.keys import ChunkKey, part_key, split_keys
 from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.tiers import PEERS
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
-from lmkv_client.connector.stats import tier_tokens
 from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, until
 from tests.client.connector.scheduler.several_groups import (
     CHUNKS,
@@ -270,7 +269,7 @@ def test_items_at_a_peer_are_brought_and_loaded(make_engine: MakeEngine, name: s
     engine = filled(engine_of(make_engine, name))
     engine.node.move_to_peer()
     assert engine.serve("a", PROMPT) == HIT
-    assert engine.count(tier_tokens(PEERS)) == CHUNKS * CHUNK
+    assert engine.count(f"tier_tokens:{PEERS}") == CHUNKS * CHUNK
     engine.check_nothing_is_left()
 
 

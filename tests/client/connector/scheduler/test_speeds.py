@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.engine.prompts.prefill_rate import KEPT, MAX_STEPS, PrefillRate
+from lmkv_client.engine.prefill_rate import KEPT, MAX_STEPS, PrefillRate
 
 
 def test_nothing_is_known_before_the_first_step_has_ended() -> None:

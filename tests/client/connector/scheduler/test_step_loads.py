@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.connector.scheduler.loads.step_loads import StepLoads
+from lmkv_client.connector.scheduler.hit_choice import StepLoads
 from tests.client.connector.scheduler.serving import (
     COLD,
     DECODED,

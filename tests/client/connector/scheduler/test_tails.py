@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from lmkv.keys import KeyChain, as_tokens, root_key
-from lmkv_client.connector.stats import tier_tokens
 from tests.client.connector.scheduler.serving import DECODED, PROMPT, REST, MakeEngine, forget_pages, until
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK
@@ -95,7 +94,7 @@ def test_the_tail_comes_from_a_peer(make_chat: MakeChat) -> None:
     engine.node.move_to_peer()
     turn = next_turn(engine, "a")
     assert engine.serve("b", turn) == len(turn) - STORED + DECODED
-    assert engine.count(tier_tokens("peers")) == STORED
+    assert engine.count("tier_tokens:peers") == STORED
     engine.check_nothing_is_left()
 
 

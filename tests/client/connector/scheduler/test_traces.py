@@ -30,6 +30,7 @@ from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadResult, WorkerReport
 from lmkv_client.connector.scheduler.side import SchedulerSide
+from lmkv_client.connector.scheduler.stores import SchedulerOptions
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.process import ServerProcess
 from lmkv_client.engine.node.client import NodeClient
@@ -82,7 +83,7 @@ class Fleet:
         link = NodeClient(self.asker, SPEC, 1)
         link.start()
         self._stack.callback(link.close)
-        self.engine = SchedulerSide(self.asker, ENGINE_KV, link, rank_count=1, step_tokens=2048)
+        self.engine = SchedulerSide(self.asker, ENGINE_KV, link, SchedulerOptions(rank_count=1, step_tokens=2048))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -145,9 +146,9 @@ class Fleet:
         blocks: Any = SimpleNamespace(get_block_ids=lambda: (list(range(20)),))
         self.engine.allocated(request, blocks, CHUNKS * SPEC.chunk_size)
         until(lambda: any(load.final for load in self.engine.plan(NOTHING_SCHEDULED).loads))
-        assert self.engine._attachment is not None
+        assert self.engine._session.attachment is not None
         loaded = LoadResult(rank_count=1, size_bytes=CHUNKS * SPEC.chunk_bytes, seconds=0.001)
-        report = WorkerReport(engine_id=self.engine._attachment.engine_id, loaded={request_id: loaded})
+        report = WorkerReport(engine_id=self.engine._session.attachment.engine_id, loaded={request_id: loaded})
         self.engine.handle_report(KVConnectorOutput(kv_connector_worker_meta=report))
         self.engine.finished(request, ([],))
 

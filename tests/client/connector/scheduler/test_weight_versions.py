@@ -56,7 +56,7 @@ def test_weights_without_a_name_have_a_version_of_their_own_and_named_ones_are_f
     make_engine: MakeEngine,
 ) -> None:
     engine = filled(make_engine(weight_version="1"))
-    first = engine.side._spec
+    first = engine.side._session.spec
     updated(engine)
     engine.side.weights_changed()
     assert engine.serve("a", PROMPT) == COLD
@@ -70,7 +70,7 @@ def test_weights_without_a_name_have_a_version_of_their_own_and_named_ones_are_f
     engine.side.name_weights("1")
     forget_pages(engine)
     engine.side.pages_cleared()
-    assert engine.side._spec == first
+    assert engine.side._session.spec == first
     assert engine.serve("b", PROMPT) == HIT
     engine.check_nothing_is_left()
 

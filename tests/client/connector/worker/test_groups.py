@@ -13,10 +13,9 @@ import torch
 from lmkv.parts import KvPart
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
-from lmkv_client.connector.identity import head_shares
+from lmkv_client.connector.identity import head_shares, worker_rank
 from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadPlan, WorkerReport
-from lmkv_client.connector.pipeline import worker_rank
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_kernels import ChunkCopy, checksum
@@ -328,7 +327,7 @@ def test_with_one_group_a_lost_load_is_reported_by_page(serve: Serve) -> None:
 
 def test_no_device_buffer_is_lent_for_several_groups(serve: Serve, make: Make) -> None:
     served = serve()
-    worker = make(Engine(1), lends_buffer=True)
+    worker = make(Engine(1), buffer_backends=("UCX",))
     attachment = replace(served.attachment(), device_buffer_bytes=1 << 20)
     load = replace(load_of([]), buffered=copies_of(OFFSETS, LOADED))
     step(worker, plan_of(attachment, loads=[load]))

@@ -64,15 +64,9 @@ def make_link(runtime_dir: Path) -> Iterator[MakeLink]:
         waits: bool = True,
         **options: object,
     ) -> NodeClient:
-        link = NodeClient(
-            config or connector_config(runtime_dir, **options),
-            spec,
-            1,
-            identify=identify,
-            identify_timeout=WAIT_SECONDS if waits else 0.0,
-        )
+        link = NodeClient(config or connector_config(runtime_dir, **options), spec, 1)
         made.append(link)
-        link.start()
+        link.start(identify, WAIT_SECONDS if waits else 0.0)
         return link
 
     yield make

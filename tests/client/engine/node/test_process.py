@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lmkv_client.engine.node.process import NodeProcess
+from lmkv_client.engine.node.launcher import NodeProcess
 from tests.client.engine.nodes import kill, until
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lmkv.errors import Unreachable
 from lmkv.misses import MissReason, describe, reason_from_proto, reason_to_proto
@@ -12,6 +12,8 @@ from lmkv.rpc import from_status
 from lmkv.tiers import PEERS
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
+from lmkv_client.engine.counters import Counters
+from lmkv_client.engine.log import logger
 
 ENGINE = "engine"
 """The tier of tokens that the engine's own prefix cache had."""
@@ -139,10 +141,9 @@ def _copied(span: PromptSpan) -> PromptSpan:
 class PromptAccounts:
     """Counts, logs and reports the accounts of an engine's requests when these end."""
 
-    def __init__(self, count: Callable[[MissReason, int], None], logger: logging.Logger) -> None:
-        """`count` counts missed tokens; `logger` has a line for each prompt at the level DEBUG."""
-        self._count = count
-        self._logger = logger
+    def __init__(self, counters: Counters) -> None:
+        """`counters` get missed tokens by their reason."""
+        self._counters = counters
         self._reports: list[RequestReport] = []
 
     def close(self, engine_request_id: str, account: PromptAccount) -> None:
@@ -154,10 +155,8 @@ class PromptAccounts:
         self._count_all(report.spans)
         if len(self._reports) < MAX_REPORTS:
             self._reports.append(report)
-        if self._logger.isEnabledFor(logging.DEBUG):
-            self._logger.debug(
-                "[%s] prompt of %d tokens: %s", engine_request_id, account.token_count, describe(report.spans)
-            )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("[%s] prompt of %d tokens: %s", engine_request_id, account.token_count, describe(report.spans))
 
     def count(self, account: PromptAccount) -> None:
         """Counts a request's misses, and reports nothing."""
@@ -166,7 +165,7 @@ class PromptAccounts:
     def _count_all(self, spans: Iterable[PromptSpan]) -> None:
         for span in spans:
             if reason := reason_from_proto(span.reason):
-                self._count(reason, span.token_count)
+                self._counters.add("miss_tokens", span.token_count, label=reason)
 
     @property
     def has_reports(self) -> bool:

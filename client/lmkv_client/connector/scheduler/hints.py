@@ -2,23 +2,57 @@
 
 request ──► hint ──► sent, for the prompt ──answer──► outcome: response, counter, span
                       └── the request has ended, and its last chunk is written: sent again, with the answer's chunks
-"""
+
+In-process callers of vLLM pass `kv_hints`; clients of vLLM's HTTP API, which has no such field, use
+`kv_transfer_params["lmkv"]["kv_hints"]`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmkv import hints, telemetry
-from lmkv.hints import Hint, HintAction, HintOutcome, HintReason, HintResult
+from lmkv.config import ConnectorConfig
+from lmkv.hints import MAX_ACTIONS, Hint, HintAction, HintOutcome, HintReason, HintResult
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.hint_messages import ACTIONS, MAX_HINT_KEYS, from_proto
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.connector.scheduler.request_state import RequestState
-from lmkv_client.connector.stats import ConnectorCounters, hint_counter
-from lmkv_client.engine.attachment import Send
+from lmkv_client.connector.scheduler.handoff import PARAMS
+from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.connector.scheduler.stores import Stores
+from lmkv_client.connector.stats import hint_labels
+from lmkv_client.connector.vllm_api import Request
+from lmkv_client.engine.session import Session
+
+HINTS = "kv_hints"
+"""Name of the envelope in parameters and in responses."""
+ENVELOPE_FIELDS = ("protocol_version", "message_id")
+ACTION_FIELDS = ("action_id", "action_type", "action_version", "payload")
+
+
+def envelope_of(request: Request) -> object | None:
+    """The envelope of the request, or what it has in its place; None if it has no hints."""
+    hints = getattr(request, HINTS, None)  # vLLM has it since 0.32
+    if hints is not None:
+        return _as_mapping(hints)
+    params = request.kv_transfer_params
+    fields = params.get(PARAMS) if isinstance(params, Mapping) else None
+    return fields.get(HINTS) if isinstance(fields, Mapping) else None
+
+
+def _as_mapping(envelope: object) -> object:
+    """vLLM's `KvHintsEnvelope` as a mapping, with no more actions than are needed to see that there are too many."""
+    if isinstance(envelope, Mapping):
+        return envelope
+    actions = getattr(envelope, "actions", None)
+    if isinstance(actions, list):
+        actions = [_fields(action, ACTION_FIELDS) for action in actions[: MAX_ACTIONS + 1]]
+    return _fields(envelope, ENVELOPE_FIELDS) | {"actions": actions}
+
+
+def _fields(value: object, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(value, name, None) for name in names}
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -51,22 +85,12 @@ class RequestHints:
     """The hints of one engine. A hint that fails costs its request nothing."""
 
     def __init__(
-        self,
-        spec: KvSpec,
-        send: Send,
-        counters: ConnectorCounters,
-        clock: Callable[[], float],
-        is_storing: Callable[[RequestState], bool],
-        *,
-        is_enabled: bool = True,
+        self, config: ConnectorConfig, session: Session[RequestLookup], stores: Stores, clock: Callable[[], float]
     ) -> None:
-        """`is_storing`: whether chunks of a request are still being written."""
-        self._is_enabled = is_enabled
-        self._spec = spec
-        self._send = send
-        self._counters = counters
+        self._is_enabled = config.accept_hints
+        self._session = session
+        self._stores = stores
         self._clock = clock
-        self._is_storing = is_storing
         self._requests: dict[str, HintedRequestState] = {}
         """By request, until its response is made."""
         self._unanswered: dict[str, SentHint] = {}
@@ -79,9 +103,9 @@ class RequestHints:
         """Hints and requests of which something is still to come."""
         return len(self._requests) + len(self._unanswered) + len(self._ended)
 
-    def begin(self, request_id: str, envelope: object, state: RequestState | None, *, is_attached: bool) -> None:
+    def begin(self, request_id: str, envelope: object, state: RequestState | None) -> None:
         """Sends the hints of a new request; `state` is None if it is not cached. Raises nothing."""
-        parsed = hints.parse(envelope, vocab_size=self._spec.vocab_size)
+        parsed = hints.parse(envelope, vocab_size=self._session.spec.vocab_size)
         hinted = self._requests[request_id] = HintedRequestState()
         for result in parsed.rejected:
             self._reject(hinted, result)
@@ -90,7 +114,7 @@ class RequestHints:
                 self._reject(hinted, _rejected(hint, HintReason.DISABLED, "accept_hints is off at this engine"))
             elif state is None:
                 self._reject(hinted, _rejected(hint, HintReason.NOT_CACHED, "the request is not cached"))
-            elif not is_attached:
+            elif self._session.attachment is None:
                 self._reject(hinted, _rejected(hint, HintReason.NO_NODE, "this engine has no node at the moment"))
             elif not (keys := self._keys(hint, state)):
                 self._reject(hinted, _rejected(hint, HintReason.BAD_PAYLOAD, "the tokens are less than a chunk"))
@@ -125,7 +149,7 @@ class RequestHints:
         """Repeats the hints of finished requests of which no chunk will be written any more."""
         if not self._ended:
             return
-        due = [sent for sent in self._ended if not self._is_storing(sent.state)]
+        due = [sent for sent in self._ended if not self._stores.is_writing(sent.state)]
         self._ended = [sent for sent in self._ended if sent not in due]
         for sent in due:
             is_refused = sent.result is not None and sent.result.outcome is HintOutcome.REJECTED
@@ -159,20 +183,20 @@ class RequestHints:
             return self._cut(hint, state.keys, state.token_count)
         chain = state.chain.beginning()
         chain.extend(hint.tokens)
-        partial = chain.partial(hint.tokens) if self._spec.has_plain_parts else None
+        partial = chain.partial(hint.tokens) if self._session.spec.has_plain_parts else None
         return self._cut(hint, [*chain.keys, partial] if partial else chain.keys, hint.tokens.size)
 
     def _last_keys(self, hint: Hint, state: RequestState) -> Sequence[ChunkKey]:
         """The keys of a finished request: of prompt and answer, unless the hint is about the prompt's first tokens."""
         keys = list(state.chain.keys)
-        if partial := state.partials.get(len(keys)):
+        if partial := state.store.partials.get(len(keys)):
             keys.append(partial)
         return self._cut(hint, keys, len(state.all_tokens))
 
     def _cut(self, hint: Hint, keys: Sequence[ChunkKey], token_count: int) -> Sequence[ChunkKey]:
         """The keys of the chunks that the first `Hint.token_count` tokens fill."""
         if hint.token_count is not None and hint.token_count < token_count:
-            keys = keys[: hint.token_count // self._spec.chunk_size]
+            keys = keys[: hint.token_count // self._session.spec.chunk_size]
         return keys[:MAX_HINT_KEYS]
 
     # --- Messages ------------------------------------------------------------------------------------------------
@@ -188,15 +212,15 @@ class RequestHints:
             running=running,
         )
         message.ttl.FromNanoseconds(int(hint.ttl_seconds * 1e9))
-        self._send(pb.Act(hint=message))
+        self._session.send(pb.Act(hint=message))
 
     def _reject(self, hinted: HintedRequestState, result: HintResult) -> None:
         hinted.results.append(result)
-        self._counters.add(hint_counter(result.action, result.outcome))
+        self._session.counters.add("hints", label=hint_labels(result.action, result.outcome))
 
     def _settle(self, sent: SentHint, result: HintResult) -> None:
         sent.result = result
-        self._counters.add(hint_counter(result.action, result.outcome))
+        self._session.counters.add("hints", label=hint_labels(result.action, result.outcome))
         telemetry.record(
             "lmkv.hint",
             self._clock() - sent.sent_at,
