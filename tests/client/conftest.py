@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from lmkv import cli, rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_client import Coordinator as Client
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears, drains
@@ -48,7 +50,9 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     for module in (clears, drains):  # the coordinator has started just now, and its instances have joined
         monkeypatch.setattr(module, "SETTLE_SECONDS", 0.05)
     async with AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush"))
+        coordinator = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=30.0, cluster_secret="hush"))
+        )
         channel = await stack.enter_async_context(rpc.open_channel(coordinator.address))
         known: dict[str, ScriptedInstance] = {}
         a = await stack.enter_async_context(ScriptedInstance(channel, known, "a", LLAMA, CHUNKS))

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_client import Coordinator as Client
 from lmkv_client.kv_events import MEDIA
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -33,7 +35,7 @@ class Fleet:
         self.address = ""
 
     async def __aenter__(self) -> Fleet:
-        self._coordinator = await Coordinator(port=0).__aenter__()
+        self._coordinator = await Coordinator(CoordinatorConfig(port=0, http_port=OFF)).__aenter__()
         self.address = self._coordinator.address
         for name in self._names:
             await self._start(name)
@@ -72,7 +74,7 @@ class Fleet:
         await self._coordinator.__aexit__(None, None, None)
         if meanwhile:
             await meanwhile()
-        self._coordinator = await Coordinator(port=port).__aenter__()
+        self._coordinator = await Coordinator(CoordinatorConfig(port=port, http_port=OFF)).__aenter__()
 
     async def map(self) -> Index:
         """What the coordinator's map has, as it sends it to a new watcher."""

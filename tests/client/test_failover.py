@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound, Unreachable
 from lmkv_client import Coordinator
 from lmkv_client.streams import LookupStream
@@ -25,8 +27,10 @@ class Two:
         self._stack = stack
 
     async def start(self) -> None:
-        self.first = await self._stack.enter_async_context(server.Coordinator(port=0))
-        self.second = await self._stack.enter_async_context(server.Coordinator(port=0))
+        self.first = await self._stack.enter_async_context(server.Coordinator(CoordinatorConfig(port=0, http_port=OFF)))
+        self.second = await self._stack.enter_async_context(
+            server.Coordinator(CoordinatorConfig(port=0, http_port=OFF))
+        )
         self.addresses = self.first.address, self.second.address
 
 

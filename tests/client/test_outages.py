@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError, ModelNotFound, OperationNotFound, RevisionCompacted, Unreachable, WatcherTooSlow
 from lmkv.v1.cache_service_pb2 import (
     LayoutChange,
@@ -157,7 +159,7 @@ async def test_lookups_that_are_too_long_together_do_not_share_messages(stumblin
 async def stuck_fleet(port: int, fleet: dict[str, ScriptedInstance]) -> AsyncIterator[ScriptedInstance]:
     """A coordinator, `a` with the prompt's chunks, and `b`, which takes orders and carries none out."""
     async with (
-        server.Coordinator(port=port, cluster_secret="hush") as serving,
+        server.Coordinator(CoordinatorConfig(port=port, http_port=OFF, cluster_secret="hush")) as serving,
         rpc.open_channel(serving.address) as channel,
         ScriptedInstance(channel, fleet, "a", LLAMA, CHUNKS),
         ScriptedInstance(channel, fleet, "b", LLAMA) as b,
@@ -181,7 +183,7 @@ async def test_waiting_and_watching_outlast_a_restart_of_the_coordinator(free_po
             watching = asyncio.ensure_future(anext(updates))
             await asyncio.sleep(0)
         async with (
-            server.Coordinator(port=port, cluster_secret="hush") as serving,
+            server.Coordinator(CoordinatorConfig(port=port, http_port=OFF, cluster_secret="hush")) as serving,
             rpc.open_channel(serving.address) as channel,
         ):
             while not (update := await watching).reset:  # the instances left before the coordinator did
@@ -205,6 +207,6 @@ async def test_an_operation_of_another_client_is_not_repeated(free_port: Callabl
         async with stuck_fleet(port, fleet):
             await coordinator.move(PROMPT, source="a", destination="b")
             (found,) = await coordinator.operations()
-        async with server.Coordinator(port=port, cluster_secret="hush"):
+        async with server.Coordinator(CoordinatorConfig(port=port, http_port=OFF, cluster_secret="hush")):
             with pytest.raises(OperationNotFound, match="repeat the call with the same request_id"):
                 await asyncio.wait_for(found.wait(60), 60)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmkv.auth.credentials import Credentials
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import Unreachable
 from lmkv_client import Coordinator, sync
 from lmkv_server.coordinator import coordinator as server
@@ -24,7 +26,15 @@ def certificates(tmp_path: Path) -> Certificates:
 @pytest.fixture
 async def address(certificates: Certificates) -> AsyncIterator[str]:
     """The address of a coordinator that requires client certificates of the issuer."""
-    async with server.Coordinator(port=0, credentials=certificates.strict_server) as serving:
+    async with server.Coordinator(
+        CoordinatorConfig(
+            port=0,
+            http_port=OFF,
+            tls_cert=certificates.cert,
+            tls_key=certificates.key,
+            tls_client_ca=certificates.ca,
+        )
+    ) as serving:
         yield serving.address
 
 

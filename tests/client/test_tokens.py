@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.auth.authenticator import Authenticator
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv_client import Coordinator, sync
 from lmkv_server.coordinator import coordinator as server
@@ -21,8 +21,8 @@ from tests.support.tokens import entry, write
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     """Where a coordinator is that asks for tokens."""
-    authenticator = Authenticator(write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator"))))
-    async with server.Coordinator(port=0, authenticator=authenticator) as serving:
+    tokens = write(tmp_path / "tokens.yaml", *map(entry, ("engine", "reader", "operator")))
+    async with server.Coordinator(CoordinatorConfig(port=0, http_port=OFF, auth_tokens=str(tokens))) as serving:
         yield serving.address
 
 

@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import drains
 from tests.promises.commands import command_lines, takes
@@ -152,7 +154,10 @@ async def test_the_command_that_drains_a_host_leaves_nothing_on_it_alone(
     monkeypatch.setattr(drains, "CONFIRM_SECONDS", 0.0)  # scripted instances report nothing by themselves
     line = next(line for line in command_lines(operate / "upgrades.md", "lmkv") if line[1] == "drain")
     held = dict.fromkeys(keys_of([1, 2, 3]), 3)
-    async with Coordinator(port=0, lease_ttl=30.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=30.0)) as coordinator,
+        rpc.open_channel(coordinator.address) as channel,
+    ):
         fleet: dict[str, ScriptedInstance] = {}
         async with (
             ScriptedInstance(channel, fleet, "engine-1", LLAMA, held),

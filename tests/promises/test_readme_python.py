@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import LLAMA, keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance
@@ -25,7 +27,9 @@ async def address() -> AsyncIterator[str]:
     """Where the coordinator of `engine-1`, which holds the README's prompt, and `engine-2` is."""
     held = dict.fromkeys(keys_of(PROMPT, secret=b""), len(PROMPT))
     async with AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0))
+        coordinator = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=30.0))
+        )
         channel = await stack.enter_async_context(rpc.open_channel(coordinator.address))
         fleet: dict[str, ScriptedInstance] = {}
         for name in ("engine-1", "engine-2"):

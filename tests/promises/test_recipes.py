@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pool import Default
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -49,7 +49,15 @@ async def fleet(
         # A short lease, so that the map counts as whole soon; the instances report often enough.
         tokenizers = {"llama": str(save_tokenizer(folder / "llama", {"Hello": 9906, "world": 1917}))}
         coordinator = Coordinator(
-            port=0, http_ports={"http_port": 0}, lease_ttl=5.0, tokenizers=tokenizers, credentials=credentials
+            CoordinatorConfig(
+                port=0,
+                http_port=0,
+                lease_ttl=5.0,
+                tokenizers=tokenizers,
+                tls_cert=credentials.cert,
+                tls_key=credentials.key,
+                tls_client_ca=credentials.client_ca,
+            )
         )
         await stack.enter_async_context(coordinator)
         channel = rpc.open_channel(f"localhost:{coordinator.port}", Credentials(ca=ca))

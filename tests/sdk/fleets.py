@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
@@ -36,7 +38,9 @@ class Fleet:
     async def start(self) -> None:
         """Starts all of it, as it was at first."""
         enter = self._stack.enter_async_context
-        self.coordinator = await enter(server.Coordinator(port=self._port, lease_ttl=60.0, cluster_secret="hush"))
+        self.coordinator = await enter(
+            server.Coordinator(CoordinatorConfig(port=self._port, http_port=OFF, lease_ttl=60.0, cluster_secret="hush"))
+        )
         channel = await enter(rpc.open_channel(self.coordinator.address))
         known: dict[str, ScriptedInstance] = {}
         self._instances = [

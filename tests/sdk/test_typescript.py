@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lmkv import __version__, rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator import coordinator as server
 from lmkv_server.coordinator.operations import clears, drains
 from tests.sdk.buf import buf
@@ -119,7 +121,15 @@ async def test_tls_accepts_and_rejects(compiled: Path, tmp_path: Path) -> None:
     certificates = issue(tmp_path / "ours")
     files = {"ca": certificates.ca, "cert": certificates.cert, "key": certificates.key}
     stranger = issue(tmp_path / "another's")
-    async with server.Coordinator(port=0, credentials=certificates.strict_server) as coordinator:
+    async with server.Coordinator(
+        CoordinatorConfig(
+            port=0,
+            http_port=OFF,
+            tls_cert=certificates.cert,
+            tls_key=certificates.key,
+            tls_client_ca=certificates.ca,
+        )
+    ) as coordinator:
         setting = {"address": coordinator.address, "tls": {**files, "otherCa": stranger.ca}}
         await run_node(compiled / "tls.test.js", setting)
 
@@ -127,7 +137,9 @@ async def test_tls_accepts_and_rejects(compiled: Path, tmp_path: Path) -> None:
 async def test_the_readme_runs_as_it_stands(compiled: Path) -> None:
     held = dict.fromkeys(keys_of(README_PROMPT, secret=b""), len(README_PROMPT))
     async with AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(server.Coordinator(port=0, lease_ttl=60.0))
+        coordinator = await stack.enter_async_context(
+            server.Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=60.0))
+        )
         channel = await stack.enter_async_context(rpc.open_channel(coordinator.address))
         fleet: dict[str, ScriptedInstance] = {}
         for name, chunks in (("engine-1", held), ("engine-2", {})):

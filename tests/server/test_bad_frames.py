@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
 from lmkv.rpc.prompts import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -61,7 +62,7 @@ STRANGE: tuple[Any, ...] = (
 async def coordinator() -> AsyncIterator[Coordinator]:
     """A coordinator with a registered instance, which it must still know at the end."""
     async with (
-        Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=3600.0, cluster_secret="hush") as coordinator,
+        Coordinator(CoordinatorConfig(port=0, http_port=0, lease_ttl=3600.0, cluster_secret="hush")) as coordinator,
         rpc.open_channel(coordinator.address) as channel,
         ScriptedInstance(channel, {}, "a", LLAMA, CHUNKS),
     ):

@@ -22,7 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lmkv import rpc
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as engine_pb
@@ -73,7 +74,10 @@ async def servers() -> AsyncIterator[Servers]:
 async def running(runtime_dir: Path) -> AsyncIterator[Servers]:
     """An engine is attached to the node, and `reporter` is registered at the coordinator."""
     config = NodeConfig(instance_id="node", runtime_dir=str(runtime_dir), max_local_cpu_size=1 / 64)
-    async with Coordinator(port=0, lease_ttl=3600.0) as coordinator, Node(config) as node:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=3600.0)) as coordinator,
+        Node(config) as node,
+    ):
         addresses = dict.fromkeys(SERVICE_NAMES, coordinator.address)
         addresses |= {"lmkv.v1.EngineService": f"unix:{config.engine_socket}", "lmkv.v1.PeerService": node.peer_address}
         channels = {name: rpc.open_channel(address) for name, address in addresses.items()}

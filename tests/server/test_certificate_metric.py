@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lmkv.auth.credentials import METRIC_NAME, CertificateEnd, Credentials, validity
-from lmkv.config import NodeConfig, ProxyConfig
+from lmkv.auth.credentials import METRIC_NAME, CertificateEnd, validity
+from lmkv.config import CoordinatorConfig, NodeConfig, ProxyConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.proxy.proxy import Proxy
@@ -32,13 +33,28 @@ async def test_coordinator_node_and_proxy_export_it(certificates: Certificates, 
         tls_key=key,
     )
     proxy = Proxy(ProxyConfig(tls_cert=cert, tls_key=key))
-    async with Coordinator(port=0, credentials=certificates.server) as coordinator, Node(config) as node:
+    async with (
+        Coordinator(
+            CoordinatorConfig(
+                port=0,
+                http_port=OFF,
+                tls_cert=certificates.cert,
+                tls_key=certificates.key,
+            )
+        ) as coordinator,
+        Node(config) as node,
+    ):
         for registry in (coordinator.metrics, node.metrics.registry, proxy.metrics):
             assert registry.get_sample_value(METRIC_NAME) == end
 
 
 async def test_a_node_without_one_reports_nothing() -> None:
-    async with Coordinator(port=0, credentials=Credentials()) as coordinator:
+    async with Coordinator(
+        CoordinatorConfig(
+            port=0,
+            http_port=OFF,
+        )
+    ) as coordinator:
         assert coordinator.metrics.get_sample_value(METRIC_NAME) is None
 
 

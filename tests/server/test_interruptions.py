@@ -13,6 +13,8 @@ from google.longrunning import operations_pb2
 from google.longrunning.operations_pb2_grpc import OperationsStub
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.rpc.lookup_call import LookupCall
 from lmkv.rpc.prompts import by_tokens
 from lmkv.tiers import HOST
@@ -212,7 +214,9 @@ async def test_calls_of_a_coordinator_leave_nothing_counted_locked_or_pending(
 ) -> None:
     interrupter = Interrupter(monkeypatch, *methods, are_handlers=True)
     kinds = (Kind.CANCEL,) if methods[0][1] == "Report" else Kind  # instances are patient: the others take long
-    async with Coordinator(port=0, lease_ttl=WAIT_SECONDS, cluster_secret="hush") as coordinator:
+    async with Coordinator(
+        CoordinatorConfig(port=0, http_port=OFF, lease_ttl=WAIT_SECONDS, cluster_secret="hush")
+    ) as coordinator:
         services = coordinator.tenants.unnamed
         async with rpc.open_channel(
             coordinator.address

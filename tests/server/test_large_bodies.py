@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from lmkv.config import PickerConfig
+from lmkv.config import CoordinatorConfig, PickerConfig
 from lmkv.runtime import turns
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.http.server import HttpOptions, HttpServer
@@ -50,7 +50,7 @@ async def proxy(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
 @asynccontextmanager
 async def coordinator(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
     async with (
-        Coordinator(port=0, http_ports={"http_port": 0}) as server,
+        Coordinator(CoordinatorConfig(port=0, http_port=0)) as server,
         http(int(server.http_address.rpartition(":")[2]), path, body) as ask,
     ):
         yield ask

@@ -18,7 +18,7 @@ import pytest
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
-from lmkv.config import PickerConfig, ProxyConfig
+from lmkv.config import CoordinatorConfig, PickerConfig, ProxyConfig
 from lmkv.errors import Full
 from lmkv.runtime.places import most_of, requester
 from lmkv.transfer import Copy, ucx
@@ -111,7 +111,7 @@ async def proxy_of(**settings: Any) -> AsyncIterator[tuple[Proxy, ScriptedEngine
 
 @asynccontextmanager
 async def bodies_at_the_coordinator(_: Path) -> AsyncIterator[Honest]:
-    async with Coordinator(port=0, http_ports={"http_port": 0}) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0)) as coordinator:
         port = int(coordinator.http_address.rpartition(":")[2])
         async with silent(port, MAX_CONCURRENT_REQUESTS + 2 * SPARE_CONNECTIONS, SILENT % b"/lookup"):
             yield lambda: ask(coordinator.url, "GET", "/metrics")

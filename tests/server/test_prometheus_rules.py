@@ -13,7 +13,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from lmkv.config import NodeConfig, PickerConfig, ProxyConfig
+from lmkv.config import CoordinatorConfig, NodeConfig, PickerConfig, ProxyConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.proxy.picker.picker import Picker
@@ -86,7 +87,10 @@ async def measured(runtime_dir: Path) -> set[str]:
         remote_url="redis://127.0.0.1:1",  # where no server listens
     )
     shared_map = "redis://127.0.0.1:1"  # no server here, either
-    async with Coordinator(port=0, layout_map_url=shared_map) as coordinator, Node(config) as node:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, layout_map_url=shared_map)) as coordinator,
+        Node(config) as node,
+    ):
         known = {*names(coordinator.metrics), *names(node.metrics.registry), *names(Proxy(ProxyConfig()).metrics)}
     known |= set(names(Picker(PickerConfig(engines=("http://localhost:8000",), policy="least_loaded")).metrics))
     known |= {f"lmkv:{name}" for name in engine_metrics()}

@@ -9,7 +9,7 @@ import logging
 from contextlib import suppress
 
 from lmkv import telemetry
-from lmkv.auth.authenticator import Authenticator, exposure
+from lmkv.auth.authenticator import exposure
 from lmkv.cli import Command
 from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
 from lmkv.config.resolve import follow_logging
@@ -69,24 +69,10 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
     from lmkv_server.coordinator.operations.audit import write_audit_to
 
     stop = stop_on_signals()
-    authenticator = Authenticator(config.auth_tokens)
     write_audit_to(config.audit_log)
-    if warning := exposure(config.host, authenticator, config.credentials):
+    coordinator = Coordinator(config)
+    if warning := exposure(config.host, coordinator.authenticator, config.credentials):
         logger.warning(warning)
-    coordinator = Coordinator(
-        host=config.host,
-        grpc_ports=config.grpc_ports,
-        http_ports=config.http_ports,
-        lease_ttl=config.lease_ttl,
-        operation_ttl=config.operation_ttl,
-        cluster_secret=config.cluster_secret,
-        tokenizers=config.tokenizers,
-        credentials=config.credentials,
-        authenticator=authenticator,
-        layout_map_url=config.layout_map_url,
-        allowed_hosts=config.allowed_hosts,
-        max_connections_per_client=config.max_connections_per_client,
-    )
     async with coordinator, telemetry.export_metrics(coordinator.metrics, SERVICE_NAME, ""):
         logger.info("lmkv coordinator ready on %s", coordinator.address)
         if coordinator.url:

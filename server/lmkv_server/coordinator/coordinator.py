@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Self
 
@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from lmkv import rpc
-from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
+from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import CertificateEnd, Credentials
+from lmkv.config import CoordinatorConfig
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
@@ -24,10 +25,10 @@ from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.layout_store.metrics import SharedMapMetrics
 from lmkv_server.coordinator.layout_store.shared_map import SharedMap
 from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, make_services
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.server import MAX_CONNECTIONS_PER_CLIENT, HttpOptions, HttpServer, address, listen
+from lmkv_server.http.server import HttpOptions, HttpServer, address, listen
 
 logger = logging.getLogger(__name__)
 
@@ -45,46 +46,23 @@ SWEEP_SECONDS = 0.5
 class Coordinator:
     """Serves `CacheService`, `RegistryService`, `ReportService`, `LookupService` and `Operations` while it is entered.
 
-    It serves gRPC on `port`, or on `grpc_ports` if given, and HTTP on `http_ports`. Ports are mapped from the
-    configuration key that sets them; 0 takes a free port. All use TLS if `credentials` have a certificate;
-    `authenticator` admits callers and maps them to tenants. Leases last `lease_ttl` seconds; ended operations are kept
-    for `operation_ttl`. `tokenizers` maps models to folders. The layout map is shared at `layout_map_url`, if set. The
-    constructor raises `ConfigError` if that URL is invalid, entering if a port or a tokenizer is unavailable. For
-    `allowed_hosts` see `HostGuard`, for `max_connections_per_client` see `Connections`.
+    The constructor raises `ConfigError` if a file or a URL of the configuration is invalid, entering if a port or a
+    tokenizer is unavailable.
     """
 
-    def __init__(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 9000,
-        grpc_ports: Mapping[str, int] | None = None,
-        http_ports: Mapping[str, int] | None = None,
-        lease_ttl: float = 3.0,
-        operation_ttl: float = 3600.0,
-        cluster_secret: str = "",
-        tokenizers: Mapping[str, str] | None = None,
-        credentials: Credentials = rpc.PLAINTEXT,
-        authenticator: Authenticator = OPEN_AUTHENTICATOR,
-        layout_map_url: str = "",
-        allowed_hosts: Sequence[str] = (),
-        max_connections_per_client: int = MAX_CONNECTIONS_PER_CLIENT,
-    ) -> None:
-        self.host = host
-        self.grpc_ports = dict(grpc_ports or {"port": port})
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.host = config.host
+        self.grpc_ports = dict(config.grpc_ports)
         """The gRPC ports by configuration key; the bound ones once it is entered."""
-        self.http_ports = dict(http_ports or {})
+        self.http_ports = dict(config.http_ports)
         """The HTTP ports by configuration key; the bound ones once it is entered."""
-        self._lease_ttl = lease_ttl
-        self._operation_ttl = operation_ttl
-        self._secret = cluster_secret.encode()
-        self._tokenizers = tokenizers or {}
-        self._credentials = credentials
-        self._authenticator = authenticator
-        self._guard = HostGuard(bound=host, allowed=allowed_hosts)
-        self._max_connections_per_client = max_connections_per_client
+        self._credentials = config.credentials
+        self.authenticator = Authenticator(config.auth_tokens)
+        """Admits callers, and maps them to tenants."""
+        self._guard = HostGuard(bound=config.host, allowed=config.allowed_hosts)
         self._admission = JoinAdmission()
-        self.shared = SharedMap(layout_map_url, lease_ttl=lease_ttl) if layout_map_url else None
+        self.shared = SharedMap(config.layout_map_url, lease_ttl=config.lease_ttl) if config.layout_map_url else None
         """The shared layout map, if there is one."""
         self.metrics = CollectorRegistry()
         """Its metrics, once it is entered."""
@@ -132,11 +110,11 @@ class Coordinator:
         stack = self._stack
         tenants = self._tenants = Tenants(self._make_services)
         stack.push_async_callback(tenants.aclose)
-        for tenant in self._authenticator.callers.tenants:
+        for tenant in self.authenticator.callers.tenants:
             tenants.of(tenant)
         if self.shared is not None:
             stack.push_async_callback(self.shared.aclose)
-        server = await rpc.make_server(SERVICE_NAMES, self._calls, self._authenticator)
+        server = await rpc.make_server(SERVICE_NAMES, self._calls, self.authenticator)
         tenants.add_to(server)
         app = self._make_app(tenants)
         self.metrics = app.metrics
@@ -171,12 +149,10 @@ class Coordinator:
         await self._stack.aclose()
 
     def _make_services(self, tenant: str) -> Services:
-        return make_services(
-            tenant=tenant,
-            lease_ttl=self._lease_ttl,
-            operation_ttl=self._operation_ttl,
-            cluster_secret=self._secret,
-            quota=lambda: self._authenticator.quota(tenant),
+        return Services(
+            self._config,
+            tenant,
+            authenticator=self.authenticator,
             admission=self._admission,
             layout_store=self.shared.of(tenant) if self.shared else None,
         )
@@ -185,8 +161,8 @@ class Coordinator:
         own: list[Collector] = [self._calls, CertificateEnd(self._credentials.cert), BuildInfo()]
         if self.shared is not None:
             own.append(SharedMapMetrics(self.shared))
-        tokenizers = Tokenizers(self._tokenizers)
-        return make_app(tenants, tokenizers, self._guard, self._authenticator, *own, grpc_port=lambda: self.port)
+        tokenizers = Tokenizers(self._config.tokenizers)
+        return make_app(tenants, tokenizers, self._guard, self.authenticator, *own, grpc_port=lambda: self.port)
 
     def _make_http_server(self, app: CoordinatorApp, key: str, port: int) -> HttpServer:
         options = HttpOptions(
@@ -194,7 +170,7 @@ class Coordinator:
             port=port,
             key=key,
             credentials=self._credentials,
-            max_connections_per_client=self._max_connections_per_client,
+            max_connections_per_client=self._config.max_connections_per_client,
             grace_seconds=STOP_SECONDS,
         )
         return HttpServer(app, options)

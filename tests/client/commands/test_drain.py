@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.rpc.endpoints import make_server
 from lmkv.v1.cache_service_pb2 import DrainRequest
 from lmkv.v1.cache_service_pb2_grpc import (
@@ -93,7 +95,7 @@ async def test_drain_tries_again_until_a_coordinator_responds(run_command: RunCo
         while "trying again for 30 s" not in notice:
             await asyncio.sleep(0.05)
             notice += capsys.readouterr().err
-    async with RealCoordinator(port=port, lease_ttl=30.0, cluster_secret="hush"):
+    async with RealCoordinator(CoordinatorConfig(port=port, http_port=OFF, lease_ttl=30.0, cluster_secret="hush")):
         assert await drain == 1
     assert notice.startswith(f"lmkv: notice: no coordinator responds at 127.0.0.1:{port} (UNAVAILABLE: ")
     assert capsys.readouterr().err.endswith("INSTANCE: instance 'a' is not registered; registered are: none\n")

@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message
 
+from lmkv.config import CoordinatorConfig
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv_server.coordinator.http import gateway, lmcache
 from lmkv_server.coordinator.http.app import ONLY, _refusal
 from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.replies import HTTP_STATUS, status_of
 from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths
-from lmkv_server.coordinator.services.services import Services, make_services
+from lmkv_server.coordinator.services.services import Services
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.promises import MAX_STATUS_BYTES
 from tests.fuzz.targets.coordinator_rpcs import INSTANCE, SNAPSHOT
@@ -52,7 +53,7 @@ def _endpoints(services: Services) -> dict[str, Endpoint]:
     return {route.path: route.endpoint for route in (*gateway.routes(handlers, ONLY), *routes(paths))}
 
 
-PATHS = sorted(_endpoints(make_services(lease_ttl=30.0, cluster_secret=b"hush")))
+PATHS = sorted(_endpoints(Services(CoordinatorConfig(lease_ttl=30.0, cluster_secret="hush"))))
 _NUMBERS = {path: number for number, path in enumerate(PATHS)}
 
 
@@ -92,7 +93,7 @@ def run(data: bytes) -> None:
 
 
 async def _run(source: Input) -> None:
-    services = make_services(lease_ttl=30.0, cluster_secret=b"hush")
+    services = Services(CoordinatorConfig(lease_ttl=30.0, cluster_secret="hush"))
     try:
         await services.registry.Register(registration(INSTANCE), None)
         stream = services.core.open_stream("a", 1, 0)

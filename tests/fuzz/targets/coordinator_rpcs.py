@@ -10,6 +10,7 @@ from typing import Any
 from google.longrunning import operations_pb2
 from google.protobuf.duration_pb2 import Duration
 
+from lmkv.config import CoordinatorConfig
 from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
@@ -18,7 +19,7 @@ from lmkv.tiers import DISK, HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, make_services
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.rpcs import call, methods_of
 from tests.fuzz.virtual_loop import run as run_virtually
@@ -122,7 +123,7 @@ def run(data: bytes) -> None:
 
 
 async def _run(source: Input) -> None:
-    services = make_services(lease_ttl=30.0, cluster_secret=b"hush")
+    services = Services(CoordinatorConfig(lease_ttl=30.0, cluster_secret="hush"))
     try:
         await _prepare(services)
         handlers = services.cache, services.registry, services.reports, services.node_lookups, services.operations

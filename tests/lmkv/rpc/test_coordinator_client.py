@@ -7,6 +7,8 @@ import socket
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound, Unreachable
 from lmkv.rpc.coordinator_client import CoordinatorClient, Failover
 from lmkv.rpc.prompts import by_keys
@@ -39,7 +41,7 @@ def test_several_failures_of_one_target_skip_no_other() -> None:
 
 
 async def test_a_lookup_at_a_coordinator_that_is_gone_is_answered_by_the_next_one() -> None:
-    async with Coordinator(port=0) as live:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as live:
         client = CoordinatorClient(["127.0.0.1:1", live.address], timeout_seconds=WAIT_SECONDS)
         stream = client.lookup_stream()
         assert not (await stream.lookup(REQUEST)).holders
@@ -49,7 +51,7 @@ async def test_a_lookup_at_a_coordinator_that_is_gone_is_answered_by_the_next_on
 
 
 async def test_lookups_in_flight_at_a_coordinator_that_stops_are_answered_by_the_next_one() -> None:
-    async with Coordinator(port=0) as live:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as live:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             client = CoordinatorClient(
                 [f"127.0.0.1:{silent.getsockname()[1]}", live.address], timeout_seconds=WAIT_SECONDS
@@ -75,7 +77,10 @@ async def test_a_lookup_takes_one_timeout_although_a_coordinator_is_silent_and_t
 
 
 async def test_a_closed_stream_takes_no_lookups_and_opens_no_other() -> None:
-    async with Coordinator(port=0) as first, Coordinator(port=0) as second:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as first,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as second,
+    ):
         client = CoordinatorClient([first.address, second.address], timeout_seconds=WAIT_SECONDS)
         stream = client.lookup_stream()
         await stream.lookup(REQUEST)
@@ -87,7 +92,10 @@ async def test_a_closed_stream_takes_no_lookups_and_opens_no_other() -> None:
 
 
 async def test_an_error_of_a_coordinator_that_responds_is_no_failure_of_it() -> None:
-    async with Coordinator(port=0) as first, Coordinator(port=0) as second:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as first,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as second,
+    ):
         client = CoordinatorClient([first.address, second.address], timeout_seconds=WAIT_SECONDS)
         with pytest.raises(InstanceNotFound):
             await client.call(lambda to: to.registry.LocateInstance, LocateInstanceRequest(instance_id="a"))

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from lmkv import rpc, telemetry
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import BadChunkKey, Unreachable
 from lmkv.rpc.prompts import by_keys
 from lmkv.telemetry import NO_SPAN, SpanKind, spans
@@ -102,7 +104,10 @@ def test_a_traceparent_that_is_none_begins_a_trace(exporting: Receiver, nonsense
 
 async def test_a_call_is_a_span_on_both_sides_with_its_code(exporting: Receiver) -> None:
     with telemetry.trace_process(SERVICE, ""):
-        async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+        async with (
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator,
+            rpc.open_channel(coordinator.address) as channel,
+        ):
             stub = cache_service_pb2_grpc.CacheServiceStub(channel)
 
             async def look_up(request: cache_service_pb2.LookupRequest) -> None:
@@ -155,7 +160,7 @@ async def test_tasks_that_run_beside_each_other_keep_their_spans_apart(exporting
 async def test_a_request_over_http_continues_its_headers_trace(exporting: Receiver) -> None:
     with telemetry.trace_process(SERVICE, ""):
         async with (
-            Coordinator(port=0, http_ports={"http_port": 0}) as coordinator,
+            Coordinator(CoordinatorConfig(port=0, http_port=0)) as coordinator,
             httpx.AsyncClient(base_url=f"http://{coordinator.http_address}", trust_env=False, timeout=60) as client,
         ):
             await client.post("/lookup", json={"tokens": [1]}, headers={"traceparent": TRACEPARENT})

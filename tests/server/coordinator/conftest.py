@@ -9,6 +9,8 @@ import grpc
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -25,7 +27,9 @@ def lease_ttl() -> float:
 
 @pytest.fixture
 async def coordinator(lease_ttl: float) -> AsyncIterator[Coordinator]:
-    async with Coordinator(port=0, lease_ttl=lease_ttl, cluster_secret="hush") as serving:
+    async with Coordinator(
+        CoordinatorConfig(port=0, http_port=OFF, lease_ttl=lease_ttl, cluster_secret="hush")
+    ) as serving:
         yield serving
 
 

@@ -12,9 +12,9 @@ import httpx
 from google.longrunning import operations_pb2_grpc
 
 from lmkv import rpc
-from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
+from lmkv.config import CoordinatorConfig
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -74,10 +74,10 @@ async def guarded(
 ) -> AsyncIterator[Guarded]:
     """A coordinator that requires tokens of a file."""
     path = folder / "tokens.yaml"
-    gate = Authenticator(write(path, *entries, **(quotas or {})))
+    write(path, *entries, **(quotas or {}))
     async with (
         Coordinator(
-            port=0, http_ports={"http_port": 0}, lease_ttl=30.0, cluster_secret="hush", authenticator=gate
+            CoordinatorConfig(port=0, http_port=0, lease_ttl=30.0, cluster_secret="hush", auth_tokens=str(path))
         ) as serving,
         AsyncExitStack() as stack,
     ):

@@ -11,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv.rpc.prompts import by_keys
@@ -37,7 +39,7 @@ async def test_every_service_is_healthy_and_reflected(channel: grpc.aio.Channel)
 
 async def test_all_grpc_ports_serve_the_same() -> None:
     further = free_port()
-    async with Coordinator(grpc_ports={"port": 0, "monitor_ports['pull']": further}) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, monitor_ports={"pull": further}, http_port=OFF)) as coordinator:
         for port in (coordinator.port, further):
             async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
                 stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
@@ -45,13 +47,13 @@ async def test_all_grpc_ports_serve_the_same() -> None:
 
 
 async def test_a_port_in_use_is_named_with_the_fix() -> None:
-    async with Coordinator(port=0) as first:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as first:
         with pytest.raises(ConfigError, match=rf"port {first.port} on 127\.0\.0\.1 is in use; set port"):
-            await Coordinator(port=first.port).__aenter__()
+            await Coordinator(CoordinatorConfig(port=first.port, http_port=OFF)).__aenter__()
         with pytest.raises(ConfigError, match=r"monitor_ports\['pull'\]"):
-            await Coordinator(grpc_ports={"port": 0, "monitor_ports['pull']": first.port}).__aenter__()
+            await Coordinator(CoordinatorConfig(port=0, monitor_ports={"pull": first.port}, http_port=OFF)).__aenter__()
         with pytest.raises(ConfigError, match=rf"http_port {first.port} on 127\.0\.0\.1 is in use; set http_port"):
-            await Coordinator(port=0, http_ports={"http_port": first.port}).__aenter__()
+            await Coordinator(CoordinatorConfig(port=0, http_port=first.port)).__aenter__()
         async with rpc.open_channel(first.address) as channel:
             stub: Any = registry_service_pb2_grpc.RegistryServiceStub(channel)
             await stub.ListInstances(ListInstancesRequest(), timeout=WAIT_SECONDS)
@@ -60,23 +62,26 @@ async def test_a_port_in_use_is_named_with_the_fix() -> None:
 @pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
 async def test_a_host_that_is_not_here_is_named_with_the_fix(host: str) -> None:
     with pytest.raises(ConfigError, match="set host"):
-        await Coordinator(host=host, port=0).__aenter__()
+        await Coordinator(CoordinatorConfig(host=host, http_port=OFF, port=0)).__aenter__()
 
 
 async def test_closing_is_idempotent_and_frees_the_port() -> None:
-    coordinator = Coordinator(port=0)
+    coordinator = Coordinator(CoordinatorConfig(port=0, http_port=OFF))
     async with coordinator:
         waiting = asyncio.create_task(coordinator.wait())
         await asyncio.sleep(0)
         assert not waiting.done()
         waiting.cancel()
     await coordinator.aclose()
-    async with Coordinator(port=coordinator.port):
+    async with Coordinator(CoordinatorConfig(port=coordinator.port, http_port=OFF)):
         pass
 
 
 async def test_lookups_are_partial_until_all_instances_could_have_reported() -> None:
-    async with Coordinator(port=0, lease_ttl=4.0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=4.0)) as coordinator,
+        rpc.open_channel(coordinator.address) as channel,
+    ):
         cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
         registry = NodeStub(channel)
         request = LookupRequest(prompt=by_keys([bytes(16)]))
@@ -101,7 +106,10 @@ async def test_lookups_are_partial_until_all_instances_could_have_reported() -> 
 async def test_a_bound_port_is_known_and_revisions_rise_across_restarts() -> None:
     revisions = []
     for _ in range(2):
-        async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+        async with (
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator,
+            rpc.open_channel(coordinator.address) as channel,
+        ):
             assert coordinator.port > 0
             cache: Any = cache_service_pb2_grpc.CacheServiceStub(channel)
             revisions.append((await cache.Lookup(LookupRequest(), timeout=WAIT_SECONDS)).revision)

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from lmkv.config import ProxyConfig
+from lmkv.config import CoordinatorConfig, ProxyConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http import bodies
 from lmkv_server.http import protocol
@@ -40,7 +40,7 @@ async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
     """The HTTP port of a server of at most a thousand connections, or a thousand and one."""
     async with AsyncExitStack() as stack:
         if request.param == "coordinator":
-            serving = await stack.enter_async_context(Coordinator(port=0, http_ports={"http_port": 0}))
+            serving = await stack.enter_async_context(Coordinator(CoordinatorConfig(port=0, http_port=0)))
             yield int(serving.http_address.rpartition(":")[2])
         else:
             assert IDLE_CONNECTIONS + 1 <= COUNT
@@ -103,7 +103,7 @@ async def test_idle_connections_do_not_keep_health_probes_waiting(port: int, sen
 
 
 async def test_the_connection_that_was_idle_longest_is_the_first_to_go() -> None:
-    async with Coordinator(port=0, http_ports={"http_port": 0}, max_connections_per_client=10) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0, max_connections_per_client=10)) as coordinator:
         port = int(coordinator.http_address.rpartition(":")[2])
         full = 10 + SPARE_CONNECTIONS_PER_CLIENT
         async with opened(port, full, CLIENTS[:1], get("/healthz")) as lines:
@@ -120,7 +120,7 @@ async def test_the_connection_that_was_idle_longest_is_the_first_to_go() -> None
 
 
 async def test_one_client_leaves_room_for_others() -> None:
-    async with Coordinator(port=0, http_ports={"http_port": 0}) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0)) as coordinator:
         port = int(coordinator.http_address.rpartition(":")[2])
         async with opened(port, COUNT, CLIENTS[:1]) as greedy, opened(port, 20, CLIENTS[1:2]) as modest:
             await closes(greedy, COUNT - MAX_CONNECTIONS_PER_CLIENT - SPARE_CONNECTIONS_PER_CLIENT)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv_client import Coordinator as CoordinatorClient
 from lmkv_client.commands import engines
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -81,7 +82,7 @@ def test_the_log_counts_down(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_the_fleet_knows_when_a_node_without_engines_ends(runtime_dir: Path) -> None:
     async with (
-        Coordinator(port=0) as coordinator,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator,
         CoordinatorClient(coordinator.address) as client,
         Node(node_config(runtime_dir, "n", coordinator_address=(coordinator.address,), node_linger=900.0)) as node,
     ):

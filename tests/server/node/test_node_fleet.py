@@ -15,6 +15,8 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError
 from lmkv.keys import join_keys, split_keys
 from lmkv.rpc.prompts import by_keys
@@ -51,7 +53,7 @@ class TwoNodes:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> TwoNodes:
-        self.coordinator = await self._stack.enter_async_context(Coordinator(port=0))
+        self.coordinator = await self._stack.enter_async_context(Coordinator(CoordinatorConfig(port=0, http_port=OFF)))
         self.holder_stack = await self._stack.enter_async_context(AsyncExitStack())
         self.holder = await self.holder_stack.enter_async_context(self._node("holder", **self._holder_settings))
         self.asker = await self._stack.enter_async_context(self._node("asker"))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import NodeProcess, is_locked, listens
@@ -195,7 +197,7 @@ def test_an_idle_node_uses_no_cpu(start_node: StartNode) -> None:
 async def test_two_nodes_with_one_id_are_distinguished_at_the_start(start_node: StartNode, runtime_dir: Path) -> None:
     other = runtime_dir / "other"
     other.mkdir()
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         fleet = {"enable_p2p": "true", "coordinator_address": coordinator.address}
         first = start_node(**fleet)
         await asyncio.to_thread(first.ready)

@@ -11,6 +11,8 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.parts import PartItem
 from lmkv.rpc.prompts import by_keys
 from lmkv.tiers import HOST
@@ -32,7 +34,7 @@ Pair = tuple[tuple[Node, HybridEngine], tuple[Node, HybridEngine]]
 
 @asynccontextmanager
 async def two_nodes(folder: Path) -> AsyncIterator[tuple[Coordinator, Pair]]:
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         more: dict[str, Any] = {
             "coordinator_address": (coordinator.address,),
             "coordinator_timeout": WAIT_SECONDS,  # on a busy machine a lookup takes longer than engines would wait

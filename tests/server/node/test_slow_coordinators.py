@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -80,7 +82,7 @@ def redis() -> Iterator[RedisServer]:
 async def slow(runtime_dir: Path) -> AsyncIterator[Asking]:
     """A node whose coordinator is far away."""
     async with AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(Coordinator(port=0))
+        coordinator = await stack.enter_async_context(Coordinator(CoordinatorConfig(port=0, http_port=OFF)))
         await holder(stack, runtime_dir, coordinator_address=(coordinator.address,))
         wire = stack.enter_context(SlowWire(coordinator.port))
         settings = {"coordinator_address": (wire.address,), "coordinator_timeout": 0.05}
@@ -122,7 +124,7 @@ async def test_a_store_behind_a_slow_coordinator_has_its_share_of_the_time(
     runtime_dir: Path, redis: RedisServer
 ) -> None:
     async with AsyncExitStack() as stack:
-        coordinator = await stack.enter_async_context(Coordinator(port=0))
+        coordinator = await stack.enter_async_context(Coordinator(CoordinatorConfig(port=0, http_port=OFF)))
         await holder(stack, runtime_dir, remote_url=redis.url)
         await until(lambda: len(redis.names()) == len(KEYS))
         wire = stack.enter_context(SlowWire(coordinator.port))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import KvSpecMismatch
 from lmkv_client import Coordinator as CoordinatorClient
 from lmkv_client.commands.instances import row
@@ -35,7 +36,7 @@ class Fleet:
 
     async def start(self) -> None:
         enter = self._stack.enter_async_context
-        self._coordinator = await enter(Coordinator(port=0))
+        self._coordinator = await enter(Coordinator(CoordinatorConfig(port=0, http_port=OFF)))
         self.client = await enter(CoordinatorClient(self._coordinator.address))
         self.holder, self.standby = [await enter(Node(self._config(name))) for name in (HOLDER, STANDBY)]
         self.storing = await enter(EngineClient(self.holder))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.keys import ChunkKey
 from lmkv.rpc.prompts import by_tokens
 from lmkv.v1 import engine_service_pb2 as pb
@@ -153,7 +155,7 @@ class Fleet:
 
     async def __aenter__(self) -> Fleet:
         enter = self._stack.enter_async_context
-        self.coordinator = await enter(Coordinator(port=0))
+        self.coordinator = await enter(Coordinator(CoordinatorConfig(port=0, http_port=OFF)))
         addresses = (self.coordinator.address,)
         holder = a_node(self._folder, "holder", coordinator_address=addresses, **self._settings)
         self.holder, self.storing = await enter(holder)

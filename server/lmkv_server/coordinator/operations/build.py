@@ -1,8 +1,6 @@
-"""Builds what runs the operations of one tenant, and the pins."""
+"""What runs the operations of one tenant, and the pins."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from lmkv_server.coordinator.operations.clears import Clears
 from lmkv_server.coordinator.operations.drains import Drains
@@ -16,34 +14,18 @@ from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOperations:
-    """The operations of one tenant's fleet."""
+    """The operations of one tenant's fleet. Ended ones are kept for `operation_ttl` seconds."""
 
-    table: Operations
-    moves: Moves
-    clears: Clears
-    drains: Drains
-    pins: FleetPins
-    explanations: Explanations
-    hints: FleetHints
+    def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, *, operation_ttl: float) -> None:
+        self.table = Operations(operation_ttl)
+        self.moves = Moves(registry, selector, orders, self.table)
+        self.clears = Clears(registry, selector, orders, self.table)
+        self.drains = Drains(registry, orders, self.table)
+        self.pins = FleetPins(registry, selector, orders)
+        self.explanations = Explanations(registry, selector, orders)
+        self.hints = FleetHints(registry, selector, orders)
 
     async def aclose(self) -> None:
         """Stops the operations that run here."""
         await self.table.aclose()
-
-
-def make_operations(
-    registry: Registry, selector: Selector, orders: PendingOrders, *, operation_ttl: float
-) -> FleetOperations:
-    """Ended operations are kept for `operation_ttl` seconds."""
-    table = Operations(operation_ttl)
-    return FleetOperations(
-        table=table,
-        moves=Moves(registry, selector, orders, table),
-        clears=Clears(registry, selector, orders, table),
-        drains=Drains(registry, orders, table),
-        pins=FleetPins(registry, selector, orders),
-        explanations=Explanations(registry, selector, orders),
-        hints=FleetHints(registry, selector, orders),
-    )

@@ -40,7 +40,7 @@ class Registry:
         self._complete_time = now + lease_ttl
         self._on_gone = on_gone
         self._admission = admission or JoinAdmission()
-        self._tenant = tenant
+        self.tenant = tenant
         self._unsynced: dict[str, Instance] = {}
         """Instances that were not synced at the last check."""
 
@@ -60,7 +60,7 @@ class Registry:
         if joins:
             instance.synced = False
             self._unsynced[info.instance_id] = instance
-            self._admission.admit(instance, self._tenant)
+            self._admission.admit(instance, self.tenant)
         return instance
 
     def open_stream(
@@ -146,7 +146,7 @@ class Registry:
 
     def _check_admission(self, info: InstanceInfo, now: float) -> None:
         try:
-            self._admission.check(now, self._tenant)
+            self._admission.check(now, self.tenant)
         except Full as full:
             back = now + full.retry_seconds + RETURN_SECONDS
             self._complete_time = max(self._complete_time, back)

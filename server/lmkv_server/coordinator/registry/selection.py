@@ -7,7 +7,7 @@ and a cancelled call stops.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -138,21 +138,13 @@ class PromptChain:
 class Selector:
     """Computes the keys of the chunks that requests name, under the registered models and LoRA adapters.
 
-    `may_hold` returns whether the layout map may have chunks of a fingerprint: lookups skip specs without chunks.
-    `fingerprint_of` returns the fingerprint of a chunk that is held, by its key.
+    Lookups skip specs without chunks in the layout map.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        cluster_secret: bytes = b"",
-        may_hold: Callable[[bytes], bool] = lambda _: True,
-        fingerprint_of: Callable[[bytes], bytes | None] = lambda _: None,
-    ) -> None:
+    def __init__(self, models: Models, layout: LayoutMap, cluster_secret: bytes = b"") -> None:
         self._models = models
+        self._layout = layout
         self._secret = cluster_secret
-        self._may_hold = may_hold
-        self._fingerprint_of = fingerprint_of
         self._lock = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._waiting_count = 0
@@ -277,7 +269,7 @@ class Selector:
         if any(tokens.size > MAX_KEYS * one.spec.chunk_size for one in namespaces):
             raise BadTokens(f"{tokens.size} tokens make more than {MAX_KEYS} chunks", limit=MAX_KEYS)
         if held_only:
-            namespaces = [one for one in namespaces if self._may_hold(one.spec.fingerprint)][-MAX_NAMESPACES:]
+            namespaces = [one for one in namespaces if self._layout.may_hold(one.spec.fingerprint)][-MAX_NAMESPACES:]
         key_count = self._check_count(unsigned, namespaces, model_name)
         chains = [self._chain(one, cache_salt) for one in namespaces]
         short_keys = SLICE_PAGES if any(one.spec.has_page_hashes for one in namespaces) else SHORT_KEYS
@@ -311,7 +303,7 @@ class Selector:
     async def _held_fingerprint(self, keys: bytes) -> bytes:
         """The spec under which the first held chunk was reported; empty if none is held."""
         for start in range(0, len(keys), KEY_BYTES):
-            found = self._fingerprint_of(keys[start : start + KEY_BYTES])
+            found = self._layout.fingerprint_of(keys[start : start + KEY_BYTES])
             if found is not None:
                 return found
             if start % (SLICE_KEYS * KEY_BYTES) == KEY_BYTES:

@@ -16,13 +16,8 @@ from lmkv.rpc.prompts import names_chunks
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.operations.audit import audited
-from lmkv_server.coordinator.operations.clears import Clears
-from lmkv_server.coordinator.operations.drains import Drains
-from lmkv_server.coordinator.operations.explanations import Explanations
-from lmkv_server.coordinator.operations.hints import FleetHints
-from lmkv_server.coordinator.operations.moves import Moves
+from lmkv_server.coordinator.operations.build import FleetOperations
 from lmkv_server.coordinator.operations.operation_proto import to_proto
-from lmkv_server.coordinator.operations.pins import FleetPins
 from lmkv_server.coordinator.registry.selection import Selector
 from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.lookups import LookupAnswers, answers
@@ -36,22 +31,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self,
         selector: Selector,
         lookups: LookupAnswers,
-        moves: Moves,
-        clears: Clears,
-        drains: Drains,
-        pins: FleetPins,
-        hints: FleetHints,
-        explanations: Explanations,
+        operations: FleetOperations,
         watch: LayoutWatch,
     ) -> None:
         self._selector = selector
         self._lookups = lookups
-        self._moves = moves
-        self._clears = clears
-        self._drains = drains
-        self._pins = pins
-        self._hints = hints
-        self._explanations = explanations
+        self._operations = operations
         self._watch = watch
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
@@ -64,46 +49,46 @@ class CacheService(pb_grpc.CacheServiceServicer):
             yield answer
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
-        return await self._explanations.explain(request, client_identity(context))
+        return await self._operations.explanations.explain(request, client_identity(context))
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> operations_pb2.Operation:
         with audited("copy" if request.copy else "move", request) as entry:
-            operation = await self._moves.start(request)
+            operation = await self._operations.moves.start(request)
             entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> operations_pb2.Operation:
         with audited("clear", request) as entry:
-            operation = await self._clears.start(request)
+            operation = await self._operations.clears.start(request)
             entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> operations_pb2.Operation:
         with audited("drain", request) as entry:
-            operation = self._drains.start(request)
+            operation = self._operations.drains.start(request)
             entry.names["operation"] = operation.name
         return to_proto(operation)
 
     async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
         with audited("pin", request) as entry:
-            pin = await self._pins.pin(request)
+            pin = await self._operations.pins.pin(request)
             entry.names["pin"] = pin.pin_id
         return pb.PinResponse(pin=pin)
 
     async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
         with audited("unpin", request):
-            await self._pins.unpin(request.pin_id)
+            await self._operations.pins.unpin(request.pin_id)
         return pb.UnpinResponse()
 
     async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintResponse:
         with audited("hint", request) as entry:
-            response = await self._hints.hint(request)
+            response = await self._operations.hints.hint(request)
             entry.names["result"] = OUTCOMES_BY_NUMBER.get(response.result.outcome, "unknown")
         return response
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
         last = read_page_token("ListPins", request.page_token)
-        rest = [pin for pin in self._pins.in_force(request.instance_id) if pin.pin_id > last]
+        rest = [pin for pin in self._operations.pins.in_force(request.instance_id) if pin.pin_id > last]
         page = rest[: page_limit(request.page_size)]
         more = len(page) < len(rest)
         return pb.ListPinsResponse(pins=page, next_page_token=page_token("ListPins", page[-1].pin_id) if more else "")

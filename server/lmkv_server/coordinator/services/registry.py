@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from lmkv import __version__
-from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.errors import Full, InstanceNotFound, LmkvError, VersionMismatch
 from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
@@ -45,11 +44,11 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
     def __init__(
         self,
         registry: Registry,
-        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        authenticator: Authenticator = OPEN_AUTHENTICATOR,
         layout_store: LayoutStore | None = None,
     ) -> None:
         self._registry = registry
-        self._quota = quota
+        self._authenticator = authenticator
         self._layout_store = layout_store or NoSharedStore()
         self._log = LimitedLogger(logger)
 
@@ -61,7 +60,8 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         before = self._registry.instances.find(info.instance_id)
         is_new = before is None or before.info != info
         if before is None:
-            check_quota(self._quota(), "max_instances", len(self._registry.instances) + 1)
+            quota = self._authenticator.quota(self._registry.tenant)
+            check_quota(quota, "max_instances", len(self._registry.instances) + 1)
         try:
             instance = self._registry.register(info, now, request.secret)
         except Full:  # not logged: there may be thousands

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.errors import LmkvError, ResyncRequired
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.internal.v1 import report_service_pb2_grpc as pb_grpc
@@ -33,12 +33,12 @@ class ReportService(pb_grpc.ReportServiceServicer):
         self,
         registry: Registry,
         orders: PendingOrders,
-        quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
+        authenticator: Authenticator = OPEN_AUTHENTICATOR,
         layout_store: LayoutStore | None = None,
     ) -> None:
         self._registry = registry
         self._orders = orders
-        self._quota = quota
+        self._authenticator = authenticator
         self._layout_store = layout_store or NoSharedStore()
         self._outboxes: dict[str, ReportOutbox] = {}
         """The outbox of each instance's newest stream."""
@@ -83,7 +83,8 @@ class ReportService(pb_grpc.ReportServiceServicer):
                 check_report(report)
                 stream.apply(report, time.monotonic())
                 if report.changes:
-                    check_quota(self._quota(), "max_chunks", len(self._registry.layout))
+                    quota = self._authenticator.quota(self._registry.tenant)
+                    check_quota(quota, "max_chunks", len(self._registry.layout))
                     await self._layout_store.wait_for_room()
                 self.report_count += 1
                 self._apply_state(report)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from lmkv.auth.callers import NO_QUOTA, TenantQuota
+from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
+from lmkv.config import CoordinatorConfig
 from lmkv_server.coordinator.core.history import History
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore
-from lmkv_server.coordinator.operations.build import FleetOperations, make_operations
+from lmkv_server.coordinator.operations.build import FleetOperations
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
@@ -30,21 +29,39 @@ SERVICE_NAMES = (
 )
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
 class Services:
-    """The state and the handlers of one tenant."""
+    """The state and the handlers of one tenant, to be made in the event loop that serves it."""
 
-    core: Registry
-    history: History
-    """Samples of the last hour, taken by the coordinator's sweeper."""
-    fleet_operations: FleetOperations
-    watch: LayoutWatch
-    cache: CacheService
-    registry: RegistryService
-    reports: ReportService
-    node_lookups: LookupService
-    lookups: LookupAnswers
-    operations: OperationsService
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        tenant: str = "",
+        *,
+        authenticator: Authenticator = OPEN_AUTHENTICATOR,
+        admission: JoinAdmission | None = None,
+        layout_store: LayoutStore | None = None,
+    ) -> None:
+        orders = PendingOrders()
+        # Starting at the time of day keeps revisions increasing across restarts.
+        self.core = Registry(
+            lease_ttl=config.lease_ttl,
+            now=time.monotonic(),
+            revision=time.time_ns() // 1_000,
+            on_gone=orders.drop_instance,
+            admission=admission,
+            tenant=tenant,
+        )
+        self.history = History()
+        """Samples of the last hour, taken by the coordinator's sweeper."""
+        selector = Selector(self.core.instances.models, self.core.layout, config.cluster_secret.encode())
+        self.fleet_operations = FleetOperations(self.core, selector, orders, operation_ttl=config.operation_ttl)
+        self.watch = LayoutWatch(self.core.layout)
+        self.lookups = LookupAnswers(self.core, selector)
+        self.cache = CacheService(selector, self.lookups, self.fleet_operations, self.watch)
+        self.registry = RegistryService(self.core, authenticator, layout_store)
+        self.reports = ReportService(self.core, orders, authenticator, layout_store)
+        self.node_lookups = LookupService(self.core, selector, self.lookups)
+        self.operations = OperationsService(self.fleet_operations.table)
 
     def resync(self, reason: str, instance_id: str = "") -> None:
         """Ends the report streams of one instance, or of all: they register again and open new ones."""
@@ -53,52 +70,3 @@ class Services:
     async def aclose(self) -> None:
         """Stops the operations that run here."""
         await self.fleet_operations.aclose()
-
-
-def make_services(
-    *,
-    tenant: str = "",
-    lease_ttl: float,
-    operation_ttl: float = 3600.0,
-    cluster_secret: bytes = b"",
-    quota: Callable[[], TenantQuota] = lambda: NO_QUOTA,
-    admission: JoinAdmission | None = None,
-    layout_store: LayoutStore | None = None,
-) -> Services:
-    """The services of one tenant, to be made in the event loop that serves it."""
-    orders = PendingOrders()
-    # Starting at the time of day keeps revisions increasing across restarts.
-    core = Registry(
-        lease_ttl=lease_ttl,
-        now=time.monotonic(),
-        revision=time.time_ns() // 1_000,
-        on_gone=orders.drop_instance,
-        admission=admission,
-        tenant=tenant,
-    )
-    selector = Selector(core.instances.models, cluster_secret, core.layout.may_hold, core.layout.fingerprint_of)
-    fleet = make_operations(core, selector, orders, operation_ttl=operation_ttl)
-    watch = LayoutWatch(core.layout)
-    lookups = LookupAnswers(core, selector)
-    return Services(
-        core=core,
-        history=History(),
-        fleet_operations=fleet,
-        watch=watch,
-        cache=CacheService(
-            selector,
-            lookups,
-            fleet.moves,
-            fleet.clears,
-            fleet.drains,
-            fleet.pins,
-            fleet.hints,
-            fleet.explanations,
-            watch,
-        ),
-        registry=RegistryService(core, quota, layout_store),
-        reports=ReportService(core, orders, quota, layout_store),
-        node_lookups=LookupService(core, selector, lookups),
-        lookups=lookups,
-        operations=OperationsService(fleet.table),
-    )

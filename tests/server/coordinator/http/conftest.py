@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lmkv.config import CoordinatorConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.tokenizers import save_tokenizer
 
@@ -22,7 +23,7 @@ def tokenizers(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]
 @pytest.fixture
 async def coordinator(lease_ttl: float, tokenizers: dict[str, str]) -> AsyncIterator[Coordinator]:
     async with Coordinator(
-        port=0, http_ports={"http_port": 0}, lease_ttl=lease_ttl, cluster_secret="hush", tokenizers=tokenizers
+        CoordinatorConfig(port=0, http_port=0, lease_ttl=lease_ttl, cluster_secret="hush", tokenizers=tokenizers)
     ) as serving:
         yield serving
 

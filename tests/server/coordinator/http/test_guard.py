@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from lmkv.config import CoordinatorConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 
 INSTANCES = "/lmkv.v1.RegistryService/ListInstances"
@@ -33,7 +34,7 @@ async def test_a_foreign_host_name_is_403(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_coordinator_that_is_open_to_the_network_goes_by_any_name() -> None:
-    async with Coordinator(host="0.0.0.0", port=0, http_ports={"http_port": 0}) as coordinator:
+    async with Coordinator(CoordinatorConfig(host="0.0.0.0", port=0, http_port=0)) as coordinator:
         port = coordinator.http_address.rpartition(":")[2]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
             assert (await http.post(INSTANCES, headers={"Host": "lmkv.svc:9001"})).status_code == 200
@@ -41,7 +42,7 @@ async def test_a_coordinator_that_is_open_to_the_network_goes_by_any_name() -> N
 
 async def test_a_coordinator_goes_by_the_names_that_it_is_given() -> None:
     names = ("lmkv.example", "*.svc.cluster.local")
-    async with Coordinator(host="0.0.0.0", port=0, http_ports={"http_port": 0}, allowed_hosts=names) as coordinator:
+    async with Coordinator(CoordinatorConfig(host="0.0.0.0", port=0, http_port=0, allowed_hosts=names)) as coordinator:
         port = coordinator.http_address.rpartition(":")[2]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
             for name in ("lmkv.example", "LMKV.Example.:9001", "a.prod.svc.cluster.local", "127.0.0.1", "localhost:1"):

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lmkv.config import CoordinatorConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import CHUNKS, KEYS
 from tests.server.coordinator.scripted_instance import Make
@@ -93,7 +94,7 @@ async def test_a_watcher_that_goes_away_is_forgotten(http: httpx.AsyncClient, ma
 
 async def test_open_watches_do_not_keep_a_coordinator_from_stopping(caplog: pytest.LogCaptureFixture) -> None:
     async with (
-        Coordinator(port=0, http_ports={"http_port": 0}) as coordinator,
+        Coordinator(CoordinatorConfig(port=0, http_port=0)) as coordinator,
         httpx.AsyncClient(base_url=coordinator.url, trust_env=False, timeout=WAIT_SECONDS) as http,
         watching(http, json={}) as lines,
     ):

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
-from lmkv.config import ClientConfig, NodeConfig
+from lmkv.config import ClientConfig, CoordinatorConfig, NodeConfig
 from lmkv.v1 import registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.coordinator import Coordinator as SdkCoordinator
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -28,7 +28,11 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def make_coordinator(credentials: Credentials) -> Coordinator:
-    return Coordinator(port=0, http_ports={"http_port": 0}, credentials=credentials)
+    return Coordinator(
+        CoordinatorConfig(
+            port=0, http_port=0, tls_cert=credentials.cert, tls_key=credentials.key, tls_client_ca=credentials.client_ca
+        )
+    )
 
 
 def make_client(coordinator: Coordinator, credentials: Credentials) -> httpx.AsyncClient:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from lmkv.auth.caller import Caller, Role, caller_context
+from lmkv.config import CoordinatorConfig
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
@@ -96,7 +97,7 @@ async def test_a_file_that_broke_meanwhile_is_refused(http: httpx.AsyncClient, t
 
 
 async def test_a_folder_without_a_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
-    coordinator = Coordinator(port=0, http_ports={"http_port": 0}, tokenizers={"llama": str(tmp_path)})
+    coordinator = Coordinator(CoordinatorConfig(port=0, http_port=0, tokenizers={"llama": str(tmp_path)}))
     with pytest.raises(ConfigError, match=r"tokenizers\['llama'\]: .*/tokenizer\.json does not exist; name the folder"):
         async with coordinator:
             pass

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -80,7 +82,9 @@ async def test_the_shards_are_spread_over_the_cluster(cluster: RedisCluster) -> 
 async def test_each_process_of_the_cluster_is_killed_under_load_and_nothing_is_lost(cluster: RedisCluster) -> None:
     async with AsyncExitStack() as stack:
         coordinators = [
-            await stack.enter_async_context(Coordinator(port=0, lease_ttl=10, layout_map_url=cluster.url))
+            await stack.enter_async_context(
+                Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=10, layout_map_url=cluster.url))
+            )
             for _ in range(3)
         ]
         addresses = [coordinator.address for coordinator in coordinators]

@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from tests.server.coordinator.cases import CHUNKS
@@ -28,7 +30,14 @@ def server() -> Iterator[RedisServer]:
 async def pair(server: RedisServer) -> AsyncIterator[list[Coordinator]]:
     """Two coordinators that share a map."""
     async with AsyncExitStack() as stack:
-        made = [Coordinator(port=0, lease_ttl=10.0, cluster_secret="hush", layout_map_url=server.url) for _ in range(2)]
+        made = [
+            Coordinator(
+                CoordinatorConfig(
+                    port=0, http_port=OFF, lease_ttl=10.0, cluster_secret="hush", layout_map_url=server.url
+                )
+            )
+            for _ in range(2)
+        ]
         for one in made:
             await stack.enter_async_context(one)
         yield made

@@ -15,8 +15,9 @@ import grpc
 import pytest
 
 from lmkv import __version__, rpc
-from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.callers import read_callers
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
@@ -63,7 +64,11 @@ async def start(server: RedisServer) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def start_one() -> Coordinator:
-            made = Coordinator(port=0, lease_ttl=LEASE_SECONDS, cluster_secret="hush", layout_map_url=server.url)
+            made = Coordinator(
+                CoordinatorConfig(
+                    port=0, http_port=OFF, lease_ttl=LEASE_SECONDS, cluster_secret="hush", layout_map_url=server.url
+                )
+            )
             return await stack.enter_async_context(made)
 
         yield start_one
@@ -372,7 +377,7 @@ async def test_a_server_that_freezes_is_done_without(
 
 async def test_a_coordinator_starts_without_its_store(server: RedisServer) -> None:
     server.kill()
-    async with Coordinator(port=0, layout_map_url=server.url) as alone:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, layout_map_url=server.url)) as alone:
         assert not map_id(alone)
         async with ScriptedNode("a", addresses(alone), chunks_of("a", 10)) as node:
             await all_know(node, alone)
@@ -445,8 +450,10 @@ async def test_tenants_with_instances_of_one_name_do_not_mix(server: RedisServer
     path = write(tmp_path / "tokens", entry("engine", "red"), entry("engine", "blue"), entry("admin"))
     assert read_callers(path)
     async with (
-        Coordinator(port=0, layout_map_url=server.url, authenticator=Authenticator(path)) as home,
-        Coordinator(port=0, layout_map_url=server.url, authenticator=Authenticator(path)) as other,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, layout_map_url=server.url, auth_tokens=str(path))) as home,
+        Coordinator(
+            CoordinatorConfig(port=0, http_port=OFF, layout_map_url=server.url, auth_tokens=str(path))
+        ) as other,
         ScriptedNode("a", addresses(home, other), chunks_of("r", 30), token="engine-of-red-token") as red,
         ScriptedNode("a", addresses(other, home), chunks_of("b", 40), token="engine-of-blue-token") as blue,
     ):
@@ -473,7 +480,10 @@ async def test_a_stream_that_is_reported_elsewhere_carries_no_chunks(pair: tuple
 
 
 async def test_a_coordinator_without_a_shared_map_needs_its_own_reports() -> None:
-    async with Coordinator(port=0) as alone, rpc.open_channel(alone.address) as channel:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as alone,
+        rpc.open_channel(alone.address) as channel,
+    ):
         registry = NodeStub(channel)
         said = pb.Instance(instance_id="a", epoch=1, peer_address="127.0.0.1:7000")
         answer = await registry.Register(registration(said), timeout=60)

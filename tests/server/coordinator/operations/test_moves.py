@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey, join_keys
@@ -324,7 +326,9 @@ async def test_two_moves_that_swap_a_chunk_do_not_both_drop_it(make: Make, asker
 
 async def test_two_coordinators_that_swap_a_chunk_do_not_both_drop_it(make: Make, asker: Asker) -> None:
     async with AsyncExitStack() as stack:
-        other = await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0, cluster_secret="hush"))
+        other = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=30.0, cluster_secret="hush"))
+        )
         channel = await stack.enter_async_context(rpc.open_channel(other.address))
         here = [await stack.enter_async_context(make(name, CHUNKS)) for name in "ab"]
         there: list[ScriptedInstance] = []
@@ -388,7 +392,10 @@ async def test_whatever_moves_where_no_chunk_is_lost(
 ) -> None:
     keys = [ChunkKey(bytes([index]) * 16) for index in range(6)]
     fleet: dict[str, ScriptedInstance] = {}
-    async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator,
+        rpc.open_channel(coordinator.address) as channel,
+    ):
         asker = Asker(channel)
         instances = [
             ScriptedInstance(channel, fleet, str(number), LLAMA, [keys[index] for index in sorted(chunks)])

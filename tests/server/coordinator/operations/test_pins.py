@@ -10,6 +10,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.tiers import HOST
@@ -111,7 +113,10 @@ async def test_pins_that_expired_are_not_listed(make: Make, cache: Any) -> None:
 async def test_a_restarted_coordinator_learns_of_pins_from_their_owners(make: Make, cache: Any) -> None:
     async with make("a", CHUNKS) as a:
         pinned = await pin(cache)
-        async with Coordinator(port=0) as another, rpc.open_channel(another.address) as channel:
+        async with (
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as another,
+            rpc.open_channel(another.address) as channel,
+        ):
             successor = ScriptedInstance(channel, {}, "a", LLAMA, CHUNKS)
             successor.pins, successor.pinned = a.pins, a.pinned
             async with successor:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lmkv.rpc.prompts import by_tokens
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
+from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import Models
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selector
 from tests.server.coordinator.cases import LLAMA
@@ -19,7 +20,7 @@ async def test_short_prompts_in_a_row_leave_the_loop_to_others() -> None:
     """A stream may carry thousands in one message."""
     models = Models()
     models.add(InstanceInfo(instance_id="a", epoch=1, peer_address="host:1000", specs=(SPEC,)))
-    selector = Selector(models)
+    selector = Selector(models, LayoutMap())
     iterations = itertools.count()
 
     async def others() -> None:

@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 from lmkv import rpc
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
 from lmkv.auth.caller import ROLES, Role
+from lmkv.config import CoordinatorConfig
 from lmkv.internal.v1 import report_service_pb2
 from lmkv.rpc.prompts import by_keys
 from lmkv.telemetry.calls import ServerCalls
@@ -32,7 +33,7 @@ from lmkv_server.coordinator.http.access import RPC_BY_PATH, rpc_of
 from lmkv_server.coordinator.http.app import make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIENT
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, make_services
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants
 from lmkv_server.http.guard import HostGuard
 from tests.server.coordinator.cases import KEYS, LLAMA
@@ -123,7 +124,7 @@ async def test_a_browser_shows_its_token_as_a_password(fleet: Guarded) -> None:
 
 async def test_every_path_is_in_the_table() -> None:
     app = make_app(
-        Tenants(lambda _: make_services(lease_ttl=3.0)),
+        Tenants(lambda _: Services(CoordinatorConfig())),
         Tokenizers({}),
         HostGuard(bound="127.0.0.1"),
         OPEN_AUTHENTICATOR,
@@ -203,7 +204,7 @@ async def test_one_client_leaves_watches_to_others(fleet: Guarded) -> None:
 
 
 async def test_without_tokens_watches_are_shared_by_address() -> None:
-    async with Coordinator(port=0, http_ports={"http_port": 0}) as coordinator, AsyncExitStack() as stack:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0)) as coordinator, AsyncExitStack() as stack:
         path = "/lmkv.v1.CacheService/Watch"
         statuses = []
         for address in ["127.0.0.1"] * (MAX_WATCHERS_PER_CLIENT + 1) + ["127.0.0.2"]:

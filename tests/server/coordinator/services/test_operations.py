@@ -12,6 +12,8 @@ from google.longrunning import operations_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import ClearRequest
@@ -114,7 +116,7 @@ async def test_a_request_id_is_free_again_once_its_operation_is_deleted(
 
 async def test_a_request_id_is_free_again_once_its_operation_has_expired() -> None:
     async with (
-        Coordinator(port=0, operation_ttl=0.001) as coordinator,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, operation_ttl=0.001)) as coordinator,
         rpc.open_channel(coordinator.address) as channel,
     ):
         cache: Any = CacheServiceStub(channel)
@@ -140,7 +142,7 @@ async def test_unknown_names_are_not_found(operations: Any) -> None:
 
 async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
-        Coordinator(port=0, operation_ttl=0.001) as coordinator,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, operation_ttl=0.001)) as coordinator,
         rpc.open_channel(coordinator.address) as channel,
     ):
         name = await clear(CacheServiceStub(channel))
@@ -151,7 +153,10 @@ async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytes
         error = await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS))
         assert error.reason == "OPERATION_NOT_FOUND"
     monkeypatch.setattr(operation_table, "MAX_ENDED", 2)
-    async with Coordinator(port=0) as coordinator, rpc.open_channel(coordinator.address) as channel:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator,
+        rpc.open_channel(coordinator.address) as channel,
+    ):
         operations = operations_pb2_grpc.OperationsStub(channel)
         begun = []
         for _ in range(4):

@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.rpc import endpoints, interceptor
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
@@ -33,7 +35,18 @@ async def test_who_does_not_finish_a_handshake_is_cut_off(
     assert options["grpc.server_handshake_timeout_ms"] == endpoints.HANDSHAKE_MS
     monkeypatch.setattr(endpoints, "SERVER_OPTIONS", [*(options | {"grpc.server_handshake_timeout_ms": 300}).items()])
     credentials = issue(tmp_path).server if encrypted else rpc.PLAINTEXT
-    async with Coordinator(port=0, credentials=credentials) as coordinator, asyncio.timeout(WAIT_SECONDS):
+    async with (
+        Coordinator(
+            CoordinatorConfig(
+                port=0,
+                http_port=OFF,
+                tls_cert=credentials.cert,
+                tls_key=credentials.key,
+                tls_client_ca=credentials.client_ca,
+            )
+        ) as coordinator,
+        asyncio.timeout(WAIT_SECONDS),
+    ):
         beginning = TLS if encrypted else HTTP2
         await asyncio.gather(*(outlast(coordinator, said) for said in (b"", beginning[:5], beginning)))
         await asyncio.gather(outlast(coordinator, beginning, dripping=True))

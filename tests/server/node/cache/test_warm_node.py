@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
@@ -167,7 +168,7 @@ async def test_metrics_count_hits(runtime_dir: Path) -> None:
 
 
 async def test_recovered_chunks_are_reported_before_any_engine_attaches(runtime_dir: Path) -> None:
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True}
         async with a_node(runtime_dir, **more) as (node, engine):
             await store(engine, node.pool, 0, 1, 2)

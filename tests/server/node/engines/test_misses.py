@@ -6,6 +6,8 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.misses import MissReason, reason_from_proto
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.process import free_port
@@ -82,7 +84,10 @@ async def test_peers_may_hold_what_is_missed_while_no_coordinator_answers(runtim
 
 async def test_peers_may_hold_what_is_missed_if_one_coordinator_of_two_did_not_answer(runtime_dir: Path) -> None:
     async with AsyncExitStack() as stack:
-        silent, other = [await stack.enter_async_context(Coordinator(port=0, lease_ttl=30.0)) for _ in range(2)]
+        silent, other = [
+            await stack.enter_async_context(Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=30.0)))
+            for _ in range(2)
+        ]
         wire = await stack.enter_async_context(Wire(silent.port))
         config = node_config(runtime_dir, "alone", coordinator_address=(wire.address, other.address))
         node = await stack.enter_async_context(Node(config))

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.process import ServerProcess
 from lmkv_kernels import checksum
@@ -50,7 +51,10 @@ async def store(engine: EngineClient) -> None:
 async def test_a_load_comes_from_the_second_holder_when_the_best_one_is_frozen(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
-    async with Coordinator(port=0, lease_ttl=60.0) as coordinator, AsyncExitStack() as stack:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=60.0)) as coordinator,
+        AsyncExitStack() as stack,
+    ):
         processes = {}
         for name in ("one", "other"):
             environment = {

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv.v1.chunk_pb2 import MISS_REASON_SLOWER
@@ -131,7 +132,7 @@ async def mostly_frozen(pid: int) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def pair(runtime_dir: Path) -> AsyncIterator[Pair]:
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         values: dict[str, Any] = config("holder", runtime_dir, coordinator)
         async with Node(NodeConfig(**values)) as holder, EngineClient(holder, "storing", SPEC) as storing:
             await store(storing)
@@ -164,7 +165,7 @@ async def test_an_engine_that_has_computed_nothing_yet_is_offered_everything(pai
 async def test_a_peer_that_becomes_slow_is_refused_by_an_engine_that_it_was_quick_enough_for(
     runtime_dir: Path, tmp_path: Path
 ) -> None:
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         settings = config("holder", runtime_dir, coordinator, transfer_channel="tcp")
         environment = {f"LMKV_{name.upper()}": value for name, value in settings.items()}
         command = [sys.executable, "-m", "lmkv", "node"]

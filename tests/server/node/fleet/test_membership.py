@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import Unreachable
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, LLAMA, Asker, Shelf, Wire
@@ -17,7 +19,7 @@ from tests.waiting import WAIT_SECONDS, until
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
-    async with Coordinator(port=0, lease_ttl=LEASE_SECONDS) as serving:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS)) as serving:
         yield serving
 
 
@@ -136,7 +138,9 @@ async def test_a_silent_coordinator_costs_one_deadline_and_then_nothing(coordina
 
 async def test_each_of_several_coordinators_knows_everything_and_any_can_be_asked(coordinator: Coordinator) -> None:
     async with AsyncExitStack() as stack:
-        second = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+        second = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS))
+        )
         addresses = coordinator.address, second.address
         other, shelf = Shelf("a"), Shelf("b", port=8000)
         other.put(KEYS[:2])
@@ -159,7 +163,9 @@ async def test_a_coordinator_that_falls_silent_costs_one_lookup_and_one_that_is_
     coordinator: Coordinator,
 ) -> None:
     async with AsyncExitStack() as stack:
-        second = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+        second = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS))
+        )
         wires = [await stack.enter_async_context(Wire(one.port)) for one in (coordinator, second)]
         other, shelf = Shelf("a"), Shelf("b", port=8000)
         other.put(KEYS[:2])
@@ -187,7 +193,9 @@ async def test_an_incomplete_coordinator_is_used_only_if_there_is_no_other(
     coordinator: Coordinator,
 ) -> None:
     async with AsyncExitStack() as stack:
-        fresh = await stack.enter_async_context(Coordinator(port=0, lease_ttl=60))  # partial for that long
+        fresh = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=60))
+        )  # partial for that long
         other, shelf = Shelf("a"), Shelf("b", port=8000)
         other.put(KEYS[:2])
         await stack.enter_async_context(other.join(coordinator.address))
@@ -219,7 +227,9 @@ async def test_coordinators_behind_one_name_come_and_go(coordinator: Coordinator
         assert not fleet.connected
         behind.append(coordinator.address)
         await Asker(coordinator.address).until({"a": 512})
-        second = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+        second = await stack.enter_async_context(
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS))
+        )
         behind.append(second.address)
         await Asker(second.address).until({"a": 512})
         await coordinator.aclose()

@@ -10,6 +10,8 @@ from hashlib import sha256
 
 import pytest
 
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -21,7 +23,7 @@ SECRET = b"of node a, and a copy of it"
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
-    async with Coordinator(port=0, lease_ttl=LEASE_SECONDS) as serving:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS)) as serving:
         yield serving
 
 
@@ -36,7 +38,10 @@ def asker(coordinator: Coordinator) -> Asker:
 async def test_what_a_node_holds_is_found_and_changes_follow_at_once() -> None:
     shelf = Shelf()
     shelf.put(KEYS[:2])
-    async with Coordinator(port=0, lease_ttl=3600) as coordinator, shelf.join(coordinator.address) as fleet:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=3600)) as coordinator,
+        shelf.join(coordinator.address) as fleet,
+    ):
         asker = Asker(coordinator.address)
         await fleet.started()
         assert fleet.connected
@@ -115,7 +120,7 @@ async def test_a_restarted_coordinator_learns_everything_again(asker: Asker, coo
         await until(lambda: not fleet.connected)
         shelf.put(KEYS[2:3])
         assert not (await fleet.lookup(KEYS, 0.2)).holders
-        async with Coordinator(port=coordinator.port, lease_ttl=LEASE_SECONDS):
+        async with Coordinator(CoordinatorConfig(port=coordinator.port, http_port=OFF, lease_ttl=LEASE_SECONDS)):
             await asker.until({"a": 768})
             shelf.put(KEYS[3:4])
             await asker.until({"a": 1024})
@@ -146,7 +151,9 @@ async def test_a_frozen_node_leaves_and_comes_back(coordinator: Coordinator, ask
 async def test_leaving_while_the_coordinator_goes_ends_both() -> None:
     for _ in range(5):
         async with AsyncExitStack() as stack:
-            coordinator = await stack.enter_async_context(Coordinator(port=0, lease_ttl=LEASE_SECONDS))
+            coordinator = await stack.enter_async_context(
+                Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS))
+            )
             fleet = await stack.enter_async_context(Shelf().join(coordinator.address))
             await fleet.started()
             async with asyncio.timeout(WAIT_SECONDS):
@@ -154,14 +161,14 @@ async def test_leaving_while_the_coordinator_goes_ends_both() -> None:
 
 
 async def test_a_node_starts_without_a_coordinator_and_joins_when_it_comes() -> None:
-    async with Coordinator(port=0) as gone:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as gone:
         address, port = gone.address, gone.port
     shelf = Shelf()
     shelf.put(KEYS[:1])
     async with shelf.join(address) as fleet:
         await fleet.started()
         assert not fleet.connected
-        async with Coordinator(port=port, lease_ttl=LEASE_SECONDS):
+        async with Coordinator(CoordinatorConfig(port=port, http_port=OFF, lease_ttl=LEASE_SECONDS)):
             await Asker(address).until({"a": 256})
 
 

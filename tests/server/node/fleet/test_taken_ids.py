@@ -17,6 +17,8 @@ import grpc
 import pytest
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
 from lmkv.runtime.folder import Folder
@@ -101,7 +103,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet_of(lease_ttl: float) -> AsyncIterator[Fleet]:
     async with (
-        Coordinator(port=0, lease_ttl=lease_ttl) as coordinator,
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=lease_ttl)) as coordinator,
         rpc.open_channel(coordinator.address) as channel,
     ):
         yield Fleet(coordinator, channel)

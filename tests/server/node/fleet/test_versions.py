@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmkv import __version__
+from lmkv.config import CoordinatorConfig
+from lmkv.config.kinds import OFF
 from lmkv.internal.protocol import PROTOCOL_VERSION
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.fleet import registration, session
@@ -61,7 +63,10 @@ async def test_a_node_of_another_version_is_in_no_layout_map_and_joins_once_it_i
     shelf.put(KEYS[:2])
     with monkeypatch.context() as earlier:
         earlier.setattr(registration, "PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
-        async with Coordinator(port=0, lease_ttl=600.0) as coordinator, shelf.join(coordinator.address) as fleet:
+        async with (
+            Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=600.0)) as coordinator,
+            shelf.join(coordinator.address) as fleet,
+        ):
             await fleet.started()
             asker = Asker(coordinator.address)
             await until(lambda: len(lines(caplog)) >= 2)

@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from lmkv import rpc
-from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
@@ -46,7 +46,7 @@ def _a_busy_machine_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def coordinator(tokens: str) -> AsyncIterator[Coordinator]:
-    async with Coordinator(port=0, authenticator=Authenticator(tokens)) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, auth_tokens=str(tokens))) as coordinator:
         yield coordinator
 
 

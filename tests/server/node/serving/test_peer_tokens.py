@@ -14,7 +14,8 @@ from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.auth.token import BearerToken
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError, LmkvError, SessionNotFound
 from lmkv.v1.peer_service_pb2 import AcquireRequest, InitRequest, ReleaseRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
@@ -134,7 +135,10 @@ async def test_a_node_whose_tenant_is_full_joins_once_there_is_room(
     monkeypatch.setattr(registration, "QUOTA_RETRY_SECONDS", 0.1)
     tokens = [entry("engine", "a"), entry("reader", "a")]
     quota = write(tmp_path / "coordinator.yaml", *tokens, a={"max_instances": 1})
-    async with Coordinator(port=0, authenticator=Authenticator(quota)) as coordinator, AsyncExitStack() as stack:
+    async with (
+        Coordinator(CoordinatorConfig(port=0, http_port=OFF, auth_tokens=str(quota))) as coordinator,
+        AsyncExitStack() as stack,
+    ):
         for name in ("first", "second"):
             config = NodeConfig(
                 instance_id=name,

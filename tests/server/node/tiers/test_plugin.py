@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from lmkv import rpc
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.resolve import load as load_config
 from lmkv.errors import ConfigError
 from lmkv.tiers import HOST
@@ -105,7 +105,7 @@ async def test_another_node_finds_it_and_a_reset_removes_it(runtime_dir: Path) -
 
 @pytest.mark.usefixtures("package")
 async def test_the_fleet_sees_how_full_the_tier_is(runtime_dir: Path) -> None:
-    async with Coordinator(port=0, http_ports={"127.0.0.1": 0}) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0)) as coordinator:
         settings = config(runtime_dir, "n", coordinator_address=coordinator.address)
         async with Node(settings) as node, EngineClient(node) as engine:
             await store(engine, node.pool, 0, 1, 2)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from playwright.async_api import async_playwright
 
+from lmkv.config import CoordinatorConfig
 from lmkv.tiers import DISK, HOST
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.history import MAX_SAMPLES, PERIOD_SECONDS
@@ -117,7 +118,7 @@ def add_traffic(instances: list[Instance], random: random.Random) -> None:
 async def write(folder: Path, count: int) -> None:
     """Writes `page-light.webp` and `page-dark.webp`."""
     numbers = random.Random(7)
-    async with Coordinator(port=0, http_ports={"http_port": 0}, lease_ttl=HOUR) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0, lease_ttl=HOUR)) as coordinator:
         services = coordinator.tenants.unnamed
         instances = add_instances(services, count, numbers)
         add_hour(services, instances, numbers)

@@ -9,6 +9,7 @@ import pytest
 from playwright.async_api import expect
 
 from lmkv import rpc
+from lmkv.config import CoordinatorConfig
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.registry_service_pb2 import TierUsage
@@ -27,13 +28,13 @@ async def test_the_page_recovers_when_the_coordinator_comes_back(
         await expect(page.locator(NAMES)).to_have_text(["a"])
         await look_up(page)
         await expect(page.locator(".holder")).to_have_count(1)
-        ports = coordinator.http_ports
+        port = coordinator.http_ports["http_port"]
         await coordinator.aclose()
         await expect(page.locator("#state")).to_have_text("Connection lost")
         await expect(page.locator("#lost")).to_contain_text("The coordinator does not answer.")
         await expect(page.locator(NAMES)).to_have_text(["a"])
     async with (
-        Coordinator(port=0, http_ports=ports, cluster_secret="hush") as successor,
+        Coordinator(CoordinatorConfig(port=0, http_port=port, cluster_secret="hush")) as successor,
         rpc.open_channel(successor.address) as channel,
         ScriptedInstance(channel, {}, "restarted", LLAMA, CHUNKS),
     ):

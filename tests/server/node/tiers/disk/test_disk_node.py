@@ -18,7 +18,8 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from prometheus_client import generate_latest
 
 from lmkv import rpc
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ChunkNotFound
 from lmkv.keys import ChunkKey, join_keys, split_keys
 from lmkv.rpc.prompts import by_keys
@@ -167,7 +168,7 @@ async def test_metrics_describe_the_disk(runtime_dir: Path) -> None:
 @asynccontextmanager
 async def fleet(folder: Path) -> AsyncIterator[tuple[Coordinator, AtNode, AtNode]]:
     """A coordinator, a node with a disk and one without."""
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True}
         async with (
             engine_at_node(folder, "holder", **more) as holder,

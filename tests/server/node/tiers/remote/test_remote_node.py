@@ -19,7 +19,8 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from prometheus_client import generate_latest
 
 from lmkv import rpc
-from lmkv.config import NodeConfig
+from lmkv.config import CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.rpc.prompts import by_keys
 from lmkv.tiers import HOST, REMOTE
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
@@ -212,7 +213,7 @@ async def test_metrics_describe_the_store(runtime_dir: Path, redis: RedisServer)
 @asynccontextmanager
 async def fleet(folder: Path, url: str) -> AsyncIterator[tuple[Coordinator, AtNode, AtNode]]:
     """A coordinator, and two nodes that share a store."""
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True}
         async with (
             engine_at_node(folder, "a", url, **more) as first,
@@ -262,7 +263,7 @@ async def test_a_move_to_the_store_is_refused(runtime_dir: Path, redis: RedisSer
 async def test_what_a_peer_had_that_answers_no_more_comes_from_the_store(
     runtime_dir: Path, redis: RedisServer, how: signal.Signals
 ) -> None:
-    async with Coordinator(port=0) as coordinator:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator:
         more = {"coordinator_address": coordinator.address, "enable_p2p": True}
         process = NodeProcess(settings(runtime_dir, "a", redis.url, **more))
         try:
