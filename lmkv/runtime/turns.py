@@ -80,6 +80,11 @@ class Slots:
         """Whether the next one would wait."""
         return self._free_count == 0
 
+    @property
+    def waiting_count(self) -> int:
+        """Number of those that wait for a slot."""
+        return len(self._waiting)
+
     @asynccontextmanager
     async def take(self, caller: str) -> AsyncIterator[None]:
         """Inside, a caller has a slot."""

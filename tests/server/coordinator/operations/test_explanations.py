@@ -12,7 +12,7 @@ import pytest
 from lmkv.errors import LmkvError
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv.rpc.prompts import by_tokens
-from lmkv.v1.cache_service_pb2 import ExplainRequest, InstanceExplanation, LookupRequest
+from lmkv.v1.cache_service_pb2 import ExplainRequest, InstanceExplanation
 from lmkv.v1.chunk_pb2 import (
     MISS_REASON_EVICTED_BY_STORE,
     MISS_REASON_NEVER_STORED,
@@ -125,7 +125,8 @@ async def test_an_instance_explains_a_few_prompts_at_a_time_and_callers_take_tur
         flood = [asyncio.ensure_future(hog.Explain(many, timeout=60)) for _ in range(10)]
         await until(lambda: len(instance.orders) == explanations.MAX_ASKED_OF_INSTANCE)
         asked = asyncio.ensure_future(honest.Explain(ExplainRequest(prompt=by_tokens(PROMPT[:16])), timeout=60))
-        await honest.Lookup(LookupRequest(prompt=by_tokens(PROMPT)), timeout=60)
+        (slots,) = fleet.coordinator.tenants.of("a").fleet_operations.explanations._slots.values()
+        await until(lambda: slots.waiting_count == len(flood) + 1 - explanations.MAX_ASKED_OF_INSTANCE)
         assert len(instance.orders) == explanations.MAX_ASKED_OF_INSTANCE, "the others wait for these"
         instance.going.set()
         await asyncio.gather(asked, *flood)
