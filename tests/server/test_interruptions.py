@@ -146,7 +146,7 @@ async def use(node: Node, engine_id: str) -> None:
     [
         ((EngineService, "attach"),),
         ((EngineService, "Load"),),
-        ((TierStack, "lookup"), (TierStack, "load")),
+        ((TierStack, "ask"), (TierStack, "load")),
         ((BackendTier, "read"),),
     ],
     ids=names,
