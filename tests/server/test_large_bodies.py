@@ -31,40 +31,36 @@ Ask = Callable[[str], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
-async def http(port: int, path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
-    """A client over HTTP."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECONDS) as client:
-
-        async def ask(padding: str) -> None:
-            assert (await client.post(path, json=body | {"padding": padding})).status_code < 500
-
-        yield ask
+async def proxy_url(path: str = "/v1/completions") -> AsyncIterator[str]:
+    async with proxy_of() as (server, _):
+        yield f"{server.url}{path}"
 
 
 @asynccontextmanager
-async def proxy(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
-    async with proxy_of() as (server, _), http(server.port, path, body) as ask:
-        yield ask
+async def coordinator_url() -> AsyncIterator[str]:
+    async with Coordinator(CoordinatorConfig(port=0, http_port=0)) as server:
+        yield f"{server.url}/lookup"
 
 
 @asynccontextmanager
-async def coordinator(path: str, body: dict[str, object]) -> AsyncIterator[Ask]:
-    async with (
-        Coordinator(CoordinatorConfig(port=0, http_port=0)) as server,
-        http(int(server.http_address.rpartition(":")[2]), path, body) as ask,
-    ):
-        yield ask
-
-
-@asynccontextmanager
-async def webhook() -> AsyncIterator[Ask]:
+async def webhook_url() -> AsyncIterator[str]:
     server = HttpServer(make_app({"both": HOST}), HttpOptions(host="127.0.0.1", port=0))
     await server.start()
     try:
-        async with http(server.port, "/mutate", {}) as ask:
-            yield ask
+        yield f"http://127.0.0.1:{server.port}/mutate"
     finally:
         await server.aclose()
+
+
+@asynccontextmanager
+async def http(serve: AbstractAsyncContextManager[str], body: dict[str, object]) -> AsyncIterator[Ask]:
+    """A client over HTTP."""
+    async with serve as url, httpx.AsyncClient(timeout=WAIT_SECONDS) as client:
+
+        async def ask(padding: str) -> None:
+            assert (await client.post(url, json=body | {"padding": padding})).status_code < 500
+
+        yield ask
 
 
 @asynccontextmanager
@@ -87,10 +83,10 @@ async def picker() -> AsyncIterator[Ask]:
 @pytest.mark.parametrize(
     "serve",
     [
-        lambda: proxy("/v1/completions", BODY),
-        lambda: proxy("/v1/responses", {"input": "once"}),
-        lambda: coordinator("/lookup", {"tokens": [1]}),
-        webhook,
+        lambda: http(proxy_url(), BODY),
+        lambda: http(proxy_url("/v1/responses"), {"input": "once"}),
+        lambda: http(coordinator_url(), {"tokens": [1]}),
+        lambda: http(webhook_url(), {}),
         picker,
     ],
     ids=["completion", "response", "lookup", "webhook", "picker"],
@@ -107,3 +103,13 @@ async def test_a_large_body_waits_for_its_turn_and_small_ones_do_not(
             assert not large.done()
         await large
         assert shared.waiting_count == 0
+
+
+@pytest.mark.parametrize("serve", [proxy_url, coordinator_url, webhook_url])
+async def test_a_large_body_that_is_no_json_gives_its_turn_to_the_next(
+    serve: Callable[[], AbstractAsyncContextManager[str]],
+) -> None:
+    async with serve() as url, httpx.AsyncClient(timeout=WAIT_SECONDS) as client:
+        for _ in range(3):
+            sent = {"content": b'{"a": ' + PADDING.encode(), "headers": {"content-type": "application/json"}}
+            assert (await client.post(url, **sent)).status_code == 400  # type: ignore[arg-type]

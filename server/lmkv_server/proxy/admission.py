@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -111,7 +112,7 @@ class Admission:
                         writer=writer,
                     )
                     with self._place(lease.caller, writer):
-                        await _while_connected(serve(admitted), request.receive)
+                        await _while_connected(partial(serve, admitted), request.receive)
         except ClientDisconnected:
             return "cancelled"
         except TimeoutError:
@@ -185,15 +186,15 @@ class AdmissionApp:
         await self._admission.run(self._serve, scope, receive, send)
 
 
-async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
-    """Awaits `work`. Cancels it and raises `ClientDisconnected` when the client disconnects."""
+async def _while_connected(work: Callable[[], Awaitable[None]], receive: Receive) -> None:
+    """Does `work`. Cancels it and raises `ClientDisconnected` when the client disconnects."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     async def run() -> None:
-        await work
+        await work()
 
     working, waiting = asyncio.create_task(run()), asyncio.create_task(disconnected())
     try:

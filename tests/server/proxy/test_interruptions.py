@@ -6,6 +6,10 @@ import asyncio
 
 import pytest
 
+from lmkv.runtime import turns
+from lmkv.runtime.memory_budget import MemoryBudget
+from lmkv_server.proxy import admission
+from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.pd.handler import RequestHandler
 from lmkv_server.proxy.routing.failover import EngineFailover
 from tests.server.coordinator.scripted_instance import until
@@ -58,3 +62,25 @@ async def test_a_request_is_counted_no_longer_and_leaves_no_handoff(
         for engine in front.proxy.pools.engines:
             engine.mark_healthy()
         assert (await front.ask(COMPLETIONS, body)).status_code == 200, "it is still counted as admitted"
+
+
+async def test_a_large_body_holds_no_memory_and_no_turn_of_others_afterwards(
+    monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    budget, shared = MemoryBudget(1 << 30), turns.of_loop()
+    monkeypatch.setattr(admission, "of_process", lambda: budget)
+    interrupter = Interrupter(monkeypatch, (Admission, "_run"))
+    engine = await make_engine("e-1")
+    front = await make_proxy(engines=[engine], health_interval=3600.0)
+    body = completion(PLAIN, max_tokens=1) | {"padding": "x" * 4 * turns.LARGE_BYTES}
+    for interruption in interrupter.every_await():
+        asking = asyncio.ensure_future(front.ask(COMPLETIONS, body))
+        await asyncio.wait([asking], timeout=PATIENCE_SECONDS)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: budget.held_bytes == budget.waiting_count == shared.waiting_count == 0)
+        interruption.end()
+        for one in front.proxy.pools.engines:
+            one.mark_healthy()
+        assert (await front.ask(COMPLETIONS, body)).status_code == 200
+    await until(lambda: budget.held_bytes == 0)
