@@ -27,7 +27,7 @@ from lmkv_server.node.cache.losses import Losses
 from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
-from lmkv_server.node.engines.build import serve_engines
+from lmkv_server.node.engines.attach_socket import serve_engines
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fetch.tier import PeerTier
 from lmkv_server.node.fleet import holdings

@@ -1,7 +1,8 @@
-"""Serves `Attach` streams of engines on this host as frames on a unix socket, without gRPC's threads and HTTP/2.
+"""Serves `EngineService` on the node's unix sockets: by gRPC, and `Attach` as frames, without threads and HTTP/2.
 
 Frames are those of `lmkv.rpc.frames`: messages in both directions, and pings of either side. The first frame carries
-`hello`. The node ends a stream with a frame of the status that gRPC would return.
+`hello`. The node ends a stream with a frame of the status that gRPC would return. Engines use the frames; by gRPC, the
+same stream is for people and tools.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import logging
 import socket
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Self
 
 from lmkv import rpc
+from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.rpc.frames import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, FrameBuffer, FrameKind, to_frame
 from lmkv.rpc.requests import checked
 from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease, of_process
 from lmkv.runtime.unix_socket import UnixListener
+from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv.v1 import engine_service_pb2_grpc
+from lmkv_server.node.engines.service import EngineService
+from lmkv_server.node.ports import STOP_GRACE_SECONDS, bind
 
 logger = logging.getLogger(__name__)
 
@@ -151,3 +157,17 @@ class _Connection:
                     await self._writer.wait_closed()
         except TimeoutError:
             self._writer.transport.abort()
+
+
+ENGINE_SERVICE = "lmkv.v1.EngineService"
+
+
+async def serve_engines(config: NodeConfig, service: EngineService, calls: ServerCalls, stack: AsyncExitStack) -> None:
+    """Serves until the stack is closed. Raises `ConfigError` if a socket cannot be bound."""
+    # First: an engine that finds the socket of gRPC attaches here.
+    await stack.enter_async_context(AttachSocket(config.attach_socket, service.attach))
+    server = await rpc.make_server([ENGINE_SERVICE], calls)
+    engine_service_pb2_grpc.add_EngineServiceServicer_to_server(service, server)
+    bind(server, f"unix:{config.engine_socket}", "runtime_dir")
+    await server.start()
+    stack.push_async_callback(server.stop, STOP_GRACE_SECONDS)

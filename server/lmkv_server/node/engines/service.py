@@ -20,9 +20,9 @@ from lmkv.v1 import chunk_pb2, engine_service_pb2_grpc, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.engines.change_feed import ChangeFeed, TierKey
 from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookup_stats import LookupCounters
+from lmkv_server.node.engines.outbox import ChangeFeed, TierKey
 from lmkv_server.node.engines.stream import EngineStream
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.handoff.senders import HandoffSenders

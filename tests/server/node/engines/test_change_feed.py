@@ -12,7 +12,7 @@ from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey
 from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.engines.change_feed import MAX_CHANGES, MAX_KEYS, ChangeFeed, TierKey
+from lmkv_server.node.engines.outbox import MAX_CHANGES, MAX_KEYS, ChangeFeed, TierKey
 from lmkv_server.node.node import Node
 from tests.attach import events
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
