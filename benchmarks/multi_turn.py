@@ -11,9 +11,11 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from benchmarks.hybrid import SHAPES, full_attention_bytes
 from benchmarks.support import engines
 from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
@@ -23,9 +25,12 @@ from benchmarks.systems.chats import ALONE, ChatPlan
 from lmkv.errors import LmkvError
 from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.engine import EngineProcess
+from tests.support.models import make_architecture
 
 ANSWER_TOKENS = 24
 MESSAGE_TOKENS = 200
+WINDOWED = "gemma3"
+"""The architecture of the model with sliding windows."""
 CHATS_IN_CACHE = 2
 """The number of complete chats that fit into the engine's own cache."""
 
@@ -123,6 +128,29 @@ def measure(run: BenchmarkRun) -> None:
         run.add(*rows_of(spoken, MESSAGE_TOKENS))
     same, count = identical(spoken["lmkv"], spoken[ALONE])
     engines.check_identical(run, "lmkv and the engine alone", same, count)
+    if dtype == engines.EXACT_DTYPE:
+        measure_windows(run, workload)
+
+
+def measure_windows(run: BenchmarkRun, workload: Workload) -> None:
+    """The same chats with a model most of whose layers slide: a hit ends where a prompt or an answer has ended, too."""
+    model = make_architecture(run.folder / WINDOWED, WINDOWED, **SHAPES[WINDOWED])
+    chat_bytes = round(workload.context_tokens * full_attention_bytes(WINDOWED).stored / 1000)
+    plan = ChatPlan(
+        run=run,
+        model=model,
+        dtype=engines.EXACT_DTYPE,
+        context_tokens=workload.context_tokens,
+        chats_in_cache=CHATS_IN_CACHE,
+        pool_bytes=(workload.user_count + 2) * chat_bytes,
+        cache_bytes=CHATS_IN_CACHE * chat_bytes,
+    )
+    systems = {ALONE: partial(chats.alone, plan), "lmkv": partial(chats.lmkv, plan, "windows")}
+    with ExitStack() as stack:
+        spoken = talk(run, start(run, stack, systems), workload)
+    run.add(*(replace(row, name=f"windows_{row.name}") for row in rows_of(spoken, MESSAGE_TOKENS)))
+    same, count = identical(spoken["lmkv"], spoken[ALONE])
+    engines.check_identical(run, "lmkv and the engine alone, with windows", same, count)
 
 
 def start(

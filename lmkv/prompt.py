@@ -452,7 +452,7 @@ class HeldKeys:
         """As `Held.flags`."""
         return bytes([self._prompt.key(part, chunk) in self._keys for chunk in range(start, stop)])
 
-    def tails(self, _: int) -> Sequence[Tail]:
+    def tails(self, _: int) -> Iterable[Tail]:
         """None."""
         return ()
 

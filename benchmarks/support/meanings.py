@@ -111,6 +111,9 @@ _MEANINGS = {
     r"(alone|lmkv|(?:vllm_offload|lmcache)(?:_fine)?)_kept": "{}: tokens of earlier turns that hit",
     r"(alone|lmkv|(?:vllm_offload|lmcache)(?:_fine)?)_identical": "{}: answers equal to those of the engine without a "
     "connector",
+    r"windows_(alone|lmkv)_turn_(\d+)_ms": "{}, most layers slide: TTFT in turn {} of a chat",
+    r"windows_(alone|lmkv)_kept": "{}, most layers slide: tokens of earlier turns that hit",
+    r"windows_(alone|lmkv)_identical": "{}, most layers slide: answers equal to those of the engine alone",
     r"pd_(ttft|second_token|itl|total)_vs_(?:one_engine|nixlconnector|lmcache)": "{}",
     r"pd_transfer_vs_(?:nixlconnector|lmcache)": "latency that the transfer adds",
     r"pd_transfer_share_of_ttft": "latency that the transfer adds, over the TTFT",

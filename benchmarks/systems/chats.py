@@ -34,11 +34,14 @@ class ChatPlan:
     """The number of full-length chats that fit into the engine's own cache."""
     pool_bytes: int
     """Host memory for what does not."""
+    cache_bytes: int = 0
+    """The engine's own cache, of a model whose tokens take other bytes than those of the benchmarks' model."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of the engine."""
-        return engines.options(self.dtype, self.context_tokens, prompts_in_cache=self.chats_in_cache)
+        options = engines.options(self.dtype, self.context_tokens, prompts_in_cache=self.chats_in_cache)
+        return options | ({"kv_cache_bytes": self.cache_bytes} if self.cache_bytes else {})
 
     def options_for(self, chunk_tokens: int) -> dict[str, Any]:
         """Arguments of an engine whose blocks are no larger than a chunk."""

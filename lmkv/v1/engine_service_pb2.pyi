@@ -375,7 +375,9 @@ class ReserveCredits(_message.Message):
 
     @_builtins.property
     def partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Credits for partial chunks: the tokens of each, from 1 to one fewer than a full chunk has. Only if chunks have one part."""
+        """Credits for partial chunks: the tokens of each, from 1 to one fewer than a full chunk has. Each is granted with one
+        extent for each part. Not if a part is a state.
+        """
 
     @_builtins.property
     def optional_partial_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

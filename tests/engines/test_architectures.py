@@ -134,6 +134,7 @@ def served(
         disk = {"local_disk": str(fleet.runtime_dir / "disk"), "max_local_disk_size": "256MiB"}
         fleet.add("first", lmkv | disk, dtype=dtype)
         fleet.add("second", lmkv | {"max_local_cpu_size": "24MiB"}, dtype=dtype)
+        fleet.add("keeper", lmkv | {"save_partial_chunks": "true"}, dtype=dtype)
         fleet.start()
         yield Served(name, fleet)
 
@@ -154,6 +155,23 @@ def test_a_prompt_is_stored_and_loaded_again(served: Served) -> None:
     held = served.hit_tokens(PROMPT_TOKENS)
     served.check(answers.answers[0], prompt, cached_tokens=held)
     assert (answers.loaded_tokens, answers.peer_tokens) == (held, 0)
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new(served: Served) -> None:
+    keeper, first = served.fleet.engines["keeper"], served.prompt()
+    answer = ask(keeper, first)
+    keeper.forget()
+    turn = served.prompt(PROMPT_TOKENS + MAX_TOKENS + 60, prefix=[*first, *answer.token_ids])
+    computed_count = PROMPT_TOKENS + MAX_TOKENS - 1  # the last token of an answer has no KV
+    spec = NodeParts(served.fleet, "keeper").spec
+    end = computed_count if spec.ends_anywhere else served.hit_tokens(computed_count + 1)
+    found = ask(keeper, turn)
+    assert found.cached_tokens == end
+    if served.architecture.splits_exactly:
+        served.alone.forget()
+        right = ask(served.alone, turn)
+        assert found.token_ids == right.token_ids
+        assert difference(found, right) <= served.tolerance
 
 
 def test_a_prompt_that_a_peer_computed_is_loaded(served: Served) -> None:

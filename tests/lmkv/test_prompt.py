@@ -111,6 +111,17 @@ def test_a_match_is_the_longest_hit_of_what_is_held(
     assert len(prompt.items(found)) == len(spec.items(found.chunk_count, found.tail.token_count if found.tail else 0))
 
 
+@pytest.mark.parametrize("jumps", [0, MAX_JUMPS])
+def test_a_tail_is_found_behind_chunks_that_make_no_hit_themselves(jumps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.prompt.MAX_JUMPS", jumps)
+    spec = spec_of(replace(window(2), rule=ALL, span=0), window(6))
+    prompt = Prompt(spec, KEYS, root=ROOT, tokens=TOKENS)
+    tail = Tail(key=KEYS[0], token_count=3, stored_token_count=3)
+    items = {(part, chunk) for part in range(2) for chunk in range(COUNT)} - {(1, COUNT - 2)}
+    assert match(prompt, Set(prompt, items, {COUNT: [tail]})) == Hit(COUNT, tail)
+    assert match(prompt, Set(prompt, items, {})) == Hit(COUNT - 2)
+
+
 # --- Items
 
 WHOLE = Prompt(HYBRID, KEYS).all_items()

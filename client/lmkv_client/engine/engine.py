@@ -74,7 +74,7 @@ class Engine:
         Raises `ConfigError` if the configuration is wrong or the node cannot start with it, if `rank` is not below
         `rank_count`, or if the spec's chunks have several parts (models with several kinds of layers).
         """
-        if not spec.has_plain_parts:
+        if not spec.matches_prefixes:
             raise ConfigError("Engine.attach: the spec must be of chunks of one part, all of full attention")
         if not 0 <= rank < rank_count:
             raise ConfigError(f"Engine.attach: rank {rank} is not among {rank_count} ranks")

@@ -125,7 +125,7 @@ class Lookup:
         if found.partial_key:
             self.partial = PartialChunk(
                 key=ChunkKey(found.partial_key),
-                index=sources.own + sources.absent_count - 1,
+                index=sources.chunk_count - 1,
                 token_count=found.partial_token_count,
             )
         self.chunks, self.absent_count, self.sources = list(found.own), sources.absent_count, sources
@@ -237,7 +237,7 @@ class Session(Generic[L]):
         parent of the lookup's span.
         """
         reason = MissReason.LOOKUP_TIMEOUT
-        if not lookup.keys:
+        if not lookup.keys and (lookup.tokens is None or not lookup.tokens.size):
             reason = MissReason.UNCACHEABLE
         elif self.attachment is None:
             reason = MissReason.NODE_LOST
@@ -389,7 +389,9 @@ class Session(Generic[L]):
 
     def _grant(self, granted: pb.GrantedCredits) -> None:
         full = [(one.part, one.extent.offset) for one in granted.credits if not one.partial_token_count]
-        partial = [(one.partial_token_count, one.extent.offset) for one in granted.credits if one.partial_token_count]
+        partial = [
+            (one.partial_token_count, one.part, one.extent.offset) for one in granted.credits if one.partial_token_count
+        ]
         self.credits.settle(granted.settled_counts, full)
         self.credits.settle_partial(granted.settled_partial_token_counts, partial)
 

@@ -77,8 +77,8 @@ class PartCredits:
         kept_count = min(kept_when_idle, max(1, limit // KEPT_SHARE))
         self._limit = limit
         self._parts = [WriteCredits(limit=limit, kept_count=kept_count) for _ in range(part_count)]
-        self._partial: dict[int, WriteCredits] = {}
-        """By number of tokens."""
+        self._partial: dict[tuple[int, int], WriteCredits] = {}
+        """By number of tokens and part."""
 
     def __getitem__(self, part: int) -> WriteCredits:
         return self._parts[part]
@@ -88,9 +88,14 @@ class PartCredits:
         """Whether a credit for a partial chunk is available."""
         return any(map(len, self._partial.values()))
 
-    def partial(self, token_count: int) -> WriteCredits:
-        """The credits for partial chunks of `token_count` tokens."""
-        return self._partial.setdefault(token_count, WriteCredits(limit=self._limit, kept_count=0))
+    def partial(self, token_count: int, part: int = 0) -> WriteCredits:
+        """The credits for one part of partial chunks of `token_count` tokens."""
+        return self._partial.setdefault((token_count, part), WriteCredits(limit=self._limit, kept_count=0))
+
+    def request_partial(self, token_count: int) -> bool:
+        """Whether to request one more partial chunk of `token_count` tokens than there are; it counts as requested."""
+        asked = [self.partial(token_count, part).request_another() for part in range(len(self._parts))]
+        return all(asked)
 
     def request(self, wanted_counts: Sequence[int]) -> list[int]:
         """The numbers to request so that as many as wanted become available, by part."""
@@ -104,18 +109,21 @@ class PartCredits:
             if 0 <= number < len(self._parts):
                 self._parts[number].settle(0, (offset,))
 
-    def settle_partial(self, token_counts: Iterable[int], granted: Iterable[tuple[int, int]]) -> None:
-        """Records the node's answer to requests for partial chunks; `granted` has the tokens and offset of each."""
+    def settle_partial(self, token_counts: Iterable[int], granted: Iterable[tuple[int, int, int]]) -> None:
+        """Records the node's answer to requests for partial chunks; `granted` has the tokens, part and offset of
+        each."""
         for token_count in token_counts:
-            self.partial(token_count).settle(1, ())
-        for token_count, offset in granted:
-            self.partial(token_count).settle(0, (offset,))
+            for part in range(len(self._parts)):
+                self.partial(token_count, part).settle(1, ())
+        for token_count, part, offset in granted:
+            if 0 <= part < len(self._parts):
+                self.partial(token_count, part).settle(0, (offset,))
 
     def take_unused(self, wanted_counts: Mapping[int, int]) -> list[int]:
         """Removes and returns the credits for partial chunks beyond those wanted, by number of tokens."""
         return [
             offset
-            for token_count, kind in self._partial.items()
+            for (token_count, _), kind in self._partial.items()
             if len(kind)
             for offset in kind.take_surplus(wanted_counts.get(token_count, 0))
         ]

@@ -7,7 +7,7 @@ side keeps to the contract of `EngineService.Attach`. Memory that may not be rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from lmkv import rpc
 from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.keys import ChunkKey, KeyChain, part_key, split_keys
-from lmkv.prompt import HeldKeys, Prompt, match
+from lmkv.prompt import HeldKeys, Prompt, Tail, match
 from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1 import engine_service_pb2 as pb
@@ -44,6 +44,17 @@ def outcome_of(hint: pb.HintChunks) -> pb.HintedChunks:
     """What a node answers that holds every chunk once the request has ended."""
     outcome = HINT_OUTCOME_DEFERRED if hint.running else HINT_OUTCOME_ACCEPTED
     return pb.HintedChunks(hint_id=hint.hint_id, result=HintResult(outcome=outcome, ttl=hint.ttl))
+
+
+class HeldParts(HeldKeys):
+    """Items that are held, by key, and the partial chunks of a prompt among them."""
+
+    def tails(self, chunk_count: int) -> Iterable[Tail]:
+        """As `Held.tails`."""
+        prompt = self._prompt
+        for tail in prompt.partials(chunk_count, range(1, prompt.spec.chunk_size)):
+            if all(part_key(tail.key, part) in self._keys for part in prompt.tail_parts(chunk_count, tail)):
+                yield tail
 
 
 class ScriptedNode:
@@ -356,21 +367,34 @@ class ScriptedNode:
         """Finds the longest hit whose items can be loaded, wherever they are."""
         chunk_keys = split_keys(lookup.chunk_keys)
         places = self.chunks if self.refuses_fetches else self.chunks | self.peer_chunks
-        prompt = Prompt(self.spec, chunk_keys)
-        hit = match(prompt, HeldKeys(prompt, places)).chunk_count
-        keys = self.spec.item_keys(self.spec.items(hit), chunk_keys)
+        tokens = np.frombuffer(lookup.tokens, "<u4") if lookup.tokens else None
+        size = self.spec.chunk_size
+        prompt = Prompt(
+            self.spec,
+            chunk_keys,
+            token_count=min(len(chunk_keys) * size, tokens.size) if tokens is not None else 0,
+            root=ChunkKey(lookup.root_key),
+            tokens=tokens,
+            extras=dict(lookup.chunk_extras),
+        )
+        hit = match(prompt, HeldParts(prompt, places))
+        keys = list(prompt.items(hit).keys)
         own = self._prefix(keys, self.chunks)
         tiers = groupby("own" if key in self.chunks else "peers" for key in keys[len(own) :])
         runs = [pb.Run(tier=tier, chunk_count=len(list(run))) for tier, run in tiers]
         found = pb.FoundChunks(
             lookup_id=lookup.lookup_id,
-            hit_chunk_count=hit,
+            hit_chunk_count=hit.chunk_count + (hit.tail is not None),
+            partial_key=hit.tail.key if hit.tail else b"",
+            partial_token_count=hit.tail.token_count if hit.tail else 0,
             own=[self._held(chunk) for chunk in own],
             runs=runs,
             peer_instance_id="peer" if any(run.tier == "peers" for run in runs) else "",
-            missed=[PromptSpan(reason=self.miss_reason, chunk_count=len(chunk_keys) - hit)] if chunk_keys[hit:] else [],
+            missed=[PromptSpan(reason=self.miss_reason, chunk_count=len(chunk_keys) - hit.chunk_count)]
+            if chunk_keys[hit.chunk_count :]
+            else [],
         )
-        if hit:
+        if hit.chunk_count or hit.tail:
             self._hold(lookup.lookup_id, keys, own, [self.chunks[key] for key in keys if key in self.chunks])
         self.say(pb.Event(found=found))
         wanted = [lookup.reserve_count, *lookup.part_reserve_counts]
@@ -424,22 +448,23 @@ class ScriptedNode:
         granted = []
         for token_count in token_counts if self.generous and is_granted else ():
             assert 0 < token_count < self.spec.chunk_size
-            offset = self._new_offset()
-            self.credits_out[offset] = PARTIAL
-            self.granted_tokens[offset] = token_count
             self.partial_grants.append(token_count)
-            size_bytes = self.spec.part_bytes(0, token_count)
-            extent = Extent(offset=offset, size_bytes=size_bytes)
-            granted.append(pb.WriteCredit(extent=extent, partial_token_count=token_count))
+            for part in range(len(self.spec.parts)):
+                offset = self._new_offset()
+                self.credits_out[offset] = PARTIAL - part
+                self.granted_tokens[offset] = token_count
+                extent = Extent(offset=offset, size_bytes=self.spec.part_bytes(part, token_count))
+                granted.append(pb.WriteCredit(extent=extent, part=part, partial_token_count=token_count))
         if token_counts:
             self.say(pb.Event(granted=pb.GrantedCredits(credits=granted, settled_partial_token_counts=token_counts)))
 
     def _commit(self, commit: pb.CommitChunk) -> None:
-        assert max(0, self.credits_out.pop(commit.offset)) == commit.part, "the credit is for another part"
+        number = self.credits_out.pop(commit.offset)
+        assert commit.part == (number if number >= 0 else PARTIAL - number), "the credit is for another part"
         granted_tokens = self.granted_tokens.pop(commit.offset, self.spec.chunk_size)
         assert commit.token_count == granted_tokens, "the credit is for another number of tokens"
         assert commit.size_bytes == self.spec.part_bytes(commit.part, commit.token_count)
-        assert self.spec.has_plain_parts or commit.token_count == self.spec.chunk_size
+        assert self.spec.ends_anywhere or commit.token_count == self.spec.chunk_size
         key = part_key(ChunkKey(commit.chunk_key), commit.part)
         if self.refuses_commits:
             rejected = pb.RejectedCommit(chunk_key=key)

@@ -403,7 +403,7 @@ class SimulatedEngine:
         key = ChunkKey(commit.chunk_key)
         values = self._values_of(key)
         part = self.kv.spec.parts[commit.part]
-        count = 1 if part.rule == PART_RULE_END else min(chunk.token_count, part.kept_tokens(CHUNK))
+        count = 1 if part.rule == PART_RULE_END else part.kept_tokens(chunk.token_count)
         groups = [index for index, group in enumerate(self.kv.groups) if group.part == commit.part]
         expected = {
             (worker.rank, group): [value + group for value in values[-count:]]

@@ -144,7 +144,7 @@ def test_where_no_credits_are_kept_an_idle_engine_returns_all_but_those_that_it_
 def test_credits_for_partial_chunks_are_of_one_length_each() -> None:
     parts = PartCredits(1, limit=40)
     assert all(parts.partial(token_count).request_another() for token_count in (7, 7, 9))
-    parts.settle_partial([7, 7, 9], [(7, 10), (9, 30)])
+    parts.settle_partial([7, 7, 9], [(7, 0, 10), (9, 0, 30)])
     assert [parts.partial(token_count).take() for token_count in (7, 7, 8, 9)] == [10, None, None, 30]
     assert parts[0].take() is None
 
@@ -153,7 +153,7 @@ def test_credits_for_partial_chunks_that_nothing_waits_for_are_returned() -> Non
     parts = PartCredits(1, limit=40)
     for token_count in (7, 7, 9):
         parts.partial(token_count).request_another()
-    parts.settle_partial([7, 7, 9], [(7, 10), (7, 11), (9, 30)])
+    parts.settle_partial([7, 7, 9], [(7, 0, 10), (7, 0, 11), (9, 0, 30)])
     assert parts.take_unused({7: 1, 5: 3}) == [11, 30]
     assert parts.has_partial
     assert parts.partial(7).take() == 10
@@ -179,7 +179,7 @@ def test_credits_of_parts_that_do_not_exist_are_ignored() -> None:
 def test_granted_credits_for_partial_chunks_leave_room_for_as_many_requests() -> None:
     parts = PartCredits(1, limit=2)
     assert [parts.partial(5).request(9) for _ in range(2)] == [2, 0]
-    parts.settle_partial([5, 5], [(5, 100)])
+    parts.settle_partial([5, 5], [(5, 0, 100)])
     assert parts.partial(5).requested_count == 0
     assert parts.partial(5).request(9) == 1
 
@@ -188,5 +188,13 @@ def test_an_idle_engine_that_keeps_no_credits_returns_those_of_all_parts() -> No
     parts = PartCredits(2, limit=10, kept_when_idle=0)
     parts.settle(parts.request([2, 2]), [(0, 1), (0, 2), (1, 3), (1, 4)])
     assert sorted(parts.take_surplus()) == [1, 2, 3, 4]
-    parts.settle_partial([], [(5, 7), (5, 8)])
+    parts.settle_partial([], [(5, 0, 7), (5, 0, 8)])
     assert sorted(parts.take_unused({})) == [7, 8]
+
+
+def test_a_partial_chunk_has_a_credit_for_each_part() -> None:
+    parts = PartCredits(2, limit=2)
+    assert [parts.request_partial(5) for _ in range(3)] == [True, True, False]
+    parts.settle_partial([5, 5], [(5, 0, 100), (5, 1, 200), (5, 2, 300)])
+    assert [parts.partial(5, part).take() for part in (0, 1, 1)] == [100, 200, None]
+    assert [parts.partial(5, part).requested_count for part in range(2)] == [0, 0]

@@ -185,15 +185,16 @@ class PartItems:
         self.start = start
         self.end = end
         self._size = blocks.spec.chunk_size
-        self.chunk_count = end // self._size
-        self.items = blocks.spec.items(self.chunk_count)
+        self.chunk_count = -(-end // self._size)
+        self.items = blocks.spec.items(end // self._size, end % self._size)
         behind = (at for at, item in enumerate(self.items) if (item.chunk + 1) * self._size > start)
         first = next(behind, len(self.items))
         self.wanted = range(first, len(self.items))
 
     def copies(self, index: int, chunk: HeldChunk) -> list[ChunkCopy] | None:
         item, spec = self.items[index], self._blocks.spec
-        if chunk.extent.size_bytes != spec.part_bytes(item.part) or chunk.token_count != self._size:
+        least = min(self._size, self.end - item.chunk * self._size)
+        if chunk.token_count < least or chunk.extent.size_bytes != spec.part_bytes(item.part, chunk.token_count):
             return None
         if (item.chunk + 1) * self._size <= self.start:
             return []
@@ -204,7 +205,7 @@ class PartItems:
             start=self.start,
             end=self.end,
             offset=chunk.extent.offset,
-            extent_tokens=self._size,
+            extent_tokens=chunk.token_count,
         )
         return None if has_null_page(copies) else copies
 

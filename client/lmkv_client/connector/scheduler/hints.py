@@ -183,7 +183,7 @@ class RequestHints:
             return self._cut(hint, state.keys, state.token_count)
         chain = state.chain.beginning()
         chain.extend(hint.tokens)
-        partial = chain.partial(hint.tokens) if self._session.spec.has_plain_parts else None
+        partial = chain.partial(hint.tokens) if self._session.spec.ends_anywhere else None
         return self._cut(hint, [*chain.keys, partial] if partial else chain.keys, hint.tokens.size)
 
     def _last_keys(self, hint: Hint, state: RequestState) -> Sequence[ChunkKey]:

@@ -280,10 +280,9 @@ class Loads:
 
     def _keys(self, load_state: LoadState, state: RequestState) -> list[ChunkKey]:
         """The keys of what a load was to bring."""
-        wanted, spec = load_state.items.wanted, self._blocks.spec
-        if spec.has_plain_parts:
-            return state.lookup.hit_keys[wanted.start : wanted.stop]
-        return spec.item_keys(spec.items(load_state.items.chunk_count)[wanted.start :], state.keys)
+        size, loaded, spec = state.chunk_size, load_state.items, self._blocks.spec
+        items = spec.items(loaded.end // size, loaded.end % size)[loaded.wanted.start : loaded.wanted.stop]
+        return spec.item_keys(items, state.lookup.hit_keys)
 
     def finished(self, state: RequestState) -> bool:
         """Ends the load of a finished request; True if it still runs: its pages stay until the workers are done."""

@@ -39,12 +39,11 @@ class RequestLookups:
     def start(self, state: RequestState, wanted: Sequence[int]) -> None:
         """Looks a request up, and asks for write credits for absent chunks: `wanted` are to be available, by part."""
         config, session = self._config, self._session
-        has_tokens = config.stores_partial_chunks and not state.has_parts
         lookup = state.lookup = RequestLookup(
             request=state,
             account=state.account,
             keys=state.asked_keys,
-            tokens=state.tokens if has_tokens else None,
+            tokens=state.asked_tokens if state.has_tails else None,
             root=state.chain.root,
             extras=state.extras,
             handoff_id=state.handoff_id,

@@ -115,6 +115,7 @@ class RequestState:
         "fingerprint",
         "handoff_id",
         "has_parts",
+        "has_tails",
         "keys",
         "load_failed",
         "load_timeout",
@@ -151,7 +152,7 @@ class RequestState:
         self.account = PromptAccount(self.token_count, chain.chunk_size)
         """Where its prompt comes from."""
         self.chain = chain
-        self.partial_key: ChunkKey | None = chain.partial(tokens) if partial and spec.has_plain_parts else None
+        self.partial_key: ChunkKey | None = chain.partial(tokens) if partial and spec.ends_anywhere else None
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
         """Keys of the prompt's chunks; decoded ones are only in `chain`."""
         self.traceparent = ""
@@ -160,6 +161,8 @@ class RequestState:
         """The handoff that brings the prompt, if one does."""
         self.load_timeout = 1.0
         """Longest wait for a load, in seconds."""
+        self.has_tails = partial and spec.ends_anywhere
+        """Whether a hit may end inside a chunk."""
         self.has_parts = not spec.has_plain_parts
         """Whether a hit has items, so that it is all or nothing, and never the whole request."""
         self.extras: Mapping[int, bytes] = {}
@@ -206,6 +209,11 @@ class RequestState:
         return self.handed_keys if self.handoff_id else self.keys[: (len(self.all_tokens) - 1) // self.chunk_size]
 
     @property
+    def asked_tokens(self) -> Tokens:
+        """The tokens to look up; as for `asked_keys`, a hit leaves one to compute."""
+        return self.tokens[: len(self.all_tokens) - 1] if self.has_parts else self.tokens
+
+    @property
     def handed_keys(self) -> list[ChunkKey]:
         """The keys of what a prefill hands off. With parts it ends before the prompt does: there vLLM keeps states."""
         return self.keys[: (self.token_count - 1) // self.chunk_size] if self.has_parts else self.keys
@@ -214,6 +222,8 @@ class RequestState:
         """Marks the prompt's first `chunk_count` chunks as held by the node and not computed here: vLLM has not all of
         their pages."""
         self.mark_held(chunk_count)
+        if self.lookup.partial:  # of the chunk that begins with it vLLM has all pages that hits behind it read
+            chunk_count = min(chunk_count, self.lookup.partial.index)
         self.store.passed_count = max(self.store.passed_count, min(chunk_count, self.full_count))
 
     def mark_held(self, chunk_count: int) -> None:

@@ -49,8 +49,8 @@ class SchedulerOptions:
 
 
 def has_tails(config: ConnectorConfig, spec: KvSpec) -> bool:
-    """Whether the pages of a finished request stay until its last tokens are stored."""
-    return config.stores_partial_chunks and spec.has_plain_parts
+    """Whether the pages of a finished request stay until all that is to be stored of it is."""
+    return config.stores_partial_chunks and spec.matches_prefixes and spec.ends_anywhere
 
 
 class Stores:
@@ -75,7 +75,8 @@ class Stores:
     ) -> None:
         """`skipped` is to have the chunks that were computed and not stored."""
         spec = blocks.spec
-        self._with_tails = has_tails(config, spec)
+        self._with_tails = config.stores_partial_chunks and spec.ends_anywhere
+        self._pages_stay = has_tails(config, spec)
         self._with_decode = config.save_decode_cache
         self._session = session
         self._spec = spec
@@ -113,7 +114,7 @@ class Stores:
         for one. Where pages do not stay until their chunks are stored, also for a decoded chunk of each."""
         unstored = min(sum(state.unstored_count for state in states), 2 * self._step_chunks)
         lacking = sum(state.store.lacking_count for state in states) + self._ended.missing_count
-        spare = 0 if self._with_tails else len(states)
+        spare = 0 if self._pages_stay else len(states)
         counts = [0 if part in self._states else unstored + lacking for part in range(len(self._spec.parts))]
         return [spare + count for count in counts]
 
@@ -165,7 +166,7 @@ class Stores:
             self._ask(state.token_count % self._spec.chunk_size)
 
     def _ask(self, token_count: int) -> None:
-        if self._session.credits.partial(token_count).request_another():
+        if self._session.credits.request_partial(token_count):
             self._asked.append(token_count)
 
     def _plan(self, state: RequestState, done_count: int, output: SchedulerOutput, copies: list[ChunkCopy]) -> None:
@@ -191,7 +192,7 @@ class Stores:
             state.store.stored_count = index + 1
         state.store.lacking_count = 0
         if partial:
-            state.store.partial_is_stored = self._write(state, 0, state.full_count, tokens, block_ids, copies)
+            state.store.partial_is_stored = self._write_tail(state, state.full_count, tokens, block_ids, copies)
 
     def end(self, state: RequestState, computed_count: int, block_ids: BlockIds) -> bool:
         """Begins to store what a finished request has computed and not stored: its last tokens, and chunks that found
@@ -233,13 +234,29 @@ class Stores:
     def _write_ended(self, ended: EndedRequest, copies: list[ChunkCopy]) -> None:
         state = ended.state
         for index in range(state.store.stored_count, ended.full_count):
-            if not self._write(state, 0, index, self._spec.chunk_size, ended.block_ids, copies):
-                return
+            for part in self._kept_parts:
+                if not self._write(state, part, index, self._spec.chunk_size, ended.block_ids, copies):
+                    return
             state.store.stored_count = index + 1
-        if ended.rest_count and self._write(state, 0, ended.full_count, ended.rest_count, ended.block_ids, copies):
+        rest_count = ended.rest_count
+        if rest_count and self._write_tail(state, ended.full_count, rest_count, ended.block_ids, copies):
             state.store.tail_is_lost = False
             if ended.full_count * self._spec.chunk_size + ended.rest_count == state.token_count:
                 state.store.partial_is_stored = True
+
+    def _write_tail(
+        self, state: RequestState, index: int, token_count: int, block_ids: BlockIds, copies: list[ChunkCopy]
+    ) -> bool:
+        """Adds the copies that store all parts of a partial chunk that a hit needs; False if they are not stored."""
+        end, own = index * self._spec.chunk_size + token_count, self._session.credits
+        needed = [number for number, part in enumerate(self._spec.parts) if part.first_token(end) < end]
+        if not all(len(own.partial(token_count, part)) for part in needed):
+            state.store.lacked_credit = self._lacks_credits = True
+            return False
+        is_written = all(self._write(state, part, index, token_count, block_ids, copies) for part in needed)
+        if is_written:
+            state.store.partials[index] = state.key_behind(index, token_count)
+        return is_written
 
     def _plan_freed(self, state: RequestState, full: int, block_ids: BlockIds, copies: list[ChunkCopy]) -> None:
         """The parts whose pages vLLM may free in the next step. Chunks that vLLM has freed already are passed over."""
@@ -288,10 +305,10 @@ class Stores:
         """Adds the copies that store one part of a chunk; False if there is no credit, or no KV of it in its pages."""
         size = self._spec.chunk_size
         is_full = token_count == size
-        source = self._session.credits[part] if is_full else self._session.credits.partial(token_count)
+        source = self._session.credits[part] if is_full else self._session.credits.partial(token_count, part)
         offset = self._take_credit(state, source)
         if offset is None:
-            if part in self._freed_parts:
+            if part in self._freed_parts and is_full:
                 lost = self._blocks.stored(part, index, block_ids, offset=0, token_count=token_count)
                 state.store.skipped_chunks |= set() if has_null_page(lost) else {index}
             return False
@@ -327,9 +344,7 @@ class Stores:
         keys = state.chain.keys
         is_full = token_count == self._spec.chunk_size
         key = keys[index] if is_full else state.key_behind(index, token_count)
-        shorter = state.store.partials.pop(index, b"")
-        if not is_full:
-            state.store.partials[index] = key
+        shorter = state.store.partials.get(index, b"")
         has_ends = self._with_tails and (
             not is_full or shorter != b"" or (index == state.full_count and not state.ends_with_a_chunk)
         )
@@ -338,8 +353,8 @@ class Stores:
             part=part,
             key=key,
             parent=keys[index - 1] if index else state.chain.root if has_ends else b"",
-            superseded=keys[superseded] if superseded >= 0 else b"" if shorter == key else shorter,
-            prefix_digests=state.prefix_digests(index, token_count) if has_ends else b"",
+            superseded=shorter if shorter not in (b"", key) else keys[superseded] if superseded >= 0 else b"",
+            prefix_digests=state.prefix_digests(index, token_count) if has_ends and not part else b"",
             index=index,
             token_count=token_count,
             blocks=self._events.of_chunk(state.request_id, part, index) if is_full else (),

@@ -50,7 +50,7 @@ class GrowingKeys:
     @property
     def has_prefix_matches(self) -> bool:
         """Whether an instance holds a number of leading chunks, one by one, whatever follows them."""
-        return self._spec.has_plain_parts
+        return self._spec.matches_prefixes
 
     def full(self) -> bytes:
         """The keys of the full chunks so far, 16 bytes each."""
@@ -61,7 +61,7 @@ class GrowingKeys:
         are pages."""
         keys = bytes(self._keys)
         is_partial = self._rest_count > 0 and len(keys) < MAX_KEYS * KEY_BYTES
-        if not is_partial or self._spec.has_page_hashes or not self._spec.has_plain_parts:
+        if not is_partial or self._spec.has_page_hashes or not self._spec.matches_prefixes:
             return keys
         return keys + chunk_keys(self._waiting(), self._before, self._spec.chunk_size)
 
