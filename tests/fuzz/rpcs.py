@@ -16,8 +16,8 @@ from lmkv.errors import LmkvError
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.requests import Requests, checked
 from lmkv.runtime.memory_budget import Lease, of_process
+from lmkv_server.coordinator.http.bodies import CallAborted
 from lmkv_server.coordinator.http.gateway import HttpContext
-from lmkv_server.coordinator.http.replies import CallAborted
 from tests.fuzz.promises import check_status
 from tests.support.promised_errors import promises
 

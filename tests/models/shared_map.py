@@ -19,10 +19,10 @@ from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, LogPosition, decode
+from lmkv_server.coordinator.layout_store.log_reader import SnapshotLoader
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
-from lmkv_server.coordinator.layout_store.snapshot_loader import SnapshotLoader
+from lmkv_server.coordinator.layout_store.records import ChunkOwner, LogPosition, decode
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.report_stream import ReportStream

@@ -27,7 +27,7 @@ from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.kv_event_publisher import END, frames, read_replay
 from lmkv_client.kv_events import PublishedBatch
 from lmkv_server.coordinator.core.layout_map import Change
-from lmkv_server.coordinator.layout_store.chunk_records import field_prefix, split_records, writes
+from lmkv_server.coordinator.layout_store.records import field_prefix, split_records, writes
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.ledger import SLOT_BYTES, Ledger
 from lmkv_server.node.tiers.encryption.header import EncryptionHeader, associated_data

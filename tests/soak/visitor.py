@@ -15,7 +15,7 @@ from lmkv.v1 import peer_service_pb2 as peer_pb
 from lmkv.v1 import registry_service_pb2 as registry_pb
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
-from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
+from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.services.layout_watch import EVENT_BYTES
 from lmkv_server.coordinator.tenants import UNNAMED
 from tests.chaos.actor import TROUBLE, Actor

@@ -22,8 +22,7 @@ from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
 from lmkv_server.coordinator.http.app import CoordinatorApp, make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
-from lmkv_server.coordinator.layout_store.metrics import SharedMapMetrics
-from lmkv_server.coordinator.layout_store.shared_map import SharedMap
+from lmkv_server.coordinator.layout_store.shared_map import SharedMap, SharedMapMetrics
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from lmkv_server.coordinator.tenants import Tenants

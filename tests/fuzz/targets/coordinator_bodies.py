@@ -17,8 +17,8 @@ from lmkv.config import CoordinatorConfig
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv_server.coordinator.http import gateway, lmcache
 from lmkv_server.coordinator.http.app import ONLY, _refusal
+from lmkv_server.coordinator.http.bodies import HTTP_STATUS, status_of
 from lmkv_server.coordinator.http.paths import routes
-from lmkv_server.coordinator.http.replies import HTTP_STATUS, status_of
 from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths
 from lmkv_server.coordinator.services.services import Services
 from tests.fuzz.inputs import Input, calls

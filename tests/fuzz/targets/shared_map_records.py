@@ -9,16 +9,23 @@ from lmkv.keys import EMPTY_DIGEST, digest, join_keys
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import TIER_COUNT, Change, LayoutMap
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER, admissions, has_marker
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
-from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, decode, encode
+from lmkv_server.coordinator.layout_store.records import (
+    MARKER,
+    EntryKind,
+    LogEntry,
+    admissions,
+    decode,
+    encode,
+    has_marker,
+)
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.promises import refused_as
 from tests.server.coordinator.cases import KEYS, LLAMA
 
 COVERS = (
-    "lmkv_server.coordinator.layout_store.chunk_records",
-    "lmkv_server.coordinator.layout_store.log_entry",
+    "lmkv_server.coordinator.layout_store.records",
+    "lmkv_server.coordinator.layout_store.records",
     "lmkv_server.coordinator.layout_store.follower",
 )
 MAX_CALLS = 16

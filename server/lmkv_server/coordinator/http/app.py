@@ -24,9 +24,9 @@ from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenti
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_server.coordinator.http import gateway, health, history, lmcache, openapi
 from lmkv_server.coordinator.http.access import rpc_of
+from lmkv_server.coordinator.http.bodies import CallAborted, HttpError, json_response, status_of, to_json
 from lmkv_server.coordinator.http.metrics import CoordinatorMetrics, MetricSource, TenantMetrics
 from lmkv_server.coordinator.http.paths import routes
-from lmkv_server.coordinator.http.replies import CallAborted, HttpError, json_response, status_of, to_json
 from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths, tokenizer_routes
 from lmkv_server.coordinator.services.services import Services
 from lmkv_server.coordinator.tenants import Tenants

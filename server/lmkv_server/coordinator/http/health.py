@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv_server.coordinator.http.replies import json_response
+from lmkv_server.coordinator.http.bodies import json_response
 from lmkv_server.coordinator.registry.registry import Registry
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmkv_server.coordinator.core.history import PERIOD_SECONDS, Series
-from lmkv_server.coordinator.http.replies import json_response
+from lmkv_server.coordinator.http.bodies import json_response
 from lmkv_server.coordinator.services.services import Services
 
 

@@ -23,6 +23,7 @@ from lmkv.tiers import DISK, GPU, HOST, LAYOUT_TIERS, REMOTE
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
+from lmkv_server.coordinator.http.bodies import CallAborted, to_json
 from lmkv_server.coordinator.http.gateway import call
 from lmkv_server.coordinator.http.lmcache_bodies import (
     AddressBody,
@@ -36,7 +37,6 @@ from lmkv_server.coordinator.http.lmcache_bodies import (
     WorkersBody,
 )
 from lmkv_server.coordinator.http.paths import Path
-from lmkv_server.coordinator.http.replies import CallAborted, to_json
 from lmkv_server.coordinator.http.tokens import token_array
 from lmkv_server.coordinator.services.services import Services
 

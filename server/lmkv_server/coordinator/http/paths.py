@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lmkv_server.coordinator.http.bodies import body_of, decode, turn
-from lmkv_server.coordinator.http.replies import json_response
+from lmkv_server.coordinator.http.bodies import body_of, decode, json_response, turn
 from lmkv_server.coordinator.http.tokens import lift_tokens, token_array
 
 B = TypeVar("B", bound="Body")

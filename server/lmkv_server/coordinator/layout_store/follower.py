@@ -15,8 +15,14 @@ from collections.abc import Callable
 from lmkv.errors import LmkvError
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Snapshot
-from lmkv_server.coordinator.layout_store.chunk_records import admissions, has_marker, size_of
-from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, LogPosition
+from lmkv_server.coordinator.layout_store.records import (
+    EntryKind,
+    LogEntry,
+    LogPosition,
+    admissions,
+    has_marker,
+    size_of,
+)
 
 MAX_BUFFERED_BYTES = 8 << 20
 """Size of the changes that wait for the end of a load; more of them make another load necessary."""

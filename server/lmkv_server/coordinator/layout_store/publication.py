@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmkv_server.coordinator.core.layout_map import Change
-from lmkv_server.coordinator.layout_store.chunk_records import size_of
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, EntryKind, LogEntry
+from lmkv_server.coordinator.layout_store.records import ChunkOwner, EntryKind, LogEntry, size_of
 
 MAX_BACKLOG_BYTES = 64 << 20
 MAX_BATCH_BYTES = 256 << 10

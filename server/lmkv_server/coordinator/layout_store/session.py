@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner, LogEntry, LogPosition
-from lmkv_server.coordinator.layout_store.log_reader import LogReader
+from lmkv_server.coordinator.layout_store.log_reader import CONCURRENT_LOADS, LogReader, SnapshotLoader
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
-from lmkv_server.coordinator.layout_store.snapshot_loader import CONCURRENT_LOADS, SnapshotLoader
-from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
+from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner, LogEntry, LogPosition
+from lmkv_server.coordinator.layout_store.valkey_client import StoreLost, all_of
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
     from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient

@@ -10,17 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Publication
+from lmkv_server.coordinator.layout_store.records import ChunkOwner
 from lmkv_server.coordinator.layout_store.session import Session, SharedMapStats, TenantDirectory
-from lmkv_server.coordinator.layout_store.store_lost import StoreLost
+from lmkv_server.coordinator.layout_store.valkey_client import StoreLost
 
 logger = logging.getLogger(__name__)
 
@@ -178,3 +182,31 @@ class TenantLayoutStore:
     async def wait_for_room(self) -> None:
         """Waits, at most a second, while the backlog of publications is more than half full."""
         await self._shared.wait_for_room()
+
+
+PREFIX = "lmkv_coordinator_layout_map_"
+
+
+class SharedMapMetrics(Collector):
+    """Metrics of a coordinator that has a `layout_map_url`."""
+
+    def __init__(self, shared: SharedMap) -> None:
+        self._shared = shared
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registering does not collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The current values."""
+        is_shared = GaugeMetricFamily(f"{PREFIX}shared", "1 while the layout map is shared with other coordinators.")
+        is_shared.add_metric([], bool(self._shared.map_id))
+        yield is_shared
+        stats = self._shared.stats()
+        for name, documentation, value in (
+            ("published_reports", "Reports published to other coordinators.", stats.published_count),
+            ("followed_reports", "Reports of other coordinators that were applied.", stats.followed_count),
+            ("loads", "Instances whose chunks were loaded from the shared map.", stats.load_count),
+            ("losses", "Times that the connection to the shared map was lost.", stats.loss_count),
+        ):
+            yield CounterMetricFamily(PREFIX + name, documentation, value=value)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 from google.rpc import code_pb2, status_pb2
@@ -30,7 +31,6 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.match import HeldAt, item_keys
-from lmkv_server.coordinator.operations.chunk_locks import ChunkLocks
 from lmkv_server.coordinator.operations.operation import Operation, add_failure
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
@@ -329,3 +329,29 @@ def _contradiction(instance_id: str) -> status_pb2.Status:
     return status_pb2.Status(
         code=code_pb2.INTERNAL, message=f"instance {instance_id!r} reports a chunk count that contradicts its failures"
     )
+
+
+class ChunkLocks:
+    """Locks by chunk key. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._locked: set[bytes] = set()
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, batch: NDArray[np.void], deadline: float) -> AsyncIterator[None]:
+        """Locks all chunks of a batch together. Raises `Unreachable` after the deadline."""
+        keys = {key.tobytes() for key in batch}
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                async with self._changed:
+                    await self._changed.wait_for(lambda: keys.isdisjoint(self._locked))
+                    self._locked |= keys
+        except TimeoutError:
+            raise Unreachable("waited too long for other moves of the same chunks") from None
+        try:
+            yield
+        finally:
+            self._locked -= keys
+            async with self._changed:
+                self._changed.notify_all()

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from google.longrunning import operations_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
+from lmkv import rpc
 from lmkv.errors import LmkvError, OperationCancelled
 from lmkv.v1 import cache_service_pb2, chunk_pb2
 
@@ -91,3 +93,14 @@ def add_failure(failures: Failures, chunk_keys: Sequence[bytes], status: status_
             return
     if chunk_keys:
         failures.add(chunk_keys=chunk_keys, status=status)
+
+
+def to_proto(operation: Operation) -> operations_pb2.Operation:
+    """The operation for clients, in its current state."""
+    message = operations_pb2.Operation(name=operation.name, done=operation.done)
+    message.metadata.Pack(operation.progress)
+    if operation.error:
+        message.error.CopyFrom(rpc.to_status(operation.error))
+    elif operation.result:
+        message.response.Pack(operation.result)
+    return message

@@ -9,8 +9,8 @@ from lmkv.internal.v1 import report_service_pb2
 from lmkv.keys import KEY_BYTES, Digest, check_keys, check_prefix_digests
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Change, LayoutMap, Snapshot, tier_number
-from lmkv_server.coordinator.layout_store.chunk_records import FINGERPRINT_BYTES
 from lmkv_server.coordinator.layout_store.publication import Publication
+from lmkv_server.coordinator.layout_store.records import FINGERPRINT_BYTES
 
 
 class ReportStream:

@@ -17,7 +17,7 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.build import FleetOperations
-from lmkv_server.coordinator.operations.operation_proto import to_proto
+from lmkv_server.coordinator.operations.operation import to_proto
 from lmkv_server.coordinator.registry.selection import Selector
 from lmkv_server.coordinator.services.layout_watch import LayoutWatch
 from lmkv_server.coordinator.services.lookups import LookupAnswers, answers

@@ -11,7 +11,7 @@ from google.protobuf import empty_pb2
 from lmkv import rpc
 from lmkv.errors import BadMessage
 from lmkv_server.coordinator.operations.audit import audited
-from lmkv_server.coordinator.operations.operation_proto import to_proto
+from lmkv_server.coordinator.operations.operation import to_proto
 from lmkv_server.coordinator.operations.operations import Operations
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 

@@ -21,7 +21,8 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.budget import Budget
 from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES
 from lmkv_server.coordinator.core.models import MAX_NAMES
-from lmkv_server.coordinator.operations import operation_table, pins
+from lmkv_server.coordinator.operations import operations as operations_module
+from lmkv_server.coordinator.operations import pins
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
 from lmkv_server.coordinator.operations.pins import MAX_PINS
 from lmkv_server.coordinator.services.registration import MAX_CHANGES, MAX_STATS_BYTES, MAX_TIERS
@@ -44,7 +45,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
         for number in range(45):  # they fail, for the source holds nothing of that
             move.request_id = str(number)
             await cache.Move(move, timeout=60)
-        assert core.used_bytes <= operation_table.MAX_BYTES
+        assert core.used_bytes <= operations_module.MAX_BYTES
         a.going.clear()
         b.going.clear()
         move.prompt.keys.chunk_keys[0] = KEYS[0]
@@ -57,7 +58,7 @@ async def test_large_moves_give_way_once_they_ended_and_are_refused_while_they_r
                 errors.append(rpc.from_rpc_error(error))
         assert errors
         assert all(isinstance(error, Full) and "running operations use" in str(error) for error in errors)
-        assert core.used_bytes <= operation_table.MAX_BYTES
+        assert core.used_bytes <= operations_module.MAX_BYTES
         b.going.set()
         a.going.set()
 

@@ -14,7 +14,7 @@ from lmkv.config.remote_url import parse_remote_url
 from lmkv.keys import ChunkKey, join_keys
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
+from lmkv_server.coordinator.layout_store.records import ChunkOwner
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.support.redis_server import RedisServer
 from tests.waiting import until as until

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lmkv_server.coordinator.core.layout_map import Change
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner, EntryKind, LogEntry
 from lmkv_server.coordinator.layout_store.publication import MAX_BATCH_ENTRIES, Backlog, PendingEntry
+from lmkv_server.coordinator.layout_store.records import ChunkOwner, EntryKind, LogEntry
 from tests.server.coordinator.layout_store.parts import names_in_shard
 
 

@@ -16,7 +16,7 @@ from lmkv.config.kinds import OFF
 from lmkv.rpc.prompts import by_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
+from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
 from tests.server.coordinator.cases import KEYS
 from tests.server.coordinator.layout_store.parts import RedisCluster, chunks_of, connected, knows, until
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode

@@ -6,9 +6,8 @@ from lmkv.keys import Digest
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry
+from lmkv_server.coordinator.layout_store.records import MARKER, EntryKind, LogEntry
 
 KEY, OTHER = b"a" * 16, b"b" * 16
 EPOCH, TERM, TIER = 7, 3, 1

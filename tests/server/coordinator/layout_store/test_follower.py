@@ -12,9 +12,8 @@ from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
-from lmkv_server.coordinator.layout_store.chunk_records import MARKER
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
-from lmkv_server.coordinator.layout_store.log_entry import EntryKind, LogEntry, LogPosition
+from lmkv_server.coordinator.layout_store.records import MARKER, EntryKind, LogEntry, LogPosition
 
 TIER, EPOCH, CHUNK_SIZE = 2, 7, 16
 FINGERPRINT = b"f" * 16

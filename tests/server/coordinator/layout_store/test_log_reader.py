@@ -10,7 +10,7 @@ import pytest
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.layout_store.log_entry import ChunkOwner
+from lmkv_server.coordinator.layout_store.records import ChunkOwner
 from tests.server.coordinator.cases import CHUNKS
 from tests.server.coordinator.layout_store.parts import chunks_of, knows, until
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode

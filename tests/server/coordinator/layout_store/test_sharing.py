@@ -28,9 +28,9 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store import publisher as publisher_module
 from lmkv_server.coordinator.layout_store import shared_map
-from lmkv_server.coordinator.layout_store.log_entry import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
+from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.layout_store.valkey_client import TERM_SECONDS, UNUSED_SECONDS
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.layout_store.parts import (

@@ -10,11 +10,16 @@ import pytest
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.core.layout_map import Change
-from lmkv_server.coordinator.layout_store.chunk_records import admissions, has_marker
-from lmkv_server.coordinator.layout_store.log_entry import MAX_ENTRY_BYTES, ChunkOwner, EntryKind, decode
 from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
-from lmkv_server.coordinator.layout_store.store_lost import StoreLost
-from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
+from lmkv_server.coordinator.layout_store.records import (
+    MAX_ENTRY_BYTES,
+    ChunkOwner,
+    EntryKind,
+    admissions,
+    decode,
+    has_marker,
+)
+from lmkv_server.coordinator.layout_store.valkey_client import StoreLost, ValkeyClient
 from tests.server.coordinator.layout_store.parts import connected
 from tests.server.node.remote_parts import Silent
 from tests.support.redis_server import RedisServer

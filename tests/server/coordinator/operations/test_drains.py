@@ -20,7 +20,7 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import drains
-from lmkv_server.coordinator.operations.operation_table import MAX_REQUEST_ID_BYTES
+from lmkv_server.coordinator.operations.operations import MAX_REQUEST_ID_BYTES
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 from tests.waiting import WAIT_SECONDS

@@ -10,8 +10,8 @@ from lmkv.errors import ResyncRequired, Unreachable
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv_server.coordinator.operations import orders as orders_module
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.services import outbox as outbox_module
-from lmkv_server.coordinator.services.outbox import ReportOutbox
+from lmkv_server.coordinator.services import reports as outbox_module
+from lmkv_server.coordinator.services.reports import ReportOutbox
 from tests.waiting import WAIT_SECONDS
 
 

@@ -19,8 +19,8 @@ from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.operations import operation_table
 from lmkv_server.coordinator.operations import operations as core
+from lmkv_server.coordinator.operations import operations as operations_module
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
 from tests.waiting import WAIT_SECONDS, eventually
@@ -152,7 +152,7 @@ async def test_those_that_ended_give_way_in_time_or_to_others(monkeypatch: pytes
                 await asyncio.sleep(0.005)
         error = await refused(operations.GetOperation(pb.GetOperationRequest(name=name), timeout=WAIT_SECONDS))
         assert error.reason == "OPERATION_NOT_FOUND"
-    monkeypatch.setattr(operation_table, "MAX_ENDED", 2)
+    monkeypatch.setattr(operations_module, "MAX_ENDED", 2)
     async with (
         Coordinator(CoordinatorConfig(port=0, http_port=OFF)) as coordinator,
         rpc.open_channel(coordinator.address) as channel,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from lmkv.v1.cache_service_pb2 import ClearProgress
-from lmkv_server.coordinator.operations import operation_table
+from lmkv_server.coordinator.operations import operations as operations_module
 from lmkv_server.coordinator.operations.operation import Operation
-from lmkv_server.coordinator.operations.operation_table import OperationTable
+from lmkv_server.coordinator.operations.operations import OperationTable
 
 TTL_SECONDS = 60.0
 
@@ -31,7 +31,7 @@ def ended(number: int) -> Operation:
 def test_a_jump_of_the_wall_clock_loses_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(wall=time.time(), monotonic=0.0)
     clock = SimpleNamespace(time=lambda: now.wall, monotonic=lambda: now.monotonic)
-    monkeypatch.setattr(operation_table, "time", clock)
+    monkeypatch.setattr(operations_module, "time", clock)
     table = OperationTable(TTL_SECONDS)
     table.store(operation := ended(1))
     now.wall += 3600.0
