@@ -25,16 +25,16 @@ class WriteCredits:
     def __len__(self) -> int:
         return len(self._offsets)
 
+    @property
+    def room(self) -> int:
+        """The number that may be requested within the limit."""
+        return self.limit - len(self._offsets) - self.requested_count - self.writing_count
+
     def request(self, wanted_count: int) -> int:
         """The number to request so that `wanted_count` become available; they count as requested."""
-        room = self.limit - len(self._offsets) - self.requested_count - self.writing_count
-        count = max(0, min(wanted_count - len(self._offsets) - self.requested_count, room))
+        count = max(0, min(wanted_count - len(self._offsets) - self.requested_count, self.room))
         self.requested_count += count
         return count
-
-    def request_another(self) -> bool:
-        """Whether to request one more than there are; it counts as requested."""
-        return self.request(len(self._offsets) + self.requested_count + 1) > 0
 
     def settle(self, count: int, granted: Iterable[int]) -> None:
         """Records the node's answer to `count` requested credits, and the offsets that it granted."""
@@ -93,9 +93,16 @@ class PartCredits:
         return self._partial.setdefault((token_count, part), WriteCredits(limit=self._limit, kept_count=0))
 
     def request_partial(self, token_count: int) -> bool:
-        """Whether to request one more partial chunk of `token_count` tokens than there are; it counts as requested."""
-        asked = [self.partial(token_count, part).request_another() for part in range(len(self._parts))]
-        return all(asked)
+        """Whether to request one more partial chunk of `token_count` tokens than there are; it counts as requested.
+
+        The request is for all parts or for none: the node answers it for all.
+        """
+        kinds = [self.partial(token_count, part) for part in range(len(self._parts))]
+        if any(kind.room <= 0 for kind in kinds):
+            return False
+        for kind in kinds:
+            kind.requested_count += 1
+        return True
 
     def request(self, wanted_counts: Sequence[int]) -> list[int]:
         """The numbers to request so that as many as wanted become available, by part."""

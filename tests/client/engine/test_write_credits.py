@@ -143,7 +143,7 @@ def test_where_no_credits_are_kept_an_idle_engine_returns_all_but_those_that_it_
 
 def test_credits_for_partial_chunks_are_of_one_length_each() -> None:
     parts = PartCredits(1, limit=40)
-    assert all(parts.partial(token_count).request_another() for token_count in (7, 7, 9))
+    assert all(parts.request_partial(token_count) for token_count in (7, 7, 9))
     parts.settle_partial([7, 7, 9], [(7, 0, 10), (9, 0, 30)])
     assert [parts.partial(token_count).take() for token_count in (7, 7, 8, 9)] == [10, None, None, 30]
     assert parts[0].take() is None
@@ -152,7 +152,7 @@ def test_credits_for_partial_chunks_are_of_one_length_each() -> None:
 def test_credits_for_partial_chunks_that_nothing_waits_for_are_returned() -> None:
     parts = PartCredits(1, limit=40)
     for token_count in (7, 7, 9):
-        parts.partial(token_count).request_another()
+        parts.request_partial(token_count)
     parts.settle_partial([7, 7, 9], [(7, 0, 10), (7, 0, 11), (9, 0, 30)])
     assert parts.take_unused({7: 1, 5: 3}) == [11, 30]
     assert parts.has_partial
@@ -162,12 +162,12 @@ def test_credits_for_partial_chunks_that_nothing_waits_for_are_returned() -> Non
 
 
 def test_without_a_node_no_credit_for_a_partial_chunk_is_requested() -> None:
-    assert not PartCredits(1).partial(5).request_another()
+    assert not PartCredits(1).request_partial(5)
 
 
 def test_credits_for_partial_chunks_are_bounded() -> None:
     parts = PartCredits(1, limit=2)
-    assert [parts.partial(5).request_another() for _ in range(3)] == [True, True, False]
+    assert [parts.request_partial(5) for _ in range(3)] == [True, True, False]
 
 
 def test_credits_of_parts_that_do_not_exist_are_ignored() -> None:
@@ -197,4 +197,15 @@ def test_a_partial_chunk_has_a_credit_for_each_part() -> None:
     assert [parts.request_partial(5) for _ in range(3)] == [True, True, False]
     parts.settle_partial([5, 5], [(5, 0, 100), (5, 1, 200), (5, 2, 300)])
     assert [parts.partial(5, part).take() for part in (0, 1, 1)] == [100, 200, None]
+    assert [parts.partial(5, part).requested_count for part in range(2)] == [0, 0]
+
+
+def test_a_partial_chunk_is_requested_for_all_parts_or_for_none() -> None:
+    parts = PartCredits(2, limit=1)
+    assert parts.request_partial(5)
+    parts.settle_partial([5], [(5, 0, 100), (5, 1, 200)])
+    assert parts.partial(5, 0).take() == 100
+    parts.partial(5, 0).commit()  # the write of part 1 is not done
+    assert parts.partial(5, 1).take() == 200
+    assert not parts.request_partial(5)
     assert [parts.partial(5, part).requested_count for part in range(2)] == [0, 0]
