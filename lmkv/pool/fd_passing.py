@@ -167,7 +167,8 @@ def receive_fd(path: Path | str, hello: Fields, timeout_seconds: float) -> Recei
         deadline = time.monotonic() + timeout_seconds
         connection.settimeout(timeout_seconds)
         connection.connect(str(path))
-        connection.sendall(_line(hello))
+        with suppress(BrokenPipeError):  # the server has refused before it read the hello: the answer says why
+            connection.sendall(_line(hello))
         fd, fields = _receive(connection, deadline)
     except (OSError, ValueError) as error:
         connection.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmkv_server.coordinator.layout_store.publication import MAX_BATCH_BYTES, Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.records import ChunkOwner, EntryKind
-from lmkv_server.coordinator.layout_store.valkey_client import StoreLost, all_of
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
     from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient

@@ -13,7 +13,7 @@ from lmkv_server.coordinator.layout_store.log_reader import CONCURRENT_LOADS, Lo
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.publisher import Publisher
 from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner, LogEntry, LogPosition
-from lmkv_server.coordinator.layout_store.valkey_client import StoreLost, all_of
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 if TYPE_CHECKING:  # it imports valkey, which is optional
     from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient

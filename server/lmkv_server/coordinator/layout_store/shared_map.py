@@ -24,7 +24,7 @@ from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.records import ChunkOwner
 from lmkv_server.coordinator.layout_store.session import Session, SharedMapStats, TenantDirectory
-from lmkv_server.coordinator.layout_store.valkey_client import StoreLost
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ looked up when connecting; if it changes, calls fail and `SharedMap` connects ag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from valkey.asyncio import ConnectionPool, Valkey
@@ -38,23 +38,7 @@ from lmkv_server.coordinator.layout_store.records import (
     field_prefix,
     writes,
 )
-
-T = TypeVar("T")
-
-
-class StoreLost(Exception):
-    """The store does not answer, refuses, or holds another map than before: connect again."""
-
-
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs calls concurrently and returns their results. Raises `StoreLost` if one does, after all have ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except* StoreLost as lost:
-        raise lost.exceptions[0] from None
-    return [task.result() for task in tasks]
-
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 CALL_SECONDS = 2.0
 """Timeout of a call: less than a lease, because nodes that start to report wait for one."""

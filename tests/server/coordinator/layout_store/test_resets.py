@@ -13,7 +13,8 @@ import pytest
 
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
-from lmkv_server.coordinator.layout_store.valkey_client import StoreLost, ValkeyClient
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost
+from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 TRIES = 500
 """In some of them the reset is noticed between a connection's beginning and the first word over it."""

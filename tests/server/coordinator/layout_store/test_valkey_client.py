@@ -19,7 +19,8 @@ from lmkv_server.coordinator.layout_store.records import (
     decode,
     has_marker,
 )
-from lmkv_server.coordinator.layout_store.valkey_client import StoreLost, ValkeyClient
+from lmkv_server.coordinator.layout_store.store_lost import StoreLost
+from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.coordinator.layout_store.parts import connected
 from tests.server.node.remote_parts import Silent
 from tests.support.redis_server import RedisServer
