@@ -47,7 +47,9 @@ class PoolHeld:
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
         """As `Held.flags`."""
-        return bytes([self._has(part, chunk) for chunk in range(start, stop)])
+        get, fingerprint, prompt = self._pool.get, self._prompt.spec.fingerprint, self._prompt
+        keys = [prompt.key(part, chunk) for chunk in range(start, stop)] if part else prompt.keys[start:stop]
+        return bytes([(chunk := get(key)) is not None and chunk.fingerprint == fingerprint for key in keys])
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
         """As `Held.tails`."""
@@ -100,8 +102,12 @@ class _Grid:
         self.sources[self.sources == POOL] = ABSENT
         own, beyond = self.items.in_hit(hit), self.beyond(hit.chunk_count)
         self.place(POOL, np.flatnonzero(own))
-        parts = ((int(index), *self.items.at(int(index))) for index in np.flatnonzero(beyond & ~own))
-        self.place(POOL, [index for index, part, chunk in parts if self._pool.flags(part, chunk, chunk + 1)[0]])
+        for part, asked in enumerate((beyond & ~own).reshape(self.sources.shape)):
+            at = np.flatnonzero(asked)
+            if at.size:
+                chunks = slice(int(at[0]), int(at[-1]) + 1)
+                held = np.frombuffer(self._pool.flags(part, chunks.start, chunks.stop), np.bool_)
+                self.sources[part, chunks][held & asked[chunks]] = POOL
 
     def beyond(self, chunk_count: int) -> NDArray[np.bool_]:
         """The items that hits of more chunks than these need."""
