@@ -468,7 +468,7 @@ def match(prompt: Prompt, held: Held, most_bytes: int | None = None) -> Hit:
         if part.rule == ALL:
             count = held.prefix(number, count)
     if most_bytes is not None:
-        count = min(count, _most_chunks(prompt.spec, most_bytes))
+        count = min(count, _most_chunks(prompt.spec, most_bytes, count))
     if prompt.spec.matches_prefixes and most_bytes is None and not prompt.may_end_behind(count):
         return Hit(count)
     for _ in range(MAX_JUMPS):
@@ -499,10 +499,13 @@ def first_missing(prompt: Prompt, held: Held, hit: Hit) -> int | None:
     return first
 
 
-def _most_chunks(spec: KvSpec, most_bytes: int) -> int:
-    """No hit with this many bytes has more chunks; the last one may be smaller than others."""
+def _most_chunks(spec: KvSpec, most_bytes: int, count: int) -> int:
+    """No hit with this many bytes has more chunks; the last one may be smaller than others.
+
+    All `count` may fit, if no part is needed of every chunk: a local chunk that ends with a hit is not needed at all.
+    """
     sizes = sum(spec.part_bytes(number) for number, part in enumerate(spec.parts) if part.rule == ALL)
-    return most_bytes // sizes + 1 if sizes else most_bytes
+    return most_bytes // sizes + 1 if sizes else count
 
 
 def _ending_behind(prompt: Prompt, held: Held, count: int, most_bytes: int | None) -> Hit | None:
