@@ -35,7 +35,7 @@ class ChatPlan:
     pool_bytes: int
     """Host memory for what does not."""
     cache_bytes: int = 0
-    """The engine's own cache, of a model whose tokens take other bytes than those of the benchmarks' model."""
+    """The engine's own cache, sized for a model whose tokens take more or fewer bytes than those of the benchmarks."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def _commit(model: ModelConfig) -> str | None:
 
 
 def worker_rank(stage: int, tensor_rank: int, tensor_ranks: int) -> int:
-    """Number of a worker among those of its engine: stage by stage, as vLLM counts them."""
+    """The number of a worker within its engine. vLLM counts the workers stage by stage."""
     return stage * tensor_ranks + tensor_rank
 
 
@@ -238,8 +238,8 @@ def stage_layers(layer_count: int, stage: int, stage_count: int) -> range:
 def first_layer(layer_names: Sequence[str], layer_count: int, stage: int, stage_count: int) -> int:
     """Index in a chunk of the first layer that a stage keeps pages for, where all layers are of one kind.
 
-    `layer_names` are those of the stage's KV-cache group. Raises `ConfigError` if it keeps pages for other layers than
-    the stage's own, such as those of a draft model.
+    `layer_names` has the layers of the stage's KV-cache group. Raises `ConfigError` if the group keeps pages for layers
+    of other stages, or of a draft model.
     """
     if stage_count == 1:
         return 0

@@ -107,7 +107,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return {offset for offset, store in self.stores.items() if store.failed}
 
     def for_engine(self, engine_id: str) -> WorkerReport | None:
-        """What the ranks have stored for this attachment; None if that is nothing."""
+        """The part of the report that is about this attachment; None if the ranks have stored nothing for it."""
         return self if self.engine_id == engine_id else self.others.get(engine_id)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:

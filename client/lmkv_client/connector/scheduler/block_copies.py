@@ -107,9 +107,9 @@ class LoadItems(Protocol):
     start: int
     end: int
     wanted: range
-    """Indices of those that are to be loaded."""
+    """The indices of the items that the load brings."""
     all_or_none: bool
-    """Whether the load fails if one is lost; otherwise vLLM computes the blocks of those that are."""
+    """Whether one lost item fails the load. Otherwise vLLM computes the blocks of the lost items."""
 
     def copies(self, index: int, chunk: HeldChunk) -> list[ChunkCopy] | None:
         """The copies out of a chunk's extent; None if it is not such a chunk or item."""
@@ -210,7 +210,7 @@ class PartItems:
         return None if has_null_page(copies) else copies
 
     def token_count(self, index: int, chunk: HeldChunk) -> int:
-        """Of all items together the tokens of the load; it is not known which item has which of them."""
+        """The tokens of the whole load: which item has which tokens is not known."""
         del chunk
         return self.end - self.start if index == self.wanted.stop - 1 else 0
 
@@ -221,6 +221,6 @@ class PartItems:
 
 
 def load_items(blocks: BlockMap, block_ids: BlockIds, start: int, end: int) -> LoadItems:
-    """What to load of a request whose first `start` tokens vLLM has."""
+    """The items to load for a request whose first `start` tokens vLLM has."""
     items = ChunkItems if blocks.spec.has_plain_parts else PartItems
     return items(blocks, block_ids, start, end)

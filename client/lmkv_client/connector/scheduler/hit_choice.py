@@ -21,7 +21,7 @@ SHARED_BYTES = 4 << 20
 
 
 class StepLoads:
-    """What the loads in the step that is being planned take."""
+    """Decides which loads may be part of the next step, by their bytes."""
 
     def __init__(self, alone_bytes: int = ALONE_BYTES, shared_bytes: int = SHARED_BYTES) -> None:
         self._alone_bytes = alone_bytes

@@ -60,7 +60,7 @@ class LoadState:
         self._missing = set(items.wanted)
         self._verify = verify
         self._ready: dict[int, tuple[list[ChunkCopy], HeldChunk]] = {}
-        """By item: arrived and not yet in a plan."""
+        """The items that have arrived and are not in a plan yet, by index."""
         self._closed = False
 
     @property

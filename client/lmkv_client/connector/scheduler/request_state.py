@@ -30,7 +30,7 @@ class RequestLookup(Lookup):
     loads_in_step: bool = False
     """Whether its load is part of the step that computes the rest of the prompt."""
     chosen_tokens: tuple[int, int, int] | None = None
-    """What was chosen of the hit: tokens that vLLM had, those of the hit, and those of them to load."""
+    """Three numbers of tokens: what vLLM had already, the whole hit, and the part of the hit that is loaded."""
 
     def hit_count(self, *, pool_only: bool = False) -> int:
         """Chunks of the hit that can be loaded, or only of what is in the node's pool."""

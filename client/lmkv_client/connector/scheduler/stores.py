@@ -35,7 +35,7 @@ MAX_FAILURES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerOptions:
-    """What the scheduler side knows of its engine beside the configuration."""
+    """The properties of an engine that its configuration does not have."""
 
     rank_count: int
     """Workers that copy a share of each chunk."""
