@@ -92,9 +92,10 @@ async def test_the_backoff_doubles_with_each_failure_in_a_row_and_begins_again_a
 
 async def test_nixl_metadata_that_could_not_be_had_is_asked_for_again() -> None:
     async with Parts("owner") as owner, Parts("reader") as reader:
-        connection = connection_at(reader, owner, "127.0.0.1")
-        with pytest.raises(LmkvError):
-            await connection.connect_nixl(SMALL, 0.0)
+        connection = connection_at(reader, owner, "127.0.0.1", owner.epoch + 1)
+        with pytest.raises(LmkvError):  # the owner refuses a call to another epoch of it
+            await connection.connect_nixl(SMALL, WAIT_SECONDS)
+        connection.epoch = owner.epoch
         asking = asyncio.create_task(connection.connect_nixl(SMALL, WAIT_SECONDS))
         await asyncio.sleep(0)
         asking.cancel()
