@@ -35,6 +35,7 @@ from lmkv.keys import (
     split_keys,
 )
 from lmkv.spec import ALL, KvSpec
+from lmkv.v1.chunk_pb2 import PART_RULE_SINCE_MULTIPLE
 
 MAX_BEGINNINGS = 256
 """Chunks that begin as a prompt does of which a lookup considers the ones with the most tokens in common."""
@@ -170,6 +171,21 @@ class Prompt:
         """The items of a hit, part by part."""
         end, size = self.end(hit), self.spec.chunk_size
         return Items(self, [part.needed(end, size) for part in self.spec.parts], hit)
+
+    def chunks_in(self, hit: Hit, part: int) -> range:
+        """The chunks of one part that a hit needs, without its tail."""
+        needed = self.spec.parts[part].needed(self.end(hit), self.spec.chunk_size)
+        return range(min(needed.start, hit.chunk_count), min(needed.stop, hit.chunk_count))
+
+    def chunks_beyond(self, chunk_count: int, part: int) -> Sequence[int]:
+        """The chunks of one part that hits of more chunks than these need, ascending."""
+        rule, size = self.spec.parts[part], self.spec.chunk_size
+        if chunk_count >= self._count:
+            return range(0)
+        needed = range(rule.needed(self.end(Hit(chunk_count + 1)), size).start, self._count)
+        if rule.rule != PART_RULE_SINCE_MULTIPLE:
+            return needed  # each of these hits needs the last one of its chunks
+        return [chunk for chunk in needed if chunk in rule.needed(self.end(Hit(chunk + 1)), size)]
 
     def item_count(self, hit: Hit) -> int:
         """The number of items of a hit."""
@@ -360,13 +376,13 @@ class Items:
             return range(max(0, min(chunk_count, chunks.stop) - chunks.start))
         return frozenset(np.flatnonzero(self.chunks < chunk_count).tolist())
 
-    def in_hit(self, hit: Hit) -> NDArray[np.bool_]:
-        """Which of the items a hit needs."""
-        end, size = self.prompt.end(hit), self.spec.chunk_size
-        needed = [part.needed(end, size) for part in self.spec.parts]
-        starts = np.array([one.start for one in needed])
-        stops = np.array([min(one.stop, hit.chunk_count) for one in needed])
-        found: NDArray[np.bool_] = (self.chunks >= starts[self.parts]) & (self.chunks < stops[self.parts])
+    def in_hit(self, hit: Hit) -> list[int]:
+        """The items that a hit needs, without its tail."""
+        found: list[int] = []
+        for part, (start, chunks) in enumerate(zip(self._starts, self._ranges, strict=False)):
+            needed = self.prompt.chunks_in(hit, part)
+            first, stop = max(needed.start, chunks.start), min(needed.stop, chunks.stop)
+            found += range(start + first - chunks.start, start + stop - chunks.start)
         return found
 
     def used_with(self, found: Sequence[int], asked: Sequence[int]) -> Sequence[ChunkKey]:

@@ -122,6 +122,14 @@ def test_a_tail_is_found_behind_chunks_that_make_no_hit_themselves(jumps: int, m
     assert match(prompt, Set(prompt, items, {})) == Hit(COUNT - 2)
 
 
+@given(spec=SPECS, count=st.integers(0, COUNT), last_tokens=st.integers(1, SIZE))
+def test_the_chunks_beyond_a_hit_are_those_of_all_longer_hits(spec: KvSpec, count: int, last_tokens: int) -> None:
+    prompt = Prompt(spec, KEYS, token_count=(COUNT - 1) * SIZE + last_tokens)
+    for part in range(len(spec.parts)):
+        longer = [set(prompt.chunks_in(Hit(end), part)) for end in range(count + 1, COUNT + 1)]
+        assert list(prompt.chunks_beyond(count, part)) == sorted(set[int]().union(*longer))
+
+
 # --- Items
 
 WHOLE = Prompt(HYBRID, KEYS).all_items()
@@ -144,7 +152,7 @@ def test_the_items_of_a_hit_are_those_of_its_spec_and_a_subset_of_the_prompts(co
     assert [PartItem(int(part), int(chunk)) for part, chunk in zip(hit.parts, hit.chunks, strict=True)] == expected
     assert list(hit.keys) == HYBRID.item_keys(expected, KEYS)
     assert hit.sizes == [HYBRID.part_bytes(item.part) for item in expected]
-    assert [WHOLE.keys[index] for index in WHOLE.in_hit(Hit(count)).nonzero()[0]] == list(hit.keys)
+    assert [WHOLE.keys[index] for index in WHOLE.in_hit(Hit(count))] == list(hit.keys)
     assert hit.below(count) == frozenset(range(len(hit)))
     assert hit.below(0) == frozenset()
 

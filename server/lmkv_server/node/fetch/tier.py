@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-import numpy as np
-
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.prompt import Hit, Items, Tail
@@ -171,11 +169,9 @@ class PeerTier:
             parent_key=needs.root or b"",
         )
         holders = found.holders
-        held = np.zeros(len(items), np.bool_)
         counts = {min(holder.matched_chunk_count, len(prompt)) for holder in holders}
-        for count in counts:
-            held |= items.in_hit(Hit(count))
-        indices = [index for index in needs.indices if held[index]]
+        held = {index for count in counts for index in items.in_hit(Hit(count))}
+        indices = [index for index in needs.indices if index in held]
         source = holders[0].instance_id if indices else ""
         return PeerPresence(
             asked=needs.indices,

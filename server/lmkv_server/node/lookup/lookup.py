@@ -10,9 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lmkv.keys import part_key
 from lmkv.prompt import Hit, Prompt, Tail, first_missing, match
 from lmkv.spec import ALL
@@ -28,7 +25,9 @@ MAX_CANDIDATES = 1024
 """Most tails that a tier is asked for, the longest ones."""
 POOL = 0
 """The source of items in the pool; tiers have the numbers from 1 on, in the order in which they were asked."""
-ABSENT = 1 << 16
+ABSENT = 255
+_HELD_UP_TO = [bytes(source <= last for source in range(256)) for last in range(ABSENT)]
+"""By the last source that counts: 1 for each source that does, 0 for the others."""
 
 
 class PoolHeld:
@@ -86,55 +85,66 @@ class _Grid:
         self._pool = pool
         self.prompt = prompt
         self.items = prompt.all_items()
-        self.sources = np.full((len(prompt.spec.parts), len(prompt)), ABSENT)
+        self.rows = [bytearray(b"\xff") * len(prompt) for _ in prompt.spec.parts]
+        """The source of each chunk, by part."""
         self.last_source = ABSENT - 1
         """Sources behind this one do not count."""
         self.tier_tail: _TierTail | None = None
 
     def place(self, source: int, indices: Iterable[int]) -> None:
         """These items are in a source. An earlier source stays."""
-        flat = self.sources.reshape(-1)
-        at = np.fromiter(indices, np.int64)
-        flat[at] = np.minimum(flat[at], source)
+        for index in indices:
+            part, chunk = divmod(index, len(self.prompt))
+            self.rows[part][chunk] = min(self.rows[part][chunk], source)
 
     def place_pool(self, hit: Hit) -> None:
         """Notes what the pool has: of its own longest hit, which has all of its items, and of longer ones."""
-        self.sources[self.sources == POOL] = ABSENT
-        own, beyond = self.items.in_hit(hit), self.beyond(hit.chunk_count)
-        self.place(POOL, np.flatnonzero(own))
-        for part, asked in enumerate((beyond & ~own).reshape(self.sources.shape)):
-            at = np.flatnonzero(asked)
-            if at.size:
-                chunks = slice(int(at[0]), int(at[-1]) + 1)
-                held = np.frombuffer(self._pool.flags(part, chunks.start, chunks.stop), np.bool_)
-                self.sources[part, chunks][held & asked[chunks]] = POOL
+        for part, row in enumerate(self.rows):
+            own, beyond = self.prompt.chunks_in(hit, part), self.prompt.chunks_beyond(hit.chunk_count, part)
+            row[:] = row.replace(b"\x00", b"\xff")
+            row[own.start : own.stop] = bytes(len(own))
+            if asked := [chunk for chunk in beyond if chunk not in own]:
+                held = self._pool.flags(part, asked[0], asked[-1] + 1)
+                for chunk in asked:
+                    if held[chunk - asked[0]]:
+                        row[chunk] = POOL
 
-    def beyond(self, chunk_count: int) -> NDArray[np.bool_]:
-        """The items that hits of more chunks than these need."""
-        prompt = self.prompt
-        found = np.zeros_like(self.sources, np.bool_)
-        counts = np.arange(chunk_count + 1, len(prompt) + 1)
-        ends = np.array([prompt.end(Hit(int(count))) for count in counts[-1:]])
-        ends = np.concatenate((counts[:-1] * prompt.spec.chunk_size, ends)).astype(np.int64)
-        for number, part in enumerate(prompt.spec.parts):
-            starts = part.first_needed(ends, prompt.spec.chunk_size)
-            changes = np.zeros(len(prompt) + 1, np.int64)
-            needed = starts < counts
-            np.add.at(changes, starts[needed], 1)
-            np.add.at(changes, counts[needed], -1)
-            found[number] = np.cumsum(changes)[:-1] > 0
-        return found.reshape(-1)
+    def absent(self, chunk_count: int) -> list[int]:
+        """The items that hits of more chunks than these need, and that no source has."""
+        count = len(self.prompt)
+        return [
+            part * count + chunk
+            for part, row in enumerate(self.rows)
+            for chunk in self.prompt.chunks_beyond(chunk_count, part)
+            if row[chunk] == ABSENT
+        ]
+
+    def sources(self, hit: Hit) -> bytes:
+        """The source of each item of a hit without its tail."""
+        needed = [self.prompt.chunks_in(hit, part) for part in range(len(self.rows))]
+        return b"".join(row[one.start : one.stop] for row, one in zip(self.rows, needed, strict=True))
+
+    def size_bytes(self, source: int, hit: Hit) -> int:
+        """Bytes of the items of a hit that a source has."""
+        prompt, total = self.prompt, 0
+        for part, row in enumerate(self.rows):
+            needed = prompt.chunks_in(hit, part)
+            total += row.count(source, needed.start, needed.stop) * prompt.spec.part_bytes(part)
+            if needed and row[needed.stop - 1] == source:  # the last one may have fewer tokens
+                last = prompt.tokens_of(needed.stop - 1, hit)
+                total -= prompt.spec.part_bytes(part) - prompt.spec.part_bytes(part, last)
+        return total
 
     # --- As `Held` ---
 
     def prefix(self, part: int, count: int) -> int:
         """As `Held.prefix`."""
-        absent = np.flatnonzero(self.sources[part, :count] > self.last_source)
-        return int(absent[0]) if absent.size else count
+        absent = self.flags(part, 0, count).find(0)
+        return absent if absent >= 0 else count
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
         """As `Held.flags`."""
-        return (self.sources[part, start:stop] <= self.last_source).tobytes()
+        return self.rows[part][start:stop].translate(_HELD_UP_TO[self.last_source])
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
         """As `Held.tails`: those in the pool, and the one that a tier has."""
@@ -242,8 +252,7 @@ class PromptLookup:
         present = match(self.prompt, grid, self.most_bytes)
         if match(self.prompt, grid).chunk_count > present.chunk_count:
             return []
-        wanted = grid.beyond(present.chunk_count) & (grid.sources.reshape(-1) == ABSENT)
-        return [int(index) for index in np.flatnonzero(wanted)]
+        return grid.absent(present.chunk_count)
 
     def _choose(self, grid: _Grid, tokens_per_second: float) -> None:
         """Leaves out the tiers behind the last one that saves time."""
@@ -267,17 +276,16 @@ class PromptLookup:
         """The tiers of the refused chunks; empty names if chunks have several parts, whose tiers differ."""
         if not self.prompt.spec.matches_prefixes:
             return [""] * (stop - start)
-        return [self._asked[source - 1][0].name if source else OWN for source in grid.sources[0, start:stop].tolist()]
+        return [self._asked[source - 1][0].name if source else OWN for source in grid.rows[0][start:stop]]
 
     def _expected_seconds(self, grid: _Grid, hit: Hit) -> float:
         """How long bringing the items of a hit is expected to take, of tiers where that is known."""
-        needed, total = grid.items.in_hit(hit), 0.0
-        sources = grid.sources.reshape(-1)
-        for number, (tier, presence) in enumerate(self._asked, start=1):
-            indices = np.flatnonzero(needed & (sources == number))
-            if size_bytes := sum(grid.items.sizes[int(index)] for index in indices):
-                total += tier.expected_seconds(presence, size_bytes) or 0.0
-        return total
+        sizes = [grid.size_bytes(number, hit) for number in range(1, len(self._asked) + 1)]
+        return sum(
+            tier.expected_seconds(presence, size_bytes) or 0.0
+            for (tier, presence), size_bytes in zip(self._asked, sizes, strict=True)
+            if size_bytes
+        )
 
     async def _ask_for_tails(
         self, grid: _Grid, tiers: Sequence[SecondaryTier], tokens_per_second: float, deadline: float | None
@@ -375,9 +383,7 @@ class PromptLookup:
             unanswered=unanswered,
             limited_count=self._limited_count(grid, hit) if hit.chunk_count < len(self.prompt) else 0,
         )
-        sources = grid.sources.reshape(-1)[grid.items.in_hit(hit)].tolist()
-        if hit.tail:
-            sources = self._with_tail_sources(grid, hit, sources)
+        sources = self._with_tail_sources(grid, hit) if hit.tail else grid.sources(hit)
         names = {number: one.name for number, (one, _) in enumerate(self._asked, start=1)}
         return self._located(found, sources, names, is_use=is_use)
 
@@ -404,15 +410,17 @@ class PromptLookup:
             self._used.update(more)
 
     def _limited_count(self, held: PoolHeld | _Grid, hit: Hit) -> int:
+        if self.prompt.spec.matches_prefixes and self.prompt.size_bytes(Hit(hit.chunk_count + 1)) <= self.most_bytes:
+            return 0
         return max(0, match(self.prompt, held).chunk_count - hit.chunk_count)
 
-    def _with_tail_sources(self, grid: _Grid, hit: Hit, sources: Sequence[int]) -> list[int]:
+    def _with_tail_sources(self, grid: _Grid, hit: Hit) -> list[int]:
         """The sources of the items of a hit with a tail, whose parts are all in one place."""
         assert hit.tail
         one = grid.tier_tail
         is_from_tier = one is not None and one.tail is hit.tail
         source = one.source if one is not None and is_from_tier else POOL
-        full, items = iter(sources), self.prompt.items(hit)
+        full, items = iter(grid.sources(hit)), self.prompt.items(hit)
         return [source if items.at(at)[1] == hit.chunk_count else next(full) for at in range(len(items))]
 
     def _located(self, found: Found, sources: Sequence[int], names: dict[int, str], *, is_use: bool = True) -> Found:
@@ -426,13 +434,13 @@ class PromptLookup:
             Run(tier=OWN if source == POOL else names[source], chunk_count=len([*run]))
             for source, run in groupby(sources[own_count:])
         )
-        presences = self._presences(found.hit, np.array(sources, np.int64)) if self._asked else {}
+        presences = self._presences(found.hit, sources) if self._asked else {}
         found.own, found.behind, found.runs, found.presences = own, behind, runs, presences
         if is_use:
             self._use(found)
         return found
 
-    def _presences(self, hit: Hit, sources: NDArray[np.int64]) -> dict[str, Presence]:
+    def _presences(self, hit: Hit, sources: Sequence[int]) -> dict[str, Presence]:
         """What each tier has, by indices of the hit's items."""
         tail = self._grid.tier_tail if self._grid else None
         found = {}
@@ -441,7 +449,7 @@ class PromptLookup:
                 presence = presence.with_tail(tail.presence, hit.chunk_count)
             found[tier.name] = replace(
                 presence,
-                asked=np.flatnonzero(sources >= number).tolist(),
-                indices=np.flatnonzero(sources == number).tolist(),
+                asked=[at for at, source in enumerate(sources) if source >= number],
+                indices=[at for at, source in enumerate(sources) if source == number],
             )
         return found
