@@ -187,7 +187,7 @@ class TierStack:
     async def _presence(self, tier: SecondaryTier, found: Found, progress: Progress) -> Presence:
         """What the tier holds of the missing chunks: as the lookup found, or asked now if that was about others."""
         missing = sorted(progress.missing)
-        known = found.presences.get(tier.name)
+        known = found.presence(tier.name)
         if known is not None and missing[0] in known.asked:
             return known
         return await tier.lookup(

@@ -147,6 +147,14 @@ class HostTier:
                 return count
         return len(keys)
 
+    def flags(self, keys: Sequence[ChunkKey], fingerprint: bytes) -> bytes:
+        """Which of the keys are held, as chunks of one spec: a byte for each, 1 or 0. Does not count as a use."""
+        chunks = self._chunks
+        if chunks.keys().isdisjoint(keys):
+            return bytes(len(keys))
+        found = map(chunks.get, keys)
+        return bytes(chunk is not None and chunk.fingerprint == fingerprint for chunk in found)
+
     def use(self, chunks: Iterable[Chunk], absent: Sequence[ChunkKey] = ()) -> None:
         """Notes a use of chunks of a prompt, in its order, that are in the index; `absent` are those behind them."""
         self._queue.use([chunk.key for chunk in chunks], absent)

@@ -64,8 +64,9 @@ class EngineLookups:
             with span:
                 self._answer(lookup, lease, prompt, handed or own.result(), span, sender_id)
         else:
-            before = own.result()  # is held, so that it stays while the tiers answer
-            session.keep(lease, before.items.keys, before.own)
+            if own.own_bytes:
+                before = own.result()  # is held, so that it stays while the tiers answer
+                session.keep(lease, before.items.keys, before.own)
             self._tasks.start(lookup.lookup_id, self._ask(lookup, lease, prompt, own, span))
 
     async def _ask(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lmkv.prompt import NO_HIT, Hit, Items, Prompt
@@ -24,8 +24,10 @@ class Found:
     """Its other items in the pool."""
     runs: tuple[Run, ...] = ()
     """Its items behind `own`; runs in the pool have the tier `own`."""
-    presences: Mapping[str, Presence] = field(default_factory=dict)
-    """By the tier's name, in terms of the items of the hit."""
+    sources: bytes = b""
+    """Where each item of the hit is: 0 in the pool, and n in the nth tier of `answers`."""
+    answers: Mapping[str, Presence] = field(default_factory=dict)
+    """By the tier's name, in the order in which they were asked, in terms of all items of the prompt."""
     refused: tuple[Run, ...] = ()
     """Chunks by which the hit is shorter because bringing them would take longer than computing them."""
     unanswered: Sequence[str] = ()
@@ -51,5 +53,16 @@ class Found:
     @property
     def source(self) -> str:
         """The first other instance that holds a run; empty if none does."""
-        presences = (self.presences.get(run.tier) for run in self.runs)
-        return next((presence.source for presence in presences if presence and presence.source), "")
+        answers = (self.answers.get(run.tier) for run in self.runs)
+        return next((answer.source for answer in answers if answer and answer.source), "")
+
+    def presence(self, tier: str) -> Presence | None:
+        """The answer of a tier in terms of the items of the hit; None if it was not asked."""
+        if tier not in self.answers:
+            return None
+        number = 1 + list(self.answers).index(tier)
+        return replace(
+            self.answers[tier],
+            asked=[at for at, source in enumerate(self.sources) if source >= number],
+            indices=[at for at, source in enumerate(self.sources) if source == number],
+        )

@@ -6,8 +6,9 @@ chunk, the first chunks without a gap are the hit; a count of chunks does not sh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from lmkv.keys import part_key
@@ -46,9 +47,9 @@ class PoolHeld:
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
         """As `Held.flags`."""
-        get, fingerprint, prompt = self._pool.get, self._prompt.spec.fingerprint, self._prompt
+        prompt = self._prompt
         keys = [prompt.key(part, chunk) for chunk in range(start, stop)] if part else prompt.keys[start:stop]
-        return bytes([(chunk := get(key)) is not None and chunk.fingerprint == fingerprint for key in keys])
+        return self._pool.flags(keys, prompt.spec.fingerprint)
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
         """As `Held.tails`."""
@@ -85,55 +86,63 @@ class _Grid:
         self._pool = pool
         self.prompt = prompt
         self.items = prompt.all_items()
-        self.rows = [bytearray(b"\xff") * len(prompt) for _ in prompt.spec.parts]
-        """The source of each chunk, by part."""
+        self._sources = bytearray([ABSENT]) * len(self.items)
+        """The source of each item."""
         self.last_source = ABSENT - 1
         """Sources behind this one do not count."""
         self.tier_tail: _TierTail | None = None
 
     def place(self, source: int, indices: Iterable[int]) -> None:
         """These items are in a source. An earlier source stays."""
+        sources = self._sources
         for index in indices:
-            part, chunk = divmod(index, len(self.prompt))
-            self.rows[part][chunk] = min(self.rows[part][chunk], source)
+            if sources[index] > source:
+                sources[index] = source
 
     def place_pool(self, hit: Hit) -> None:
         """Notes what the pool has: of its own longest hit, which has all of its items, and of longer ones."""
-        for part, row in enumerate(self.rows):
+        self._sources[:] = self._sources.replace(bytes([POOL]), bytes([ABSENT]))
+        for part in range(len(self.prompt.spec.parts)):
             own, beyond = self.prompt.chunks_in(hit, part), self.prompt.chunks_beyond(hit.chunk_count, part)
-            row[:] = row.replace(b"\x00", b"\xff")
-            row[own.start : own.stop] = bytes(len(own))
-            if asked := [chunk for chunk in beyond if chunk not in own]:
-                held = self._pool.flags(part, asked[0], asked[-1] + 1)
-                for chunk in asked:
-                    if held[chunk - asked[0]]:
-                        row[chunk] = POOL
+            self._sources[self._at(part, own.start) : self._at(part, own.stop)] = bytes(len(own))
+            asked = beyond[bisect_left(beyond, own.stop) :]
+            held = self._pool.flags(part, asked[0], asked[-1] + 1) if asked else b""
+            if 1 in held:
+                self.place(POOL, [self._at(part, chunk) for chunk in asked if held[chunk - asked[0]]])
 
     def absent(self, chunk_count: int) -> list[int]:
         """The items that hits of more chunks than these need, and that no source has."""
-        count = len(self.prompt)
-        return [
-            part * count + chunk
-            for part, row in enumerate(self.rows)
-            for chunk in self.prompt.chunks_beyond(chunk_count, part)
-            if row[chunk] == ABSENT
-        ]
+        found: list[int] = []
+        for part in range(len(self.prompt.spec.parts)):
+            first, sources = self._at(part, 0), self._sources
+            needed = self.prompt.chunks_beyond(chunk_count, part)
+            found += [first + chunk for chunk in needed if sources[first + chunk] == ABSENT]
+        return found
 
     def sources(self, hit: Hit) -> bytes:
         """The source of each item of a hit without its tail."""
-        needed = [self.prompt.chunks_in(hit, part) for part in range(len(self.rows))]
-        return b"".join(row[one.start : one.stop] for row, one in zip(self.rows, needed, strict=True))
+        return b"".join(self._row(part, hit) for part in range(len(self.prompt.spec.parts)))
 
     def size_bytes(self, source: int, hit: Hit) -> int:
-        """Bytes of the items of a hit that a source has."""
-        prompt, total = self.prompt, 0
-        for part, row in enumerate(self.rows):
-            needed = prompt.chunks_in(hit, part)
-            total += row.count(source, needed.start, needed.stop) * prompt.spec.part_bytes(part)
-            if needed and row[needed.stop - 1] == source:  # the last one may have fewer tokens
-                last = prompt.tokens_of(needed.stop - 1, hit)
-                total -= prompt.spec.part_bytes(part) - prompt.spec.part_bytes(part, last)
+        """Bytes of the items of a hit without its tail that a source has."""
+        spec, total = self.prompt.spec, 0
+        for part in range(len(spec.parts)):
+            row, item_bytes = self._row(part, hit), spec.part_bytes(part)
+            total += row.count(source) * item_bytes
+            if row.endswith(bytes([source])):  # the last chunk may have fewer tokens
+                total += spec.part_bytes(part, self.prompt.tokens_of(hit.chunk_count - 1, hit)) - item_bytes
         return total
+
+    def sources_of_chunks(self, start: int, stop: int, part: int = 0) -> bytes:
+        """The source of each of these chunks of one part."""
+        return bytes(self._sources[self._at(part, start) : self._at(part, stop)])
+
+    def _row(self, part: int, hit: Hit) -> bytes:
+        needed = self.prompt.chunks_in(hit, part)
+        return self.sources_of_chunks(needed.start, needed.stop, part)
+
+    def _at(self, part: int, chunk: int) -> int:
+        return part * len(self.prompt) + chunk
 
     # --- As `Held` ---
 
@@ -144,7 +153,7 @@ class _Grid:
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
         """As `Held.flags`."""
-        return self.rows[part][start:stop].translate(_HELD_UP_TO[self.last_source])
+        return self.sources_of_chunks(start, stop, part).translate(_HELD_UP_TO[self.last_source])
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
         """As `Held.tails`: those in the pool, and the one that a tier has."""
@@ -207,7 +216,7 @@ class PromptLookup:
         items = prompt.items(hit)
         others = () if prompt.spec.matches_prefixes else range(first + 1, total)
         own = {*range(first), *(at for at in others if self._pool_has(*items.at(at)))}
-        sources = [POOL if at in own else ABSENT for at in range(len(items))]
+        sources = bytes(POOL if at in own else ABSENT for at in range(len(items)))
         return self._located(Found(prompt=prompt, hit=hit), sources, {ABSENT: HANDOFF})
 
     def _pool_has(self, part: int, chunk: int) -> bool:
@@ -250,7 +259,7 @@ class PromptLookup:
     def _wanted(self, grid: _Grid) -> list[int]:
         """The absent items that hits longer than the present one would need, unless that has the most bytes."""
         present = match(self.prompt, grid, self.most_bytes)
-        if match(self.prompt, grid).chunk_count > present.chunk_count:
+        if self._limited_count(grid, present):
             return []
         return grid.absent(present.chunk_count)
 
@@ -276,7 +285,7 @@ class PromptLookup:
         """The tiers of the refused chunks; empty names if chunks have several parts, whose tiers differ."""
         if not self.prompt.spec.matches_prefixes:
             return [""] * (stop - start)
-        return [self._asked[source - 1][0].name if source else OWN for source in grid.rows[0][start:stop]]
+        return [self._asked[source - 1][0].name if source else OWN for source in grid.sources_of_chunks(start, stop)]
 
     def _expected_seconds(self, grid: _Grid, hit: Hit) -> float:
         """How long bringing the items of a hit is expected to take, of tiers where that is known."""
@@ -414,19 +423,19 @@ class PromptLookup:
             return 0
         return max(0, match(self.prompt, held).chunk_count - hit.chunk_count)
 
-    def _with_tail_sources(self, grid: _Grid, hit: Hit) -> list[int]:
+    def _with_tail_sources(self, grid: _Grid, hit: Hit) -> bytes:
         """The sources of the items of a hit with a tail, whose parts are all in one place."""
         assert hit.tail
         one = grid.tier_tail
         is_from_tier = one is not None and one.tail is hit.tail
         source = one.source if one is not None and is_from_tier else POOL
         full, items = iter(grid.sources(hit)), self.prompt.items(hit)
-        return [source if items.at(at)[1] == hit.chunk_count else next(full) for at in range(len(items))]
+        return bytes(source if items.at(at)[1] == hit.chunk_count else next(full) for at in range(len(items)))
 
-    def _located(self, found: Found, sources: Sequence[int], names: dict[int, str], *, is_use: bool = True) -> Found:
+    def _located(self, found: Found, sources: bytes, names: dict[int, str], *, is_use: bool = True) -> Found:
         """The hit with its chunks in the pool and the runs of its other items."""
-        items = found.items
-        chunks = {at: self._tier.get(items.keys[at]) for at, source in enumerate(sources) if source == POOL}
+        keys = found.items.keys
+        chunks = {at: self._tier.get(keys[at]) for at, source in enumerate(sources) if source == POOL}
         own_count = next((at for at, source in enumerate(sources) if source != POOL), len(sources))
         own = [chunk for at in range(own_count) if (chunk := chunks[at])]
         behind = [chunk for at, chunk in chunks.items() if at >= own_count and chunk]
@@ -434,22 +443,17 @@ class PromptLookup:
             Run(tier=OWN if source == POOL else names[source], chunk_count=len([*run]))
             for source, run in groupby(sources[own_count:])
         )
-        presences = self._presences(found.hit, sources) if self._asked else {}
-        found.own, found.behind, found.runs, found.presences = own, behind, runs, presences
+        found.own, found.behind, found.runs = own, behind, runs
+        found.sources, found.answers = sources, self._answers(found.hit)
         if is_use:
             self._use(found)
         return found
 
-    def _presences(self, hit: Hit, sources: Sequence[int]) -> dict[str, Presence]:
-        """What each tier has, by indices of the hit's items."""
+    def _answers(self, hit: Hit) -> dict[str, Presence]:
+        """What each tier has answered, about the tail of the hit too."""
         tail = self._grid.tier_tail if self._grid else None
-        found = {}
-        for number, (tier, presence) in enumerate(self._asked, start=1):
-            if tail and tail.tail is hit.tail and tail.source == number:
-                presence = presence.with_tail(tail.presence, hit.chunk_count)
-            found[tier.name] = replace(
-                presence,
-                asked=[at for at, source in enumerate(sources) if source >= number],
-                indices=[at for at, source in enumerate(sources) if source == number],
-            )
-        return found
+        answers = {tier.name: presence for tier, presence in self._asked}
+        if tail and tail.tail is hit.tail:
+            tier, presence = self._asked[tail.source - 1]
+            answers[tier.name] = presence.with_tail(tail.presence, hit.chunk_count)
+        return answers

@@ -134,7 +134,7 @@ async def test_the_longest_hit_that_can_be_held_is_found_and_located(
         key for key, name in zip(keys, names, strict=True) if name == "own"
     ]
     for name in ("a", "b") if is_asked and found.chunk_count else ():
-        presence = found.presences.get(name, Presence())
+        presence = found.presence(name) or Presence()
         assert [names[index] for index in presence.indices] == [name] * names.count(name)
         assert set(presence.indices) <= set(presence.asked)
     assert not tiers[1].asked & (own | first), "nothing is asked for twice"

@@ -267,7 +267,9 @@ async def test_a_tail_with_a_window_comes_from_a_tier_with_all_of_its_parts(own_
     assert whole.prompt.end(whole.hit) == len(LONG)
     assert len(whole.own) + whole.absent_count == len(whole.items)
     assert whole.runs[-1].tier == "disk"
-    assert whole.presences["disk"].indices[-1] == len(whole.items) - 1
+    presence = whole.presence("disk")
+    assert presence
+    assert presence.indices[-1] == len(whole.items) - 1
     disk.tier.drop([part_key(keys_of(LONG)[3], 1)])
     shorter = await found()
     assert shorter.prompt.end(shorter.hit) == (3 if with_each or own_count == 3 else own_count) * SIZE
