@@ -195,8 +195,8 @@ class Selector:
         return b"".join(parts)
 
     async def _array(self, tokens: Sequence[int]) -> NDArray[np.int32]:
-        """Token ids of a request. Long lists are read in slices, one list at a time."""
-        if len(tokens) <= READ_AT_ONCE:
+        """Token ids of a request. Long lists are read in slices, one list at a time, unless protobuf copies them."""
+        if len(tokens) <= READ_AT_ONCE or hasattr(tokens, "__array__"):
             return np.array(tokens, dtype=np.int32)
         array = np.empty(len(tokens), dtype=np.int32)
         async with self._reading:
