@@ -73,7 +73,9 @@ class TokenPrompt(_message.Message):
     """LoRA adapter that the prompt was sent with, by served name or by identity `name@digest`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, in order. A prompt has at most 65,536 chunks."""
+        """Token ids of the prompt, in order; of fixed width, so that long prompts are copied and not decoded. A prompt has at
+        most 65,536 chunks, and a gRPC request holds about 262,000 token ids.
+        """
 
     def __init__(
         self,

@@ -194,7 +194,7 @@ async def test_a_stream_of_lookups_answers_each_its_own(coordinator: Coordinator
 
 
 LONG_QUESTIONS: list[tuple[type[LmkvError], str, dict[str, Any]]] = [
-    (BadTokens, "tokens", {"tokens": [999] * (MAX_MESSAGE_BYTES // 2)}),
+    (BadTokens, "tokens", {"tokens": [999] * (MAX_MESSAGE_BYTES // 4)}),
     (BadChunkKey, "chunk_keys", {"keys": KEYS[:1] * (MAX_MESSAGE_BYTES // 18 + 1)}),
     (BadRequest, "cache_salt", {"tokens": PROMPT, "cache_salt": "x" * MAX_MESSAGE_BYTES}),
 ]

@@ -59,6 +59,7 @@ _SCALARS: Mapping[int, dict[str, Any]] = {
     FieldDescriptor.TYPE_FLOAT: {"type": "number"},
     FieldDescriptor.TYPE_INT32: {"type": "integer", "format": "int32"},
     FieldDescriptor.TYPE_INT64: _INTEGER_AS_TEXT,
+    FieldDescriptor.TYPE_SFIXED32: {"type": "integer", "format": "int32"},
     FieldDescriptor.TYPE_STRING: {"type": "string"},
     FieldDescriptor.TYPE_UINT32: {"type": "integer", "minimum": 0},
     FieldDescriptor.TYPE_UINT64: _INTEGER_AS_TEXT,

@@ -13,7 +13,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file lmkv/v1/prompt.proto.
  */
 export const file_lmkv_v1_prompt: GenFile = /*@__PURE__*/
-  fileDesc("ChRsbWt2L3YxL3Byb21wdC5wcm90bxIHbG1rdi52MSJmCg5Qcm9tcHRTZWxlY3RvchImCgZ0b2tlbnMYASABKAsyFC5sbWt2LnYxLlRva2VuUHJvbXB0SAASIgoEa2V5cxgCIAEoCzISLmxta3YudjEuS2V5UHJvbXB0SABCCAoGcHJvbXB0InMKC1Rva2VuUHJvbXB0EhcKCXRva2VuX2lkcxgBIAMoBUIE4kEBAhIYCgptb2RlbF9uYW1lGAIgASgJQgTiQQEBEhgKCmNhY2hlX3NhbHQYAyABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAQgASgJQgTiQQEBIkAKCUtleVByb21wdBIYCgpjaHVua19rZXlzGAEgAygMQgTiQQECEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior]);
+  fileDesc("ChRsbWt2L3YxL3Byb21wdC5wcm90bxIHbG1rdi52MSJmCg5Qcm9tcHRTZWxlY3RvchImCgZ0b2tlbnMYASABKAsyFC5sbWt2LnYxLlRva2VuUHJvbXB0SAASIgoEa2V5cxgCIAEoCzISLmxta3YudjEuS2V5UHJvbXB0SABCCAoGcHJvbXB0InMKC1Rva2VuUHJvbXB0EhcKCXRva2VuX2lkcxgBIAMoD0IE4kEBAhIYCgptb2RlbF9uYW1lGAIgASgJQgTiQQEBEhgKCmNhY2hlX3NhbHQYAyABKAlCBOJBAQESFwoJbG9yYV9uYW1lGAQgASgJQgTiQQEBIkAKCUtleVByb21wdBIYCgpjaHVua19rZXlzGAEgAygMQgTiQQECEhkKC2ZpbmdlcnByaW50GAIgASgMQgTiQQEBQhsKB2xta3YudjFQAVoObG1rdi92MTtsbWt2djFiBnByb3RvMw", [file_google_api_field_behavior]);
 
 /**
  * The chunks of a prompt, from its beginning on: by its tokens, or by the keys of its chunks. A selector with neither, or
@@ -60,9 +60,10 @@ export const PromptSelectorSchema: GenMessage<PromptSelector> = /*@__PURE__*/
  */
 export type TokenPrompt = Message<"lmkv.v1.TokenPrompt"> & {
   /**
-   * Token ids of the prompt, in order. A prompt has at most 65,536 chunks.
+   * Token ids of the prompt, in order; of fixed width, so that long prompts are copied and not decoded. A prompt has at
+   * most 65,536 chunks, and a gRPC request holds about 262,000 token ids.
    *
-   * @generated from field: repeated int32 token_ids = 1;
+   * @generated from field: repeated sfixed32 token_ids = 1;
    */
   tokenIds: number[];
 
