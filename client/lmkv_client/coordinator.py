@@ -309,9 +309,12 @@ class Coordinator:
         request = partial(ListOperationsRequest, filter="done=false" if running else "")
 
         messages = await self._client.all_pages(lambda to: to.operations.ListOperations, request, "operations")
-        by_name = {message.name: message for message in messages}
-        newest_first = sorted(by_name, key=lambda name: name.rpartition("-")[2], reverse=True)
-        return [Operation(self._client, by_name[name]) for name in newest_first]
+        by_name: dict[str, Operation[Any, Any]] = {}
+        for message in messages:
+            operation: Operation[Any, Any] = Operation(self._client, message)
+            if message.name not in by_name or not operation.progress.coordinator:  # the one that runs it knows best
+                by_name[message.name] = operation
+        return sorted(by_name.values(), key=lambda operation: operation.name.rpartition("-")[2], reverse=True)
 
     async def operation(self, name: str) -> Operation[Any, Any]:
         """The operation of this name, of any client. Raises `OperationNotFound`."""

@@ -96,11 +96,13 @@ class OperationState(Generic[Progress, Result]):
 
     @property
     def state(self) -> str:
-        """`running`, `done`, `failed` or `cancelled`."""
+        """`running`, `done`, `failed`, `cancelled`, or `lost` with its coordinator."""
         if not self.done:
             return "running"
         if self.error is None:
             return "done"
+        if isinstance(self.error, OperationNotFound):
+            return "lost"
         return "cancelled" if self.error.code == "CANCELLED" else "failed"
 
     def __repr__(self) -> str:

@@ -447,6 +447,7 @@ class MoveProgress(_message.Message):
     NEW_POSITION_FIELD_NUMBER: _builtins.int
     TRANSFERRED_BYTES_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Chunks to move, according to the layout map."""
     token_count: _builtins.int
@@ -455,6 +456,8 @@ class MoveProgress(_message.Message):
     """Chunks that the destination has committed so far."""
     transferred_bytes: _builtins.int
     """Bytes transferred so far."""
+    coordinator: _builtins.str
+    """`host:port` of the coordinator that runs it, if that is another one than the one that answers."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the move was accepted."""
@@ -487,10 +490,11 @@ class MoveProgress(_message.Message):
         new_position: _chunk_pb2.Position | None = ...,
         transferred_bytes: _builtins.int = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        coordinator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "new_position", b"new_position", "old_position", b"old_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "end_time", b"end_time", "expire_time", b"expire_time", "new_position", b"new_position", "old_position", b"old_position", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "coordinator", b"coordinator", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "end_time", b"end_time", "expire_time", b"expire_time", "new_position", b"new_position", "old_position", b"old_position", "token_count", b"token_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,6 +870,7 @@ class ClearProgress(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     instance_count: _builtins.int
     """Instances of the clear."""
     done_instance_count: _builtins.int
@@ -876,6 +881,8 @@ class ClearProgress(_message.Message):
     """Id of the tier; empty means all."""
     dry_run: _builtins.bool
     """Whether it is a dry run."""
+    coordinator: _builtins.str
+    """`host:port` of the coordinator that runs it, if that is another one than the one that answers."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the clear was accepted."""
@@ -894,10 +901,11 @@ class ClearProgress(_message.Message):
         tier: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        coordinator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "done_instance_count", b"done_instance_count", "dry_run", b"dry_run", "end_time", b"end_time", "instance_count", b"instance_count", "instance_id", b"instance_id", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "create_time", b"create_time", "done_instance_count", b"done_instance_count", "dry_run", b"dry_run", "end_time", b"end_time", "instance_count", b"instance_count", "instance_id", b"instance_id", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1036,6 +1044,7 @@ class DrainProgress(_message.Message):
     PASS_COUNT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance that is drained."""
     epoch: _builtins.int
@@ -1048,6 +1057,8 @@ class DrainProgress(_message.Message):
     """Bytes transferred so far."""
     pass_count: _builtins.int
     """Passes that have begun."""
+    coordinator: _builtins.str
+    """`host:port` of the coordinator that runs it, if that is another one than the one that answers."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the drain was accepted."""
@@ -1072,10 +1083,11 @@ class DrainProgress(_message.Message):
         pass_count: _builtins.int = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        coordinator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "end_time", b"end_time", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "pass_count", b"pass_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "coordinator", b"coordinator", "create_time", b"create_time", "done_chunk_count", b"done_chunk_count", "end_time", b"end_time", "epoch", b"epoch", "expire_time", b"expire_time", "instance_id", b"instance_id", "pass_count", b"pass_count", "transferred_bytes", b"transferred_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,7 +88,8 @@ def show_operation(operation: AnyOperation, *, as_json: bool) -> int:
     elif _moved_nothing(operation):
         pass
     elif not operation.done:
-        print(f"{operation.name}: {operation.state}, {describe_progress(operation.progress)} done")
+        where = f" at coordinator {operation.progress.coordinator}" if operation.progress.coordinator else ""
+        print(f"{operation.name}: {operation.state}{where}, {describe_progress(operation.progress)} done")
     elif operation.result is not None:
         for line in _describe_result(operation, operation.result):
             print(line)

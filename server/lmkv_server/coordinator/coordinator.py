@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from ipaddress import ip_address
 from typing import Self
 
 import grpc
@@ -108,11 +110,11 @@ class Coordinator:
     async def _start(self) -> None:
         stack = self._stack
         tenants = self._tenants = Tenants(self._make_services)
+        if self.shared is not None:
+            stack.push_async_callback(self.shared.aclose)
         stack.push_async_callback(tenants.aclose)
         for tenant in self.authenticator.callers.tenants:
             tenants.of(tenant)
-        if self.shared is not None:
-            stack.push_async_callback(self.shared.aclose)
         server = await rpc.make_server(SERVICE_NAMES, self._calls, self.authenticator)
         tenants.add_to(server)
         app = self._make_app(tenants)
@@ -125,6 +127,7 @@ class Coordinator:
             http.append(self._make_http_server(app, key, port))
             self.http_ports[key] = http[-1].port
         if self.shared is not None:
+            self.shared.address = address(_reachable(self.host), self.port)
             await self.shared.start(tenants)
         await server.start()
         for each in http:
@@ -190,6 +193,14 @@ class Coordinator:
             async with asyncio.timeout(STOP_SECONDS):
                 while self._calls.in_flight_count:  # noqa: ASYNC110 # a few times a second, once in its life
                     await asyncio.sleep(STOP_POLL_SECONDS)
+
+
+def _reachable(host: str) -> str:
+    """The host that a coordinator bound, or the host's name if it bound all addresses."""
+    try:
+        return socket.gethostname() if ip_address(host).is_unspecified else host
+    except ValueError:  # a name
+        return host or socket.gethostname()
 
 
 async def _stop_sweeping(sweeper: asyncio.Task[None]) -> None:

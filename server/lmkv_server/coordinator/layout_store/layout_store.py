@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedRecords:
+    """Records that one coordinator wrote about operations of a tenant."""
+
+    owner: str
+    """The coordinator, as `LayoutStore.owner` of it."""
+    age_seconds: float
+    """Time since that coordinator wrote last."""
+    records: Mapping[str, bytes]
+    """By name of the operation."""
 
 
 class LayoutStore(Protocol):
@@ -14,6 +28,10 @@ class LayoutStore(Protocol):
     @property
     def map_id(self) -> str:
         """Id of the shared map; empty while it is not connected."""
+
+    @property
+    def owner(self) -> str:
+        """The name of this coordinator's process in the map, `HOST:PORT#ID`."""
 
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:
         """Starts a publication for a stream of reports; None if no map is connected."""
@@ -24,11 +42,23 @@ class LayoutStore(Protocol):
     async def wait_for_room(self) -> None:
         """Waits, at most a second, while the backlog of publications is more than half full."""
 
+    async def write_operations(
+        self, written: Mapping[str, bytes], removed: Collection[str], lifetime_seconds: float, age_seconds: float
+    ) -> int | None:
+        """Writes and removes records of operations of this coordinator, and renews all of them.
+
+        They count as renewed `age_seconds` ago. Returns how many there are now; None if no map is connected.
+        """
+
+    async def read_operations(self, name: str, max_bytes: int) -> list[OwnedRecords]:
+        """The records of all coordinators, newest coordinator first, or those of one operation; none without a map."""
+
 
 class NoSharedStore:
     """The `LayoutStore` of a coordinator without a shared map."""
 
     map_id = ""
+    owner = ""
 
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:  # noqa: ARG002
         """None: nothing is published."""
@@ -39,3 +69,17 @@ class NoSharedStore:
 
     async def wait_for_room(self) -> None:
         """Returns at once."""
+
+    async def write_operations(
+        self,
+        written: Mapping[str, bytes],  # noqa: ARG002
+        removed: Collection[str],  # noqa: ARG002
+        lifetime_seconds: float,  # noqa: ARG002
+        age_seconds: float,  # noqa: ARG002
+    ) -> int | None:
+        """None: nothing is written."""
+        return None
+
+    async def read_operations(self, name: str, max_bytes: int) -> list[OwnedRecords]:  # noqa: ARG002
+        """Empty: no coordinator shares operations."""
+        return []

@@ -158,4 +158,51 @@ return {{found[1], table.concat(found[2])}}
 """KEYS id, held; ARGV id, cursor, approximate number of records. Returns the next cursor
 and the records in one string."""
 
-ALL = (CLAIM, TAIL, TERM, PUBLISH, RENEW, CURRENT, SCAN)
+WRITE_OPERATIONS = f"""{_CHECK}
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local held, lifetime, at = KEYS[3] .. ARGV[2], tonumber(ARGV[3]), 6
+for removed = 1, ARGV[5] do
+  redis.call('HDEL', held, ARGV[at])
+  at = at + 1
+end
+for pair = at, #ARGV, 2 do
+  redis.call('HSET', held, ARGV[pair], ARGV[pair + 1])
+end
+redis.call('PEXPIRE', held, lifetime)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - lifetime)
+redis.call('ZADD', KEYS[2], now - ARGV[4], ARGV[2])
+redis.call('PEXPIRE', KEYS[2], lifetime)
+return redis.call('HLEN', held)
+"""
+"""KEYS id, the coordinators that wrote, prefix of their records' keys; ARGV id, coordinator, lifetime, how long ago it
+counts as having written, number of removed names, these, and names with records. Returns the number of its records."""
+
+READ_OPERATIONS = f"""{_CHECK}
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local found, left = {{}}, tonumber(ARGV[3])
+local owners = redis.call('ZREVRANGE', KEYS[2], 0, -1, 'WITHSCORES')
+for at = 1, #owners, 2 do
+  local held, words = KEYS[3] .. owners[at], {{}}
+  local names = ARGV[2] ~= '' and {{ARGV[2]}} or redis.call('HKEYS', held)
+  table.sort(names, function(one, other) return string.sub(one, -16) > string.sub(other, -16) end)
+  for _, name in ipairs(names) do
+    left = left - redis.call('HSTRLEN', held, name)
+    local record = left >= 0 and redis.call('HGET', held, name)
+    if record then
+      words[#words + 1] = name
+      words[#words + 1] = record
+    end
+  end
+  if #words > 0 then
+    found[#found + 1] = {{owners[at], string.format('%.0f', now - owners[at + 1]), words}}
+  end
+end
+return found
+"""
+"""KEYS id, the coordinators that wrote, prefix of their records' keys; ARGV id, name of an operation or empty, and how
+many bytes to read at most. Returns for each coordinator, the one that wrote last first: its name, the milliseconds
+since then, and names with records, newest operation first."""
+
+ALL = (CLAIM, TAIL, TERM, PUBLISH, RENEW, CURRENT, SCAN, WRITE_OPERATIONS, READ_OPERATIONS)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,12 +23,14 @@ from prometheus_client.registry import Collector
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
+from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords
 from lmkv_server.coordinator.layout_store.publication import Publication
 from lmkv_server.coordinator.layout_store.records import ChunkOwner
 from lmkv_server.coordinator.layout_store.session import Session, SharedMapStats, TenantDirectory
 from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FIRST_SECONDS = 2.0
 """How long a starting coordinator waits for the map before it serves."""
@@ -55,6 +59,9 @@ class SharedMap:
             )
         from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
+        self.address = ""
+        """`HOST:PORT` under which this coordinator is known to the others; set before `start`."""
+        self._process_id = secrets.token_hex(8)
         self._held_seconds = max(MIN_HELD_SECONDS, HELD_LEASES * lease_ttl)
         self._store = ValkeyClient(parsed, held_seconds=self._held_seconds)
         self._session: Session | None = None
@@ -68,6 +75,11 @@ class SharedMap:
     def map_id(self) -> str:
         """Id of the shared map; empty while it is not connected."""
         return self._session.map_id if self._session else ""
+
+    @property
+    def owner(self) -> str:
+        """The name of this coordinator's process in the map."""
+        return f"{self.address}#{self._process_id}"
 
     def stats(self) -> SharedMapStats:
         """What was done since the process started."""
@@ -95,16 +107,24 @@ class SharedMap:
 
     async def publish(self, owner: ChunkOwner, epoch: int) -> Publication | None:
         """Starts a new term of an instance; None if the map is not connected."""
-        session = self._session
-        if session is None:
-            return None
-        try:
-            publication = await session.publish(owner, epoch)
-        except StoreLost as lost:
-            session.fail(lost)
-            self._end(session, str(lost))
-            return None
-        return publication if self._session is session else None
+        return await self._call(lambda session: session.publish(owner, epoch))
+
+    async def write_operations(
+        self,
+        tenant: str,
+        written: Mapping[str, bytes],
+        removed: Collection[str],
+        lifetime_seconds: float,
+        age_seconds: float,
+    ) -> int | None:
+        """Writes records of operations of this coordinator; returns how many there are, None if it is not connected."""
+        return await self._call(
+            lambda _: self._store.write_operations(tenant, self.owner, written, removed, lifetime_seconds, age_seconds)
+        )
+
+    async def read_operations(self, tenant: str, name: str, max_bytes: int) -> list[OwnedRecords]:
+        """Records of the operations of a tenant, or of one of them; empty if the map is not connected."""
+        return await self._call(lambda _: self._store.read_operations(tenant, name, max_bytes)) or []
 
     def load(self, owner: ChunkOwner, follower: InstanceFollower) -> None:
         """Schedules a load of an instance's chunks."""
@@ -117,6 +137,19 @@ class SharedMap:
             await self._session.publisher.wait_for_room()
 
     # --- Inside --------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Callable[[Session], Awaitable[T]]) -> T | None:
+        """The result of a call to the store; None if it is not connected, or just lost."""
+        session = self._session
+        if session is None:
+            return None
+        try:
+            result = await call(session)
+        except StoreLost as lost:
+            session.fail(lost)
+            self._end(session, str(lost))
+            return None
+        return result if self._session is session else None
 
     async def _run(self, tenants: TenantDirectory) -> None:
         pause = MIN_PAUSE_SECONDS
@@ -174,6 +207,21 @@ class TenantLayoutStore:
     async def publish(self, instance_id: str, epoch: int) -> Publication | None:
         """Starts a publication; None if the map is not connected."""
         return await self._shared.publish(ChunkOwner(self._tenant, instance_id), epoch)
+
+    @property
+    def owner(self) -> str:
+        """The name of this coordinator's process in the map."""
+        return self._shared.owner
+
+    async def write_operations(
+        self, written: Mapping[str, bytes], removed: Collection[str], lifetime_seconds: float, age_seconds: float
+    ) -> int | None:
+        """Writes records of operations; returns how many there are now, None if the map is not connected."""
+        return await self._shared.write_operations(self._tenant, written, removed, lifetime_seconds, age_seconds)
+
+    async def read_operations(self, name: str, max_bytes: int) -> list[OwnedRecords]:
+        """The records of all coordinators, or those of one operation."""
+        return await self._shared.read_operations(self._tenant, name, max_bytes)
 
     def load(self, follower: InstanceFollower) -> None:
         """Schedules a load of an instance's chunks."""

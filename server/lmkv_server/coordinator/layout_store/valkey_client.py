@@ -7,11 +7,12 @@ looked up when connecting; if it changes, calls fail and `SharedMap` connects ag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import uuid4
+from zlib import crc32
 
 from valkey.asyncio import ConnectionPool, Valkey
 from valkey.asyncio.retry import Retry
@@ -23,6 +24,7 @@ from lmkv.config.remote_url import RemoteUrl
 from lmkv.errors import ConfigError
 from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION
 from lmkv_server.coordinator.layout_store import scripts
+from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords
 from lmkv_server.coordinator.layout_store.publication import PendingEntry
 from lmkv_server.coordinator.layout_store.records import (
     FIELD_BYTES,
@@ -182,6 +184,42 @@ class ValkeyClient:
             for at, fields in entries
         ]
 
+    # --- Operations ----------------------------------------------------------------------------------------------
+
+    async def write_operations(
+        self,
+        tenant: str,
+        owner: str,
+        written: Mapping[str, bytes],
+        removed: Collection[str],
+        lifetime_seconds: float,
+        age_seconds: float,
+    ) -> int:
+        """Writes and removes records of operations, and renews all of `owner`; returns how many these are.
+
+        They count as renewed `age_seconds` ago.
+        """
+        shard, keys = _operations_keys(tenant)
+        named = [word for name, record in written.items() for word in (name, record)]
+        lifetime_ms = max(_ms(lifetime_seconds), self._held_ms)
+        arguments = (owner, lifetime_ms, _ms(age_seconds), len(removed), *removed, *named)
+        return int(await self._run(scripts.WRITE_OPERATIONS, shard, keys, *arguments))
+
+    async def read_operations(self, tenant: str, name: str, max_bytes: int) -> list[OwnedRecords]:
+        """Records of the operations of a tenant by coordinator, the one that wrote last first; or of one operation."""
+        shard, keys = _operations_keys(tenant)
+        found = await self._run(scripts.READ_OPERATIONS, shard, keys, name, max_bytes)
+        return [
+            OwnedRecords(
+                owner=owner.decode(errors="replace"),
+                age_seconds=int(age_ms) / 1000,
+                records={
+                    key.decode(errors="replace"): value for key, value in zip(words[::2], words[1::2], strict=True)
+                },
+            )
+            for owner, age_ms, words in found
+        ]
+
     # --- Inside --------------------------------------------------------------------------------------------------
 
     async def _find_shards(self) -> None:
@@ -285,6 +323,13 @@ def _ms(seconds: float) -> int:
 
 def _shard_key(shard: int, what: str) -> bytes:
     return b"lmkv:{%d}:%s" % (shard, what.encode())
+
+
+def _operations_keys(tenant: str) -> tuple[int, list[bytes]]:
+    """The shard of a tenant's operations, and its keys: the coordinators, and the prefix of their records' keys."""
+    shard = crc32(tenant.encode()) % SHARD_COUNT
+    prefix = _shard_key(shard, "operations") + b":" + tenant.encode()
+    return shard, [prefix, prefix + b"/"]
 
 
 def _key(owner: ChunkOwner, what: str) -> bytes:

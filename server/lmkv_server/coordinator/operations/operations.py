@@ -134,6 +134,8 @@ class Operations:
         self.ttl_seconds = ttl_seconds
         self.ended_counts: dict[tuple[str, str], int] = {}
         """Operations that ended since the process started, by kind and state."""
+        self.changed = asyncio.Event()
+        """Set when an operation starts, ends or is deleted."""
         self._last_ns = time.time_ns()
         self._table = OperationTable(ttl_seconds)
 
@@ -159,10 +161,14 @@ class Operations:
         self._table.expire()
         return self._table.repeated(request)
 
+    def find(self, name: str) -> Operation | None:
+        """The operation of this name; None if none has it."""
+        self._table.expire()
+        return self._table.find(name)
+
     def get(self, name: str) -> Operation:
         """The operation of this name. Raises `OperationNotFound`."""
-        self._table.expire()
-        if known := self._table.find(name):
+        if known := self.find(name):
             return known
         raise OperationNotFound(
             f"there is no operation {name[:100]!r} here: its coordinator has restarted or is another one, or it ended "
@@ -174,6 +180,7 @@ class Operations:
     def delete(self, name: str) -> None:
         """Forgets an operation that has ended; one that runs stays. Raises as `get`."""
         self._table.forget(self.get(name))
+        self.changed.set()
 
     def start(
         self, kind: str, request: Request, progress: Progress, work: Work, *, seconds: float, work_bytes: int = 0
@@ -202,6 +209,7 @@ class Operations:
                 retry_seconds=1,
             )
         self._table.store(operation)
+        self.changed.set()
         operation.task = asyncio.create_task(self._observe(operation, work), name=operation.name)
         return operation
 
@@ -238,6 +246,7 @@ class Operations:
         operation.size_bytes = operation.measure()
         self._table.store(operation)
         self._table.make_room(0)
+        self.changed.set()
         outcome = (operation.kind, operation.state)
         self.ended_counts[outcome] = self.ended_counts.get(outcome, 0) + 1
         seconds = operation.end_time - operation.create_time

@@ -13,6 +13,7 @@ from lmkv.errors import BadMessage
 from lmkv_server.coordinator.operations.audit import audited
 from lmkv_server.coordinator.operations.operation import to_proto
 from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.shared import SharedOperations
 from lmkv_server.coordinator.services.pages import page_limit, page_token, read_page_token
 
 DEFAULT_WAIT_SECONDS = 60.0
@@ -22,13 +23,14 @@ FILTERS = {"": (True, False), "done=true": (True,), "done=false": (False,)}
 
 
 class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # has no stubs
-    """Handlers of one tenant."""
+    """Handlers of one tenant: they show the operations of all coordinators that share a map, and change their own."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, shared: SharedOperations) -> None:
         self._operations = operations
+        self._shared = shared
 
     async def GetOperation(self, request: pb.GetOperationRequest, context: Any) -> pb.Operation:
-        return to_proto(self._operations.get(request.name))
+        return to_proto(await self._shared.get(request.name))
 
     async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
         """Newest first."""
@@ -38,7 +40,7 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
         last = read_page_token("ListOperations", request.page_token)
         rest = [
             operation
-            for operation in self._operations.newest_first()
+            for operation in await self._shared.newest_first()
             if operation.done in wanted and (not last or operation.start_key < last)
         ]
         response = pb.ListOperationsResponse()
@@ -54,22 +56,20 @@ class OperationsService(pb_grpc.OperationsServicer):  # type: ignore[misc]  # ha
 
     async def WaitOperation(self, request: pb.WaitOperationRequest, context: Any) -> pb.Operation:
         """The operation once it has ended, or its state at the timeout or just before the caller's deadline."""
-        operation = self._operations.get(request.name)
         seconds = DEFAULT_WAIT_SECONDS
         if request.HasField("timeout"):
             seconds = min(max(request.timeout.ToNanoseconds() / 1e9, 0.0), MAX_WAIT_SECONDS)
         left = context.time_remaining()
         if left is not None:
             seconds = min(seconds, max(0.9 * left, 0.0))
-        await operation.wait(seconds)
-        return to_proto(operation)
+        return to_proto(await self._shared.wait(request.name, seconds))
 
     async def CancelOperation(self, request: pb.CancelOperationRequest, context: Any) -> empty_pb2.Empty:
         with audited("cancel", request):
-            self._operations.get(request.name).cancelled.set()
+            (await self._shared.get_own(request.name)).cancelled.set()
         return empty_pb2.Empty()
 
     async def DeleteOperation(self, request: pb.DeleteOperationRequest, context: Any) -> empty_pb2.Empty:
         with audited("delete", request):
-            self._operations.delete(request.name)
+            self._operations.delete((await self._shared.get_own(request.name)).name)
         return empty_pb2.Empty()

@@ -8,9 +8,10 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.config import CoordinatorConfig
 from lmkv_server.coordinator.core.history import History
 from lmkv_server.coordinator.core.join_admission import JoinAdmission
-from lmkv_server.coordinator.layout_store.layout_store import LayoutStore
+from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
 from lmkv_server.coordinator.operations.build import FleetOperations
 from lmkv_server.coordinator.operations.orders import PendingOrders
+from lmkv_server.coordinator.operations.shared import RecordSeal, SharedOperations
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 from lmkv_server.coordinator.services.cache import CacheService
@@ -61,7 +62,12 @@ class Services:
         self.registry = RegistryService(self.core, authenticator, layout_store)
         self.reports = ReportService(self.core, orders, authenticator, layout_store)
         self.node_lookups = LookupService(self.core, selector, self.lookups)
-        self.operations = OperationsService(self.fleet_operations.table)
+        self._shared_operations = SharedOperations(
+            self.fleet_operations.table,
+            layout_store or NoSharedStore(),
+            RecordSeal(config.cluster_secret.encode(), tenant),
+        )
+        self.operations = OperationsService(self.fleet_operations.table, self._shared_operations)
 
     def resync(self, reason: str, instance_id: str = "") -> None:
         """Ends the report streams of one instance, or of all: they register again and open new ones."""
@@ -70,3 +76,4 @@ class Services:
     async def aclose(self) -> None:
         """Stops the operations that run here."""
         await self.fleet_operations.aclose()
+        await self._shared_operations.aclose()

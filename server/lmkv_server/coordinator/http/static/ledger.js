@@ -5,6 +5,7 @@ import { RPC, call, seconds } from "./api.js";
 const PAGE_SIZE = 20;
 const MAX_KEPT = 200;
 const READ_ALL_EVERY = 60;
+const CANCELLED = 1; // of gRPC's codes
 
 /** The newest operations, newest first. */
 export class Ledger {
@@ -43,6 +44,12 @@ export class Ledger {
   }
 }
 
+/** The state of an operation that ended with an error; one that is lost ended with its coordinator. */
+function readError({ code, details = [] }) {
+  if (code === CANCELLED) return "cancelled";
+  return details.some(({ reason }) => reason === "OPERATION_NOT_FOUND") ? "lost" : "failed";
+}
+
 /** An operation in the page's format. */
 function readOperation({ name, done = false, metadata = {}, response, error }) {
   const kind = name.split("-")[0];
@@ -53,7 +60,7 @@ function readOperation({ name, done = false, metadata = {}, response, error }) {
     name,
     kind,
     done,
-    state: !done ? "running" : error ? (error.code === 1 ? "cancelled" : "failed") : result.failures ? "partly" : "done",
+    state: !done ? "running" : error ? readError(error) : result.failures ? "partly" : "done",
     error: error?.message ?? "",
     source: isMove ? metadata.oldPosition : null,
     destination: isMove ? metadata.newPosition : null,

@@ -4,7 +4,7 @@ import { RPC, call, serverNow } from "./api.js";
 import { announce, byId, h, keyed, setAttribute, setProperty, setText, show, whenClicked } from "./dom.js";
 import { ago, bytes, count, counted, duration } from "./format.js";
 
-const WORDS = { running: "running", done: "done", partly: "done in part", failed: "failed", cancelled: "cancelled" };
+const WORDS = { running: "running", done: "done", partly: "done in part", failed: "failed", cancelled: "cancelled", lost: "lost" };
 const known = new Map();
 
 /** Updates the list, and announces ended operations. */
