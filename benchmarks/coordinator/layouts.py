@@ -16,10 +16,9 @@ from benchmarks.support.rows import compare
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.tiers import HOST
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, tier_number
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 
 INSTANCE_COUNT = 50
 KEYS_PER_REPORT = 16_384

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from lmkv.auth.caller import check_caller
-from lmkv.errors import BadMessage
+from lmkv.errors import BadMessage, BadPageToken
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease
 
@@ -133,3 +136,36 @@ def _is_duration(value: Any) -> bool:
 
 def _is_timestamp(value: Any) -> bool:
     return MIN_TIME_SECONDS <= int(value.seconds) <= MAX_TIME_SECONDS and 0 <= int(value.nanos) < 1_000_000_000
+
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+_CHECK_BYTES = 8
+
+
+def page_limit(page_size: int) -> int:
+    """The number of entries of a page, from the requested size."""
+    return min(page_size, MAX_PAGE_SIZE) if page_size > 0 else DEFAULT_PAGE_SIZE
+
+
+def page_token(call: str, last: str) -> str:
+    """The token with which `call` continues after the entry `last`."""
+    return base64.urlsafe_b64encode(_check(call, last) + last.encode()).decode()
+
+
+def read_page_token(call: str, token: str) -> str:
+    """The entry after which the page begins; empty for the first page. Raises `BadPageToken`."""
+    if not token:
+        return ""
+    try:
+        raw = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True)
+        last = raw[_CHECK_BYTES:].decode()
+    except (binascii.Error, UnicodeError):
+        raw, last = b"", ""
+    if raw[:_CHECK_BYTES] != _check(call, last):
+        raise BadPageToken(f"page_token was not made by {call}; leave it empty for the first page", call=call)
+    return last
+
+
+def _check(call: str, last: str) -> bytes:
+    return sha256(f"{call}\0{last}".encode()).digest()[:_CHECK_BYTES]

@@ -16,7 +16,7 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv_client.demo.cluster import CoordinatorProcess
-from lmkv_server.coordinator.core.join_admission import MAX_JOINING_OF_TENANT
+from lmkv_server.coordinator.core.instances import MAX_JOINING_OF_TENANT
 from tests.benchmarks.test_rows import BENCHMARKS, make_round
 
 

@@ -14,10 +14,9 @@ from lmkv.errors import InstanceIdInUse, InstanceNotFound, ResyncRequired, Stale
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.tiers import HOST
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from tests.models.explorer import Action
 
 ID, TIER, TTL = "i", HOST, 10.0

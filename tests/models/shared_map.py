@@ -16,16 +16,14 @@ from lmkv.config.remote_url import parse_remote_url
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.tiers import HOST
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
+from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.layout_store.log_reader import SnapshotLoader
 from lmkv_server.coordinator.layout_store.publication import Publication
-from lmkv_server.coordinator.layout_store.publisher import Publisher
 from lmkv_server.coordinator.layout_store.records import ChunkOwner, LogPosition, decode
+from lmkv_server.coordinator.layout_store.session import Publisher, SnapshotLoader
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from tests.models.explorer import Action
 from tests.support.redis_server import RedisServer
 

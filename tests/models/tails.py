@@ -15,10 +15,9 @@ from lmkv.keys import ChunkKey, chunk_keys, partial_keys, root_key
 from lmkv.misses import MissReason
 from lmkv.prompt import Prompt
 from lmkv.tiers import HOST
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.match import with_tails
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from lmkv_server.coordinator.core.instances import Instances
-from lmkv_server.coordinator.core.layout_map import LayoutMap
-from lmkv_server.coordinator.core.partial_chunks import PartialChunkMap
+from lmkv_server.coordinator.core.layout_map import LayoutMap, PartialChunkMap
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.partial_chunks import PartialChunks

@@ -210,7 +210,7 @@ async def test_health_lists_the_services_of_each_server(
 async def test_whatever_is_asked_the_answer_is_one_that_the_proto_promises(
     servers: Servers, method: MethodDescriptor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explanations, "TIMEOUT_SECONDS", 0.05)  # the reporter carries out no orders
+    monkeypatch.setattr(explanations, "EXPLAIN_SECONDS", 0.05)  # the reporter carries out no orders
     promised = promises(method)
     source = Nonsense(servers, seed=method.full_name)
     for _ in range(ROUNDS):

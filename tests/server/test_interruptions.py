@@ -24,8 +24,7 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.services.cache import CacheService
-from lmkv_server.coordinator.services.operations import OperationsService
+from lmkv_server.coordinator.services.cache import CacheService, OperationsService
 from lmkv_server.coordinator.services.reports import ReportService
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fetch.fetcher import PeerFetcher

@@ -27,7 +27,7 @@ from lmkv.v1.cache_service_pb2 import WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.core.join_admission import MAX_JOINING
+from lmkv_server.coordinator.core.instances import MAX_JOINING
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
 from lmkv_server.http.protocol import SPARE_CONNECTIONS
 from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS

@@ -17,7 +17,7 @@ from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.services.layout_watch import EVENT_BYTES
-from lmkv_server.coordinator.tenants import UNNAMED
+from lmkv_server.coordinator.services.services import UNNAMED
 from tests.chaos.actor import TROUBLE, Actor
 from tests.chaos.asker import holders
 from tests.chaos.engine import SPEC

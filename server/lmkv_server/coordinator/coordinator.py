@@ -21,13 +21,12 @@ from lmkv.auth.credentials import CertificateEnd, Credentials
 from lmkv.config import CoordinatorConfig
 from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import BuildInfo, ServerCalls
-from lmkv_server.coordinator.core.join_admission import JoinAdmission
+from lmkv_server.coordinator.core.instances import JoinAdmission
 from lmkv_server.coordinator.http.app import CoordinatorApp, make_app
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.layout_store.shared_map import SharedMap, SharedMapMetrics
 from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
-from lmkv_server.coordinator.tenants import Tenants
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, Tenants
 from lmkv_server.http.guard import HostGuard
 from lmkv_server.http.server import HttpOptions, HttpServer, address, listen
 

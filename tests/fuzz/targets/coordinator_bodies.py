@@ -17,8 +17,7 @@ from lmkv.config import CoordinatorConfig
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv_server.coordinator.http import gateway, lmcache
 from lmkv_server.coordinator.http.app import ONLY, _refusal
-from lmkv_server.coordinator.http.bodies import HTTP_STATUS, status_of
-from lmkv_server.coordinator.http.paths import routes
+from lmkv_server.coordinator.http.bodies import HTTP_STATUS, routes, status_of
 from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths
 from lmkv_server.coordinator.services.services import Services
 from tests.fuzz.inputs import Input, calls
@@ -32,8 +31,8 @@ COVERS = (
     "lmkv_server.coordinator.http.bodies",
     "lmkv_server.coordinator.http.gateway",
     "lmkv_server.coordinator.http.lmcache",
-    "lmkv_server.coordinator.http.paths",
-    "lmkv_server.coordinator.http.tokens",
+    "lmkv_server.coordinator.http.bodies",
+    "lmkv_server.coordinator.http.bodies",
 )
 MAX_CALLS = 4
 MAX_FRAMES = 4

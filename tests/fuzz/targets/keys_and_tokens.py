@@ -12,11 +12,11 @@ from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import BadChunkKey, BadPageToken, BadRequest, BadTokens
 from lmkv.keys import KEY_BYTES, ChunkKey, KeyChain, as_tokens, digest, join_keys, part_key, root_key, split_keys
 from lmkv.keys import chunk_keys as reference_keys
+from lmkv.rpc.requests import page_token, read_page_token
 from lmkv.safe_text import safe_text
 from lmkv.units import parse_gib, parse_seconds
 from lmkv_kernels import chunk_keys, token_ids
-from lmkv_server.coordinator.http.tokens import lift_tokens
-from lmkv_server.coordinator.services.pages import page_token, read_page_token
+from lmkv_server.coordinator.http.bodies import lift_tokens
 from tests.fuzz.inputs import Input, frame
 from tests.fuzz.promises import refused_as
 
@@ -28,8 +28,8 @@ COVERS = (
     "lmkv.safe_text",
     "lmkv.auth.token",
     "lmkv.config.remote_url",
-    "lmkv_server.coordinator.services.pages",
-    "lmkv_server.coordinator.http.tokens",
+    "lmkv.rpc.requests",
+    "lmkv_server.coordinator.http.bodies",
 )
 SEEDS = [
     b"\x00[1, 2, 3, 4294967295]",

@@ -7,21 +7,20 @@ from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, Tier
 from lmkv.keys import ChunkKey, digest, join_keys, split_keys
 from lmkv.rpc.requests import checked
 from lmkv.tiers import HOST
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.layout_map import TIER_COUNT, tier_number
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
-from lmkv_server.coordinator.services.registration import check_report, reported_pins, reported_stats, stats_message
+from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
+from lmkv_server.coordinator.services.registry import check_report, reported_pins, reported_stats, stats_message
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.promises import check_status
 from tests.server.coordinator.cases import KEYS, LLAMA
 
 COVERS = (
-    "lmkv_server.coordinator.registry.report_stream",
+    "lmkv_server.coordinator.registry.registry",
     "lmkv_server.coordinator.registry.registry",
     "lmkv_server.coordinator.core.layout_map",
-    "lmkv_server.coordinator.core.partial_chunks",
-    "lmkv_server.coordinator.services.registration",
+    "lmkv_server.coordinator.core.layout_map",
+    "lmkv_server.coordinator.services.registry",
 )
 MAX_REPORTS = 16
 PROMISED = (InstanceNotFound, StaleEpoch, ResyncRequired, BadChunkKey, BadMessage, Full)

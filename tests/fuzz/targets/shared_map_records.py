@@ -6,9 +6,9 @@ A call is a number and a frame: an entry of the log, records of a scan, or the e
 from __future__ import annotations
 
 from lmkv.keys import EMPTY_DIGEST, digest, join_keys
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import TIER_COUNT, Change, LayoutMap
+from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
 from lmkv_server.coordinator.layout_store.records import (
     MARKER,

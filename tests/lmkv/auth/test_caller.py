@@ -24,7 +24,7 @@ from lmkv.internal.v1 import lookup_service_pb2, report_service_pb2
 from lmkv.v1 import cache_service_pb2, engine_service_pb2, peer_service_pb2, registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
-from lmkv_server.coordinator.http.access import rpc_of
+from lmkv_server.coordinator.http.app import rpc_of
 from lmkv_server.http.guard import VIEW_RPC
 from tests.support.certificates import issue
 from tests.support.tokens import entry, write

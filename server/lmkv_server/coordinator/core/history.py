@@ -1,9 +1,11 @@
-"""Samples of the last hour: what the fleet and each instance counted, and their tiers. Pure: time is passed in."""
+"""What metrics and the page show of the past: latencies of lookups, and samples of an hour. Pure; time is passed in."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from lmkv_server.coordinator.core.instances import Instance
@@ -107,3 +109,27 @@ class History:
             for tier, size_bytes in used.items():
                 total_used[tier] = total_used.get(tier, 0) + size_bytes
         self.fleet.add(time, total, total_used)
+
+
+BOUNDS_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
+"""Upper bounds of the buckets; the last bucket has none."""
+
+
+class LatencyHistogram:
+    """Lookups since the process started, their hits and their latency. Cheap enough for every lookup."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self.seconds = 0.0
+        """Total time of all events."""
+        self._buckets = [0] * (len(BOUNDS_SECONDS) + 1)
+
+    def add(self, seconds: float, hit: bool) -> None:
+        """Counts an event."""
+        self.hits += hit
+        self.seconds += seconds
+        self._buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
+
+    def cumulative(self) -> list[int]:
+        """For each of `BOUNDS_SECONDS`, the number of events up to it; the last number counts all."""
+        return list(accumulate(self._buckets))

@@ -1,15 +1,103 @@
-"""Registered instances, their leases and epochs, and the models that they serve. Pure: time is passed in."""
+"""Registered instances: leases, epochs, models, the bytes that they make a coordinator store, and how many of them
+may join at a time. Pure; time is passed in.
+
+A joining instance reports all its chunks, which takes the coordinator milliseconds. A thousand at once take longer than
+the timeout of nodes: they would all time out and retry, and none would ever complete.
+"""
 
 from __future__ import annotations
 
 import hmac
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
-from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
-from lmkv_server.coordinator.core.budget import Budget
-from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo, ReportedPin, ReportedStats, ReportedTier
-from lmkv_server.coordinator.core.models import Models
+from lmkv.errors import Full, InstanceIdInUse, InstanceNotFound, StaleEpoch
+from lmkv.runtime.places import Places
+from lmkv_server.coordinator.core.models import (
+    MAX_SHOWN,
+    InstanceInfo,
+    Models,
+    ReportedPin,
+    ReportedStats,
+    ReportedTier,
+)
+
+RETRY_SECONDS = 5.0
+"""Retry delay of what did not fit."""
+
+
+class Budget:
+    """Sizes of items by owner, the id of an instance. The owner "" is the coordinator, limited by the total only."""
+
+    def __init__(self, *, owner_bytes: int, total_bytes: int) -> None:
+        self._owner_bytes = owner_bytes
+        self._total_bytes = total_bytes
+        self._items: dict[str, dict[str, int]] = {}
+        self._used_by: dict[str, int] = {}
+        self.used_bytes = 0
+        """Total of all owners."""
+
+    def items(self, owner: str) -> Iterator[str]:
+        """The items of an owner, oldest first."""
+        return iter(self._items.get(owner, {}))
+
+    def fits(self, owner: str, item: str, size_bytes: int) -> bool:
+        """Whether an item may have this size."""
+        return self.owner_fits(owner, item, size_bytes) and (
+            self.used_bytes + self._growth(owner, item, size_bytes) <= self._total_bytes
+        )
+
+    def owner_fits(self, owner: str, item: str, size_bytes: int) -> bool:
+        """Whether an item may have this size within its owner's limit."""
+        used = self._used_by.get(owner, 0) + self._growth(owner, item, size_bytes)
+        return not owner or used <= self._owner_bytes
+
+    def charge(self, owner: str, item: str, size_bytes: int) -> None:
+        """Sets the size of an item. Raises `Full` if it does not fit."""
+        if not self.fits(owner, item, size_bytes):
+            bound = "all instances" if self.owner_fits(owner, item, size_bytes) else "one instance"
+            limit = self._total_bytes if bound == "all instances" else self._owner_bytes
+            raise Full(
+                f"{item} of {size_bytes} bytes: the limit of {bound} is {limit} bytes; send less",
+                retry_seconds=RETRY_SECONDS,
+                field=item,
+                limit=limit,
+            )
+        self.set(owner, item, size_bytes)
+
+    def set(self, owner: str, item: str, size_bytes: int) -> None:
+        """Sets the size of an item, whether it fits or not."""
+        growth = self._growth(owner, item, size_bytes)
+        self._items.setdefault(owner, {})[item] = size_bytes
+        self._used_by[owner] = self._used_by.get(owner, 0) + growth
+        self.used_bytes += growth
+
+    def drop(self, owner: str, item: str) -> None:
+        """Removes an item. Idempotent."""
+        items = self._items.get(owner, {})
+        size_bytes = items.pop(item, 0)
+        self.used_bytes -= size_bytes
+        if items:
+            self._used_by[owner] -= size_bytes
+        else:
+            self._items.pop(owner, None)
+            self._used_by.pop(owner, None)
+
+    def drop_owner(self, owner: str) -> None:
+        """Removes all items of an owner. Idempotent."""
+        for item in list(self.items(owner)):
+            self.drop(owner, item)
+
+    def check(self) -> None:
+        """Asserts that the sums are correct: for tests."""
+        sums = {owner: sum(items.values()) for owner, items in self._items.items()}
+        assert sums == self._used_by
+        assert sum(sums.values()) == self.used_bytes
+
+    def _growth(self, owner: str, item: str, size_bytes: int) -> int:
+        return size_bytes - self._items.get(owner, {}).get(item, 0)
+
 
 NO_ADDRESS = "no address (enable_p2p is false)"
 """Replaces the address of an instance without one in errors."""
@@ -219,3 +307,90 @@ class Instances:
         self.models.remove(instance.info)
         self.budget.drop_owner(instance.info.instance_id)
         del self._by_id[instance.info.instance_id]
+
+
+MAX_JOINING = 64
+"""Instances of all tenants that join at a time."""
+MAX_JOINING_OF_TENANT = 32
+"""Those of a tenant that is alone; see `Places`."""
+GUESSED_PACE_SECONDS = 0.02
+"""Approximate duration of a snapshot of ten thousand chunks."""
+GUESS_WEIGHT = 8
+"""Weight of the guess, in observed joins."""
+REMEMBERED_JOINS = 64
+"""Older joins lose weight."""
+TURNS_PER_JOIN = 2
+"""Turns per join: with one, joins could never be faster than turns, and would be measured as slow for ever."""
+
+
+class JoinAdmission:
+    """Admits `limit` joining instances at a time, `share` of one tenant, and refuses others with a retry delay."""
+
+    def __init__(self, limit: int = MAX_JOINING, share: int = MAX_JOINING_OF_TENANT) -> None:
+        self._joining = Places[Instance]("places to join", limit, share)
+        self._rushes: defaultdict[str, _Rush] = defaultdict(_Rush)
+        """By tenant."""
+
+    def check(self, now: float, tenant: str = "") -> None:
+        """Raises `Full` if no further instance may join now. Retry delays follow the current duration of joins."""
+        try:
+            self._joining.check(tenant)
+        except Full:
+            self._forget_joined(now)
+        try:
+            self._joining.check(tenant)
+        except Full:
+            raise Full(
+                f"{len(self._joining)} instances are joining, {self._joining.count(tenant)} of them of this tenant; "
+                "retry after the delay",
+                retry_seconds=self._rushes[tenant].next_turn(now),
+            ) from None
+
+    def admit(self, instance: Instance, tenant: str = "") -> None:
+        """Adds a joining instance, which `check` has admitted; it has joined once it is `synced`."""
+        self._joining.take(instance, tenant)
+
+    def leave(self, instance: Instance) -> None:
+        """Removes an instance that is gone, was replaced, or reports its chunks elsewhere. Idempotent."""
+        self._joining.release(instance)
+
+    def _forget_joined(self, now: float) -> None:
+        """Removes instances that have joined, or whose lease expired."""
+        before = {tenant: self._joining.count(tenant) for tenant in self._rushes}
+        for instance in list(self._joining):
+            if instance.synced or instance.expire_time <= now:
+                self._joining.release(instance)
+        for tenant, count in before.items():
+            rush, joining = self._rushes[tenant], self._joining.count(tenant)
+            rush.joined(count - joining, now)
+            if joining < self._joining.share // 2:
+                rush.end()
+
+
+class _Rush:
+    """The instances of one tenant that join while others wait for their turn, and the turns of those."""
+
+    def __init__(self) -> None:
+        self._last_turn = 0.0
+        self._since: float | None = None
+        self._joined_count = 0.0
+
+    def next_turn(self, now: float) -> float:
+        """The delay after which one more instance may retry, in seconds."""
+        if self._since is None:
+            self._since, self._joined_count = now, 0.0
+        seconds = GUESSED_PACE_SECONDS * GUESS_WEIGHT + now - self._since
+        pace_seconds = seconds / (GUESS_WEIGHT + self._joined_count)
+        self._last_turn = max(self._last_turn, now) + pace_seconds / TURNS_PER_JOIN
+        return round(self._last_turn - now, 3)
+
+    def joined(self, count: int, now: float) -> None:
+        """Counts instances that have joined."""
+        self._joined_count += count
+        if self._since is not None and self._joined_count > REMEMBERED_JOINS:
+            self._joined_count /= 2
+            self._since += (now - self._since) / 2
+
+    def end(self) -> None:
+        """Few instances are joining: the next rush is measured from its own beginning."""
+        self._since = None

@@ -1,9 +1,10 @@
-"""The application of the HTTP port."""
+"""The application of the HTTP port: the routes of each tenant, who may call them, probes, and samples for the page."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +21,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkv import rpc, telemetry
 from lmkv.auth.authenticator import Authenticator
+from lmkv.auth.caller import ROLES
 from lmkv.errors import LmkvError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.coordinator.http import gateway, health, history, lmcache, openapi
-from lmkv_server.coordinator.http.access import rpc_of
-from lmkv_server.coordinator.http.bodies import CallAborted, HttpError, json_response, status_of, to_json
+from lmkv_server.coordinator.core.history import PERIOD_SECONDS, Series
+from lmkv_server.coordinator.http import gateway, lmcache, openapi
+from lmkv_server.coordinator.http.bodies import CallAborted, HttpError, json_response, routes, status_of, to_json
 from lmkv_server.coordinator.http.metrics import CoordinatorMetrics, MetricSource, TenantMetrics
-from lmkv_server.coordinator.http.paths import routes
 from lmkv_server.coordinator.http.tokenizers import Tokenizers, tokenizer_paths, tokenizer_routes
-from lmkv_server.coordinator.services.services import Services
-from lmkv_server.coordinator.tenants import Tenants
-from lmkv_server.http.guard import CHALLENGE, HostGuard, credentials_of
+from lmkv_server.coordinator.registry.registry import Registry
+from lmkv_server.coordinator.services.services import Services, Tenants
+from lmkv_server.http.guard import CHALLENGE, VIEW_RPC, HostGuard, credentials_of
 
 STATIC = Path(__file__).parent / "static"
 ONLY = {"lmkv.v1.RegistryService": ("ListInstances",)}
@@ -63,7 +64,7 @@ def make_app(
     """The application of a coordinator, protected by `guard` and `authenticator`; `own` are metrics of the process."""
 
     def probes() -> list[Route]:
-        return health.routes(lambda: (services.core for services in tenants), grpc_port, names=authenticator.is_open)
+        return probe_routes(lambda: (services.core for services in tenants), grpc_port, names=authenticator.is_open)
 
     def make(services: Services) -> TenantApp:
         return _tenant_app(services, tokenizers, probes(), own if services is tenants.unnamed else ())
@@ -94,7 +95,7 @@ def _tenant_app(services: Services, tokenizers: Tokenizers, probes: list[Route],
             *routes(paths),
             *tokenizer_routes(tokenizers),
             *metrics.routes(),
-            *history.routes(services),
+            _history_route(services),
             *probes,
             Route("/openapi.json", _constant(openapi.document(gateway.methods(handlers, ONLY), paths))),
             Route("/", _page("index.html")),
@@ -220,3 +221,91 @@ def _error(
     response = json_response(content, http_status)
     response.headers.update(headers or {})
     return response
+
+
+_PROBE = "grpc.health.v1.Health/Check"
+_LOOKUP = "lmkv.v1.CacheService/Lookup"
+
+RPC_BY_PATH: Mapping[str, str] = {
+    "/healthz": _PROBE,
+    "/readyz": _PROBE,
+    "/grpc_port": _PROBE,
+    "/lookup": _LOOKUP,
+    "/tokenize": _LOOKUP,
+    "/tokenizers": _LOOKUP,
+    "/move": "lmkv.v1.CacheService/Move",
+    "/clear": "lmkv.v1.CacheService/Clear",
+    "/pin": "lmkv.v1.CacheService/Pin",
+    "/unpin": "lmkv.v1.CacheService/Unpin",
+    "/check_finish": "google.longrunning.Operations/GetOperation",
+    "/health": VIEW_RPC,
+    "/query_instance": VIEW_RPC,
+    "/query_worker_info": VIEW_RPC,
+    "/history": VIEW_RPC,
+    "/metrics": VIEW_RPC,
+    "/openapi.json": VIEW_RPC,
+    "/": VIEW_RPC,
+    "/docs": VIEW_RPC,
+}
+"""By path. RPCs have their own paths."""
+
+
+def rpc_of(path: str) -> str:
+    """The RPC that a path corresponds to; static files and unknown paths need the role of `LOOK`."""
+    return RPC_BY_PATH.get(path) or (path[1:] if path[1:] in ROLES else VIEW_RPC)
+
+
+def probe_routes(cores: Callable[[], Iterable[Registry]], grpc_port: Callable[[], int], *, names: bool) -> list[Route]:
+    """`/healthz` and `/readyz` for probes, and `/grpc_port` for gRPC clients that know the HTTP port only.
+
+    They need no token; `names` is whether responses may contain instance ids.
+    """
+
+    async def alive(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        for core in cores():
+            if not core.is_partial(time.monotonic()):
+                continue
+            if not names:
+                return json_response({"status": "not ready", "detail": "the layout map is being rebuilt"}, 503)
+            unsynced = [instance.info.instance_id for instance in core.instances if not instance.synced]
+            on = f"for {', '.join(unsynced[:10])}" if unsynced else "for more instances"
+            return json_response(
+                {"status": "not ready", "detail": f"the layout map is being rebuilt: waiting {on}"}, 503
+            )
+        return json_response({"status": "ok"})
+
+    async def grpc(_: Request) -> Response:
+        return json_response({"grpc_port": grpc_port()})
+
+    return [Route("/healthz", alive), Route("/readyz", ready), Route("/grpc_port", grpc)]
+
+
+def _history_route(services: Services) -> Route:
+    """`/history`: the samples of the last hour, for the page. An HTTP path only: metrics are for programs."""
+
+    async def serve(request: Request) -> Response:
+        """The fleet's samples, or those of `instance_id`. Raises `InstanceNotFound`."""
+        instance_id = request.query_params.get("instance_id", "")
+        if not instance_id:
+            return json_response(content_of(services.history.fleet))
+        services.core.instances.named(instance_id, "instance_id")
+        return json_response(content_of(services.history.series(instance_id)))
+
+    return Route("/history", serve)
+
+
+def content_of(series: Series) -> dict[str, Any]:
+    """Samples as columns of equal length, the oldest sample first."""
+    return {
+        "period_seconds": PERIOD_SECONDS,
+        "times": _numbers(series.times),
+        **{name: _numbers(column) for name, column in series.counts.items()},
+        "used_bytes": {tier: _numbers(column) for tier, column in series.used_bytes.items()},
+    }
+
+
+def _numbers(column: Sequence[float]) -> list[float]:
+    return [round(value, 3) for value in column]

@@ -1,24 +1,29 @@
-"""JSON over HTTP: bodies of requests, read with limits of size, memory and time, and responses and errors."""
+"""JSON over HTTP: bodies and token ids, read with limits of size, memory and time; paths that take them; errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.rpc import code_pb2, status_pb2
+from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from lmkv import rpc
-from lmkv.errors import LmkvError
+from lmkv.errors import BadTokens, LmkvError
 from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.turns import LARGE_BYTES, of_loop
+from lmkv_kernels import token_ids
 from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
 
 HTTP_STATUS = {
@@ -138,3 +143,72 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
 
 def _invalid(error: Exception) -> HttpError:
     return HttpError(400, "INVALID_ARGUMENT", f"the body is invalid: {error}")
+
+
+B = TypeVar("B", bound="Body")
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a path. Unknown fields are refused: a misspelt `copy` would turn a copy into a move."""
+
+
+class Path(Generic[B]):
+    """A path: type of its body, handler, and an example of the response; `tag` groups it in the documentation."""
+
+    def __init__(
+        self,
+        body: type[B],
+        summary: str,
+        answer: Callable[[B], Awaitable[dict[str, Any]]],
+        example: dict[str, Any],
+        *,
+        tag: str = "as in LMCache",
+    ) -> None:
+        self.body = body
+        self.summary = summary
+        self.answer = answer
+        self.example = example
+        self.tag = tag
+        self._decoder = msgspec.json.Decoder(body)
+
+    async def serve(self, request: Request) -> Response:
+        """Answers a request. Raises the errors of `decode` and of the handler."""
+        async with body_of(request) as whole:
+            async with turn(request, whole) as is_large:
+                rest, tokens = lift_tokens(whole)
+                body: Any = decode(rest, self._decoder)
+                if tokens is not None and bytes(body.tokens) == b"[]":  # the last one wins if the body has tokens twice
+                    body.tokens = tokens
+                if is_large and hasattr(body, "tokens"):
+                    body.tokens = await asyncio.to_thread(token_array, body.tokens)
+            return json_response(await self.answer(body))
+
+
+def routes(paths: Mapping[str, Path[Any]]) -> list[Route]:
+    """A route for each path."""
+    return [Route(name, path.serve, methods=["POST"]) for name, path in paths.items()]
+
+
+_OPENING = re.compile(rb'\s*\{\s*"tokens"\s*:\s*(?=\[)')
+
+
+def token_array(text: msgspec.Raw | memoryview | NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The token ids of a JSON list, if they are not read yet. Other threads run meanwhile. Raises `BadTokens`."""
+    if isinstance(text, np.ndarray):
+        return text
+    try:
+        return token_ids(memoryview(text))
+    except ValueError as error:
+        raise BadTokens(f"tokens must be a list of token ids: {error}") from None
+
+
+def lift_tokens(body: bytes) -> tuple[bytes, memoryview | None]:
+    """Splits a body that begins with `tokens` into the body with an empty list instead, and the text of the list.
+
+    The decoder of the rest then does not parse the tokens. The second value is None if the body begins otherwise.
+    """
+    opening = _OPENING.match(body)
+    end = body.find(b"]", opening.end()) if opening else -1
+    if opening is None or end < 0:
+        return body, None
+    return b'{"tokens":[]' + body[end + 1 :], memoryview(body)[opening.end() : end + 1]

@@ -30,8 +30,16 @@ from starlette.routing import Route
 from lmkv.auth.caller import check_caller
 from lmkv.errors import BadRequest, BadTokens
 from lmkv.rpc.requests import check_times
-from lmkv_server.coordinator.http.bodies import CallAborted, body_of, decode, json_response, status_of, to_json, turn
-from lmkv_server.coordinator.http.tokens import token_array
+from lmkv_server.coordinator.http.bodies import (
+    CallAborted,
+    body_of,
+    decode,
+    json_response,
+    status_of,
+    to_json,
+    token_array,
+    turn,
+)
 from lmkv_server.http.server import ENDLESS
 
 logger = logging.getLogger(__name__)

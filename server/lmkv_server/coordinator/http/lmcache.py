@@ -10,35 +10,113 @@ import socket
 import uuid
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from google.longrunning import operations_pb2
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2
 
 from lmkv.errors import BadSelection, InstanceNotFound, OperationNotFound
-from lmkv.rpc.prompts import names_chunks
+from lmkv.rpc.prompts import by_tokens, names_chunks
 from lmkv.tiers import DISK, GPU, HOST, LAYOUT_TIERS, REMOTE
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as registry_pb
-from lmkv_server.coordinator.http.bodies import CallAborted, to_json
+from lmkv.v1.prompt_pb2 import PromptSelector
+from lmkv_server.coordinator.http.bodies import Body, CallAborted, Path, to_json, token_array
 from lmkv_server.coordinator.http.gateway import call
-from lmkv_server.coordinator.http.lmcache_bodies import (
-    AddressBody,
-    ClearBody,
-    EventBody,
-    InstanceBody,
-    LookupBody,
-    MoveBody,
-    PinBody,
-    UnpinBody,
-    WorkersBody,
-)
-from lmkv_server.coordinator.http.paths import Path
-from lmkv_server.coordinator.http.tokens import token_array
 from lmkv_server.coordinator.services.services import Services
+
+TokenIds = Annotated[
+    msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0}})
+]
+"""Not decoded here: `token_array` reads the text."""
+
+
+class Prompt(Body):
+    """Names a prompt's chunks; `tokens` suffices in a fleet with one model."""
+
+    tokens: TokenIds = msgspec.field(default_factory=lambda: msgspec.Raw(b"[]"))
+    model_name: str = ""
+    cache_salt: str = ""
+    lora_name: str = ""
+
+    @property
+    def selector(self) -> PromptSelector:
+        """What requests of RPCs name the chunks by."""
+        return by_tokens(
+            token_array(self.tokens).tolist(),
+            model_name=self.model_name,
+            cache_salt=self.cache_salt,
+            lora_name=self.lora_name,
+        )
+
+
+class LookupBody(Prompt, kw_only=True):
+    """Body of `/lookup`."""
+
+    tokens: TokenIds
+
+
+class MoveBody(Prompt, kw_only=True):
+    """Body of `/move`. A position is `[instance_id, location]`. LMCache's code has `should_copy`, its manual `copy`."""
+
+    old_position: tuple[str, str]
+    new_position: tuple[str, str]
+    copy: bool | None = None
+    should_copy: bool | None = None
+    request_id: str = ""
+
+
+class ClearBody(Prompt, kw_only=True):
+    """Body of `/clear`. Without a location all tiers are cleared, without tokens all chunks."""
+
+    instance_id: str
+    location: str = ""
+
+
+class PinBody(Prompt, kw_only=True):
+    """Body of `/pin`. `ttl` is in seconds."""
+
+    instance_id: str
+    location: str = "LocalCPUBackend"
+    ttl: float | None = None
+
+
+class UnpinBody(Body):
+    """Body of `/unpin`: the `event_id` that `/pin` answered."""
+
+    event_id: str = ""
+    pin_id: str = ""
+
+
+class EventBody(Body):
+    """Body of `/check_finish`."""
+
+    event_id: str
+
+
+class InstanceBody(Body):
+    """Body of `/health`."""
+
+    instance_id: str
+
+
+class AddressBody(Body):
+    """Body of `/query_instance`; an `event_id` is echoed."""
+
+    ip: str
+    event_id: str = ""
+
+
+class WorkersBody(Body):
+    """Body of `/query_worker_info`; `all` stands for every instance."""
+
+    instance_id: str = "all"
+    worker_ids: list[int] | None = None
+
 
 CLEAR_WAIT_SECONDS = 10.0
 """Longest time that `/clear` waits for the result; the operation continues afterwards."""

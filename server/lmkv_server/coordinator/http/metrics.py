@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmkv.tiers import INSTANCE_TIERS
-from lmkv_server.coordinator.core.latency_histogram import BOUNDS_SECONDS
+from lmkv_server.coordinator.core.history import BOUNDS_SECONDS
 from lmkv_server.coordinator.core.layout_map import tier_id
 from lmkv_server.coordinator.services.services import Services
 from lmkv_server.http.metrics import metrics_response

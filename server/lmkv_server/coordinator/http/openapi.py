@@ -10,8 +10,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.rpc import status_pb2
 
 from lmkv import __version__
+from lmkv_server.coordinator.http.bodies import Path
 from lmkv_server.coordinator.http.gateway import path_of
-from lmkv_server.coordinator.http.paths import Path
 
 SUMMARIES = {
     "lmkv.v1.CacheService.Lookup": "Find the instances that hold the beginning of a prompt.",

@@ -16,8 +16,7 @@ from lmkv.auth.caller import current_caller
 from lmkv.errors import ConfigError, ModelAmbiguous, ModelNotFound
 from lmkv.tokenizer import Tokenizer
 from lmkv_server.coordinator.core.models import Models
-from lmkv_server.coordinator.http.bodies import json_response
-from lmkv_server.coordinator.http.paths import Body, Path
+from lmkv_server.coordinator.http.bodies import Body, Path, json_response
 
 
 class Tokenizers:

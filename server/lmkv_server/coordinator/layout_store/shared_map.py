@@ -25,9 +25,8 @@ from lmkv.errors import ConfigError
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords
 from lmkv_server.coordinator.layout_store.publication import Publication
-from lmkv_server.coordinator.layout_store.records import ChunkOwner
+from lmkv_server.coordinator.layout_store.records import ChunkOwner, StoreLost
 from lmkv_server.coordinator.layout_store.session import Session, SharedMapStats, TenantDirectory
-from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

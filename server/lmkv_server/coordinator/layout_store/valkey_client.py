@@ -36,11 +36,12 @@ from lmkv_server.coordinator.layout_store.records import (
     EntryKind,
     LogEntry,
     LogPosition,
+    StoreLost,
+    all_of,
     encode,
     field_prefix,
     writes,
 )
-from lmkv_server.coordinator.layout_store.store_lost import StoreLost, all_of
 
 CALL_SECONDS = 2.0
 """Timeout of a call: less than a lease, because nodes that start to report wait for one."""

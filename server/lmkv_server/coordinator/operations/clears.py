@@ -14,10 +14,8 @@ from lmkv.rpc.prompts import names_chunks
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.prompt_pb2 import PromptSelector
-from lmkv_server.coordinator.operations.operation import Operation, add_failure
-from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.positions import check_tier
+from lmkv_server.coordinator.operations.operations import Operation, Operations, add_failure
+from lmkv_server.coordinator.operations.orders import PendingOrders, check_tier
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 

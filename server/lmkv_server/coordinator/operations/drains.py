@@ -31,8 +31,7 @@ from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.operations.moves import check_p2p, spec_message
-from lmkv_server.coordinator.operations.operation import Operation
-from lmkv_server.coordinator.operations.operations import LONGEST_SECONDS, Operations
+from lmkv_server.coordinator.operations.operations import LONGEST_SECONDS, Operation, Operations
 from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.registry.registry import Registry
 

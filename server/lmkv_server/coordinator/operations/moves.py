@@ -31,10 +31,8 @@ from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
 from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.match import HeldAt, item_keys
-from lmkv_server.coordinator.operations.operation import Operation, add_failure
-from lmkv_server.coordinator.operations.operations import Operations
-from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.positions import Position, resolve_position
+from lmkv_server.coordinator.operations.operations import Operation, Operations, add_failure
+from lmkv_server.coordinator.operations.orders import PendingOrders, Position, resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import SelectedChunks, Selector
 

@@ -14,10 +14,9 @@ from lmkv.keys import KEY_BYTES, split_keys
 from lmkv.prompt import HeldKeys, match
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
-from lmkv_server.coordinator.core.instance_info import ReportedPin
 from lmkv_server.coordinator.core.match import HeldAt, item_keys
-from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.operations.positions import resolve_position
+from lmkv_server.coordinator.core.models import ReportedPin
+from lmkv_server.coordinator.operations.orders import PendingOrders, resolve_position
 from lmkv_server.coordinator.registry.registry import Registry
 from lmkv_server.coordinator.registry.selection import Selector
 

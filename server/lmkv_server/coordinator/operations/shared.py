@@ -27,8 +27,7 @@ from lmkv.rpc.error_status import from_status
 from lmkv.rpc.requests import check_times
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, OwnedRecords
-from lmkv_server.coordinator.operations.operation import Operation, Progress
-from lmkv_server.coordinator.operations.operations import Operations
+from lmkv_server.coordinator.operations.operations import Operation, Operations, Progress
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)

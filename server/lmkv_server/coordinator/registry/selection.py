@@ -33,10 +33,9 @@ from lmkv.rpc.prompts import names_chunks
 from lmkv.spec import KvSpec
 from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_kernels import chunk_keys
-from lmkv_server.coordinator.core.instance_info import MAX_SHOWN
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.match import HeldAt, keys_of_whole
-from lmkv_server.coordinator.core.models import Models, Namespace
+from lmkv_server.coordinator.core.models import MAX_SHOWN, Models, Namespace
 
 SLICE_KEYS = 2048
 SLICE_PAGES = 256

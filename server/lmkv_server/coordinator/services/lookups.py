@@ -18,7 +18,7 @@ from lmkv.keys import KEY_BYTES, ChunkKey, check_keys, check_prefix_digests, spl
 from lmkv.prompt import MAX_BEGINNINGS, Prompt
 from lmkv.rpc.interceptor import delay_refusal
 from lmkv.v1 import cache_service_pb2 as pb
-from lmkv_server.coordinator.core.latency_histogram import LatencyHistogram
+from lmkv_server.coordinator.core.history import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match, tier_id
 from lmkv_server.coordinator.core.match import UnpreparedError, match_of, prefixes, with_tails
 from lmkv_server.coordinator.registry.registry import Registry

@@ -15,9 +15,10 @@ from lmkv.internal.v1 import report_service_pb2_grpc as pb_grpc
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, NoSharedStore
 from lmkv_server.coordinator.operations.orders import PendingOrders
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
-from lmkv_server.coordinator.services.registration import check_quota, check_report, reported_pins, set_state
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
+from lmkv_server.coordinator.services.registry import check_quota, check_report, reported_pins, set_state
+
+logger = logging.getLogger(__name__)
 
 _CHANGES = frozenset(("instance_id", "epoch", "sequence", "changes"))
 """Fields of a report that contains changes only."""
@@ -79,8 +80,6 @@ class ReportOutbox:
         self._sequence = 0
         return response
 
-
-logger = logging.getLogger(__name__)
 
 MAX_LEAVING_SECONDS = 3600.0
 """Longest time for which an instance may report that it is about to stop."""

@@ -26,6 +26,8 @@ from lmkv_server.proxy.routing.health import update_instance
 from lmkv_server.proxy.routing.pools import EnginePool
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, json_of
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
@@ -52,8 +54,6 @@ class CompletionRequest:
         async with turns.of_loop().take(self.caller, self.size_bytes):
             return msgspec.json.encode(body)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_RELEASES = 256
 """Concurrent releases. Beyond them a handoff expires by `pd_abandon_timeout` of the decode engine's node."""

@@ -23,6 +23,8 @@ from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
 from lmkv_server.proxy.routing.prompt_keys import GrowingChains, Namespaces, PromptKeys, ServedNamespace
 from lmkv_server.proxy.routing.recent_picks import RecentPicks
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixMatch:
@@ -42,8 +44,6 @@ class PrefixMatch:
 
 NO_MATCH = PrefixMatch(held={}, cached={}, at_most={}, is_open=False, chains=(), token_count=0)
 
-
-logger = logging.getLogger(__name__)
 
 LIST_TIMEOUT_SECONDS = 5.0
 REFRESH_SECONDS = 2.0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from lmkv_server.coordinator.core.history import (
+    BOUNDS_SECONDS,
     MAX_INSTANCES,
     MAX_SAMPLES,
     MAX_TIER_NAME,
@@ -12,10 +15,11 @@ from lmkv_server.coordinator.core.history import (
     PERIOD_SECONDS,
     Counts,
     History,
+    LatencyHistogram,
     Series,
 )
-from lmkv_server.coordinator.core.instance_info import InstanceInfo, ReportedStats, ReportedTier
 from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.models import InstanceInfo, ReportedStats, ReportedTier
 
 
 def instance(instance_id: str = "a", used: Mapping[str, int] | None = None, epoch: int = 1, **stats: float) -> Instance:
@@ -141,3 +145,19 @@ def test_a_first_sample_is_due_at_once() -> None:
     history.take_if_due([], -5.0)
     history.take_if_due([], -5.0)
     assert list(history.fleet.times) == [-5.0]
+
+
+def test_an_event_counts_in_each_bucket_from_its_own_on() -> None:
+    histogram = LatencyHistogram()
+    assert histogram.cumulative() == [0] * (len(BOUNDS_SECONDS) + 1)
+    histogram.add(BOUNDS_SECONDS[2], hit=True)  # a bound belongs to its bucket
+    histogram.add(BOUNDS_SECONDS[2] * 1.01, hit=False)
+    histogram.add(BOUNDS_SECONDS[-1] + 1, hit=True)
+    assert histogram.cumulative() == [0, 0, 1] + [2] * (len(BOUNDS_SECONDS) - 3) + [3]
+    assert histogram.hits == 2
+    assert histogram.seconds == pytest.approx(BOUNDS_SECONDS[2] * 2.01 + BOUNDS_SECONDS[-1] + 1)
+
+
+def test_the_bounds_ascend() -> None:
+    assert list(BOUNDS_SECONDS) == sorted(set(BOUNDS_SECONDS))
+    assert BOUNDS_SECONDS[0] > 0

@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 
 from lmkv.errors import Full
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
-from lmkv_server.coordinator.core.instances import Instance
-from lmkv_server.coordinator.core.join_admission import (
+from lmkv_server.coordinator.core.instances import (
     GUESS_WEIGHT,
     GUESSED_PACE_SECONDS,
     MAX_JOINING,
     MAX_JOINING_OF_TENANT,
     REMEMBERED_JOINS,
     TURNS_PER_JOIN,
+    Instance,
     JoinAdmission,
 )
-from lmkv_server.coordinator.registry.registry import RETURN_SECONDS, Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.registry.registry import RETURN_SECONDS, Registry, ReportStream
 
 LEASE_TTL = 3.0
 LIMIT = 4

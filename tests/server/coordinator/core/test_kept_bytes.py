@@ -18,14 +18,13 @@ from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.core.budget import Budget
-from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES
+from lmkv_server.coordinator.core.instances import MAX_OWNER_BYTES, Budget
 from lmkv_server.coordinator.core.models import MAX_NAMES
 from lmkv_server.coordinator.operations import operations as operations_module
 from lmkv_server.coordinator.operations import pins
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
 from lmkv_server.coordinator.operations.pins import MAX_PINS
-from lmkv_server.coordinator.services.registration import MAX_CHANGES, MAX_STATS_BYTES, MAX_TIERS
+from lmkv_server.coordinator.services.registry import MAX_CHANGES, MAX_STATS_BYTES, MAX_TIERS
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.scripted_instance import Make
 from tests.support.node_stub import registration

@@ -10,8 +10,15 @@ from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
 from lmkv.parts import KvPart
 from lmkv.spec import MAX_NAME_BYTES, KvSpec, ServedModel
 from lmkv_server.coordinator.core import models as models_module
-from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo
-from lmkv_server.coordinator.core.models import MAX_KINDS, MAX_NAMES, RETRY_SECONDS, Models, Namespace
+from lmkv_server.coordinator.core.models import (
+    MAX_KINDS,
+    MAX_NAMES,
+    MAX_SHOWN,
+    RETRY_SECONDS,
+    InstanceInfo,
+    Models,
+    Namespace,
+)
 
 LLAMA = KvSpec(
     model_name="llama",

@@ -11,9 +11,8 @@ from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, part_key, pref
 from lmkv.parts import KvPart
 from lmkv.prompt import Prompt
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST
-from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, MatchRun
+from lmkv_server.coordinator.core.layout_map import MAX_LOST, Change, LayoutMap, MatchRun
 from lmkv_server.coordinator.core.match import keys_with_tail, match_of, prefixes, with_tails
-from lmkv_server.coordinator.core.partial_chunks import MAX_LOST
 from lmkv_server.coordinator.registry.selection import SelectedChunks
 from tests.server.coordinator.cases import LLAMA
 

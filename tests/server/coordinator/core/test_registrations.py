@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from lmkv.errors import InstanceIdInUse, InstanceNotFound, StaleEpoch
-from lmkv_server.coordinator.core.instance_info import MAX_SHOWN, InstanceInfo, ReportedStats
 from lmkv_server.coordinator.core.instances import NO_ADDRESS, Instances
+from lmkv_server.coordinator.core.models import MAX_SHOWN, InstanceInfo, ReportedStats
 
 
 def said(instance_id: str = "a", epoch: int = 1, port: int = 1000) -> InstanceInfo:

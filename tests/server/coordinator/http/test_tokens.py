@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.coordinator.http.tokens import lift_tokens, token_array
+from lmkv_server.coordinator.http.bodies import lift_tokens, token_array
 from tests.server.coordinator.cases import CHUNKS, PROMPT
 from tests.server.coordinator.scripted_instance import Make
 

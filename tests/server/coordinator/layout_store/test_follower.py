@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmkv.keys import ChunkKey, digest, join_keys
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap
+from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower, SnapshotLoad
 from lmkv_server.coordinator.layout_store.records import MARKER, EntryKind, LogEntry, LogPosition
 

@@ -26,11 +26,10 @@ from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.layout_map import Change
-from lmkv_server.coordinator.layout_store import publisher as publisher_module
-from lmkv_server.coordinator.layout_store import shared_map
+from lmkv_server.coordinator.layout_store import session, shared_map
 from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEntry, Publication
-from lmkv_server.coordinator.layout_store.publisher import Publisher
 from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
+from lmkv_server.coordinator.layout_store.session import Publisher
 from lmkv_server.coordinator.layout_store.valkey_client import TERM_SECONDS, UNUSED_SECONDS
 from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
 from tests.server.coordinator.layout_store.parts import (
@@ -320,16 +319,16 @@ async def test_each_loss_of_the_map_is_counted_and_logged_once(
 async def test_a_publisher_that_waits_for_space_continues_once_there_is_some(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "ROOM_SECONDS", 600.0)
+    monkeypatch.setattr(session, "ROOM_SECONDS", 600.0)
     store = await connected(server.url)
     publisher = Publisher(store, lambda *_: None)
     publisher._backlog = Backlog(limit_bytes=1 << 20)
     owner = ChunkOwner("", "a")
-    publication = Publication(owner, 1, await store.next_term(owner), publisher.enqueue)
-    publication.publish_complete()
+    published = Publication(owner, 1, await store.next_term(owner), publisher.enqueue)
+    published.publish_complete()
     for number in range(8):
         keys = join_keys(chunks_of(f"{number}", 5000))
-        publication.publish_changes([Change(2, b"f" * 16, 16, keys, {}, b"")])
+        published.publish_changes([Change(2, b"f" * 16, 16, keys, {}, b"")])
     assert not publisher._backlog.is_below_half
     waiting = asyncio.create_task(publisher.wait_for_room())
     await asyncio.sleep(0)

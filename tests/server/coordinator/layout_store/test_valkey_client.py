@@ -15,11 +15,11 @@ from lmkv_server.coordinator.layout_store.records import (
     MAX_ENTRY_BYTES,
     ChunkOwner,
     EntryKind,
+    StoreLost,
     admissions,
     decode,
     has_marker,
 )
-from lmkv_server.coordinator.layout_store.store_lost import StoreLost
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 from tests.server.coordinator.layout_store.parts import connected
 from tests.server.node.remote_parts import Silent

@@ -97,7 +97,7 @@ async def test_instances_whose_answers_have_no_room_are_named(
 async def test_an_instance_that_does_not_answer_is_named_with_the_error(
     make: Make, cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explanations, "TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(explanations, "EXPLAIN_SECONDS", 0.05)
     async with make("a", KEYS) as a, make("b", KEYS):
         a.going.clear()
         of_a, of_b = await explain(cache, tokens=PROMPT)

@@ -9,8 +9,7 @@ import pytest
 
 from lmkv.v1.cache_service_pb2 import ClearProgress
 from lmkv_server.coordinator.operations import operations as operations_module
-from lmkv_server.coordinator.operations.operation import Operation
-from lmkv_server.coordinator.operations.operations import OperationTable
+from lmkv_server.coordinator.operations.operations import Operation, OperationTable
 
 TTL_SECONDS = 60.0
 

@@ -26,7 +26,7 @@ from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator as CoordinatorServer
 from lmkv_server.coordinator.operations import shared
-from lmkv_server.coordinator.operations.operation import Operation, to_proto
+from lmkv_server.coordinator.operations.operations import Operation, to_proto
 from lmkv_server.coordinator.operations.shared import RecordSeal
 from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient

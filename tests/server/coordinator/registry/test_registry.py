@@ -14,10 +14,9 @@ from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv_kernels import ChunkTable
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
-from lmkv_server.coordinator.core.join_admission import JoinAdmission
-from lmkv_server.coordinator.registry.registry import Registry
-from lmkv_server.coordinator.registry.report_stream import ReportStream
+from lmkv_server.coordinator.core.instances import JoinAdmission
+from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 
 SPEC = KvSpec(
     model_name="llama",

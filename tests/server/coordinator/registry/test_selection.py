@@ -7,9 +7,8 @@ import itertools
 from dataclasses import replace
 
 from lmkv.rpc.prompts import by_tokens
-from lmkv_server.coordinator.core.instance_info import InstanceInfo
 from lmkv_server.coordinator.core.layout_map import LayoutMap
-from lmkv_server.coordinator.core.models import Models
+from lmkv_server.coordinator.core.models import InstanceInfo, Models
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selector
 from tests.server.coordinator.cases import LLAMA
 

@@ -29,12 +29,10 @@ from lmkv.tiers import HOST
 from lmkv.v1 import registry_service_pb2
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, MoveRequest, WatchRequest
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.http.access import RPC_BY_PATH, rpc_of
-from lmkv_server.coordinator.http.app import make_app
+from lmkv_server.coordinator.http.app import RPC_BY_PATH, make_app, rpc_of
 from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIENT
-from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
-from lmkv_server.coordinator.tenants import Tenants
+from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, Tenants
 from lmkv_server.http.guard import HostGuard
 from tests.server.coordinator.cases import KEYS, LLAMA
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of

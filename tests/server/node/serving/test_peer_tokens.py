@@ -20,7 +20,7 @@ from lmkv.errors import ConfigError, LmkvError, SessionNotFound
 from lmkv.v1.peer_service_pb2 import AcquireRequest, InitRequest, ReleaseRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.coordinator.services import registration
+from lmkv_server.coordinator.services import registry
 from lmkv_server.node.node import Node
 from tests.server.coordinator.scripted_instance import until
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
@@ -132,7 +132,7 @@ async def test_metrics_are_for_those_who_may_look(path: str) -> None:
 async def test_a_node_whose_tenant_is_full_joins_once_there_is_room(
     path: str, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "QUOTA_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(registry, "QUOTA_RETRY_SECONDS", 0.1)
     tokens = [entry("engine", "a"), entry("reader", "a")]
     quota = write(tmp_path / "coordinator.yaml", *tokens, a={"max_instances": 1})
     async with (

@@ -22,8 +22,8 @@ from lmkv.config import CoordinatorConfig
 from lmkv.tiers import DISK, HOST
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.history import MAX_SAMPLES, PERIOD_SECONDS
-from lmkv_server.coordinator.core.instance_info import InstanceInfo, ReportedStats, ReportedTier, ReportedTraffic
 from lmkv_server.coordinator.core.instances import Instance
+from lmkv_server.coordinator.core.models import InstanceInfo, ReportedStats, ReportedTier, ReportedTraffic
 from lmkv_server.coordinator.services.services import Services
 from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.http.page.conftest import arguments

@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from lmkv.errors import BadPageToken
-from lmkv_server.coordinator.services.pages import (
+from lmkv.rpc.requests import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
     page_limit,
