@@ -19,8 +19,7 @@ from benchmarks.replay.traces import Request, Trace, found_tokens
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.eviction import POLICIES, EvictionQueue
 from lmkv_server.proxy.engine import BOTH, Engine
-from lmkv_server.proxy.routing.pools import EnginePool, SessionAffinity, cost_by
-from lmkv_server.proxy.routing.recent_picks import RecentPicks
+from lmkv_server.proxy.routing.pools import EnginePool, RecentPicks, SessionAffinity, cost_by
 
 PREFILL_RATE = 10_000.0
 """Tokens per second of one engine."""

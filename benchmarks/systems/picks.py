@@ -57,7 +57,7 @@ from lmkv_kernels import chunk_keys
 from lmkv_server.http.server import HttpOptions, HttpServer
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, Engine
-from lmkv_server.proxy.engines.endpoints import Endpoints, resolve
+from lmkv_server.proxy.engines import Endpoints, resolve
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService

@@ -11,8 +11,7 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.rpc.endpoints import PLAINTEXT
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.metrics import make_metrics_app
-from lmkv_server.http.server import HttpOptions, HttpServer
+from lmkv_server.http.server import HttpOptions, HttpServer, make_metrics_app
 
 SAMPLE = "answer 42.0"
 

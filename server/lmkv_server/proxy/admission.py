@@ -17,11 +17,11 @@ from lmkv.errors import Full, TooManyRequests
 from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of
 from lmkv.telemetry.spans import TRACEPARENT
-from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
+from lmkv_server.http.guard import BodyTooLarge, caller_of, read_body
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.response import ResponseWriter
-from lmkv_server.proxy.routing.failover import NoHealthyEngine
+from lmkv_server.proxy.routing.health import NoHealthyEngine
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, forwarded_headers
 
 BODY_TIMEOUT_SECONDS = 30.0

@@ -18,10 +18,9 @@ from lmkv.auth.caller import ENGINES_RPC
 from lmkv.errors import PermissionDenied, Unauthenticated
 from lmkv.runtime import turns
 from lmkv_server.http.guard import CHALLENGE, VIEW_RPC, HostGuard, credentials_of
-from lmkv_server.http.metrics import metrics_response
-from lmkv_server.proxy import page
+from lmkv_server.http.server import metrics_response
 from lmkv_server.proxy.admission import Admission, AdmissionApp, AdmittedRequest, InvalidRequest
-from lmkv_server.proxy.engine_routes import list_route
+from lmkv_server.proxy.engine_routes import list_route, page_routes
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
 from lmkv_server.proxy.passthrough import PATHS, PassThrough
@@ -72,7 +71,7 @@ def operator_routes(
     async def show_metrics(_: Request) -> Response:
         return metrics_response(metrics.registry)
 
-    protected = [*page.routes(pools, metrics), list_route(pools), Route("/metrics", show_metrics)]
+    protected = [*page_routes(pools, metrics), list_route(pools), Route("/metrics", show_metrics)]
     return [
         *(authenticated(route, authenticator) for route in protected),
         *(authenticated(route, authenticator, ENGINES_RPC) for route in changes),

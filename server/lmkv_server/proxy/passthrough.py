@@ -15,7 +15,7 @@ from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES, Json, error_body
 from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
 from lmkv_server.proxy.response import ResponseWriter
-from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
+from lmkv_server.proxy.routing.health import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.lookup import PrefixLookup
 from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient

@@ -20,8 +20,7 @@ from lmkv_server.proxy.app import PROBES, client_routes, make_app, operator_rout
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, DECODE, PREFILL, Engine
 from lmkv_server.proxy.engine_routes import engine_routes
-from lmkv_server.proxy.engines.endpoints import Endpoints, Resolve, resolve
-from lmkv_server.proxy.engines.engines_file import EngineEndpoint, EnginesFile
+from lmkv_server.proxy.engines import Endpoints, EngineEndpoint, EnginesFile, Resolve, resolve
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.passthrough import PassThrough
 from lmkv_server.proxy.pd.handler import RequestHandler

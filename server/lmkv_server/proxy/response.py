@@ -11,9 +11,8 @@ import msgspec
 from starlette.types import Send
 
 from lmkv_server.proxy.metrics import ProxyMetrics
-from lmkv_server.proxy.openai import error_body
+from lmkv_server.proxy.openai import DONE, data_of, error_body, event_of
 from lmkv_server.proxy.upstream.client import HttpResponse
-from lmkv_server.proxy.upstream.events import DONE, data_of, event_of
 
 MAX_TOKENS = 1024
 """Maximum number of tokens that one event counts as. An engine may report any number."""

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from lmkv.errors import TooManyRequests
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import Lease, of_process
-from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
+from lmkv_server.http.guard import BodyTooLarge, caller_of, read_body
 from lmkv_server.webhook.injection import Additions, Object, Operation, Refusal, inject, refuse
 
 logger = logging.getLogger(__name__)

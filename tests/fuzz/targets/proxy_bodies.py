@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from lmkv_server.proxy.admission import InvalidRequest
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS, error_body
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, EventSplitter, data_of, error_body, event_of
 from lmkv_server.proxy.passthrough import _lacks_path, _object
 from lmkv_server.proxy.pd.parameters import (
     HINTS,
@@ -23,14 +23,13 @@ from lmkv_server.proxy.pd.parameters import (
 )
 from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import HttpResponse
-from lmkv_server.proxy.upstream.events import EventSplitter, data_of, event_of
 from tests.fuzz.inputs import Input
 
 COVERS = (
     "lmkv_server.proxy.pd.parameters",
     "lmkv_server.proxy.routing.prompt",
     "lmkv_server.proxy.upstream.client",
-    "lmkv_server.proxy.openai",
+    "lmkv_server.proxy.engine",
     "lmkv_server.proxy.passthrough",
 )
 PROMPT, DELIVERED = list(range(20)), [7, 8]

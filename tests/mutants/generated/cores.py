@@ -68,10 +68,9 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv_server.node.tiers.remote.chunk": (f"{_NODE}tiers/remote/test_chunk.py",),
     "lmkv_server.proxy.pd.joiner": (f"{_PROXY}pd/test_joined_responses.py",),
     "lmkv_server.proxy.pd.parameters": (f"{_PROXY}pd/test_parameters.py",),
-    "lmkv_server.proxy.routing.pools": (f"{_PROXY}routing/test_pools.py",),
+    "lmkv_server.proxy.routing.pools": (f"{_PROXY}routing/test_pools.py", f"{_PROXY}routing/test_recent_picks.py"),
     "lmkv_server.proxy.routing.prompt": (f"{_PROXY}routing/test_prompt.py",),
-    "lmkv_server.proxy.routing.recent_picks": (f"{_PROXY}routing/test_recent_picks.py",),
     "lmkv_server.proxy.statistics": (f"{_PROXY}test_statistics.py",),
-    "lmkv_server.proxy.upstream.events": (f"{_PROXY}upstream/test_events.py",),
+    "lmkv_server.proxy.openai": (f"{_PROXY}test_openai.py",),
     "lmkv_server.webhook.injection": ("tests/server/webhook/test_injection.py",),
 }

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from lmkv.errors import TooManyRequests
 from lmkv.runtime.memory_budget import CALLER_FRACTION, Lease, MemoryBudget
-from lmkv_server.http.bodies import COPIES, PART_BYTES, BodyTooLarge, read_body
+from lmkv_server.http.guard import COPIES, PART_BYTES, BodyTooLarge, read_body
 
 PART = b"x" * PART_BYTES
 MAX_BYTES = 16 * PART_BYTES

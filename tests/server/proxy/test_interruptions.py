@@ -11,7 +11,7 @@ from lmkv.runtime.memory_budget import MemoryBudget
 from lmkv_server.proxy import admission
 from lmkv_server.proxy.admission import Admission
 from lmkv_server.proxy.pd.handler import RequestHandler
-from lmkv_server.proxy.routing.failover import EngineFailover
+from lmkv_server.proxy.routing.health import EngineFailover
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import MakeEngine, MakeProxy
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion

@@ -11,7 +11,7 @@ from playwright.async_api import Browser, expect
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmkv_server.proxy.engine import DECODE, Engine, PrefixHits
-from lmkv_server.proxy.page import _engine
+from lmkv_server.proxy.engine_routes import _engine
 from lmkv_server.proxy.routing.health import prefix_hits
 from tests.server.coordinator.http.page.conftest import browser
 from tests.server.coordinator.http.page.test_accessibility import NAMELESS, UNREADABLE

@@ -10,9 +10,9 @@ from starlette.types import Message
 
 from lmkv_server.proxy import response
 from lmkv_server.proxy.metrics import ProxyMetrics
+from lmkv_server.proxy.openai import DONE
 from lmkv_server.proxy.response import ResponseWriter, TokenCounter
 from lmkv_server.proxy.upstream.client import HttpResponse
-from lmkv_server.proxy.upstream.events import DONE
 
 
 async def test_an_error_in_a_stream_is_one_event() -> None:

@@ -24,7 +24,7 @@ from lmkv.errors import BadTokens, LmkvError
 from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.turns import LARGE_BYTES, of_loop
 from lmkv_kernels import token_ids
-from lmkv_server.http.bodies import BodyTooLarge, caller_of, read_body
+from lmkv_server.http.guard import BodyTooLarge, caller_of, read_body
 
 HTTP_STATUS = {
     "OK": 200,

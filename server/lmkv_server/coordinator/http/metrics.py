@@ -22,7 +22,7 @@ from lmkv.tiers import INSTANCE_TIERS
 from lmkv_server.coordinator.core.history import BOUNDS_SECONDS
 from lmkv_server.coordinator.core.layout_map import tier_id
 from lmkv_server.coordinator.services.services import Services
-from lmkv_server.http.metrics import metrics_response
+from lmkv_server.http.server import metrics_response
 
 PREFIX = "lmkv_coordinator_"
 TENANT_LABEL = "tenant"

@@ -48,8 +48,7 @@ async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: 
         return None
     # Imported here: a node without a metrics port saves the memory of the web server.
     from lmkv_server.http.guard import HostGuard
-    from lmkv_server.http.metrics import make_metrics_app
-    from lmkv_server.http.server import HttpOptions, HttpServer
+    from lmkv_server.http.server import HttpOptions, HttpServer, make_metrics_app
 
     authenticator = Authenticator(config.auth_tokens, config.credentials.token)
     guard = HostGuard(bound=config.p2p_host, allowed=config.allowed_hosts)

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from lmkv_server.proxy.openai import CHAT, Json
+from lmkv_server.proxy.openai import CHAT, DONE, Json, event_of
 from lmkv_server.proxy.pd.parameters import token_limit, without_handoff
-from lmkv_server.proxy.upstream.events import DONE, event_of
 
 _ABORTED = ("abort", "error")
 """Finish reasons of a response that is incomplete."""

@@ -21,8 +21,7 @@ from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
 from lmkv_server.proxy.pd.parameters import prefill_body, token_limit, with_handoff
-from lmkv_server.proxy.routing.failover import EngineFailover, NoHealthyEngine
-from lmkv_server.proxy.routing.health import update_instance
+from lmkv_server.proxy.routing.health import EngineFailover, NoHealthyEngine, update_instance
 from lmkv_server.proxy.routing.pools import EnginePool
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, json_of
 

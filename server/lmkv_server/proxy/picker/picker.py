@@ -27,13 +27,11 @@ from lmkv.rpc.coordinator_client import CoordinatorClient
 from lmkv.rpc.endpoints import HealthService
 from lmkv.telemetry.calls import BuildInfo
 from lmkv_server.http.guard import HostGuard
-from lmkv_server.http.metrics import metrics_response
-from lmkv_server.http.server import HttpOptions, HttpServer, address, listen
+from lmkv_server.http.server import HttpOptions, HttpServer, address, listen, metrics_response
 from lmkv_server.proxy.app import ProxyApp, authenticated
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH
-from lmkv_server.proxy.engines.endpoints import Endpoints, Resolve, resolve
-from lmkv_server.proxy.engines.engines_file import name_of
+from lmkv_server.proxy.engines import Endpoints, Resolve, name_of, resolve
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService

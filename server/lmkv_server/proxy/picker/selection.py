@@ -19,9 +19,8 @@ from lmkv.runtime.memory_budget import JsonSize
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from lmkv_server.proxy.routing.early_lookup import EarlyLookup
-from lmkv_server.proxy.routing.failover import NoHealthyEngine
-from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch
+from lmkv_server.proxy.routing.health import NoHealthyEngine
+from lmkv_server.proxy.routing.key_lookup import NO_MATCH, EarlyLookup, KeyLookup, PrefixMatch
 from lmkv_server.proxy.routing.lookup import cut_tokens, tokenize
 from lmkv_server.proxy.routing.pools import EnginePool
 from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt

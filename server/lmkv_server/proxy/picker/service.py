@@ -25,12 +25,12 @@ from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
-from lmkv_server.proxy.engines.endpoints import Endpoints
+from lmkv_server.proxy.engines import Endpoints
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.passthrough import UNCACHED
 from lmkv_server.proxy.picker.exchange import Exchange
 from lmkv_server.proxy.picker.selection import ArrivingBody, EnginePicker, address_of, prompt_of
-from lmkv_server.proxy.routing.failover import NoHealthyEngine
+from lmkv_server.proxy.routing.health import NoHealthyEngine
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")

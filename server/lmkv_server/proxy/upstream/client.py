@@ -15,8 +15,7 @@ import msgspec
 
 from lmkv.runtime.reload import Reloadable
 from lmkv_server.proxy.engine import Engine
-from lmkv_server.proxy.openai import Json
-from lmkv_server.proxy.upstream.events import EventSplitter, EventTooLong
+from lmkv_server.proxy.openai import EventSplitter, EventTooLong, Json
 
 logger = logging.getLogger(__name__)
 

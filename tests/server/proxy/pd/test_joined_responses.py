@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, DONE, data_of
 from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
-from lmkv_server.proxy.upstream.events import DONE, data_of
 
 PROMPT, FIRST = [1, 2], 3
 HEAD = {"id": "cmpl-1", "created": 1, "model": "m"}

@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lmkv_server.proxy.openai import CHAT, COMPLETIONS
+from lmkv_server.proxy.openai import CHAT, COMPLETIONS, data_of
 from lmkv_server.proxy.pd.joiner import CannotContinue, ResponseJoiner
 from lmkv_server.proxy.pd.parameters import decode_body, prefill_body
-from lmkv_server.proxy.upstream.events import data_of
 from tests.server.proxy.scripted_engine import MODEL
 
 COMPLETION = {"model": MODEL, "prompt": "p", "max_tokens": 9, "temperature": 0}

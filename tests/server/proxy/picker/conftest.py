@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from lmkv.config import PickerConfig
-from lmkv_server.proxy.engines.endpoints import Resolve, resolve
+from lmkv_server.proxy.engines import Resolve, resolve
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.picker.selection import address_of
 from tests.server.coordinator.scripted_instance import until

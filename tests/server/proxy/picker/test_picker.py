@@ -16,7 +16,7 @@ import pytest
 
 from lmkv.config import PickerConfig
 from lmkv.errors import ConfigError
-from lmkv_server.proxy.engines import endpoints
+from lmkv_server.proxy import engines as engines_module
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.picker.selection import address_of
 from tests.server.coordinator.scripted_instance import until
@@ -72,7 +72,7 @@ async def test_each_address_of_a_name_is_an_engine_as_long_as_it_has_it(
     async def resolve(_: str) -> frozenset[str]:
         return frozenset(found)
 
-    monkeypatch.setattr(endpoints, "RESOLVE_SECONDS", 0.01)
+    monkeypatch.setattr(engines_module, "RESOLVE_SECONDS", 0.01)
     front = await make_picker(engines[:1], healthy=False, urls=("http://vllm-pods:8000",), resolve=resolve)
 
     async def healthy(expected: list[Any]) -> None:
@@ -88,9 +88,9 @@ async def test_each_address_of_a_name_is_an_engine_as_long_as_it_has_it(
 
 
 async def test_an_address_is_resolved_to_itself_and_an_unknown_name_to_nothing() -> None:
-    assert await endpoints.resolve("http://127.0.0.1:8000") == {"http://127.0.0.1:8000"}
-    assert await endpoints.resolve("https://[::1]:8000") == {"https://[::1]:8000"}
-    assert await endpoints.resolve("http://no-such-host.invalid:8000") == frozenset()
+    assert await engines_module.resolve("http://127.0.0.1:8000") == {"http://127.0.0.1:8000"}
+    assert await engines_module.resolve("https://[::1]:8000") == {"https://[::1]:8000"}
+    assert await engines_module.resolve("http://no-such-host.invalid:8000") == frozenset()
 
 
 def test_what_is_missing_in_the_configuration_is_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmkv.keys import KEY_BYTES
-from lmkv_server.proxy.routing.recent_picks import TTL_SECONDS, RecentPicks
+from lmkv_server.proxy.routing.pools import TTL_SECONDS, RecentPicks
 
 
 def keys(text: str) -> bytes:

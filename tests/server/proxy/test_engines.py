@@ -15,8 +15,8 @@ import pytest
 
 from lmkv.config import ProxyConfig
 from lmkv.errors import ConfigError
+from lmkv_server.proxy import engines as engines_module
 from lmkv_server.proxy.engine import Engine
-from lmkv_server.proxy.engines import endpoints
 from lmkv_server.proxy.proxy import Proxy
 from tests.server.coordinator.scripted_instance import until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
@@ -30,7 +30,7 @@ CHANGES = 1_000
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RESOLVE_SECONDS", "FILE_SECONDS", "DRAIN_POLL_SECONDS"):
-        monkeypatch.setattr(endpoints, name, 0.01)
+        monkeypatch.setattr(engines_module, name, 0.01)
 
 
 async def change(front: Front, action: str, engine: ScriptedEngine | str, **more: str) -> httpx.Response:
@@ -314,7 +314,7 @@ async def test_each_address_of_a_name_is_an_engine(
     found = {engine.url for engine in engines[:2]}
 
     async def resolve(url: str) -> frozenset[str]:
-        return frozenset(found) if url == "http://pods:8000" else await endpoints.resolve(url)
+        return frozenset(found) if url == "http://pods:8000" else await engines_module.resolve(url)
 
     monkeypatch.setattr(Proxy, "__init__", partialmethod(Proxy.__init__, resolve=resolve))
     front = await make_proxy(engines=["dns://pods:8000"])

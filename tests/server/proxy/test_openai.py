@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.proxy.upstream import events
-from lmkv_server.proxy.upstream.events import EventSplitter, EventTooLong, data_of, event_of
+from lmkv_server.proxy import openai
+from lmkv_server.proxy.openai import EventSplitter, EventTooLong, data_of, event_of
 
 PAYLOADS = st.lists(st.binary(max_size=20).filter(lambda data: b"\n" not in data and data == data.strip()), max_size=8)
 
@@ -29,7 +29,7 @@ def test_a_comment_carries_nothing() -> None:
 
 
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(openai, "MAX_EVENT_BYTES", 100)
     with pytest.raises(EventTooLong):
         EventSplitter().feed(b"x" * 101)
     splitter = EventSplitter()
