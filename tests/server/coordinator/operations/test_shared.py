@@ -78,12 +78,13 @@ class Fleet:
 async def fleet(tmp_path: Path, short_folder: Path) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         server = stack.enter_context(RedisServer())
-        options = ["--layout-map-url", server.url, "--lease-ttl", f"{WAIT_SECONDS:g}"]
+        options = ["--lease-ttl", f"{WAIT_SECONDS:g}"]
+        environment = {"LMKV_CLUSTER_SECRET": "hush", "LMKV_LAYOUT_MAP_URL": server.url}
         coordinators = []
         for number in range(2):
             folder = tmp_path / str(number)
             folder.mkdir()
-            process = cluster.CoordinatorProcess(folder, arguments=options, environment={"LMKV_CLUSTER_SECRET": "hush"})
+            process = cluster.CoordinatorProcess(folder, arguments=options, environment=environment)
             coordinators.append(stack.enter_context(process))
         nodes = stack.enter_context(
             NodeProcesses(
