@@ -21,7 +21,7 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.engines import Prompts
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems.chats import offloading_engine
-from lmkv.parts import DTYPE_BYTES
+from lmkv.spec import DTYPE_BYTES
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.engine import EngineProcess
 from tests.support.models import ARCHITECTURES, configuration, make_architecture

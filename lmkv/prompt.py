@@ -1,6 +1,6 @@
 """Prompts, their items, and their hits: the one model that engines, nodes and coordinators match prompts by. Pure.
 
-An *item* is one part of one chunk of a prompt (`lmkv.parts`), under a key of its own; of a model with one kind of
+An *item* is one part of one chunk of a prompt (`lmkv.spec`), under a key of its own; of a model with one kind of
 layers the items are the chunks. A hit ends behind some full chunks of the prompt, or inside the chunk behind these: in
 its *tail*, a chunk that begins with the prompt's next tokens. `match` finds the longest hit all of whose items are
 held.

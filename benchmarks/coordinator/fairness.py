@@ -21,12 +21,11 @@ from benchmarks.support import timing
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from lmkv import rpc
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.auth.token_bucket import BURST_SECONDS
 from lmkv.errors import LmkvError
 from lmkv.keys import split_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_client.demo.cluster import CoordinatorProcess

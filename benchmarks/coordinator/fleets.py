@@ -14,7 +14,7 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.rows import Row
 from lmkv import rpc
 from lmkv.errors import Full, LmkvError
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import KEY_BYTES

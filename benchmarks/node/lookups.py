@@ -24,7 +24,7 @@ from lmkv import rpc
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, Tokens, chunk_keys, join_keys, root_key
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc

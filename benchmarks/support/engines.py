@@ -11,8 +11,7 @@ import numpy as np
 from benchmarks.support import machine
 from benchmarks.support.command import BenchmarkRun
 from lmkv.errors import LmkvError
-from lmkv.parts import DTYPE_BYTES
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, KvSpec
 from lmkv_client.demo.endpoint import Completion
 from lmkv_client.demo.model import FIRST_BYTE_TOKEN_ID, MID, make_model
 from lmkv_client.demo.process import available_memory_bytes

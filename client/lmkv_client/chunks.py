@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from lmkv.errors import BadChunkKey, BadRequest, BadTokens
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.v1.prompt_pb2 import PromptSelector, TokenPrompt
 
 Request = TypeVar("Request", bound=Message)

@@ -20,13 +20,12 @@ from typing import Any, Self, Unpack
 from google.longrunning.operations_pb2 import GetOperationRequest, ListOperationsRequest
 from google.protobuf.duration_pb2 import Duration
 
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.errors import BadSelection
 from lmkv.hints import HintAction
 from lmkv.rpc.coordinator_client import CoordinatorClient, CoordinatorConnection
 from lmkv.rpc.endpoints import PLAINTEXT
-from lmkv.rpc.hint_messages import ACTIONS
+from lmkv.rpc.messages import ACTIONS
 from lmkv.tiers import parse_position
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,

@@ -9,10 +9,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lmkv.auth.caller import ANONYMOUS_CALLER, ROLES, UNAUTHENTICATED_METHODS, Caller, Role, caller_context
-from lmkv.auth.callers import KEY, NO_QUOTA, Callers, TenantQuota, read_callers
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import HEADER, BearerToken, token_in
+from lmkv.auth.caller import (
+    ANONYMOUS_CALLER,
+    KEY,
+    NO_QUOTA,
+    ROLES,
+    UNAUTHENTICATED_METHODS,
+    Caller,
+    Callers,
+    Role,
+    TenantQuota,
+    caller_context,
+    read_callers,
+)
+from lmkv.auth.credentials import HEADER, BearerToken, Credentials, token_in
 from lmkv.auth.token_bucket import TokenBucket
 from lmkv.errors import ConfigError, PermissionDenied, Unauthenticated
 from lmkv.runtime.reload import Reloadable

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import time
 
-from lmkv.auth.token import HEADER, BearerToken, token_in
+from lmkv.auth.credentials import HEADER, BearerToken, token_in
 from lmkv.packing import pack_fields
 
 LIFETIME_SECONDS = 900

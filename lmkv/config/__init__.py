@@ -8,9 +8,8 @@ other processes are ignored, unknown keys are refused. `docs/reference/configura
 from lmkv.config.connector import ClientConfig, ConnectorConfig, WebhookConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
-from lmkv.config.proxy import ProxyConfig
 from lmkv.config.resolve import add_arguments, as_written, from_arguments, load, to_comparison, to_environment
-from lmkv.config.router import PickerConfig
+from lmkv.config.router import PickerConfig, ProxyConfig
 from lmkv.config.schema import Config, keys
 
 __all__ = [

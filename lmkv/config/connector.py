@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import common
 from lmkv.config.common import Gap
 from lmkv.config.kinds import ADDRESSES, FLAG, HOST, MILLISECONDS, PATH, PORT, SECONDS, SOCKET_PATH, TEXT, choice, whole

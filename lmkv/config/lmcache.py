@@ -17,7 +17,7 @@ from lmkv.config.connector import ConnectorConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.kinds import FLAG, one_port
 from lmkv.config.node import NodeConfig
-from lmkv.config.proxy import ProxyConfig
+from lmkv.config.router import ProxyConfig
 from lmkv.config.schema import Alias, Config, keys
 from lmkv.config.sources import REPLACED, SourceEntry, spellings
 

@@ -16,7 +16,7 @@ from functools import cache
 from lmkv.config.connector import ClientConfig, ConnectorConfig, WebhookConfig
 from lmkv.config.coordinator import CoordinatorConfig
 from lmkv.config.node import NodeConfig
-from lmkv.config.proxy import ProxyConfig
+from lmkv.config.router import ProxyConfig
 from lmkv.config.schema import Alias, Config, keys
 
 PREFIX = "LMKV_"

@@ -17,7 +17,7 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
 from lmkv.auth.credentials import Credentials
 from lmkv.errors import Unreachable
 from lmkv.rpc.error_status import from_rpc_error
-from lmkv.rpc.interceptor import Interceptor
+from lmkv.rpc.requests import Interceptor
 from lmkv.runtime.reload import Reloadable
 from lmkv.telemetry import NO_SPAN
 from lmkv.telemetry.calls import ServerCalls

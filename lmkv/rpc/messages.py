@@ -1,4 +1,4 @@
-"""`PromptSelector`: how requests name the chunks of a prompt, by its tokens or by the keys of its chunks."""
+"""`PromptSelector`, by which requests name the chunks of a prompt (tokens or keys), and the messages of hints."""
 
 from __future__ import annotations
 

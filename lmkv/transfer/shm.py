@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
-from lmkv.pool.fd_passing import FdOffer, FdServer, Fields, receive_fd
+from lmkv.pool.socket import FdOffer, FdServer, Fields, receive_fd
 from lmkv.transfer.access import PeerReader
 from lmkv.transfer.channel import ChannelEnd, Copy, Region, SummedCopy, find_peer, unwrap, wrap
 from lmkv.transfer.threads import Job, Threads

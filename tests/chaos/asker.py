@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from tests.chaos.actor import Actor
 from tests.chaos.engine import PROMPTS

@@ -13,7 +13,7 @@ import grpc
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv.keys import ChunkKey
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.tiers import DISK, HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkv.keys import as_tokens, chunk_keys, root_key
-from lmkv.parts import PartItem
-from lmkv.spec import KvSpec
+from lmkv.spec import KvSpec, PartItem
 from lmkv.v1.chunk_pb2 import Extent
 from tests.engines.faults import eventually
 from tests.engines.llm import LlmFleet, poison

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lmkv.auth.credentials import NO_TOKEN
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import NO_TOKEN
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster
 from lmkv_client.demo.endpoint import Completion, Endpoint

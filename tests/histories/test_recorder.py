@@ -17,7 +17,7 @@ from lmkv.internal.v1 import lookup_service_pb2_grpc as lookup_grpc
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1 import report_service_pb2_grpc as report_grpc
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc

@@ -13,7 +13,7 @@ import grpc
 from google.longrunning import operations_pb2
 
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1.chunk_pb2 import Position

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey, as_tokens, part_key, partial_keys, prefix_digests
-from lmkv.parts import KvPart, PartItem
 from lmkv.prompt import MAX_JUMPS, EndIndex, Hit, Prompt, Tail, match, parent_of
-from lmkv.spec import ALL, TOKEN_MAJOR, KvSpec
-from tests.lmkv.test_parts import HYBRID as TILED
-from tests.lmkv.test_parts import PARTS, STATE, window
+from lmkv.spec import ALL, TOKEN_MAJOR, KvPart, KvSpec, PartItem
+from tests.lmkv.test_spec import HYBRID as TILED
+from tests.lmkv.test_spec import PARTS, STATE, window
 
 COUNT = 9
 SIZE = 4

@@ -14,8 +14,8 @@ from zlib import crc32
 
 import torch
 
+from lmkv.auth.credentials import BearerToken
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import BearerToken
 from lmkv.keys import ChunkKey
 from lmkv.packing import pack_fields
 from lmkv.pool.pool import Pool

@@ -13,9 +13,8 @@ from google.rpc import code_pb2
 from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.keys import as_tokens, chunk_keys, root_key
-from lmkv.parts import DTYPE_BYTES
 from lmkv.rpc.frames import FrameKind
-from lmkv.spec import KvSpec
+from lmkv.spec import DTYPE_BYTES, KvSpec
 from lmkv.v1 import chunk_pb2, engine_service_pb2, registry_service_pb2
 from tests.promises.conftest import ROOT
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from tests.sdk.buf import ROOT, find_buf
 
 TIMEOUT_SECONDS = 300.0
 PUBLIC = "protos/lmkv/v1/registry_service.proto"
 INTERNAL = "protos/lmkv/internal/v1/report_service.proto"
-PROTOCOL = "lmkv/internal/protocol.py"
+PROTOCOL = "lmkv/internal/__init__.py"
 FIELD = "  string next_page_token = 2;\n"
 
 pytestmark = pytest.mark.timeout(600)  # on a busy host

@@ -16,7 +16,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator

@@ -16,7 +16,7 @@ from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.rpc.lookup_call import LookupCall
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.tiers import HOST
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest, MoveRequest, WatchRequest

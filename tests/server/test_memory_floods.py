@@ -22,11 +22,10 @@ import yaml
 
 from benchmarks.floods import NODE_COMMAND, memory_limit
 from lmkv import rpc
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.ext_proc.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.peer_service_pb2 import AcquireRequest

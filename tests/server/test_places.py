@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from lmkv import rpc
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import CoordinatorConfig, PickerConfig, ProxyConfig
 from lmkv.errors import Full
 from lmkv.runtime.places import most_of, requester

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.demo.endpoint import Endpoint

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.v1.registry_service_pb2 import Instance, RegisterRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub

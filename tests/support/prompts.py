@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lmkv.keys import KEY_BYTES
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 
 _OF_TOKENS = ("model_name", "cache_salt", "lora_name")
 

@@ -6,7 +6,7 @@ import argparse
 
 from lmkv.cli import Command
 from lmkv.hints import HintAction, HintOutcome
-from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER, REASONS_BY_NUMBER
+from lmkv.rpc.messages import OUTCOMES_BY_NUMBER, REASONS_BY_NUMBER
 from lmkv.units import format_duration
 from lmkv.v1.cache_service_pb2 import HintResponse
 from lmkv_client.commands import add_common_arguments, call, count, print_json, read_seconds

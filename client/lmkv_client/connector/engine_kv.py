@@ -12,8 +12,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.keys import HASH_SCHEME, PAGE_HASH_SCHEME
 from lmkv.packing import pack_fields
-from lmkv.parts import KvPart
-from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_client.connector.identity import engine_identity, first_layer, identity_across_engines, served_names
 from lmkv_client.connector.kv_layout import LayerGroup

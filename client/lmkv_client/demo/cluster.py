@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lmkv.errors import LmkvError
 from lmkv.rpc.endpoints import CHANNEL_OPTIONS
 from lmkv.rpc.error_status import from_rpc_error
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
 from lmkv_client.demo.engine import EngineProcess
 from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, end_processes, free_port, pids_with_environment

@@ -13,8 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
-from lmkv.parts import DTYPE_BYTES
-from lmkv.spec import KvSpec
+from lmkv.spec import DTYPE_BYTES, KvSpec
 from lmkv_client.file_digests import MAX_THREADS
 from lmkv_client.model_identity import architecture, digest_of, shared_identity
 from lmkv_client.processors import PROCESSORS

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from lmkv.auth.authenticator import TENANT_HEADER, is_loopback
 from lmkv.auth.caller import http_client_identity
-from lmkv.auth.token import HEADER
+from lmkv.auth.credentials import HEADER
 from lmkv.errors import TooManyRequests
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import JsonSize, Lease

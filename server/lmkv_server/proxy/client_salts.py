@@ -10,7 +10,7 @@ from typing import Any
 from lmkv.auth.authenticator import TENANT_HEADER, Authenticator
 from lmkv.auth.cache_salts import NONE, CacheSalts
 from lmkv.auth.caller import CLIENT_RPC
-from lmkv.auth.token import HEADER
+from lmkv.auth.credentials import HEADER
 from lmkv.errors import PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv_server.proxy.openai import MESSAGES, Json
 

@@ -23,7 +23,7 @@ from lmkv import cli
 from lmkv.errors import BadTokens, ModelAmbiguous, Unreachable
 from lmkv.keys import ChunkKey
 from lmkv.rpc.endpoints import make_server
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import Holder, LookupRequest, LookupResponse, TierRun
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server

@@ -15,7 +15,7 @@ from lmkv import cli, rpc
 from lmkv.errors import Unreachable
 from lmkv.misses import ADVICE, MissReason
 from lmkv.rpc.endpoints import make_server
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import ExplainRequest, ExplainResponse, InstanceExplanation
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv.v1.chunk_pb2 import (

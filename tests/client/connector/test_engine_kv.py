@@ -29,8 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
 from lmkv.keys import HASH_SCHEMES, PAGE_HASH_SCHEME
-from lmkv.parts import DTYPE_BYTES, KvPart
-from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvSpec
+from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, TOKEN_MAJOR, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_client.connector.engine_kv import (
     PER_TENSOR_DTYPES,

@@ -12,7 +12,7 @@ import pytest
 
 from lmkv.errors import BadChunkKey, BadTokens, ConfigError
 from lmkv.keys import PAGE_HASH_SCHEME
-from lmkv.parts import KvPart
+from lmkv.spec import KvPart
 from lmkv_client.engine import Engine, Held, Written
 from tests.client.engine.engines import SPEC, Attach, all_extents, content, load, prompt, store, words
 from tests.client.engine.nodes import until

@@ -14,7 +14,7 @@ from lmkv.config import CoordinatorConfig
 from lmkv.internal.v1 import lookup_service_pb2 as lookup_pb
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.tiers import DISK, HOST
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2
@@ -34,7 +34,7 @@ COVERS = (
     "lmkv.rpc.requests",
     "lmkv.rpc.error_status",
     "lmkv.spec",
-    "lmkv.parts",
+    "lmkv.spec",
 )
 MAX_CALLS = 6
 METHODS = methods_of(SERVICE_NAMES)

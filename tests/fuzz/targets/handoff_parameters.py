@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from lmkv.auth import handoff as proofs
+from lmkv.auth.credentials import BearerToken
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import BearerToken
 from lmkv_client.connector.scheduler.handoff import (
     MAX_NAME,
     PARAMS,

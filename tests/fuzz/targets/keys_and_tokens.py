@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from lmkv import tiers
-from lmkv.auth.token import token_in
+from lmkv.auth.credentials import token_in
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import BadChunkKey, BadPageToken, BadRequest, BadTokens
 from lmkv.keys import KEY_BYTES, ChunkKey, KeyChain, as_tokens, digest, join_keys, part_key, root_key, split_keys
@@ -26,7 +26,7 @@ COVERS = (
     "lmkv.tiers",
     "lmkv.units",
     "lmkv.safe_text",
-    "lmkv.auth.token",
+    "lmkv.auth.credentials",
     "lmkv.config.remote_url",
     "lmkv.rpc.requests",
     "lmkv_server.coordinator.http.bodies",

@@ -20,9 +20,9 @@ from lmkv.hints import (
     reject,
     settle,
 )
-from lmkv.rpc.hint_messages import from_proto, to_proto
+from lmkv.rpc.messages import from_proto, to_proto
 
-COVERS = ("lmkv.hints", "lmkv.rpc.hint_messages", "lmkv.safe_text", "lmkv.keys")
+COVERS = ("lmkv.hints", "lmkv.rpc.messages", "lmkv.safe_text", "lmkv.keys")
 
 
 def _envelope(*actions: object, **fields: object) -> bytes:

@@ -42,7 +42,7 @@ COVERS = (
     "lmkv_server.node.hints",
     "lmkv_server.node.cache.host",
     "lmkv.spec",
-    "lmkv.parts",
+    "lmkv.spec",
 )
 MAX_CALLS = 6
 SPEC = small_spec()

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
-from lmkv.pool import fd_passing
 from lmkv.pool import socket as pool_socket
 from lmkv.runtime.places import Places
 from lmkv.transfer.access import ReadAccess, new_grant_id
@@ -23,7 +22,7 @@ from lmkv.transfer.tcp.wire import HELLO_BYTES, hello, request
 from tests.fuzz.inputs import Input
 from tests.fuzz.promises import refused_as
 
-COVERS = ("lmkv.transfer.channel", "lmkv.transfer.tcp.server", "lmkv.transfer.access", "lmkv.pool.fd_passing")
+COVERS = ("lmkv.transfer.channel", "lmkv.transfer.tcp.server", "lmkv.transfer.access", "lmkv.pool.socket")
 END = cast(Any, SimpleNamespace(name="peer:1", pool=SimpleNamespace(address=4096, size_bytes=1 << 20)))
 EPOCH = 7
 FILE = "fuzz-answer"
@@ -118,11 +117,13 @@ def _tcp(source: Input, _: bool) -> None:
 def _hello(source: Input, _: bool) -> None:
     """A hello of a worker is refused with a bounded answer, or names engine, rank and epoch."""
     with refused_as(ValueError):
-        engine_id, rank, epoch = pool_socket._parse_hello(fd_passing._parse(source.rest()[: fd_passing.MAX_LINE_BYTES]))
+        engine_id, rank, epoch = pool_socket._parse_hello(
+            pool_socket._parse(source.rest()[: pool_socket.MAX_LINE_BYTES])
+        )
         assert engine_id
         assert rank >= 0
         assert isinstance(epoch, int)
-        assert len(fd_passing._line({"engine_id": engine_id})) <= 8 * fd_passing.MAX_LINE_BYTES
+        assert len(pool_socket._line({"engine_id": engine_id})) <= 8 * pool_socket.MAX_LINE_BYTES
 
 
 def _answer(source: Input, _: bool) -> None:
@@ -137,10 +138,10 @@ def _answer(source: Input, _: bool) -> None:
         os.close(fd)
         theirs.shutdown(socket.SHUT_WR)
         with refused_as(ValueError):
-            received, fields = fd_passing._receive(ours, time.monotonic() + 60)
+            received, fields = pool_socket._receive(ours, time.monotonic() + 60)
             with refused_as(Unreachable):
                 attached = pool_socket._attached(
-                    fd_passing.ReceivedFd(fd=received, fields=fields, connection=ours.dup()), "/socket", EPOCH
+                    pool_socket.ReceivedFd(fd=received, fields=fields, connection=ours.dup()), "/socket", EPOCH
                 )
                 assert attached.pool.size_bytes <= 8192
                 assert json.loads(line)["epoch"] == EPOCH

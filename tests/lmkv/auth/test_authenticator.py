@@ -10,8 +10,7 @@ import pytest
 from lmkv.auth import authenticator as gate_module
 from lmkv.auth.authenticator import TENANT_HEADER, Authenticator, exposure, is_loopback
 from lmkv.auth.caller import ANONYMOUS_CALLER, check_caller, current_caller
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.errors import ConfigError, PermissionDenied, TooManyRequests, Unauthenticated
 from lmkv.telemetry.logs import LimitedLogger
 from tests.support.certificates import issue

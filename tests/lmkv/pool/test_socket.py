@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.pool import fd_passing
+from lmkv.pool import socket as pool_socket
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket, attach
 from tests.support.interruptions import Interrupter, Kind
@@ -109,7 +109,7 @@ async def test_a_worker_that_vanishes_before_the_answer_is_gone(node: Node) -> N
 
 
 async def test_as_many_workers_as_the_limit_are_attached_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_passing, "MAX_RECEIVERS", 2)
+    monkeypatch.setattr(pool_socket, "MAX_RECEIVERS", 2)
     for number in range(3):
         first, second = [await asyncio.to_thread(attach, node.path, "e", rank, EPOCH, 60.0) for rank in range(2)]
         with pytest.raises(Unreachable, match="2 processes are attached already"):
@@ -120,7 +120,7 @@ async def test_as_many_workers_as_the_limit_are_attached_at_a_time(node: Node, m
 
 
 async def test_a_worker_whose_connection_fails_is_gone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupter = Interrupter(monkeypatch, (fd_passing.FdServer, "_answer"))
+    interrupter = Interrupter(monkeypatch, (pool_socket.FdServer, "_answer"))
     node = Node(directory / "pool.sock")
     async with node.socket:
         for interruption in interrupter.every_await(Kind.FAIL):
@@ -193,13 +193,13 @@ async def test_a_hello_that_makes_no_sense_is_refused_and_the_next_worker_served
     try:
         assert b'"error"' in await asyncio.to_thread(greet)
     except ConnectionResetError:  # it had not read all of the line
-        assert len(hello) > fd_passing.MAX_LINE_BYTES
+        assert len(hello) > pool_socket.MAX_LINE_BYTES
     (await asyncio.to_thread(attach, node.path, "e", 0, EPOCH, 60.0)).close()
     await until(lambda: len(node.events) == 2)
 
 
 async def test_a_worker_that_says_nothing_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_passing, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(pool_socket, "HELLO_SECONDS", 0.05)
 
     def wait() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:

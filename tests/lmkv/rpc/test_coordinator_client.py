@@ -11,7 +11,7 @@ from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound, Unreachable
 from lmkv.rpc.coordinator_client import CoordinatorClient, Failover
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import LocateInstanceRequest
 from lmkv_server.coordinator.coordinator import Coordinator

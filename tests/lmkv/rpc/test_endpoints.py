@@ -35,7 +35,7 @@ from lmkv.rpc.endpoints import (
     resolve,
 )
 from lmkv.rpc.error_status import DOMAIN, from_rpc_error, from_status, to_status
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, WatchRequest, WatchResponse
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, CacheServiceStub, add_CacheServiceServicer_to_server
 from tests.chaos.link import Link

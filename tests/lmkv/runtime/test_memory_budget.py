@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.errors import TooManyRequests
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.runtime.memory_budget import (
     CALLER_FRACTION,
     DECODED_PROTOBUF_FACTOR,

@@ -14,7 +14,7 @@ from lmkv import rpc, telemetry
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import BadChunkKey, Unreachable
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.telemetry import NO_SPAN, SpanKind, spans
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
-from lmkv.pool.fd_passing import receive_fd
+from lmkv.pool.socket import receive_fd
 from lmkv.transfer import ChannelEnd, Copy
 from lmkv.transfer.channel import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
-from lmkv.parts import KvPart
-from lmkv.spec import KvSpec
+from lmkv.spec import KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
 
 LLAMA = KvSpec(

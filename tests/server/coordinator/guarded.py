@@ -12,8 +12,7 @@ import httpx
 from google.longrunning import operations_pb2_grpc
 
 from lmkv import rpc
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import CoordinatorConfig
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub

@@ -15,7 +15,7 @@ from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
 from lmkv.internal.v1.report_service_pb2 import ReportRequest
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest

@@ -19,7 +19,7 @@ import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from lmkv import rpc
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import ClearRequest, PinRequest, WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position

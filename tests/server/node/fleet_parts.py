@@ -14,7 +14,7 @@ from typing import Any, Self
 from lmkv import rpc
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2_grpc, registry_service_pb2_grpc

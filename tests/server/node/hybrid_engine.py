@@ -12,9 +12,8 @@ import numpy as np
 
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, part_key
-from lmkv.parts import KvPart, PartItem
 from lmkv.pool.pool import Pool
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import NATIVE_TILES, KvPart, KvSpec, PartItem
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST, Extent
 from lmkv_kernels import checksum

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lmkv import rpc
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1 import report_service_pb2_grpc
 from lmkv.keys import ChunkKey, split_keys

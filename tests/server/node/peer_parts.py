@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, part_key
-from lmkv.parts import PartItem
 from lmkv.pool.pool import Pool
-from lmkv.spec import KvSpec
+from lmkv.spec import KvSpec, PartItem
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum

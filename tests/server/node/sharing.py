@@ -12,7 +12,7 @@ import grpc
 
 from lmkv import rpc
 from lmkv.errors import BadMessage, Full, ResyncRequired
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv.internal.v1 import lookup_service_pb2, lookup_service_pb2_grpc, report_service_pb2_grpc
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import ChunkKey, split_keys

@@ -19,7 +19,7 @@ from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import LmkvError
 from lmkv.keys import join_keys, split_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import (

@@ -13,8 +13,8 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
-from lmkv.parts import PartItem
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
+from lmkv.spec import PartItem
 from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb

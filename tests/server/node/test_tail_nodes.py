@@ -13,7 +13,7 @@ from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.keys import ChunkKey
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,

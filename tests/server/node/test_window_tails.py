@@ -15,7 +15,7 @@ from lmkv.config.kinds import OFF
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, prefix_digests, root_key
 from lmkv.pool.pool import Pool
 from lmkv.prompt import Hit, Prompt, Tail
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest, MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub

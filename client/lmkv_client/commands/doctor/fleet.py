@@ -18,7 +18,7 @@ import grpc
 from lmkv import __version__
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, LmkvError, PermissionDenied, Unreachable
-from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
+from lmkv.internal import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.internal.v1.report_service_pb2_grpc import ReportServiceStub
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, page_keys, root_key

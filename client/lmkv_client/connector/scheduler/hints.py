@@ -16,7 +16,7 @@ from lmkv import hints, telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.hints import MAX_ACTIONS, Hint, HintAction, HintOutcome, HintReason, HintResult
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.rpc.hint_messages import ACTIONS, MAX_HINT_KEYS, from_proto
+from lmkv.rpc.messages import ACTIONS, MAX_HINT_KEYS, from_proto
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import PARAMS
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState

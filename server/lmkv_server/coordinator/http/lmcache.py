@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2
 
 from lmkv.errors import BadSelection, InstanceNotFound, OperationNotFound
-from lmkv.rpc.prompts import by_tokens, names_chunks
+from lmkv.rpc.messages import by_tokens, names_chunks
 from lmkv.tiers import DISK, GPU, HOST, LAYOUT_TIERS, REMOTE
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import chunk_pb2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.layout_store.publication import Publication
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,3 +86,17 @@ class NoSharedStore:
     async def read_operations(self, name: str, max_bytes: int) -> list[OwnedRecords]:  # noqa: ARG002
         """Empty: no coordinator shares operations."""
         return []
+
+
+class StoreLost(Exception):
+    """The store does not answer, refuses, or holds another map than before: connect again."""
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs calls concurrently and returns their results. Raises `StoreLost` if one does, after all have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except* StoreLost as lost:
+        raise lost.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -12,11 +12,10 @@ digests are known, they follow, after their number (4, little-endian); then the 
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -256,20 +255,3 @@ def _check(change: Change) -> None:
         len(part) != KEY_BYTES for part in (*change.partial_parents.values(), change.fingerprint or bytes(KEY_BYTES))
     ):
         raise ValueError("a parent or a fingerprint does not have 16 bytes")
-
-
-T = TypeVar("T")
-
-
-class StoreLost(Exception):
-    """The store does not answer, refuses, or holds another map than before: connect again."""
-
-
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs calls concurrently and returns their results. Raises `StoreLost` if one does, after all have ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except* StoreLost as lost:
-        raise lost.exceptions[0] from None
-    return [task.result() for task in tasks]

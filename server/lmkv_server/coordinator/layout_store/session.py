@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
+from lmkv_server.coordinator.layout_store.layout_store import StoreLost, all_of
 from lmkv_server.coordinator.layout_store.publication import MAX_BATCH_BYTES, Backlog, PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.records import (
     READ_ENTRIES,
@@ -21,8 +22,6 @@ from lmkv_server.coordinator.layout_store.records import (
     EntryKind,
     LogEntry,
     LogPosition,
-    StoreLost,
-    all_of,
     decode,
 )
 

@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
-from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords
+from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords, StoreLost
 from lmkv_server.coordinator.layout_store.publication import Publication
-from lmkv_server.coordinator.layout_store.records import ChunkOwner, StoreLost
+from lmkv_server.coordinator.layout_store.records import ChunkOwner
 from lmkv_server.coordinator.layout_store.session import Session, SharedMapStats, TenantDirectory
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from valkey.exceptions import ValkeyError
 
 from lmkv.config.remote_url import RemoteUrl
 from lmkv.errors import ConfigError
-from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION
+from lmkv.internal import OWN_BUILD, PROTOCOL_VERSION
 from lmkv_server.coordinator.layout_store import scripts
-from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords
+from lmkv_server.coordinator.layout_store.layout_store import OwnedRecords, StoreLost, all_of
 from lmkv_server.coordinator.layout_store.publication import PendingEntry
 from lmkv_server.coordinator.layout_store.records import (
     FIELD_BYTES,
@@ -36,8 +36,6 @@ from lmkv_server.coordinator.layout_store.records import (
     EntryKind,
     LogEntry,
     LogPosition,
-    StoreLost,
-    all_of,
     encode,
     field_prefix,
     writes,

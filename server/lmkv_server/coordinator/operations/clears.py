@@ -10,7 +10,7 @@ from lmkv import rpc
 from lmkv.errors import BadSelection, LmkvError, OperationCancelled
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
-from lmkv.rpc.prompts import names_chunks
+from lmkv.rpc.messages import names_chunks
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1.prompt_pb2 import PromptSelector

@@ -14,7 +14,7 @@ from lmkv.errors import BadSelection, Full, InstanceNotFound, LmkvError
 from lmkv.hints import DEFAULT_PRIORITY, DEFAULT_TTL_SECONDS, MAX_PRIORITY, HintAction
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
-from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
+from lmkv.rpc.messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
 from lmkv.runtime.turns import Slots
 from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as pb

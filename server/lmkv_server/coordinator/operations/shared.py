@@ -123,7 +123,7 @@ def _parsed(message: M, data: bytes) -> M:
         message.ParseFromString(data)
     except DecodeError:
         raise BadMessage("it cannot be decoded") from None
-    message.DiscardUnknownFields()  # type: ignore[attr-defined]  # stubs lack it
+    message.DiscardUnknownFields()
     check_times(message)
     for status in _statuses(message):
         status.CopyFrom(rpc.to_status(from_status(status)))

@@ -29,7 +29,7 @@ from lmkv.keys import (
     split_keys,
 )
 from lmkv.prompt import Prompt, match
-from lmkv.rpc.prompts import names_chunks
+from lmkv.rpc.messages import names_chunks
 from lmkv.spec import KvSpec
 from lmkv.v1.prompt_pb2 import PromptSelector
 from lmkv_kernels import chunk_keys

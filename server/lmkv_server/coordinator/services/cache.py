@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from lmkv import rpc
 from lmkv.auth.caller import client_identity
 from lmkv.errors import BadMessage
-from lmkv.rpc.hint_messages import OUTCOMES_BY_NUMBER
-from lmkv.rpc.prompts import names_chunks
+from lmkv.rpc.messages import OUTCOMES_BY_NUMBER, names_chunks
 from lmkv.rpc.requests import page_limit, page_token, read_page_token
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv.v1 import cache_service_pb2_grpc as pb_grpc

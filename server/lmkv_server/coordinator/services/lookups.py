@@ -16,7 +16,7 @@ from lmkv.internal.v1 import lookup_service_pb2 as internal_pb
 from lmkv.internal.v1 import lookup_service_pb2_grpc as internal_pb_grpc
 from lmkv.keys import KEY_BYTES, ChunkKey, check_keys, check_prefix_digests, split_keys
 from lmkv.prompt import MAX_BEGINNINGS, Prompt
-from lmkv.rpc.interceptor import delay_refusal
+from lmkv.rpc.requests import delay_refusal
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv_server.coordinator.core.history import LatencyHistogram
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Match, tier_id

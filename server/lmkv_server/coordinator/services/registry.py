@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from lmkv import __version__
 from lmkv.auth.authenticator import OPEN_AUTHENTICATOR, Authenticator
-from lmkv.auth.callers import TenantQuota
+from lmkv.auth.caller import TenantQuota
 from lmkv.errors import (
     BadInstance,
     BadKvSpec,
@@ -24,13 +24,12 @@ from lmkv.errors import (
     QuotaExceeded,
     VersionMismatch,
 )
-from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
+from lmkv.internal import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.internal.v1 import report_service_pb2 as report_pb
-from lmkv.parts import MAX_PARTS
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.requests import page_limit, page_token, read_page_token
 from lmkv.safe_text import safe_text
-from lmkv.spec import MAX_FIELD_BYTES, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
+from lmkv.spec import MAX_FIELD_BYTES, MAX_PARTS, MAX_SERVED_MODELS, MAX_SPECS, KvSpec, ServedModel
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb

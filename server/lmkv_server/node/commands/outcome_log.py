@@ -6,7 +6,7 @@ import logging
 
 from lmkv import rpc
 from lmkv.internal.v1 import report_service_pb2 as pb
-from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, OUTCOMES_BY_NUMBER
+from lmkv.rpc.messages import ACTIONS_BY_NUMBER, OUTCOMES_BY_NUMBER
 from lmkv.units import format_bytes, format_duration
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from lmkv import rpc, telemetry
 from lmkv.errors import BadMessage, Full, LmkvError, OperationCancelled, Unreachable
 from lmkv.hints import HintResult
 from lmkv.internal.v1 import report_service_pb2 as pb
-from lmkv.rpc.hint_messages import to_proto
+from lmkv.rpc.messages import to_proto
 from lmkv.runtime.deadline_timer import DeadlineTimer
 from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2

@@ -21,8 +21,8 @@ from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.rpc.frames import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, FrameBuffer, FrameKind, to_frame
 from lmkv.rpc.requests import checked
+from lmkv.runtime.folder import UnixListener
 from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease, of_process
-from lmkv.runtime.unix_socket import UnixListener
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1 import engine_service_pb2_grpc

@@ -14,7 +14,7 @@ from lmkv.errors import BadChunkKey, BadMessage, Full, GrantNotFound, LmkvError
 from lmkv.hints import HintAction, HintReason, HintResult, reject
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses import MissReason
-from lmkv.rpc.hint_messages import to_proto
+from lmkv.rpc.messages import to_proto
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lmkv.errors import LmkvError, VersionMismatch
-from lmkv.internal.protocol import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
+from lmkv.internal import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.fleet.context import FleetContext

@@ -11,7 +11,7 @@ from lmkv.hints import MAX_PRIORITY, HintAction, HintOutcome, HintReason, HintRe
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.prompt import Prompt
-from lmkv.rpc.hint_messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
+from lmkv.rpc.messages import ACTIONS_BY_NUMBER, MAX_HINT_KEYS
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv_server.node.cache.host import HostTier

@@ -12,7 +12,7 @@ import msgspec
 
 from lmkv import errors
 from lmkv.auth.caller import client_identity
-from lmkv.auth.token import HEADER
+from lmkv.auth.credentials import HEADER
 from lmkv.config import PickerConfig
 from lmkv.ext_proc.external_processor_pb2 import (
     ProcessingRequest,

@@ -1,6 +1,8 @@
-"""Looks prompts up by the keys of their chunks, their beginnings while the rest arrives.
+"""Looks prompts up by the keys of their chunks, which are computed here, also while a prompt arrives.
 
-A lookup of 100,000 tokens then sends 6 KB instead of 400 KB, and costs the coordinator no hashing.
+A lookup of 100,000 tokens then sends 6 KB instead of 400 KB, and costs the coordinator no hashing. The keys are those
+of each namespace that the prompt may be of: a spec or LoRA adapter by the name under which engines serve it, as
+instances register it.
 """
 
 from __future__ import annotations
@@ -10,21 +12,182 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmkv.errors import LmkvError, Unreachable
-from lmkv.keys import KEY_BYTES, split_keys
+from lmkv.errors import BadKvSpec, LmkvError, Unreachable
+from lmkv.keys import KEY_BYTES, MAX_KEYS, ChunkKey, page_keys, page_seed, root_key, split_keys
 from lmkv.rpc.coordinator_client import CoordinatorClient
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
+from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
+from lmkv.v1.registry_service_pb2 import Instance
+from lmkv_kernels import chunk_keys
 from lmkv_server.proxy.routing.lookup import LookupFailures, RoutingCounters
 from lmkv_server.proxy.routing.pools import RecentPicks
-from lmkv_server.proxy.routing.prompt import GrowingChains, Namespaces, PromptKeys, PromptRequest, ServedNamespace
 
 logger = logging.getLogger(__name__)
+
+
+class GrowingKeys:
+    """The keys of one prompt for one spec and adapter; of a longer prompt the first `MAX_KEYS`."""
+
+    def __init__(self, spec: KvSpec, lora_identity: str, cache_salt: str, secret: bytes) -> None:
+        self._spec = spec
+        salt = "" if spec.has_page_hashes else cache_salt  # which a page's digest has
+        self._root = root_key(spec.fingerprint, cache_salt=salt, lora=lora_identity, secret=secret)
+        self._before: bytes = page_seed(cache_salt) if spec.has_page_hashes else self._root
+        """What the next full chunk follows: a key, or the digest of a page."""
+        self._keys = bytearray()
+        self._rest: list[NDArray[np.uint32]] = []
+        self._rest_count = 0
+
+    def add(self, tokens: NDArray[np.uint32]) -> None:
+        """Takes the next tokens. A copy of some of them remains until their chunk is full."""
+        room = MAX_KEYS - len(self._keys) // KEY_BYTES
+        if not room:
+            return
+        self._rest.append(tokens)
+        self._rest_count += tokens.size
+        size = self._spec.chunk_size
+        if self._rest_count < size:
+            return
+        waiting = self._waiting()
+        full = min(waiting.size // size, room) * size
+        self._keys += self._hash(waiting[:full])
+        self._rest = [waiting[full:].copy()]  # a view would keep all of them
+        self._rest_count = waiting.size - full
+
+    @property
+    def has_prefix_matches(self) -> bool:
+        """Whether an instance holds a number of leading chunks, one by one, whatever follows them."""
+        return self._spec.matches_prefixes
+
+    def full(self) -> bytes:
+        """The keys of the full chunks so far, 16 bytes each."""
+        return bytes(self._keys)
+
+    def all(self) -> bytes:
+        """The keys, 16 bytes each: of the full chunks, and of the tokens after them unless chunks have several parts or
+        are pages."""
+        keys = bytes(self._keys)
+        is_partial = self._rest_count > 0 and len(keys) < MAX_KEYS * KEY_BYTES
+        if not is_partial or self._spec.has_page_hashes or not self._spec.matches_prefixes:
+            return keys
+        return keys + chunk_keys(self._waiting(), self._before, self._spec.chunk_size)
+
+    def _waiting(self) -> NDArray[np.uint32]:
+        return self._rest[0] if len(self._rest) == 1 else np.concatenate(self._rest)
+
+    def _hash(self, tokens: NDArray[np.uint32]) -> bytes:
+        if self._spec.has_page_hashes:
+            keys, self._before = page_keys(tokens, self._root, self._spec.chunk_size, self._before)
+        else:
+            keys = chunk_keys(tokens, self._before, self._spec.chunk_size)
+            self._before = ChunkKey(keys[-KEY_BYTES:])
+        return keys
+
+
+MAX_NAMESPACES = 16
+"""Specs and adapters of one name that a lookup covers, the last registered ones; as at the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNamespace:
+    """The inputs of chunk keys besides tokens and cache salt."""
+
+    spec: KvSpec
+    lora_identity: str = ""
+
+    def growing_keys(self, cache_salt: str, secret: bytes) -> GrowingKeys:
+        """The keys of a prompt, of which there are no tokens yet."""
+        return GrowingKeys(self.spec, self.lora_identity, cache_salt, secret)
+
+
+class Namespaces:
+    """The namespaces of a fleet."""
+
+    def __init__(self, instances: Iterable[Instance] = ()) -> None:
+        self._by_name: dict[str, dict[tuple[bytes, str], ServedNamespace]] = {}
+        for instance in instances:
+            self._add(instance)
+
+    def of(self, model_name: str) -> list[ServedNamespace]:
+        """The possible namespaces of a prompt. Without a name, those of the only spec; empty if there are several."""
+        if model_name:
+            return list(self._by_name.get(model_name, {}).values())[-MAX_NAMESPACES:]
+        specs = {
+            one.spec.fingerprint: one
+            for kinds in self._by_name.values()
+            for one in kinds.values()
+            if not one.lora_identity
+        }
+        return list(specs.values()) if len(specs) == 1 else []
+
+    def _add(self, instance: Instance) -> None:
+        specs: dict[bytes, KvSpec] = {}
+        for message in instance.specs:
+            try:
+                specs[message.fingerprint] = spec = KvSpec.from_proto(message)
+            except BadKvSpec:  # of a newer version: its chunks are not found
+                continue
+            self._by_name.setdefault(spec.model_name, {})[spec.fingerprint, ""] = ServedNamespace(spec)
+        for served in instance.served_models:
+            if served.fingerprint in specs:
+                kinds = self._by_name.setdefault(served.name, {})
+                kinds[served.fingerprint, served.lora_identity] = ServedNamespace(
+                    specs[served.fingerprint], served.lora_identity
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptKeys:
+    """The keys of a prompt's chunks in one namespace, 16 bytes each."""
+
+    keys: bytes
+    fingerprint: bytes
+    chunk_size: int
+
+
+class GrowingChains:
+    """The keys of the tokens that `add` has taken."""
+
+    def __init__(self, namespaces: Sequence[ServedNamespace], cache_salt: str, secret: bytes) -> None:
+        self._namespaces = namespaces
+        self._cache_salt = cache_salt
+        self._growing = [one.growing_keys(cache_salt, secret) for one in namespaces]
+        self._token_count = 0
+
+    @property
+    def has_prefix_matches(self) -> bool:
+        """Whether in each namespace, of one or more, an instance holds a number of leading chunks, whatever follows."""
+        return bool(self._growing) and all(one.has_prefix_matches for one in self._growing)
+
+    def add(self, tokens: NDArray[np.uint32]) -> None:
+        """Takes the next tokens of the prompt."""
+        self._token_count += tokens.size
+        for one in self._growing:
+            one.add(tokens)
+
+    def is_of(self, namespaces: Sequence[ServedNamespace], cache_salt: str, token_count: int) -> bool:
+        """Whether these are the keys of a prompt that is known by now: all its tokens, and no more, were taken."""
+        found = (self._token_count, self._cache_salt, self._namespaces)
+        return found == (token_count, cache_salt, namespaces)
+
+    def full(self) -> list[PromptKeys]:
+        """The keys of the full chunks so far in each namespace."""
+        return self._named([one.full() for one in self._growing])
+
+    def all(self) -> list[PromptKeys]:
+        """The keys in each namespace."""
+        return self._named([one.all() for one in self._growing])
+
+    def _named(self, keys: Sequence[bytes]) -> list[PromptKeys]:
+        return [
+            PromptKeys(keys=of_one, fingerprint=one.spec.fingerprint, chunk_size=one.spec.chunk_size)
+            for one, of_one in zip(self._namespaces, keys, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,103 +371,3 @@ class KeyLookup:
 def _most(first: Mapping[str, int], second: Mapping[str, int]) -> Mapping[str, int]:
     """The larger number of each instance."""
     return {one: max(first.get(one, 0), second.get(one, 0)) for one in {**first, **second}}
-
-
-FIRST_KEYS = 16
-"""Number of keys of the first lookup of an arriving prompt. Each further one has at least twice as many."""
-MAX_AGE_SECONDS = 1.0
-"""Older matches are not used: the layout map has changed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EarlyMatch:
-    """The answers to a lookup of the first chunks, at least one in each namespace."""
-
-    held: Mapping[str, int]
-    """The number of tokens that each instance holds of them."""
-    open_ids: frozenset[str]
-    """The instances that hold all of them, and so may hold more of the prompt; others do not."""
-    time: float
-    """When the lookup began."""
-
-    @classmethod
-    def of(cls, answers: Iterable[tuple[PromptKeys, LookupResponse]], time: float) -> Self:
-        """The match of a lookup that began at `time`. Each answer comes with the keys that it is about."""
-        held: dict[str, int] = {}
-        open_ids = set()
-        for chain, answer in answers:
-            for holder in answer.holders:
-                held[holder.instance_id] = max(held.get(holder.instance_id, 0), holder.matched_token_count)
-                if holder.matched_chunk_count == len(chain.keys) // KEY_BYTES:
-                    open_ids.add(holder.instance_id)
-        return cls(held=held, open_ids=frozenset(open_ids), time=time)
-
-    def at_most(self, token_count: int) -> Mapping[str, int]:
-        """The most tokens that each instance may hold of a prompt of `token_count` tokens."""
-        return {**self.held, **dict.fromkeys(self.open_ids, token_count)}
-
-
-class EarlyLookup:
-    """The keys of one arriving prompt, and lookups of those that are known. `stop` must be called at its end."""
-
-    def __init__(self, lookup: KeyLookup, model_name: str, cache_salt: str) -> None:
-        """A name or salt that turns out to be another makes the keys and the match void."""
-        self.chains = lookup.chains(model_name, cache_salt)
-        """The keys of the tokens so far."""
-        self._lookup = lookup
-        self._match: EarlyMatch | None = None
-        """Of the last lookup that was answered."""
-        self._due_count = FIRST_KEYS if self.chains.has_prefix_matches else None
-        """Number of keys at which the next lookup is due; None while one is in flight, and if no more is due."""
-        self._task: asyncio.Task[None] | None = None
-
-    def add(self, tokens: NDArray[np.uint32], *, is_last: bool) -> None:
-        """Takes the next tokens of the prompt. Unless they are its last ones, begins a lookup of all if that is due."""
-        self.chains.add(tokens)
-        if not is_last and not self._lookup.failures.is_failing and (due := self._take_due()):
-            self._task = asyncio.create_task(self._look_up(due), name="lmkv-early-lookup")
-
-    def stop(self) -> None:
-        """Cancels the lookup in flight, whose answer would be too late. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def match(self, prompt: PromptRequest) -> PrefixMatch | None:
-        """The match of the whole prompt by the last answer; None if there is none, or if it is too old or void."""
-        found = self._match
-        if found is None or time.monotonic() - found.time > MAX_AGE_SECONDS:
-            return None
-        namespaces = self._lookup.namespaces(prompt.model_name)
-        if not self.chains.is_of(namespaces, prompt.cache_salt, prompt.token_count):
-            return None
-        return self._lookup.match(self.chains.all(), found.held, prompt.token_count, found.at_most(prompt.token_count))
-
-    def _take_due(self) -> list[PromptKeys]:
-        """The keys of the full chunks so far if a lookup of them is due, and due no more then; otherwise nothing."""
-        if self._due_count is None:
-            return []
-        chains = self.chains.full()
-        if _key_count(chains) < self._due_count:
-            return []
-        self._due_count = None
-        return chains
-
-    async def _look_up(self, due: Sequence[PromptKeys]) -> None:
-        """Looks up keys, and then more of them while an instance holds all."""
-        while due:
-            begin = time.monotonic()
-            try:
-                answers = await self._lookup.responses(due)
-            except LmkvError as error:  # the lookup of the whole prompt counts its own
-                logger.debug("the beginning of a prompt was not looked up: %s", error)
-                return
-            self._match = EarlyMatch.of(zip(due, answers, strict=True), begin)
-            if not self._match.open_ids:
-                return
-            self._due_count = 2 * _key_count(due)
-            due = self._take_due()
-
-
-def _key_count(chains: Sequence[PromptKeys]) -> int:
-    """The number of keys that each chain has at least."""
-    return min(len(one.keys) for one in chains) // KEY_BYTES

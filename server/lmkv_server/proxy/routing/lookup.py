@@ -15,7 +15,7 @@ from prometheus_client import Counter
 
 from lmkv.errors import LmkvError, ModelNotFound
 from lmkv.rpc.coordinator_client import CoordinatorClient
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv_kernels import token_ids

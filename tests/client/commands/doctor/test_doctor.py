@@ -14,7 +14,7 @@ import trustme
 
 from lmkv import cli
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
-from lmkv.internal.protocol import PROTOCOL_VERSION, Build
+from lmkv.internal import PROTOCOL_VERSION, Build
 from lmkv.transfer.choice import RDMA
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_client import Coordinator

@@ -10,8 +10,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
+from lmkv.auth.credentials import NO_TOKEN, BearerToken
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import NO_TOKEN, BearerToken
 from lmkv.keys import KEY_BYTES
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.handoff import HandoffParams, HandoffRefused, handoff_of, is_addressed

@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from lmkv import rpc, telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.keys import KeyChain, as_tokens, root_key
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub

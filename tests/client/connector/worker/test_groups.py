@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmkv.parts import KvPart
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import NATIVE_TILES, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
 from lmkv_client.connector.identity import head_shares, worker_rank
 from lmkv_client.connector.kv_layout import LayerGroup

@@ -12,7 +12,7 @@ from lmkv import rpc
 from lmkv.errors import BadInstance, BadMessage, Full, LmkvError
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import KEY_BYTES
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.tiers import HOST
 from lmkv.v1 import cache_service_pb2 as cache_pb
 from lmkv.v1 import chunk_pb2

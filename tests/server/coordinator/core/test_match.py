@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey, join_keys, part_key, split_keys
-from lmkv.parts import KvPart
 from lmkv.prompt import HeldKeys, Hit, Prompt, match
-from lmkv.spec import KvSpec
+from lmkv.spec import KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, PartRule
 from lmkv_server.coordinator.core.layout_map import Change, LayoutMap, Match, MatchRun
 from lmkv_server.coordinator.core.match import (

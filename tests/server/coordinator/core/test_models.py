@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
-from lmkv.parts import KvPart
-from lmkv.spec import MAX_NAME_BYTES, KvSpec, ServedModel
+from lmkv.spec import MAX_NAME_BYTES, KvPart, KvSpec, ServedModel
 from lmkv_server.coordinator.core import models as models_module
 from lmkv_server.coordinator.core.models import (
     MAX_KINDS,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, join_keys, part_key, prefix_digests, root_key, split_keys
-from lmkv.parts import KvPart
 from lmkv.prompt import Prompt
+from lmkv.spec import KvPart
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from lmkv_server.coordinator.core.layout_map import MAX_LOST, Change, LayoutMap, MatchRun
 from lmkv_server.coordinator.core.match import keys_with_tail, match_of, prefixes, with_tails

@@ -13,7 +13,7 @@ import pytest
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner

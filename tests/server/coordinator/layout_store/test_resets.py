@@ -13,7 +13,7 @@ import pytest
 
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.runtime.signals import fast_loop
-from lmkv_server.coordinator.layout_store.records import StoreLost
+from lmkv_server.coordinator.layout_store.layout_store import StoreLost
 from lmkv_server.coordinator.layout_store.valkey_client import ValkeyClient
 
 TRIES = 500

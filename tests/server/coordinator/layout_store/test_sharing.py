@@ -15,13 +15,13 @@ import grpc
 import pytest
 
 from lmkv import __version__, rpc
-from lmkv.auth.callers import read_callers
+from lmkv.auth.caller import read_callers
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.coordinator.coordinator import Coordinator

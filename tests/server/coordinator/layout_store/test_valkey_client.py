@@ -10,12 +10,12 @@ import pytest
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv_server.coordinator.core.layout_map import Change
+from lmkv_server.coordinator.layout_store.layout_store import StoreLost
 from lmkv_server.coordinator.layout_store.publication import PendingEntry, Publication
 from lmkv_server.coordinator.layout_store.records import (
     MAX_ENTRY_BYTES,
     ChunkOwner,
     EntryKind,
-    StoreLost,
     admissions,
     decode,
     has_marker,

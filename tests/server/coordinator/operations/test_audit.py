@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import ConfigError
 from lmkv.rpc.error_status import short
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,

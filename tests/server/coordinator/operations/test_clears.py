@@ -13,7 +13,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, PinRequest
 from lmkv.v1.chunk_pb2 import Position

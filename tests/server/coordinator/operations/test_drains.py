@@ -14,7 +14,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import DrainProgress, DrainRequest, DrainResult, PinRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position

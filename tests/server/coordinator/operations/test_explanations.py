@@ -11,7 +11,7 @@ import pytest
 
 from lmkv.errors import LmkvError
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import ExplainRequest, InstanceExplanation
 from lmkv.v1.chunk_pb2 import (
     MISS_REASON_EVICTED_BY_STORE,

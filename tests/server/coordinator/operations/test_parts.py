@@ -12,7 +12,7 @@ from lmkv.errors import ChunkNotFound, LmkvError
 from lmkv.internal.v1.report_service_pb2 import Order
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,
     ClearResult,

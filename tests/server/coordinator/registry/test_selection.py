@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import InstanceInfo, Models
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selector

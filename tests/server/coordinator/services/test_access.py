@@ -23,7 +23,7 @@ from lmkv.auth.authenticator import OPEN_AUTHENTICATOR
 from lmkv.auth.caller import ROLES, Role
 from lmkv.config import CoordinatorConfig
 from lmkv.internal.v1 import report_service_pb2
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.telemetry.calls import ServerCalls
 from lmkv.tiers import HOST
 from lmkv.v1 import registry_service_pb2

@@ -24,7 +24,7 @@ from lmkv.keys import (
     split_keys,
 )
 from lmkv.rpc.error_status import from_rpc_error, from_status
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.spec import MAX_IDENTITY_BYTES, MAX_NAME_BYTES, MAX_SERVED_MODELS, KvSpec
 from lmkv.tiers import DISK, GPU, HOST, REMOTE
 from lmkv.v1 import chunk_pb2

@@ -19,7 +19,7 @@ from lmkv.auth import authenticator, token_bucket
 from lmkv.auth.caller import current_caller
 from lmkv.auth.token_bucket import MIN_REFUSALS_PER_SECOND
 from lmkv.errors import TooManyRequests
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupStreamRequest, WatchRequest
 from lmkv_server.coordinator import coordinator
 from lmkv_server.coordinator.http import app

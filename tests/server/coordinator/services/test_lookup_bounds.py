@@ -16,7 +16,7 @@ from lmkv import rpc
 from lmkv.errors import BadInstance, BadTokens, Full, LmkvError
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
-from lmkv.rpc.prompts import by_tokens
+from lmkv.rpc.messages import by_tokens
 from lmkv.spec import MAX_SPECS, KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest

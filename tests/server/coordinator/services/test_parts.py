@@ -14,7 +14,7 @@ import pytest
 from lmkv.errors import BadChunkKey, BadTokens, LmkvError
 from lmkv.keys import ChunkKey, join_keys
 from lmkv.rpc.error_status import from_rpc_error
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.spec import KvSpec
 from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest

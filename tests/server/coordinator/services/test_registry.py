@@ -14,12 +14,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from lmkv import __version__, rpc
 from lmkv.errors import LmkvError
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import KEY_BYTES, MAX_KEYS, split_keys
 from lmkv.rpc.error_status import from_rpc_error
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1 import registry_service_pb2 as pb

@@ -12,7 +12,7 @@ import pytest
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
-from lmkv.rpc import endpoints, interceptor
+from lmkv.rpc import endpoints, requests
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
@@ -84,7 +84,7 @@ async def test_strangers_are_refused_before_they_have_said_anything(tmp_path: Pa
 async def test_who_is_known_and_sends_no_message_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interceptor, "MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr(requests, "MESSAGE_SECONDS", 0.3)
     async with guarded(tmp_path, [entry("reader", max_concurrent_requests=1)]) as fleet:
         assert await silent_call(fleet, "reader-token") is grpc.StatusCode.INVALID_ARGUMENT
         cache: Any = CacheServiceStub(await fleet.channel("reader-token"))

@@ -19,7 +19,7 @@ from lmkv.errors import LmkvError
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_status
-from lmkv.rpc.prompts import by_keys, by_tokens
+from lmkv.rpc.messages import by_keys, by_tokens
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import (
     ClearRequest,

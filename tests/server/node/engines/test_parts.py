@@ -11,7 +11,7 @@ import pytest
 from lmkv import rpc
 from lmkv.errors import BadMessage, GrantNotFound, InstanceNotFound, Unreachable
 from lmkv.keys import join_keys
-from lmkv.parts import PartItem
+from lmkv.spec import PartItem
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.node import Node
 from lmkv_server.node.sessions.session import HOLD_SHARE

@@ -7,7 +7,7 @@ import pytest
 from lmkv import __version__
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
-from lmkv.internal.protocol import PROTOCOL_VERSION
+from lmkv.internal import PROTOCOL_VERSION
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.fleet import registration, session
 from tests.server.node.fleet_parts import KEYS, Asker, Shelf

@@ -13,7 +13,7 @@ from lmkv import rpc
 from lmkv.hints import HintOutcome, HintReason
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
 from lmkv_server.node.hints.orders import carry_out

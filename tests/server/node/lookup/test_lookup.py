@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey, part_key
-from lmkv.parts import PartItem
 from lmkv.prompt import Prompt
-from lmkv.spec import ALL, KvSpec
+from lmkv.spec import ALL, KvSpec, PartItem
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.partial_chunks import PartialChunks

@@ -10,9 +10,8 @@ import pytest
 
 from lmkv.errors import BadMessage
 from lmkv.keys import ChunkKey, as_tokens, part_key, prefix_digests
-from lmkv.parts import KvPart
 from lmkv.prompt import Prompt
-from lmkv.spec import KvSpec
+from lmkv.spec import KvPart, KvSpec
 from lmkv.tiers import OWN
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from lmkv_server.node.cache.host import HostTier

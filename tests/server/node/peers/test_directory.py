@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from lmkv import rpc
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound

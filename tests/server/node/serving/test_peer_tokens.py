@@ -12,8 +12,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.auth.authenticator import Authenticator
-from lmkv.auth.credentials import Credentials
-from lmkv.auth.token import BearerToken
+from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError, LmkvError, SessionNotFound

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmkv.auth.credentials import NO_TOKEN
 from lmkv.auth.handoff import HandoffKeys
-from lmkv.auth.token import NO_TOKEN
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.scripted_engine import EOS, MAX_MODEL_LEN, MODEL, ScriptedEngine, answer_to, next_token
 from tests.waiting import until

@@ -14,7 +14,7 @@ import pytest
 from lmkv.errors import Unreachable
 from lmkv.keys import ChunkKey
 from lmkv_server.coordinator.coordinator import Coordinator
-from lmkv_server.proxy.routing import key_lookup
+from lmkv_server.proxy.picker import selection
 from lmkv_server.proxy.routing.prompt import ArrivingPrompt
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
@@ -121,7 +121,7 @@ async def test_an_old_lookup_is_made_again(
     make_picker: MakePicker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(key_lookup, "MAX_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(selection, "MAX_AGE_SECONDS", 0.0)
     engines = await some(make_engine, 2)
     async with make("i-1", KEYS[:1], SPEC):
         front = await looking_up(make_picker, engines, coordinator.address)

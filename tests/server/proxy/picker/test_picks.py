@@ -13,7 +13,7 @@ from lmkv.v1.registry_service_pb2 import ListInstancesRequest
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import RESPONSES
-from lmkv_server.proxy.routing.prompt import Namespaces
+from lmkv_server.proxy.routing.key_lookup import Namespaces
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until

@@ -14,8 +14,8 @@ from lmkv.keys import KEY_BYTES, PAGE_HASH_SCHEME, as_tokens, chunk_keys, join_k
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import Instance
-from lmkv_server.proxy.routing import prompt
-from lmkv_server.proxy.routing.prompt import MAX_NAMESPACES, GrowingChains, Namespaces, ServedNamespace
+from lmkv_server.proxy.routing import key_lookup
+from lmkv_server.proxy.routing.key_lookup import MAX_NAMESPACES, GrowingChains, Namespaces, ServedNamespace
 
 SPEC = KvSpec(
     model_name="llama",
@@ -69,7 +69,7 @@ def test_a_longer_prompt_has_as_many_keys_as_a_lookup_may_have(
     monkeypatch: pytest.MonkeyPatch, spec: KvSpec, cuts: tuple[int, ...]
 ) -> None:
     expected = keys_of(spec, TOKENS[:32])
-    monkeypatch.setattr(prompt, "MAX_KEYS", 2)
+    monkeypatch.setattr(key_lookup, "MAX_KEYS", 2)
     assert keys_of(spec, TOKENS, cuts=cuts) == expected
     assert len(expected) == 2 * KEY_BYTES
 

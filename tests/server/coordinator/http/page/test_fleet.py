@@ -13,7 +13,7 @@ import pytest
 from playwright.async_api import expect
 
 from lmkv.keys import join_keys, split_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import PinRequest
 from lmkv.v1.chunk_pb2 import Position

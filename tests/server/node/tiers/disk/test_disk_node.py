@@ -22,7 +22,7 @@ from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import ChunkNotFound
 from lmkv.keys import ChunkKey, join_keys, split_keys
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.tiers import DISK, HOST
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, engine_service_pb2
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult

@@ -21,7 +21,7 @@ from prometheus_client import generate_latest
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.kinds import OFF
-from lmkv.rpc.prompts import by_keys
+from lmkv.rpc.messages import by_keys
 from lmkv.tiers import HOST, REMOTE
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc
 from lmkv.v1 import engine_service_pb2 as pb
