@@ -136,7 +136,6 @@ def _key_count(chains: Sequence[PromptKeys]) -> int:
     return min(len(one.keys) for one in chains) // KEY_BYTES
 
 
-
 _NOTHING = msgspec.json.encode({})
 
 
