@@ -1,7 +1,7 @@
 """The `lmkv` console script: finds the subcommands, which other packages provide, and reports errors in one line.
 
-A subcommand is an entry point of the group `lmkv.commands` that refers to a `Command`. Only the requested one is
-imported.
+A subcommand is an entry point of the group `lmkv.commands` that refers to a `Command`: its flags and examples, in a
+module that is fast to import, and the name of the function that runs it. Only the requested one is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import NoReturn
 
 from lmkv import __version__
@@ -78,8 +78,11 @@ class Command:
 
     name: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    """Runs the command and returns the exit code. An `LmkvError` that it raises is reported in one line."""
+    run: str | Callable[[argparse.Namespace], int]
+    """Runs the command and returns the exit code. An `LmkvError` that it raises is reported in one line.
+
+    `module:function` is imported when the command runs, so that help and completion import only what has the flags.
+    """
     help: str = ""
     """One line for the list of commands; those of lmkv are in `SUMMARIES`."""
     examples: str = ""
@@ -164,7 +167,8 @@ def _run(argv: Sequence[str], commands: Mapping[str, Loader]) -> int:
         allow_abbrev=False,
     )
     command.add_arguments(parser)
-    return command.run(_parse(parser, rest))
+    args = _parse(parser, rest)
+    return _runner(command)(args)
 
 
 def _complete(commands: Mapping[str, Loader]) -> None:
@@ -196,6 +200,17 @@ def _import(name: str, loader: Loader) -> Command:
         return loader()
     except ImportError as error:
         raise LmkvError(f"`lmkv {name}` cannot start here: {error}") from error
+
+
+def _runner(command: Command) -> Callable[[argparse.Namespace], int]:
+    if not isinstance(command.run, str):
+        return command.run
+    module, _, function = command.run.partition(":")
+    try:
+        run: Callable[[argparse.Namespace], int] = getattr(import_module(module), function)
+    except ImportError as error:
+        raise LmkvError(f"`lmkv {command.name}` cannot start here: {error}") from error
+    return run
 
 
 def _overview(commands: Mapping[str, Loader]) -> str:

@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmkv.errors import BadTokens
-from lmkv.keys import Tokens, as_tokens
 from lmkv.safe_text import safe_text
+
+if TYPE_CHECKING:
+    from lmkv.keys import Tokens
 
 PROTOCOL_VERSIONS = ("0.1", "1.0")
 """Supported versions of the envelope."""
@@ -302,6 +304,8 @@ def _tokens(value: object, room: int, vocab_size: int) -> Tokens | None:
         raise _Refused(HintReason.BAD_PAYLOAD, "tokens must be a list of token ids")
     if len(value) > room:
         raise _Refused(HintReason.TOO_LARGE, f"all tokens of an envelope together may be at most {MAX_TOKENS}")
+    from lmkv.keys import as_tokens  # it imports NumPy, which `lmkv hint --help` can do without
+
     try:
         return as_tokens(value, vocab_size)
     except BadTokens as error:

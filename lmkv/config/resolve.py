@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import os
 import re
@@ -219,6 +218,8 @@ async def follow_logging(
     Environment and flags still override the file. An invalid file is logged, and logging stays as it was. Does nothing
     if no regular file is configured: a pipe can be read only once.
     """
+    import asyncio  # help and completion import this module, and asyncio is slow to import
+
     path = file_from_arguments(args, env)
     file = (
         Reloadable([path], lambda: set_up(from_arguments(args, cls, env=env))) if path and _is_regular(path) else None

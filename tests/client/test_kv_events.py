@@ -21,7 +21,8 @@ from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv_client import Coordinator as Client
 from lmkv_client import kv_event_publisher
-from lmkv_client.commands import events as events_command
+from lmkv_client.commands import flags
+from lmkv_client.commands.layout import read_token
 from lmkv_client.kv_event_publisher import USER, EventPublisher, is_bound, read_replay
 from lmkv_client.kv_events import BATCH_EVENTS, HEARTBEAT_SECONDS, MEDIA, LayoutEvents, Model, PublishedBatch
 from lmkv_client.streams import LayoutUpdate
@@ -193,7 +194,7 @@ async def test_only_this_host_is_served_by_default_and_with_a_token_only_those_w
     tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
     arguments = argparse.ArgumentParser()
-    events_command.add_arguments(arguments)
+    flags.events.add_arguments(arguments)
     defaults = arguments.parse_args([])
     assert {defaults.endpoint, defaults.replay_endpoint} == {"tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"}
     assert [is_bound(one) for one in (defaults.endpoint, "tcp://localhost:1", "tcp://[::1]:1", "tcp://*:1")] == [
@@ -202,10 +203,10 @@ async def test_only_this_host_is_served_by_default_and_with_a_token_only_those_w
     assert not is_bound("tcp://router:5557")
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "empty").write_text("\n")
-    token = events_command.read_token(tmp_path / "token")
+    token = read_token(tmp_path / "token")
     for name in ("none", "empty"):
         with pytest.raises(ConfigError, match="--token-file"):
-            events_command.read_token(tmp_path / name)
+            read_token(tmp_path / name)
     ends = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
     async with EventPublisher(layout_events(), *ends, token):
         context = zmq.asyncio.Context()

@@ -224,6 +224,59 @@ def test_import_brings_in_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+SLOW_TO_IMPORT = {"numpy", "grpc", "google.protobuf", "asyncio", "rich", "torch", "vllm"}
+
+
+def imported_by(code: str, **environment: str) -> set[str]:
+    """The modules that a Python process has imported when it exits."""
+    begin = "import atexit, sys\natexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code],
+        env=child_environment(ROOT) | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines())
+
+
+def test_help_of_a_command_imports_its_flags_only() -> None:
+    assert {"move", "doctor", "demo", "node", "picker", "version"} <= set(cli.find_commands())
+    modules = imported_by(
+        "from lmkv import cli\n"
+        "for name in cli.find_commands():\n"
+        "    try:\n"
+        "        cli.main([name, '--help'])\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 0\n"
+    )
+    assert {"lmkv_client.commands.flags", "lmkv_server.flags", "lmkv.completion"} <= modules
+    assert modules & SLOW_TO_IMPORT == set()
+
+
+@pytest.mark.parametrize("line", ["lmkv mo", "lmkv move --to", "lmkv config check --process co", "lmkv node --p2p"])
+def test_completion_imports_flags_only(line: str, tmp_path: Path) -> None:
+    candidates = tmp_path / "candidates"
+    modules = imported_by(
+        "import os\nos._exit = sys.exit\nfrom lmkv import cli\ncli.main()\n",
+        _ARGCOMPLETE="1",
+        _ARGCOMPLETE_STDOUT_FILENAME=str(candidates),
+        COMP_LINE=line,
+        COMP_POINT=str(len(line)),
+        COMP_TYPE="9",
+    )
+    assert line.split()[-1] in candidates.read_text()
+    assert "argcomplete" in modules
+    assert modules & SLOW_TO_IMPORT == set()
+
+
+def test_a_command_whose_module_cannot_be_imported_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    command = Command(name="work", add_arguments=lambda parser: None, run="no_such_module:run")
+    assert cli.main(["work"], {"work": lambda: command}) == 1
+    assert capsys.readouterr().err == "lmkv: error: `lmkv work` cannot start here: No module named 'no_such_module'\n"
+
+
 COMMANDS = """
 import time
 from lmkv.cli import Command

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
-from lmkv.cli import Command
 from lmkv.config import (
     ClientConfig,
     Config,
@@ -24,37 +22,18 @@ from lmkv.config import (
 )
 from lmkv.config.sources import read_file
 from lmkv.errors import ConfigError
+from lmkv_client.commands.flags import CONFIGURED_PROCESSES
 
-PROCESSES: Mapping[str, type[Config]] = {
-    "connector": ConnectorConfig,
-    "node": NodeConfig,
-    "coordinator": CoordinatorConfig,
-    "proxy": ProxyConfig,
-    "picker": PickerConfig,
-    "webhook": WebhookConfig,
-    "client": ClientConfig,
-}
-
-EXAMPLES = """\
-  lmkv config import lmcache.yaml                       print it as lmkv's, and what became of each key
-  lmkv config import lmcache.yaml --output lmkv.yaml    write it there, unless there is such a file
-  lmkv config check lmkv.yaml                           print what an engine's connector makes of it
-  lmkv config check lmkv.yaml --process coordinator     what a coordinator does
-  lmkv config check --changed                           only what file, environment and LMCache's files set
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv config`."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    importing = actions.add_parser("import", help="convert LMCache's YAML to lmkv's", allow_abbrev=False)
-    importing.add_argument("file", metavar="FILE", type=Path, help="LMCache's configuration")
-    importing.add_argument("--output", metavar="FILE", type=Path, help="output file (default: standard output)")
-    importing.add_argument("--force", action="store_true", help="overwrite the output file")
-    checking = actions.add_parser("check", help="print all keys with their sources, or all errors", allow_abbrev=False)
-    checking.add_argument("file", metavar="FILE", type=Path, nargs="?", help="lmkv's YAML (default: $LMKV_CONFIG_FILE)")
-    checking.add_argument("--process", choices=PROCESSES, default="connector", help="its process (default: connector)")
-    checking.add_argument("--changed", action="store_true", help="print only keys that are not at their default")
+_CONFIGS: Sequence[type[Config]] = (
+    ConnectorConfig,
+    NodeConfig,
+    CoordinatorConfig,
+    ProxyConfig,
+    PickerConfig,
+    WebhookConfig,
+    ClientConfig,
+)
+PROCESSES = dict(zip(CONFIGURED_PROCESSES, _CONFIGS, strict=True))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,11 +75,3 @@ def _check(args: argparse.Namespace, cls: type[Config]) -> int:
         print(f"{name}: {'(hidden)' if declared.kind.secret and value else shown}{source}")
     config.check_complete()
     return 0
-
-
-command = Command(
-    name="config",
-    add_arguments=add_arguments,
-    run=run,
-    examples=EXAMPLES,
-)

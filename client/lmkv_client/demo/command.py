@@ -17,7 +17,6 @@ from types import FrameType
 
 from rich.console import Console
 
-from lmkv.cli import Command
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.keys import PAGE_HASH_SCHEME
 from lmkv.runtime.signals import stop_signals
@@ -39,27 +38,6 @@ ENGINE_BYTES = {VLLM: 1300 << 20, SGLANG: 2600 << 20}
 """Memory of an engine besides its model and its KV cache; SGLang's has three processes."""
 FEWEST_PROMPT_TOKENS = 2 * CHUNK_SIZE
 MOST_PROMPT_TOKENS = 16_000
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `lmkv demo`."""
-    parser.add_argument(
-        "--engines",
-        default="vllm,vllm",
-        metavar="KIND,KIND",
-        help="kinds of engine 1 and engine 2, each vllm or sglang (vllm,vllm)",
-    )
-    parser.add_argument(
-        "--sglang-python",
-        metavar="PATH",
-        help="Python interpreter of an environment with SGLang and lmkv (that of this command)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.add_argument("--model-size", choices=("mid", "tiny"), default="mid", help="size of the model (mid)")
-    parser.add_argument("--prompt-tokens", type=int, default=4000, metavar="N", help="length of each prompt (4000)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="prompts to measure (3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the model and the prompts (0)")
-    parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the logs of all processes in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -238,22 +216,3 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-EXAMPLES = """\
-  lmkv demo                                     two vLLM engines: one loads what the other has computed
-  lmkv demo --engines vllm,sglang --sglang-python .venv-sglang/bin/python
-                                                SGLang loads what vLLM has computed, and both their own KV
-  lmkv demo --engines sglang,sglang             two SGLang engines of this Python environment
-
-Each prompt is measured three times: computed by engine 1 (cold), loaded by engine 2 from engine 1's node (from peer),
-and loaded by engine 1 from its own node (own host pool). In float32 the three answers are the same, token by token.
-SGLang and vLLM share KV by share_across_engines and hash_scheme (docs/guides/across-engines.md); the demo sets both.
-"""
-
-command = Command(
-    name="demo",
-    add_arguments=add_arguments,
-    run=run,
-    examples=EXAMPLES,
-)

@@ -10,8 +10,7 @@ from contextlib import suppress
 
 from lmkv import telemetry
 from lmkv.auth.authenticator import exposure
-from lmkv.cli import Command
-from lmkv.config import CoordinatorConfig, add_arguments, from_arguments
+from lmkv.config import CoordinatorConfig, from_arguments
 from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
@@ -23,11 +22,8 @@ LARGE_REQUEST_BYTES = 4 << 20
 """Upper limit of request buffers, up to which freed memory is kept for the next request."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, CoordinatorConfig)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Runs until SIGTERM, SIGINT or SIGHUP."""
     config = from_arguments(args, CoordinatorConfig)
     _set_up_logging(config)
     for notice in config.notices:
@@ -79,14 +75,3 @@ async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:
             logger.info("HTTP on %s", coordinator.url)
         await first_of(stop.wait(), coordinator.wait(), follow_logging(args, CoordinatorConfig, _set_up_logging))
     logger.info("lmkv coordinator stopped")
-
-
-command = Command(
-    name="coordinator",
-    add_arguments=_add_arguments,
-    run=_run,
-    examples=(
-        "  lmkv coordinator                          serve on 127.0.0.1:9000\n"
-        "  lmkv coordinator --host 0.0.0.0 --port 9100"
-    ),
-)

@@ -9,26 +9,12 @@ import os
 
 from lmkv import config as configuration
 from lmkv import telemetry
-from lmkv.cli import Command
 from lmkv.config import NodeConfig
 from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import first_of, hold_stop_signals, stop_on_signals
 
 SERVICE_NAME = "lmkv-node"
 """Service name in exported telemetry, unless `OTEL_SERVICE_NAME` is set."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `lmkv node`."""
-    configuration.add_arguments(parser, NodeConfig)
-    parser.add_argument(
-        "--linger", action="store_true", help="exit once no engine has been attached for node_linger seconds"
-    )
-    parser.add_argument(
-        "--started-by-connector",
-        action="store_true",
-        help="set by connectors: an engine of another configuration may replace the node while no engine is attached",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,10 +59,3 @@ async def serve(config: NodeConfig, args: argparse.Namespace) -> None:
 def with_all_processors() -> None:
     """Resets the CPU affinity: an engine pins its threads, and its node would inherit that and compete with them."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
-command = Command(
-    name="node",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -7,8 +7,7 @@ import asyncio
 import logging
 
 from lmkv import telemetry
-from lmkv.cli import Command
-from lmkv.config import ProxyConfig, add_arguments, from_arguments
+from lmkv.config import ProxyConfig, from_arguments
 from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
@@ -18,11 +17,8 @@ SERVICE_NAME = "lmkv-proxy"
 """Default service name of exported telemetry; `OTEL_SERVICE_NAME` overrides it."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, ProxyConfig)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Runs until SIGTERM, SIGINT or SIGHUP."""
     config = from_arguments(args, ProxyConfig)
     _set_up_logging(config)
     for notice in config.notices:
@@ -51,16 +47,3 @@ async def serve(config: ProxyConfig, args: argparse.Namespace) -> None:
         logger.info("lmkv proxy ready on %s", proxy.url)
         await first_of(stop.wait(), proxy.wait(), follow_logging(args, ProxyConfig, _set_up_logging))
     logger.info("lmkv proxy stopped")
-
-
-command = Command(
-    name="proxy",
-    add_arguments=_add_arguments,
-    run=_run,
-    examples=(
-        "  lmkv proxy --prefiller-port 7100 --decoder-port 7200     one prefill and one decode engine, on this host\n"
-        "  lmkv proxy --num-prefillers 2 --num-decoders 3           at ports 7100, 7101 and 7200, 7201, 7202\n"
-        "  lmkv proxy --mode route --policy kv_aware --coordinator HOST:9000 \\\n"
-        "      --engine http://10.0.0.7:8000 --engine http://10.0.0.8:8000"
-    ),
-)

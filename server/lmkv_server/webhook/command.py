@@ -7,8 +7,7 @@ import asyncio
 import logging
 
 from lmkv import telemetry
-from lmkv.cli import Command
-from lmkv.config import WebhookConfig, add_arguments, from_arguments
+from lmkv.config import WebhookConfig, from_arguments
 from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, stop_on_signals
 
@@ -17,11 +16,8 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "lmkv-webhook"
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, WebhookConfig)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Runs until SIGTERM, SIGINT or SIGHUP."""
     config = from_arguments(args, WebhookConfig)
     config.check_complete()
     _set_up_logging(config)
@@ -57,11 +53,3 @@ async def serve(config: WebhookConfig, args: argparse.Namespace) -> None:
     finally:
         await server.aclose()
     logger.info("lmkv webhook stopped")
-
-
-command = Command(
-    name="webhook",
-    add_arguments=_add_arguments,
-    run=_run,
-    examples="  lmkv webhook --pod-additions pods.yaml --tls-cert tls.crt --tls-key tls.key",
-)

@@ -31,12 +31,11 @@ from lmkv.v1.chunk_pb2 import KvSpec
 from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, ListInstancesResponse, SpecConflict, TierUsage
 from lmkv.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from lmkv_client import Coordinator
-from lmkv_client.commands import instances as instances_command
-from lmkv_client.commands import lookup as lookup_command
+from lmkv_client.commands import flags
 from tests.tokenizers import save_tokenizer
 
 TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]
-COMMANDS = {"lookup": lambda: lookup_command.command, "instances": lambda: instances_command.command}
+COMMANDS = {"lookup": lambda: flags.lookup, "instances": lambda: flags.instances}
 
 
 class CannedCoordinator(CacheServiceServicer, RegistryServiceServicer):

@@ -26,8 +26,8 @@ from lmkv.v1.chunk_pb2 import (
     PromptSpan,
     RequestReport,
 )
-from lmkv_client.commands import explain
-from lmkv_client.commands.explain import prompt_rows, request_rows
+from lmkv_client.commands import flags
+from lmkv_client.commands.prompts import prompt_rows, request_rows
 
 NOW = 1_700_000_000.0
 
@@ -57,7 +57,7 @@ async def canned(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CannedExplana
 
 async def run(*argv: str) -> int:
     """A command line, in a thread of its own: commands have their own event loop."""
-    return await asyncio.to_thread(cli.main, ["explain", *argv], {"explain": lambda: explain.command})
+    return await asyncio.to_thread(cli.main, ["explain", *argv], {"explain": lambda: flags.explain})
 
 
 def evicted(token_count: int) -> PromptSpan:

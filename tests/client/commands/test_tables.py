@@ -30,8 +30,8 @@ from lmkv.v1.cache_service_pb2 import (
 )
 from lmkv.v1.chunk_pb2 import KvSpec, PinnedChunks, Position, PromptExplanation, PromptSpan, RequestReport
 from lmkv.v1.registry_service_pb2 import Instance, InstanceStats, TierUsage
-from lmkv_client.commands import explain, instances, lookup, ops, pin, top
-from lmkv_client.commands.tables import Number, align, print_table, shorten
+from lmkv_client.commands import engines, fleet, operations, prompts
+from lmkv_client.commands.output import Number, align, print_table, shorten
 from lmkv_client.operation import OperationState
 
 WIDTH = 70
@@ -74,14 +74,14 @@ class Running(OperationState[Any, Any]):
         self.message.metadata.Pack(progress)
 
 
-def frame(template: str = LONG_ID) -> top.Frame:
+def frame(template: str = LONG_ID) -> fleet.Frame:
     names = [template.format(number) for number in range(4)]
     position = [Position(instance_id=name, tier=HOST) for name in names]
     long_ago = moment(-100 * 3600)
     counts: Any = {"chunk_count": 12_345_678, "done_chunk_count": 10_345_678}
     move = MoveProgress(create_time=long_ago, old_position=position[0], new_position=position[1], **counts)
     drain = DrainProgress(create_time=moment(-5), instance_id=names[2], chunk_count=9, done_chunk_count=2)
-    return top.Frame(
+    return fleet.Frame(
         instances=[
             instance(names[0], "host", "disk", "remote"),
             instance(names[1], "host", synced=False),
@@ -109,14 +109,27 @@ EXPLANATIONS = ExplainResponse(
         )
     ]
 )
+ENGINES: list[engines.Engine] = [
+    {
+        "url": f"http://10.0.0.{number}:8000",
+        "role": "decode",
+        "state": "draining",
+        "failure": failure,
+        "in_flight_count": number,
+        "instance_id": "lmkv-1",
+        "models": ["llama"],
+    }
+    for number, failure in ((7, ""), (12, "no answer"))
+]
 TABLES: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
-    (explain.PROMPT_COLUMNS, list(explain.prompt_rows(EXPLANATIONS, NOW))),
-    (explain.REQUEST_COLUMNS, list(explain.request_rows(EXPLANATIONS, NOW))),
-    (instances.COLUMNS, [instances.row(one) for one in (*frame().instances, Instance(instance_id="one"))]),
-    (lookup.COLUMNS, lookup.rows(HOLDERS)),
-    (ops.COLUMNS, frame().operation_rows()),
-    (pin.COLUMNS, pin.rows(PINS)),
-    (top.INSTANCE_COLUMNS, frame().instance_rows()),
+    (prompts.PROMPT_COLUMNS, list(prompts.prompt_rows(EXPLANATIONS, NOW))),
+    (prompts.REQUEST_COLUMNS, list(prompts.request_rows(EXPLANATIONS, NOW))),
+    (fleet.INSTANCE_COLUMNS, [fleet.instance_row(one) for one in (*frame().instances, Instance(instance_id="one"))]),
+    (prompts.HOLDER_COLUMNS, prompts.holder_rows(HOLDERS)),
+    (operations.OPERATION_COLUMNS, frame().operation_rows()),
+    (prompts.PIN_COLUMNS, prompts.pin_rows(PINS)),
+    (fleet.TOP_COLUMNS, frame().instance_rows()),
+    (engines.ENGINE_COLUMNS, [engines.engine_row(one) for one in ENGINES]),
 ]
 
 
@@ -164,10 +177,10 @@ def test_the_longest_word_is_shortened_first() -> None:
     assert shorten("abcdefghijkl to b", 12) == "abc…jkl to b"
 
 
-def draw(shown: top.Frame, width: int) -> list[str]:
+def draw(shown: fleet.Frame, width: int) -> list[str]:
     """The screen of `lmkv top` in a terminal of this width."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(top.draw(shown, "", width))
+    console.print(fleet.draw(shown, "", width))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -191,5 +204,5 @@ def test_top_fits_70_columns_with_long_ids_and_large_numbers() -> None:
 def test_top_keeps_one_line_per_tier_where_it_fits() -> None:
     shown = frame("n{}")
     lines = draw(shown, 120)
-    assert lines[1 : 2 + len(shown.instance_rows())] == align(top.INSTANCE_COLUMNS, shown.instance_rows())
-    assert lines[-4:] == [*align(ops.COLUMNS, shown.operation_rows()), ""]
+    assert lines[1 : 2 + len(shown.instance_rows())] == align(fleet.TOP_COLUMNS, shown.instance_rows())
+    assert lines[-4:] == [*align(operations.OPERATION_COLUMNS, shown.operation_rows()), ""]

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from lmkv.errors import ConfigError
-from lmkv_client.demo.command import command
+from lmkv_client.commands import flags
+from lmkv_client.demo import command
 from lmkv_client.demo.process import ServerProcess, launch, pids_with_environment
 
 ENGINE = "vllm.entrypoints.openai.api_server"
@@ -25,7 +26,7 @@ EXIT_SECONDS = 120.0
 
 def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    flags.demo.add_arguments(parser)
     return command.run(parser.parse_args(arguments))
 
 

@@ -33,8 +33,8 @@ RUN = [
     "-c",
     "import sys\n"
     "from lmkv.cli import main\n"
-    "from lmkv_server.coordinator.command import command\n"
-    "sys.exit(main(sys.argv[1:], {'coordinator': lambda: command}))",
+    "from lmkv_server.flags import coordinator\n"
+    "sys.exit(main(sys.argv[1:], {'coordinator': lambda: coordinator}))",
     "coordinator",
 ]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")} | {

@@ -11,7 +11,7 @@ import pytest
 from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv_client import Coordinator as CoordinatorClient
-from lmkv_client.commands import engines
+from lmkv_client.commands.output import engines
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.linger import MAX_POLL_SECONDS, SHORT_LINGER_SECONDS, WANTED_BYTES, Linger
 from lmkv_server.node.node import Node

@@ -13,7 +13,7 @@ from lmkv.config import CoordinatorConfig, NodeConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import KvSpecMismatch
 from lmkv_client import Coordinator as CoordinatorClient
-from lmkv_client.commands.instances import row
+from lmkv_client.commands.fleet import instance_row
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.server.node.cases import small_spec
@@ -56,7 +56,7 @@ class Fleet:
 
     async def shown(self, instance_id: str) -> tuple[str, str]:
         """Models and engines of an instance, as `lmkv instances` shows them."""
-        rows = [row(one) for one in await self.client.instances() if one.instance_id == instance_id]
+        rows = [instance_row(one) for one in await self.client.instances() if one.instance_id == instance_id]
         return (rows[0][2], rows[0][4]) if rows else ("", "")
 
 

@@ -25,8 +25,8 @@ RUN = [
     "-c",
     "import sys\n"
     "from lmkv.cli import main\n"
-    "from lmkv_server.proxy.command import command\n"
-    "sys.exit(main(sys.argv[1:], {'proxy': lambda: command}))",
+    "from lmkv_server.flags import proxy\n"
+    "sys.exit(main(sys.argv[1:], {'proxy': lambda: proxy}))",
     "proxy",
 ]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")} | {

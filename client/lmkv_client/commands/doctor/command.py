@@ -10,10 +10,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from lmkv.cli import Command
 from lmkv.config import Config, ConnectorConfig, CoordinatorConfig, load
 from lmkv.errors import ConfigError
-from lmkv_client.commands import DONE, FAILED
 from lmkv_client.commands.doctor.finding import (
     Finding,
     Level,
@@ -25,36 +23,17 @@ from lmkv_client.commands.doctor.finding import (
     warn,
 )
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
-from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
-from lmkv_client.commands.doctor.kernels import check_kernels, check_pool
+from lmkv_client.commands.doctor.host import (
+    check_coordinator_ports,
+    check_folder,
+    check_kernels,
+    check_memory,
+    check_peer_port,
+    check_pool,
+)
 from lmkv_client.commands.doctor.transfer import check_transfer
 
-EXAMPLES = """\
-  lmkv doctor                                  a host with engines, as $LMKV_CONFIG_FILE and LMKV_... set it up
-  lmkv doctor --config lmkv.yaml               the same, by this file
-  lmkv doctor coordinator --config head.yaml   a host that is to run a coordinator
-  lmkv doctor --json | jq '.[] | select(.level != "ok")'
-
-Nothing is changed, but the fleet sees an instance doctor-... come and go: it tries clock and keys.
-
-exit codes:
-  0  passed, possibly with warnings  1  a check failed     2  bad usage     130  interrupted"""
-
 _STYLES: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv doctor`."""
-    parser.add_argument(
-        "role",
-        nargs="?",
-        choices=("engine", "coordinator"),
-        default="engine",
-        help="what the host is to run: engines and their node, or a coordinator (default: engine)",
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file to check (default: $LMKV_CONFIG_FILE)")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the coordinator, whatever the configuration says")
-    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             show(finding)
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
-    return FAILED if any(finding.level == "fail" for finding in findings) else DONE
+    return 1 if any(finding.level == "fail" for finding in findings) else 0
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
@@ -122,11 +101,3 @@ def _say_where(args: argparse.Namespace) -> Finding:
     file = args.config or os.environ.get("LMKV_CONFIG_FILE") or "no file"
     variables = [name for name in os.environ if name.startswith("LMKV_") and name != "LMKV_CONFIG_FILE"]
     return ok("config", f"read from {file} and {len(variables)} variable{'' if len(variables) == 1 else 's'} LMKV_...")
-
-
-command = Command(
-    name="doctor",
-    add_arguments=add_arguments,
-    run=run,
-    examples=EXAMPLES,
-)

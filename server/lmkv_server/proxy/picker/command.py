@@ -9,8 +9,7 @@ import logging
 
 from lmkv import telemetry
 from lmkv.auth.authenticator import Authenticator, exposure
-from lmkv.cli import Command
-from lmkv.config import PickerConfig, add_arguments, from_arguments
+from lmkv.config import PickerConfig, from_arguments
 from lmkv.config.resolve import follow_logging
 from lmkv.runtime.signals import fast_loop, first_of, hold_stop_signals, raise_file_limit, stop_on_signals
 
@@ -20,11 +19,8 @@ SERVICE_NAME = "lmkv-picker"
 """Default service name of exported telemetry; `OTEL_SERVICE_NAME` overrides it."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, PickerConfig)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Runs until SIGTERM, SIGINT or SIGHUP."""
     config = from_arguments(args, PickerConfig)
     _set_up_logging(config)
     for notice in config.notices:
@@ -56,14 +52,3 @@ async def serve(config: PickerConfig, args: argparse.Namespace) -> None:
         logger.info("lmkv picker ready on %s", picker.address)
         await first_of(stop.wait(), picker.wait(), follow_logging(args, PickerConfig, _set_up_logging))
     logger.info("lmkv picker stopped")
-
-
-command = Command(
-    name="picker",
-    add_arguments=_add_arguments,
-    run=_run,
-    examples=(
-        "  lmkv picker --host 0.0.0.0 --coordinator lmkv-coordinator:9000 --engine http://vllm.default.svc:8000\n"
-        "  lmkv picker --policy least_loaded --engine http://10.0.0.7:8000 --engine http://10.0.0.8:8000"
-    ),
-)

@@ -33,8 +33,8 @@ RUN = [
     "-c",
     "import sys\n"
     "from lmkv.cli import main\n"
-    "from lmkv_server.proxy.picker.command import command\n"
-    "sys.exit(main(sys.argv[1:], {'picker': lambda: command}))",
+    "from lmkv_server.flags import picker\n"
+    "sys.exit(main(sys.argv[1:], {'picker': lambda: picker}))",
     "picker",
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmkv.config import ConnectorConfig
 from lmkv.pool.memory import huge_pages
-from lmkv_client.commands.doctor.kernels import check_kernels, check_pool
+from lmkv_client.commands.doctor.host import check_kernels, check_pool
 from lmkv_kernels import _host, cuda
 from lmkv_kernels.cuda import NoCompiler, NoCuda, images, nvcc, nvrtc
 from tests.kernels.emulation import emulated_driver

@@ -1,4 +1,4 @@
-"""`lmkv top`: a live view of the fleet."""
+"""Commands that show the fleet: `lmkv instances` lists it, `lmkv top` is a live view."""
 
 from __future__ import annotations
 
@@ -8,39 +8,85 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from lmkv.cli import Command
 from lmkv.errors import Unreachable
+from lmkv.safe_text import safe_text
 from lmkv.units import format_duration
-from lmkv.v1.registry_service_pb2 import Instance
+from lmkv.v1.registry_service_pb2 import Instance, ListInstancesResponse, TierUsage
 from lmkv_client import Coordinator
-from lmkv_client.commands import (
-    add_common_arguments,
-    call,
+from lmkv_client.commands.calls import call
+from lmkv_client.commands.operations import OPERATION_COLUMNS, AnyOperation, operation_row
+from lmkv_client.commands.output import (
+    MAX_CELL_CHARACTERS,
+    STANDBY,
+    Number,
+    align,
     engines,
     format_fill,
-    ops,
-    read_seconds,
+    print_json,
+    print_table,
     seconds_until,
+    shorten,
 )
-from lmkv_client.commands.following import AnyOperation
-from lmkv_client.commands.tables import Number, align, shorten
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-EXAMPLES = """\
-  lmkv top                    until Ctrl-C
-  lmkv top --interval 5s
-  lmkv top --once             one frame, as without a terminal"""
+INSTANCE_COLUMNS = ("INSTANCE", "PEER", "MODELS", "TIERS", Number("ENGINES"))
 
-INSTANCE_COLUMNS = (
+
+def instances(args: argparse.Namespace) -> int:
+    """Prints the instances; succeeds also without instances."""
+    listed = call(args, lambda coordinator: coordinator.instances())
+    if args.json:
+        print_json(ListInstancesResponse(instances=listed))
+        return 0
+    if not listed:
+        print("no instance is registered")
+        return 0
+    print_table(INSTANCE_COLUMNS, [instance_row(instance) for instance in listed])
+    for line in conflicts(listed):
+        print(safe_text(line, MAX_CELL_CHARACTERS))
+    return 0
+
+
+def instance_row(instance: Instance) -> tuple[str, ...]:
+    """The table instance_row of an instance."""
+    models = dict.fromkeys(f"{spec.model_name} ({spec.kv_dtype})" for spec in instance.specs)
+    return (
+        instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)",
+        instance.peer_address or "-",
+        ", ".join(models) or ("any, as standby" if engines(instance) == STANDBY else "-"),
+        ", ".join(map(_usage, instance.tiers)) or "-",
+        engines(instance),
+    )
+
+
+def _usage(tier: TierUsage) -> str:
+    return f"{tier.tier} {tier.chunk_count} chunks {format_fill(tier)}"
+
+
+def conflicts(instances: Iterable[Instance]) -> Iterator[str]:
+    """One line per pair that serves the same model but cannot share chunks. Both ends report it; it is printed once."""
+    printed = set()
+    for instance in instances:
+        for conflict in instance.conflicts:
+            pair = (frozenset((instance.instance_id, conflict.instance_id)), conflict.model_name, conflict.field)
+            if pair not in printed:
+                printed.add(pair)
+                yield (
+                    f"{instance.instance_id} and {conflict.instance_id} cannot share {conflict.model_name}: "
+                    f"{conflict.field} is {conflict.own_value} on the one, {conflict.other_value} on the other"
+                )
+
+
+TOP_COLUMNS = (
     "INSTANCE",
     "TIER",
     Number("FILL"),
@@ -50,6 +96,8 @@ INSTANCE_COLUMNS = (
     Number("ENGINES"),
     Number("LEASE"),
 )
+
+
 BAR_CELLS = 10
 
 
@@ -63,23 +111,14 @@ class Frame:
 
     def instance_rows(self) -> list[tuple[str, ...]]:
         """One row per tier of each instance."""
-        return [row for instance in self.instances for row in _rows(instance)]
+        return [row for instance in self.instances for row in _tier_rows(instance)]
 
     def operation_rows(self) -> list[tuple[str, ...]]:
         """One row per running operation."""
-        return [ops.row(operation) for operation in self.operations]
+        return [operation_row(operation) for operation in self.operations]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv top`."""
-    parser.add_argument(
-        "--interval", metavar="TIME", type=read_seconds, default=1.0, help="time between frames (default: 1s)"
-    )
-    parser.add_argument("--once", action="store_true", help="show one frame and exit")
-    add_common_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def top(args: argparse.Namespace) -> int:
     """Shows one frame, or frames until interrupted."""
     if args.once or args.json or not sys.stdout.isatty():
         frame = call(args, look)
@@ -148,10 +187,10 @@ def _instance_lines(frame: Frame, width: int | None) -> list[str]:
     if not frame.instances:
         return ["no instance is registered"]
     rows = frame.instance_rows()
-    lines = align(INSTANCE_COLUMNS, rows)
+    lines = align(TOP_COLUMNS, rows)
     if width is None or max(map(len, lines)) <= width:
         return lines
-    name, tier, fill, used, chunks, *rest = INSTANCE_COLUMNS
+    name, tier, fill, used, chunks, *rest = TOP_COLUMNS
     heads = align((name, *rest), [(row[0], *row[5:]) for row in rows], width)
     details = align((f"  {tier}", fill, used, chunks), [(f"  {row[1]}", *row[2:5]) for row in rows], width)
     stacked = [heads[0], details[0]]
@@ -168,16 +207,16 @@ def _operation_lines(frame: Frame, width: int | None) -> list[str]:
     if not frame.operations:
         return ["no operation runs"]
     rows = frame.operation_rows()
-    lines = align(ops.COLUMNS, rows)
+    lines = align(OPERATION_COLUMNS, rows)
     if width is None or max(map(len, lines)) <= width:
         return lines
-    name, subject, _, *rest = ops.COLUMNS
+    name, subject, _, *rest = OPERATION_COLUMNS
     heads = align((name, *rest), [(row[0], *row[3:]) for row in rows], width)
     subjects = [shorten(text, width - 2) for text in (subject, *(row[1] for row in rows))]
     return [line for head, text in zip(heads, subjects, strict=True) for line in (head, f"  {text}")]
 
 
-def _rows(instance: Instance) -> Iterator[tuple[str, ...]]:
+def _tier_rows(instance: Instance) -> Iterator[tuple[str, ...]]:
     name = instance.instance_id if instance.synced else f"{instance.instance_id} (reporting)"
     lease = f"{seconds_until(instance.expire_time):.1f} s"
     if not instance.tiers:
@@ -203,11 +242,3 @@ def _hits(instance: Instance) -> str:
     if not asked:
         return "-"
     return f"{instance.stats.own_chunks / asked:.0%} + {instance.stats.peer_chunks / asked:.0%}"
-
-
-command = Command(
-    name="top",
-    add_arguments=add_arguments,
-    run=run,
-    examples=EXAMPLES,
-)

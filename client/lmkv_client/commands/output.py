@@ -1,11 +1,53 @@
-"""Tables of the commands: text to the left, numbers to the right."""
+"""Output of the commands: tables, JSON, and the words for counts, times and sizes."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from lmkv.safe_text import safe_text
+from lmkv.units import format_bytes, format_duration
+from lmkv.v1.registry_service_pb2 import Instance, TierUsage
+
+
+def print_json(message: Message) -> None:
+    """Prints a message with the field names of its proto, including empty fields."""
+    print(MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+
+
+def count(number: int, noun: str) -> str:
+    """`1 chunk`, `1,024 chunks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def seconds_until(moment: Timestamp) -> float:
+    """Seconds until `moment`; negative if it has passed."""
+    return moment.ToNanoseconds() / 1e9 - time.time()
+
+
+STANDBY = "0, standby"
+"""The engines of a node that stays without any: it takes copies of the chunks of every registered spec."""
+
+
+def engines(instance: Instance) -> str:
+    """Its attached engines; without any, also when the node ends unless one attaches, or that it is a standby node."""
+    if instance.engine_count:
+        return str(instance.engine_count)
+    if not instance.HasField("end_time"):
+        return STANDBY
+    return f"0, ends in {format_duration(max(1, round(seconds_until(instance.end_time))))}"
+
+
+def format_fill(tier: TierUsage) -> str:
+    """Used bytes of a tier, and its capacity if it has a limit: `0.63 GiB/5.00 GiB`."""
+    used = format_bytes(tier.used_bytes)
+    return f"{used}/{format_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else used
+
 
 MAX_CELL_CHARACTERS = 1_000
 """Maximum length of a table cell: nodes choose the names of models."""

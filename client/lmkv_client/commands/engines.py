@@ -12,63 +12,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lmkv.auth.credentials import Credentials
-from lmkv.cli import Command
 from lmkv.config import ClientConfig, load
 from lmkv.errors import ConfigError, LmkvError, Unreachable
-from lmkv_client.commands import count, read_seconds
-from lmkv_client.commands.tables import Number, print_table
+from lmkv_client.commands.output import Number, count, print_table
 
-EXAMPLES = """\
-  lmkv engines                                          list the engines of the proxy at 127.0.0.1:9100
-  lmkv engines --proxy http://proxy:9100 --json         of another one, as JSON
-  lmkv engines add http://10.0.0.9:8000                 an engine of a proxy in mode route
-  lmkv engines add http://10.0.0.9:8000 --role decode   of one in mode pd
-  lmkv engines add dns://vllm.default.svc:8000          each address of the name is an engine
-  lmkv engines drain http://10.0.0.7:8000               wait until its requests have ended, then stop it
-  lmkv engines remove http://10.0.0.7:8000              at once: its requests are repeated on other engines
-
-Changes last until the proxy restarts; a file that `engines_file` of the proxy names is read again after each change. If
-the proxy has auth_tokens, set auth_token or auth_token_file to a token of an operator.
-
-exit codes:
-  0  done      1  rejected, failed, or not drained in time     2  bad usage     130  interrupted; a drain continues"""
-
-COLUMNS = ("ENGINE", "ROLE", "STATE", Number("IN FLIGHT"), "INSTANCE", "MODELS")
+ENGINE_COLUMNS = ("ENGINE", "ROLE", "STATE", Number("IN FLIGHT"), "INSTANCE", "MODELS")
 POLL_SECONDS = 0.5
 REQUEST_SECONDS = 30.0
 MAX_ANSWER_BYTES = 16 << 20
 
 Engine = dict[str, Any]
 """The state of an engine, as the proxy lists it."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv engines`."""
-    parser.add_argument(
-        "action", nargs="?", choices=("list", "add", "drain", "remove"), default="list", help="(default: list)"
-    )
-    parser.add_argument(
-        "url", nargs="?", metavar="URL", help="the engine, as http://HOST:PORT, or dns://NAME:PORT; not for list"
-    )
-    parser.add_argument(
-        "--role", choices=("prefill", "decode", "both"), help="add: what the engine does; needed if the mode is pd"
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="TIME",
-        type=read_seconds,
-        default=600.0,
-        help="drain: time to wait, after which the drain continues (default: 10m)",
-    )
-    parser.add_argument("--no-wait", action="store_true", help="drain: return at once")
-    parser.add_argument(
-        "--proxy",
-        metavar="URL",
-        default="http://127.0.0.1:9100",
-        help="the proxy (default: http://127.0.0.1:9100)",
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file to read (default: $LMKV_CONFIG_FILE)")
-    parser.add_argument("--json", action="store_true", help="print JSON with the field names of the API")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"engines": engines}, indent=2))
     elif engines:
-        print_table(COLUMNS, [_row(engine) for engine in engines])
+        print_table(ENGINE_COLUMNS, [engine_row(engine) for engine in engines])
     else:
         print("the proxy has no engine; `lmkv engines add URL` adds one")
     return 0
@@ -134,7 +88,8 @@ def _same(engine_url: str, given: str) -> bool:
     return engine_url == (given if "://" in given else f"http://{given}").rstrip("/")
 
 
-def _row(engine: Engine) -> tuple[str, ...]:
+def engine_row(engine: Engine) -> tuple[str, ...]:
+    """The table row of an engine."""
     state = engine["state"] + (f": {engine['failure']}" if engine["failure"] else "")
     models = ", ".join(engine["models"])
     return (engine["url"], engine["role"], state, str(engine["in_flight_count"]), engine["instance_id"], models)
@@ -182,11 +137,3 @@ class ProxyClient:
         finally:
             connection.close()
         raise LmkvError(str(reason))
-
-
-command = Command(
-    name="engines",
-    add_arguments=add_arguments,
-    run=run,
-    examples=EXAMPLES,
-)

@@ -1,38 +1,25 @@
-"""`lmkv watch`: prints changes of the layout map as they occur."""
+"""Commands that follow the layout map: `lmkv watch` prints it, `lmkv events` publishes it as vLLM's KV events."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
-from lmkv.cli import Command
-from lmkv.errors import ModelNotFound
+from lmkv.errors import ConfigError, ModelNotFound
 from lmkv.v1.cache_service_pb2 import LayoutChange
 from lmkv_client import Coordinator, LayoutUpdate
-from lmkv_client.commands import add_common_arguments, call
-
-EXAMPLES = """\
-  lmkv watch                          current chunks, then every change; Ctrl-C stops
-  lmkv watch --model llama            of one model only
-  lmkv watch --json | jq -c '.changes[] | select(.instance_gone)'
-  lmkv watch --from-revision 1793254412345678 --json
-
-The watch resumes after a restart of the coordinator. If changes were missed, it prints that and starts with all chunks
-that are held; in JSON that update has `reset`."""
+from lmkv_client.commands.calls import call
+from lmkv_client.kv_event_publisher import EventPublisher
+from lmkv_client.kv_events import LayoutEvents
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `lmkv watch`."""
-    parser.add_argument("--from-revision", metavar="N", type=int, default=0, help="only changes after this revision")
-    parser.add_argument("--model", metavar="NAME", help="only chunks of this model (default: all)")
-    add_common_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def watch(args: argparse.Namespace) -> int:
     """Prints changes until interrupted."""
 
     async def follow(coordinator: Coordinator) -> int:
@@ -40,11 +27,11 @@ def run(args: argparse.Namespace) -> int:
         began = False
         async for update in coordinator.watch(args.from_revision, fingerprint=fingerprint):
             if args.json:
-                print(to_json(update), flush=True)
+                print(update_as_json(update), flush=True)
             else:
                 if update.reset and began:
                     print("changes were missed; what follows is all that is held now", flush=True)
-                for line in describe(update):
+                for line in describe_update(update):
                     print(line, flush=True)
             began = True
         return 0
@@ -66,7 +53,7 @@ async def find_fingerprint(coordinator: Coordinator, model_name: str) -> bytes:
     raise ModelNotFound(f"no instance serves {model_name!r}; {known}", model_name=model_name)
 
 
-def to_json(update: LayoutUpdate) -> str:
+def update_as_json(update: LayoutUpdate) -> str:
     """One JSON line with the field names of the API."""
     changes = [
         MessageToDict(change, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
@@ -77,7 +64,7 @@ def to_json(update: LayoutUpdate) -> str:
     return json.dumps({**fields, "changes": changes})
 
 
-def describe(update: LayoutUpdate) -> Iterator[str]:
+def describe_update(update: LayoutUpdate) -> Iterator[str]:
     """One line per change; none for a bookmark."""
     now = time.strftime("%H:%M:%S")
     what = "held" if update.snapshot else "changed"
@@ -95,9 +82,45 @@ def _describe_keys(change: LayoutChange) -> str:
     return f"{' '.join(counts) or 'nothing'}  {first}{' ...' if admitted + evicted > 1 else ''}".rstrip()
 
 
-command = Command(
-    name="watch",
-    add_arguments=add_arguments,
-    run=run,
-    examples=EXAMPLES,
-)
+MAX_TOKEN_BYTES = 256
+"""ZMQ's limit of a password."""
+
+
+ENDLESS_SECONDS = 10 * 365 * 86_400.0
+
+
+def events(args: argparse.Namespace) -> int:
+    """Publishes until interrupted."""
+    layout_events = LayoutEvents(
+        topic=args.topic,
+        instance_id=args.instance,
+        first_sequence=time.time_ns() // 1_000_000,
+        buffer_batches=max(1, args.buffer),
+        integers=args.hashes == "int",
+    )
+
+    token = read_token(args.token_file) if args.token_file else ""
+
+    async def publish(coordinator: Coordinator) -> int:
+        async with EventPublisher(layout_events, args.endpoint, args.replay_endpoint, token) as publisher:
+            fingerprint = await find_fingerprint(coordinator, args.model) if args.model else b""
+            if args.json:
+                print(json.dumps({"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}), flush=True)
+            else:
+                print(f"publishing at {args.endpoint}, replays at {args.replay_endpoint or 'none'}", file=sys.stderr)
+            updates = coordinator.watch(fingerprint=fingerprint, retry_seconds=ENDLESS_SECONDS)
+            await publisher.follow(coordinator, updates)
+        return 0
+
+    return call(args, publish)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. Raises `ConfigError`."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file: cannot read {path}: {error}") from None
+    if not 0 < len(token.encode()) < MAX_TOKEN_BYTES:
+        raise ConfigError(f"--token-file: {path} must hold one token of less than {MAX_TOKEN_BYTES} bytes")
+    return token

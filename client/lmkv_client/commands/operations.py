@@ -1,4 +1,7 @@
-"""Waits for an operation, prints its result, and maps it to an exit code."""
+"""Commands that start operations, wait for them and print their results: `lmkv move`, `copy`, `clear`, `drain`, `ops`.
+
+Exit codes: 0 done, 1 rejected or failed, 3 partly done, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,179 @@ import argparse
 import asyncio
 import sys
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from lmkv.errors import LmkvError
+from google.longrunning.operations_pb2 import ListOperationsResponse
+
+from lmkv.errors import ConfigError, LmkvError
 from lmkv.tiers import format_position
-from lmkv.units import format_bytes
-from lmkv.v1.cache_service_pb2 import (
-    ClearProgress,
-    ClearResult,
-    DrainProgress,
-    DrainResult,
-    MoveProgress,
-    MoveResult,
-)
+from lmkv.units import format_bytes, format_duration
+from lmkv.v1.cache_service_pb2 import ClearProgress, ClearResult, DrainProgress, DrainResult, MoveProgress, MoveResult
 from lmkv.v1.chunk_pb2 import ChunkFailure
-from lmkv_client import Operation
-from lmkv_client.commands import DONE, FAILED, PARTLY_DONE, count, print_json, read_seconds
-from lmkv_client.operation import WAIT_SECONDS
+from lmkv_client import Coordinator, Operation
+from lmkv_client.commands.calls import call, names_chunks, read_chunks
+from lmkv_client.commands.output import Number, count, print_json, print_table
+from lmkv_client.operation import RETRY_TIMEOUT_SECONDS, WAIT_SECONDS
+
+DONE, FAILED, PARTLY_DONE = 0, 1, 3
 
 AnyOperation = Operation[Any, Any]
 Progress = MoveProgress | ClearProgress | DrainProgress
 
-EXIT_CODES = """\
-exit codes:
-  0  done                1  rejected or failed     2  bad usage or configuration
-  3  done for some of the chunks only             130  interrupted; the operation continues"""
+
+def move(args: argparse.Namespace) -> int:
+    """Moves chunks: once they have arrived, the source drops them."""
+    return _transfer(args, copy=False)
 
 
-def add_waiting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds whether and how long to wait for the operation."""
-    parser.add_argument("--no-wait", action="store_true", help="return as soon as the operation is started")
-    add_timeout_argument(parser)
+def copy(args: argparse.Namespace) -> int:
+    """Copies chunks: the source keeps them."""
+    return _transfer(args, copy=True)
 
 
-def add_timeout_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the deadline."""
-    parser.add_argument(
-        "--timeout",
-        metavar="TIME",
-        type=read_seconds,
-        default=WAIT_SECONDS,
-        help="deadline, such as 30s, after which the operation continues (default: 15m)",
+def _transfer(args: argparse.Namespace, *, copy: bool) -> int:
+    """Starts the operation, waits for it unless `--no-wait`, and prints it."""
+    tokens, chunks = read_chunks(args)
+
+    async def order(coordinator: Coordinator) -> AnyOperation:
+        operation = await start(
+            coordinator.move(tokens, source=args.source, destination=args.destination, copy=copy, **chunks)
+        )
+        if not args.no_wait:
+            await wait_for(operation, args.timeout)
+        return operation
+
+    return show_operation(call(args, order), as_json=args.json)
+
+
+def clear(args: argparse.Namespace) -> int:
+    """Asks for confirmation unless the chunks are named; then starts the operation and waits for it.
+
+    Raises `ConfigError` if it cannot ask.
+    """
+    if not (names_chunks(args) or args.model or args.all):
+        raise ConfigError("nothing is selected: name a prompt with --tokens, a model with --model, or --all")
+    if (args.weight_version or args.keep_weight_version) and (names_chunks(args) or not args.model):
+        raise ConfigError("a version of the weights is of a model: add --model, and name no prompt")
+    tokens, chunks = read_chunks(args)
+    is_broad = args.all or not names_chunks(args)
+    asks_first = is_broad and not (args.yes or args.dry_run)
+    if asks_first and not sys.stdin.isatty():
+        raise ConfigError(
+            "this clears more than one prompt's chunks, and there is no terminal to ask on: add --yes to clear them, "
+            "or --dry-run to count them"
+        )
+
+    async def order(coordinator: Coordinator) -> AnyOperation | None:
+        request = partial(
+            coordinator.clear,
+            tokens,
+            instance_id=args.instance,
+            tier=args.tier,
+            everything=args.all,
+            weight_version=args.weight_version,
+            kept_weight_version=args.keep_weight_version,
+            **chunks,
+        )
+        if asks_first:
+            would = await (await request(dry_run=True)).wait(args.timeout or WAIT_SECONDS)
+            if not await asyncio.to_thread(_confirm, would):
+                return None
+        operation = await start(request(dry_run=args.dry_run))
+        if not args.no_wait:
+            await wait_for(operation, args.timeout)
+        return operation
+
+    operation = call(args, order)
+    if operation is None:
+        print("nothing was dropped", file=sys.stderr)
+        return FAILED
+    return show_operation(operation, as_json=args.json)
+
+
+def _confirm(would: ClearResult) -> bool:
+    question = f"drop {count(would.chunk_count, 'chunk')} ({count(would.token_count, 'token')})? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def drain(args: argparse.Namespace) -> int:
+    """Starts the drain, waits for it unless `--no-wait`, and prints whether the instance may be stopped.
+
+    Tries again while no coordinator responds: Kubernetes runs the hook of a pod that stops only once.
+    """
+    request_id = str(uuid.uuid4())  # the same for all attempts, which start one operation
+
+    async def order(coordinator: Coordinator) -> AnyOperation:
+        operation = await start(
+            coordinator.drain(
+                args.instance,
+                destinations=args.destinations,
+                evict=args.evict,
+                deadline_seconds=args.timeout,
+                request_id=request_id,
+            )
+        )
+        if not args.no_wait:
+            await wait_for(operation, WAIT_SECONDS)
+        return operation
+
+    operation = call(args, order, retry_seconds=min(RETRY_TIMEOUT_SECONDS, args.timeout))
+    return show_operation(operation, as_json=args.json)
+
+
+OPERATION_COLUMNS = ("OPERATION", "SUBJECT", "STATE", Number("PROGRESS"), Number("AGE"))
+
+
+def ops(args: argparse.Namespace) -> int:
+    """Runs the action. Raises `ConfigError` if the operation is missing or not allowed."""
+    if args.action == "list":
+        if args.operation:
+            raise ConfigError(f"`lmkv ops list` takes no ID; `lmkv ops show {args.operation}` shows one")
+        operations = call(args, lambda coordinator: coordinator.operations(running=args.running))
+        return _print_operations(operations, as_json=args.json)
+    if not args.operation:
+        raise ConfigError(f"`lmkv ops {args.action}` needs the ID of an operation; `lmkv ops` lists them")
+
+    async def act(coordinator: Coordinator) -> AnyOperation:
+        operation = await coordinator.operation(args.operation)
+        if args.action == "cancel":
+            await operation.cancel()
+        if args.action in ("wait", "cancel"):  # a cancelled one takes a moment
+            await wait_for(operation, args.timeout)
+        return operation
+
+    operation = call(args, act)
+    if args.action == "cancel" and operation.state == "cancelled" and not args.json:
+        print(f"{operation.name}: {operation.error}")  # that is no failure now
+        return DONE
+    return show_operation(operation, as_json=args.json)
+
+
+def _print_operations(operations: list[AnyOperation], *, as_json: bool) -> int:
+    """Prints one line per operation; succeeds also without operations."""
+    if as_json:
+        print_json(ListOperationsResponse(operations=[operation.message for operation in operations]))
+    elif operations:
+        print_table(OPERATION_COLUMNS, [operation_row(operation) for operation in operations])
+    else:
+        print("there are no operations")
+    return DONE
+
+
+def operation_row(operation: AnyOperation) -> tuple[str, ...]:
+    """The table operation_row of an operation."""
+    age = age_seconds(operation)
+    return (
+        operation.name,
+        describe_subject(operation.progress),
+        operation.state,
+        describe_progress(operation.progress),
+        "-" if age is None else format_duration(max(age, 0.0)),
     )
 
 
@@ -63,8 +196,13 @@ async def start(request: Awaitable[AnyOperation]) -> AnyOperation:
         raise
 
 
-async def wait_for(operation: AnyOperation, timeout_seconds: float) -> None:
-    """Waits until the operation completes, with a progress bar on a terminal. Raises `LmkvError` on timeout."""
+async def wait_for(operation: AnyOperation, timeout_seconds: float | None) -> None:
+    """Waits until the operation completes, with a progress bar on a terminal. Raises `LmkvError` on timeout.
+
+    Without a timeout, it is longer than the coordinator's deadline of any operation.
+    """
+    if timeout_seconds is None:
+        timeout_seconds = WAIT_SECONDS
     try:
         with _progress_bar(operation) as show:
             async with asyncio.timeout(timeout_seconds):

@@ -1,1 +1,0 @@
-"""`lmkv engines`: the engines of a proxy."""
