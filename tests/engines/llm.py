@@ -263,15 +263,29 @@ class LlmProcess:
         salt: str = "",
         lora: Sequence[str] = (),
         picture: Picture | None = None,
+        pictures: Sequence[Picture | None] = (),
+        priorities: Sequence[int] = (),
+        first_begins: bool = False,
         **sampling: Any,
     ) -> Answers:
         """Completes prompts, greedily unless `sampling` says otherwise, all at once.
 
-        `lora` is an adapter's name, number and folder. Each prompt has the `picture`.
+        `lora` is an adapter's name, number and folder. Each prompt has the `picture`, or its own of the `pictures`. An
+        engine that schedules by priority computes prompts of lower `priorities` first. `first_begins`: the other
+        prompts arrive once the first one is being answered.
         """
         sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | sampling
-        shown = asdict(picture) if picture else None
-        said = self._do("ask", prompts=prompts, salt=salt, sampling=sampling, lora=lora, picture=shown)
+        shown = [asdict(one) if one else None for one in pictures or [picture] * len(prompts)]
+        said = self._do(
+            "ask",
+            prompts=prompts,
+            salt=salt,
+            sampling=sampling,
+            lora=lora,
+            pictures=shown,
+            priorities=list(priorities) or None,
+            first_begins=first_begins,
+        )
         answers = tuple(
             LlmAnswer(
                 samples=tuple(map(tuple, answer["samples"])),

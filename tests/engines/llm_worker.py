@@ -55,19 +55,39 @@ class Worker:
         salt: str,
         sampling: dict[str, Any],
         lora: list[str],
-        picture: dict[str, Any] | None,
+        pictures: list[dict[str, Any] | None],
+        priorities: list[int] | None,
+        first_begins: bool,
     ) -> Any:
-        """Completes all prompts at once; the answers, and by how much the counters have grown."""
+        """Completes all prompts at once, or once the first has begun; the answers, and how much counters have grown."""
         more = {"cache_salt": salt} if salt else {}
         inputs = [
-            {"prompt_token_ids": prompt, **more, **(with_picture(**picture) if picture else {})} for prompt in prompts
+            {"prompt_token_ids": prompt, **more, **(with_picture(**picture) if picture else {})}
+            for prompt, picture in zip(prompts, pictures, strict=True)
         ]
         adapter = LoRARequest(lora[0], int(lora[1]), lora[2]) if lora else None
         before = self.metrics()
-        outputs = self._llm.generate(inputs, SamplingParams(**sampling), use_tqdm=False, lora_request=adapter)
+        if first_begins:
+            outputs = self._generate_after_first(inputs, SamplingParams(**sampling), priorities or [0] * len(inputs))
+        else:
+            outputs = self._llm.generate(
+                inputs, SamplingParams(**sampling), use_tqdm=False, lora_request=adapter, priority=priorities
+            )
         self._settle()
         grown = {name: value - before.get(name, 0.0) for name, value in self.metrics().items()}
         return {"answers": [answer(output) for output in outputs], "grown": grown}
+
+    def _generate_after_first(self, inputs: list[Any], sampling: SamplingParams, priorities: list[int]) -> list[Any]:
+        """As `generate`; the other requests arrive once the first one has an output token."""
+        names = [f"after-{number}" for number in range(len(inputs))]
+        begun, finished = set[str](), dict[str, Any]()
+        for index, (name, prompt, priority) in enumerate(zip(names, inputs, priorities, strict=True)):
+            self._engine.add_request(name, prompt, sampling, priority=priority)
+            while len(finished) < len(names) if index == len(names) - 1 else names[0] not in begun:
+                for output in self._engine.step():
+                    begun.add(output.request_id)
+                    finished |= {output.request_id: output} if output.finished else {}
+        return [finished[name] for name in names]
 
     def _settle(self) -> None:
         """Steps until finished requests have no pages: the step after their last one stores their tails."""

@@ -1,8 +1,8 @@
 """Pictures in prompts: KV is loaded for the picture that it was computed with, whatever the picture is called.
 
-Three engines with one node. `first` and `second` have no cache of pictures or prompts of their own, so vLLM names their
+Four engines with one node. `first` and `second` have no cache of pictures or prompts of their own, so vLLM names their
 pictures by counters of their processes, which are equal. `naming` uses the names that callers give, and its processor
-has other options.
+has other options. `urgent` computes urgent prompts first, and has room for few pictures and prompts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from tests.support.models import PICTURE_SIZE, PICTURE_TOKENS, make_unusual
 CHUNK = 64
 PROMPT = make_prompt(1, 200)
 WHOLE = (PICTURE_TOKENS + len(PROMPT)) // CHUNK * CHUNK
+ENCODED_PICTURES = 4
+"""Pictures whose embeddings the encoder cache of the engine `urgent` holds."""
+PAGES = 18
+"""Pages of that engine: enough for two prompts, and not for both their answers of `LONG_TOKENS`."""
+LONG_TOKENS = 40
 OTHER_COLOURS = {"image_mean": [0.0, 0.0, 0.0]}
 """Options of the processor."""
 
@@ -35,6 +40,14 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         settings["node_address"] = str(fleet.runtime_dir / "first" / "engine.sock")
         fleet.add("second", settings, **counting)
         fleet.add("naming", settings, mm_processor_kwargs={"image_std": [1.0, 1.0, 1.0]}, **plain)
+        fleet.add(
+            "urgent",
+            settings,
+            scheduling_policy="priority",
+            num_gpu_blocks_override=PAGES,
+            **plain
+            | {"max_model_len": 512, "max_num_batched_tokens": ENCODED_PICTURES * PICTURE_TOKENS, "max_num_seqs": 4},
+        )
         fleet.start()
         yield fleet
 
@@ -93,3 +106,36 @@ def test_a_name_that_a_caller_chose_for_two_pictures_answers_no_other_caller(fle
     assert computed(naming, picture(5)) != mine
     naming.forget()
     assert loaded(naming, picture(4, uuid="another name")) == mine, "the content counts"
+
+
+def test_a_prompt_that_waits_while_another_picture_gets_its_name_is_not_stored(fleet: LlmFleet) -> None:
+    """The encoder sees the urgent prompt's picture first, and vLLM computes both prompts with it."""
+    urgent = fleet.engines["urgent"]
+    waiting, overtaking = picture(6, uuid="shared"), picture(7, uuid="shared")
+    both = urgent.ask(PROMPT, PROMPT, pictures=[waiting, overtaking], priorities=[1, 0])
+    right = urgent.ask(PROMPT, picture=picture(6), salt="computed")
+    assert (right.cached_tokens, right.token_ids[0] == both.token_ids[0]) == (0, False), "vLLM confuses no pictures"
+    urgent.forget()
+    assert (both.stored_tokens, computed(urgent, picture(6))) == (0, right.token_ids[0])
+
+
+def test_a_preempted_prompt_whose_picture_another_one_has_replaced_meanwhile_is_not_stored(fleet: LlmFleet) -> None:
+    """Urgent prompts take its pages, their pictures its picture's place in the encoder cache, and the last its name."""
+    urgent = fleet.engines["urgent"]
+    before = urgent.metrics()["vllm:num_preemptions_total"]
+    others = [picture(20 + number) for number in range(ENCODED_PICTURES)]
+    pictures = [picture(8, uuid="replaced"), *others, picture(9, uuid="replaced")]
+    answers = urgent.ask(
+        *[PROMPT] * len(pictures),
+        pictures=pictures,
+        priorities=[9, *range(1, len(pictures))],
+        first_begins=True,
+        max_tokens=LONG_TOKENS,
+    )
+    assert urgent.metrics()["vllm:num_preemptions_total"] > before
+    turn = [*PROMPT, *answers.token_ids[0]]
+    right = urgent.ask(turn, picture=picture(8), salt="computed", logprobs=1)
+    urgent.forget()
+    again = urgent.ask(turn, picture=picture(8), logprobs=1)
+    assert again.loaded_tokens == WHOLE, "the rest was computed after the preemption"
+    assert again.answers[0].logprobs == pytest.approx(right.answers[0].logprobs, abs=1e-3)

@@ -251,7 +251,7 @@ def test_help_of_a_command_imports_its_flags_only() -> None:
         "    except SystemExit as end:\n"
         "        assert end.code == 0\n"
     )
-    assert {"lmkv_client.commands.flags", "lmkv_server.flags", "lmkv.completion"} <= modules
+    assert {"lmkv_client.commands.flags", "lmkv_server.flags"} <= modules
     assert modules & SLOW_TO_IMPORT == set()
 
 

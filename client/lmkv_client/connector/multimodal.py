@@ -2,14 +2,15 @@
 
 vLLM names an item by a hash of its content, by what the caller chose, or by a counter of one process, and no name shows
 which. So lmkv hashes what the model gets to see: processed tensors, in which the options of the processor have taken
-effect. Names matter in one way: vLLM keeps what an encoder made of an item by its name, also if another item gets it.
+effect. Names matter in one way: vLLM keeps an encoder's output, and KV, by the name of an item. If two items have one
+name, the first that is computed stands for both, whichever of them a request has.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,27 @@ class MediaDigests:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], bytes]] = {}
         """Digests of tensors, by their identity."""
         self._named: OrderedDict[str, bytes] = OrderedDict()
-        """Digests of items by vLLM's names for them, the last used at the end; empty where several items had one."""
+        """Digests of items by vLLM's names for them, the last used at the end; empty where a name is ambiguous."""
+        self._ambiguous: set[str] = set()
+        self._encoded: set[str] = set()
+        """Names under which vLLM's encoder cache may have something."""
+        self._outdated: set[str] = set()
+        """Names under which vLLM's encoder cache may have what earlier weights made."""
+
+    def weights_changed(self) -> None:
+        """Handles a change of the weights: vLLM keeps what an encoder made with the weights before."""
+        self._outdated |= self._encoded
+
+    def encoder_cleared(self, running_names: Set[str]) -> None:
+        """Handles that vLLM has emptied its encoder cache, while requests with items of these names run."""
+        self._encoded = set(running_names)
+        self._outdated.clear()
+
+    def take_ambiguous(self) -> set[str]:
+        """The names for which vLLM may compute another item from now on, since the last call. What a request with such
+        a name computes must not be stored any more."""
+        taken, self._ambiguous = self._ambiguous, set()
+        return taken
 
     def extras(self, features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
         """What besides tokens decides a chunk's KV: each item in it, by content, and where in the chunk it begins.
@@ -42,23 +63,50 @@ class MediaDigests:
         if vLLM does not pass the content of an item to the scheduler, or may take an item for another one.
         """
         extras: dict[int, bytes] = {}
-        for feature in features:
+        for feature, digest in zip(features, self.note(features), strict=True):
             low, length = feature.mm_position.offset, feature.mm_position.length
-            digest = self._digest(feature)
-            self._check_name(feature.identifier, digest)
             for chunk in range(low // chunk_size, -(-(low + length) // chunk_size)):
                 begin = (low - chunk * chunk_size).to_bytes(8, "little", signed=True)
                 extras[chunk] = extras.get(chunk, b"") + digest + begin
         return extras
 
-    def _check_name(self, name: str, digest: bytes) -> None:
+    def note(self, features: Sequence[Any]) -> list[bytes]:
+        """The digests of a request's items. Notes the names of all of them, before vLLM computes any of them.
+
+        Raises `UnknownMedia` as `extras` does.
+        """
+        digests: list[bytes] = []
+        unknown: UnknownMedia | None = None
+        for feature in features:
+            try:
+                digests.append(self._digest(feature))
+            except UnknownMedia as error:
+                self._note(feature.identifier, b"")
+                unknown = error
+            else:
+                self._note(feature.identifier, digests[-1])
+        if unknown is not None:
+            raise unknown
+        for feature in features:
+            if not self._named.get(feature.identifier):
+                raise UnknownMedia(
+                    f"several items are named {feature.identifier!r}, and vLLM may show the model any of them"
+                )
+            if feature.identifier in self._outdated:
+                raise UnknownMedia("vLLM may have encoded an item before the weights changed; reset its encoder cache")
+        return digests
+
+    def _note(self, name: str, digest: bytes) -> None:
         if self._named.setdefault(name, digest) != digest:
             self._named[name] = b""
+            self._ambiguous.add(name)
         self._named.move_to_end(name)
+        self._encoded.add(name)
         if len(self._named) > MAX_NAMES:
-            self._named.popitem(last=False)
-        if not self._named[name]:
-            raise UnknownMedia(f"several items are named {name!r}, and vLLM may show the model any of them")
+            forgotten, _ = self._named.popitem(last=False)
+            self._encoded.discard(forgotten)
+            self._outdated.discard(forgotten)
+            self._ambiguous.add(forgotten)  # an item that gets it later is not known to be another one
 
     def _digest(self, feature: Any) -> bytes:
         values = {} if feature.data is None else {name: one.data for name, one in feature.data.items()}

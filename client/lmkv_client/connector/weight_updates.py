@@ -67,6 +67,7 @@ def watch(sides: Callable[[Any], list[SchedulerSide]]) -> None:
     after("remove_lora", _adapter_removed)
     after("set_weight_version", _named)
     after("reset_prefix_cache", _reset)
+    after("reset_encoder_cache", _encoder_reset)
 
 
 def _wrap(core: Any, name: str, call: Callable[[Callable[[], Any], Any, Any, Any], Any]) -> None:
@@ -137,3 +138,8 @@ def _named(sides: list[SchedulerSide], _result: None, weight_version: str) -> No
 def _reset(sides: list[SchedulerSide], is_empty: bool, *_: Any, **__: Any) -> None:
     for side in sides if is_empty else ():
         side.pages_cleared()
+
+
+def _encoder_reset(sides: list[SchedulerSide], _result: None) -> None:
+    for side in sides:
+        side.encoder_cleared()

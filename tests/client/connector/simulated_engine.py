@@ -162,9 +162,11 @@ class SimulatedEngine:
         reads_caches: bool = True,
         transfer: object = None,
         images: Sequence[tuple[str, int, int]] = (),
+        names: Sequence[str] = (),
         **more: Any,
     ) -> Request:
-        """A request has arrived; `transfer` is its `kv_transfer_params`, `images` are hashes, begins and lengths.
+        """A request has arrived; `transfer` is its `kv_transfer_params`, `images` are contents, begins and lengths,
+        `names` are vLLM's for them (default: a counter).
 
         `more` are further arguments of vLLM's `Request`.
         """
@@ -184,9 +186,12 @@ class SimulatedEngine:
             block_hasher=self._hasher,
             mm_features=[
                 MultiModalFeatureSpec(
-                    content_of(name), "image", f"renderer0-mm-{request_id}-{at}", PlaceholderRange(begin, length)
+                    content_of(content),
+                    "image",
+                    names[at] if names else f"renderer0-mm-{request_id}-{at}",
+                    PlaceholderRange(begin, length),
                 )
-                for at, (name, begin, length) in enumerate(images)
+                for at, (content, begin, length) in enumerate(images)
             ],
             **more,
         )

@@ -16,6 +16,7 @@ from vllm.multimodal.inputs import (
     MultiModalSharedField,
     PlaceholderRange,
 )
+from vllm.v1.request import RequestStatus
 
 from lmkv_client.connector.multimodal import MediaDigests, UnknownMedia
 from tests.client.connector.simulated_engine import SimulatedEngine
@@ -31,10 +32,10 @@ PROMPT = [*range(3, 3 + BEGIN), *[PLACEHOLDER] * (LENGTH + 1), *range(3, 3 + 2 *
 WHOLE = 3 * CHUNK
 
 
-def computed(engine: SimulatedEngine, request_id: str, *images: tuple[str, int, int]) -> int:
+def computed(engine: SimulatedEngine, request_id: str, *images: tuple[str, int, int], **more: Any) -> int:
     """How many tokens of the prompt had to be computed, once vLLM has forgotten its own pages."""
     assert engine.scheduler.reset_prefix_cache()
-    engine.add(request_id, PROMPT, images=images, output=1)
+    engine.add(request_id, PROMPT, images=images, output=1, **more)
     engine.run(request_id)
     engine.check_answer(request_id)
     return engine.scheduled_tokens[request_id]
@@ -170,12 +171,71 @@ def test_an_item_whose_name_another_item_had_has_no_key_nor_has_that_one_afterwa
     assert digests.extras([image("b", 0, 4, identifier="another")], 64)
 
 
-def test_names_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_items_of_a_request_are_noted_also_if_it_has_no_key() -> None:
+    digests = MediaDigests()
+    elsewhere = MultiModalFeatureSpec(None, "image", "unknown", PlaceholderRange(0, 4))
+    with pytest.raises(UnknownMedia):
+        digests.extras([elsewhere, image("a", 4, 4, identifier="known")], 64)
+    for other in (image("b", 0, 4, identifier="known"), image("b", 0, 4, identifier="unknown")):
+        with pytest.raises(UnknownMedia, match="several items"):
+            digests.extras([other], 64)
+
+
+def test_requests_with_a_name_that_becomes_ambiguous_or_is_forgotten_are_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lmkv_client.connector.multimodal.MAX_NAMES", 2)
     digests = MediaDigests()
-    for name in ("first", "second", "first", "third"):
+    for name in ("first", "second", "first"):
         digests.extras([image("a", 0, 4, identifier=name)], 64)
-    assert list(digests._named) == ["first", "third"]
+    assert digests.take_ambiguous() == set()
+    digests.extras([image("a", 0, 4, identifier="third")], 64)
+    with pytest.raises(UnknownMedia):
+        digests.extras([image("b", 0, 4, identifier="first")], 64)
+    assert (digests.take_ambiguous(), digests.take_ambiguous()) == ({"first", "second"}, set())
+    assert list(digests._named) == ["third", "first"]
+
+
+def named(engine: SimulatedEngine, request_id: str, content: str, name: str, **more: Any) -> int:
+    """As `computed`, with a name that the caller has chosen."""
+    engine.settle()
+    return computed(engine, request_id, (content, BEGIN, LENGTH), names=[name], **more)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_item_of_a_session_gives_its_name_a_content(make_engine: MakeEngine, late: bool) -> None:
+    """Sessions are not cached; those that continue get further items."""
+    engine = make_engine()
+    prompt = PROMPT[BEGIN - 10 :]
+    dog: dict[str, Any] = {"images": [("dog", 10, LENGTH)], "names": ["chosen"]}
+    session = engine.add("session", prompt, output=1, resumable=True, **({} if late else dog))
+    compute_prompt(engine)
+    if late:
+        engine.add("session", prompt, output=1, resumable=True, **dog)
+        engine.requests["session"] = session  # which has what was added
+        compute_prompt(engine)
+    engine.add("cat", PROMPT, images=[("cat", BEGIN, LENGTH)], names=["chosen"], output=1)
+    engine.run("cat")
+    engine.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    engine.settle()
+    assert computed(engine, "cat by another name", ("cat", BEGIN, LENGTH)) == len(PROMPT)
+
+
+def compute_prompt(engine: SimulatedEngine) -> None:
+    """Steps until a session waits for its next prompt."""
+    for _ in range(4):
+        engine.step()
+
+
+def test_what_an_encoder_made_with_earlier_weights_is_not_stored_under_later_ones(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert named(engine, "cat", "cat", "cat") == len(PROMPT)
+    engine.change_weights("later")
+    assert named(engine, "outdated", "cat", "cat") == len(PROMPT)
+    assert named(engine, "not stored", "cat", "new name") == len(PROMPT)
+    engine.scheduler.reset_encoder_cache()
+    engine.side.encoder_cleared()
+    assert named(engine, "encoded again", "cat", "cat") == len(PROMPT) - WHOLE
 
 
 def test_a_tensor_that_is_used_again_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ class RequestState:
         "load_failed",
         "load_timeout",
         "lookup",
+        "media_names",
         "partial_key",
         "preemption_count",
         "request_id",
@@ -167,6 +168,8 @@ class RequestState:
         """Whether a hit has items, so that it is all or nothing, and never the whole request."""
         self.extras: Mapping[int, bytes] = {}
         """Inputs of the chunks' keys other than tokens, by index of the chunk."""
+        self.media_names: frozenset[str] = frozenset()
+        """vLLM's names of the items in the prompt."""
         self.fingerprint = spec.fingerprint
         """Fingerprint of the KV spec from which the keys of this request are made."""
         self.adapter: Adapter | None = None
@@ -272,24 +275,26 @@ class RequestBuilder:
         self._session = session
         self._adapters = adapters
         self._beginnings = Beginnings()
-        self._media = MediaDigests()
+        self.media = MediaDigests()
 
     def build(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """The state of a new request; None if it cannot be cached."""
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-            return None
-        adapter = None
-        if request.lora_request is not None and (adapter := self._adapters.of_request(request.lora_request)) is None:
-            return None
-        try:
-            return self._build(request, handoff, adapter)
+        try:  # items are noted in any case: what vLLM computes of them may be used for requests that can be cached
+            extras = self.media.extras(request.mm_features, self._session.spec.chunk_size)
+            if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+                return None
+            adapter = None
+            if request.lora_request and (adapter := self._adapters.of_request(request.lora_request)) is None:
+                return None
+            return self._build(request, handoff, adapter, extras)
         except (LmkvError, OSError, ValueError) as error:
             logger.warning("[%s] not cached: %s", request.request_id, error)
             return None
 
-    def _build(self, request: Request, handoff: HandoffParams | None, adapter: Adapter | None) -> RequestState:
+    def _build(
+        self, request: Request, handoff: HandoffParams | None, adapter: Adapter | None, extras: Mapping[int, bytes]
+    ) -> RequestState:
         config, spec = self._config, self._session.spec
-        extras = self._media.extras(request.mm_features, spec.chunk_size)
         lora = adapter.identity if adapter else ""
         chain = KeySpace(spec, config.cluster_secret).chain(salt=request.cache_salt or "", lora=lora, extras=extras)
         if adapter:
@@ -309,6 +314,7 @@ class RequestBuilder:
         state.load_timeout = config.pd_load_timeout if handed_count else config.load_timeout
         state.store.may_store = config.stores_chunks or (handoff is not None and handoff.prompt_token_count != 0)
         state.extras = extras
+        state.media_names = frozenset(feature.identifier for feature in request.mm_features)
         state.adapter = adapter
         first = tokens[: spec.chunk_size]
         state.account.seen_elsewhere = self._beginnings.note(

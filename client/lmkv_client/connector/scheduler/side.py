@@ -7,6 +7,7 @@ raises when the cache fails.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from lmkv.config import ConnectorConfig
@@ -17,6 +18,7 @@ from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import StepPlan, WorkerReport
 from lmkv_client.connector.misses import spans_in_answer
+from lmkv_client.connector.multimodal import UnknownMedia
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.handoff import PARAMS, HandoffParams, is_addressed, wants_explanation
@@ -123,6 +125,8 @@ class SchedulerSide:
     def _track(self, request: Request, handoff: HandoffParams | None) -> RequestState | None:
         """Makes the request's state and looks it up; None if it cannot be cached."""
         state = self._builder.build(request, handoff)
+        if request.mm_features:
+            self._follow_media()
         if state is None:
             account = PromptAccount(request.num_tokens, self._session.spec.chunk_size)
             account.take(0, {})
@@ -134,6 +138,12 @@ class SchedulerSide:
         if not request.skip_reading_prefix_cache:
             self._look_up(state)
         return state
+
+    def _follow_media(self) -> None:
+        """Stores nothing more of the requests for whose items vLLM may compute others from now on."""
+        if names := self._builder.media.take_ambiguous():
+            for state in self._states.values():
+                state.store.may_store &= names.isdisjoint(state.media_names)
 
     def matched_tokens(self, request: Request, computed_count: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those computed, and whether asynchronously; None while that is not known."""
@@ -199,6 +209,7 @@ class SchedulerSide:
             self._weights.computed()
         if token_count := output.total_num_scheduled_tokens:
             self._session.prefill.planned(token_count, self._clock())
+        self._note_session_media(output)
         self._step_loads.end_step()
         self._session.send_reports()
         plan = StepPlan(attachment=self._session.attachment)
@@ -209,6 +220,14 @@ class SchedulerSide:
         if self._stores.has_ended:
             plan.tails = self._plan_tails(is_idle=not output.num_scheduled_tokens)
         return plan
+
+    def _note_session_media(self, output: SchedulerOutput) -> None:
+        """Notes the items that sessions, which are not cached, have got since they began."""
+        for new in output.scheduled_new_reqs:
+            if new.mm_features and new.req_id not in self._states:
+                with suppress(UnknownMedia):
+                    self._builder.media.note(new.mm_features)
+                self._follow_media()
 
     def _plan_tails(self, *, is_idle: bool) -> dict[str, list[ChunkCopy]]:
         """The copies of finished requests. A step that computes nothing waits for their credits: the next one may be
@@ -333,12 +352,18 @@ class SchedulerSide:
     def weights_changed(self) -> None:
         """The weights change now: in steps that are planned from now on they are others."""
         self._weights.changed()
+        self._builder.media.weights_changed()
 
     def name_weights(self, version: str) -> None:
         """The weights have this version; engines with the same one share KV."""
         self.drain_events()
         if self._weights.name(version):
+            self._builder.media.weights_changed()  # perhaps in a way that could not be seen
             self._begin_version()
+
+    def encoder_cleared(self) -> None:
+        """vLLM's encoder cache is empty."""
+        self._builder.media.encoder_cleared(set().union(*(state.media_names for state in self._states.values())))
 
     def pages_cleared(self) -> None:
         """vLLM's prefix cache is empty."""
