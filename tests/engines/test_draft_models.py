@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ PROMPT_TOKENS = 1000
 HIT_TOKENS = 768
 OUTPUT_TOKENS = 60
 FEW = [5, 6, 7]
-"""The only tokens that the model rates, so that an EAGLE head with random weights guesses some right."""
+"""The only tokens that the model rates, so that layers with random weights guess some right."""
+MTP_NORMS = ("token", "hidden", "final")
 
 
 def make_target(folder: Path) -> Path:
@@ -53,7 +56,29 @@ def make_eagle(folder: Path, model: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["draft_model", "eagle"])
+def make_mtp(folder: Path) -> Path:
+    """Writes a MiMo, the smallest of the models that predict a second token themselves: Qwen2, and a layer for that."""
+    shape = replace(TINY, head_count=TINY.hidden_size // TINY.head_size)
+    file = make_model(folder, shape) / "model.safetensors"
+    weights = load_file(file)
+    for name in [name for name in weights if name.endswith("_proj.weight") and "self_attn" in name]:
+        if "o_proj" not in name:
+            weights[name.replace(".weight", ".bias")] = torch.zeros(weights[name].shape[0], dtype=torch.bfloat16)
+    prefix, mtp = "model.layers.0.", "model.mtp_layers.0."
+    weights |= {mtp + name.removeprefix(prefix): one.clone() for name, one in weights.items() if name.startswith(prefix)}
+    weights |= {mtp + f"{norm}_layernorm.weight": weights["model.norm.weight"].clone() for norm in MTP_NORMS}
+    hidden = torch.eye(TINY.hidden_size, dtype=torch.bfloat16)
+    weights[mtp + "input_proj.weight"] = torch.cat((hidden, hidden), dim=1).contiguous()
+    rated = torch.zeros_like(weights["lm_head.weight"])
+    rated[FEW] = weights["lm_head.weight"][FEW]
+    save_file(weights | {"lm_head.weight": rated}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["draft_model", "eagle", "mtp"])
 def method(request: pytest.FixtureRequest) -> str:
     """vLLM's name of the method."""
     return str(request.param)
@@ -63,9 +88,11 @@ def method(request: pytest.FixtureRequest) -> str:
 def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, method: str) -> Iterator[LlmFleet]:
     """Both engines, ready. A draft model that is the model itself is always right, if its KV is."""
     folder = tmp_path_factory.mktemp("models")
-    model = make_target(folder / "tiny")
+    model = make_mtp(folder / "mtp") if method == "mtp" else make_target(folder / "tiny")
     drafter = make_eagle(folder / "eagle", model) if method == "eagle" else model
-    speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": 2}
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 2}
+    if method != "mtp":
+        speculative["model"] = str(drafter)
     with LlmFleet(nursery, model, tmp_path_factory.mktemp("logs")) as fleet:
         fleet.add("bare", transfer_config=None, speculative_config=speculative)
         fleet.add("lmkv", speculative_config=speculative)
@@ -84,11 +111,11 @@ def test_a_hit_has_the_drafters_kv(fleet: LlmFleet, method: str, request: pytest
     prompt = make_prompt(zlib.crc32(request.node.nodeid.encode()), PROMPT_TOKENS)
     expected = bare.ask(prompt, max_tokens=OUTPUT_TOKENS)
     drafted, accepted = drafts(expected)
-    assert 0 < accepted < drafted if method == "eagle" else 0 < accepted == drafted
+    assert 0 < accepted == drafted if method == "draft_model" else 0 < accepted < drafted
     first = lmkv.ask(prompt, max_tokens=OUTPUT_TOKENS)
     assert (first.token_ids, first.cached_tokens) == (expected.token_ids, 0)
     again = lmkv.ask_again(prompt, max_tokens=OUTPUT_TOKENS)
     assert (again.token_ids, again.loaded_tokens) == (expected.token_ids, HIT_TOKENS)
-    layer_count = TINY.layer_count + (1 if method == "eagle" else TINY.layer_count)
+    layer_count = TINY.layer_count + (TINY.layer_count if method == "draft_model" else 1)
     assert again.grown["lmkv:loaded_bytes_total"] == HIT_TOKENS * layer_count * LAYER_BYTES
     assert drafts(first) == drafts(again) == (drafted, accepted), "wrong KV makes other drafts"
