@@ -56,6 +56,28 @@ def make_eagle(folder: Path, model: Path) -> Path:
     return folder
 
 
+def make_eagle3(folder: Path, model: Path) -> Path:
+    """Writes an EAGLE-3 head, which sees the hidden states of three layers: the first layer of the model, behind the
+    last of these states beside the embedding."""
+    folder.mkdir()
+    weights = load_file(model / "model.safetensors")
+    prefix = "model.layers.0."
+    head = {"midlayer." + name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        one = head[f"midlayer.self_attn.{name}.weight"]
+        head[f"midlayer.self_attn.{name}.weight"] = torch.cat((one, one), dim=1).contiguous()
+    head["midlayer.hidden_norm.weight"] = weights["model.norm.weight"].clone()
+    nothing = torch.zeros(TINY.hidden_size, 2 * TINY.hidden_size, dtype=torch.bfloat16)
+    head["fc.weight"] = torch.cat((nothing, torch.eye(TINY.hidden_size, dtype=torch.bfloat16)), dim=1).contiguous()
+    head |= {"norm.weight": weights["model.norm.weight"], "lm_head.weight": weights["lm_head.weight"]}
+    save_file(head, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": TINY.vocab_size}
+    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def make_mtp(folder: Path) -> Path:
     """Writes a MiMo, the smallest of the models that predict a second token themselves: Qwen2, and a layer for that."""
     shape = replace(TINY, head_count=TINY.hidden_size // TINY.head_size)
@@ -65,7 +87,9 @@ def make_mtp(folder: Path) -> Path:
         if "o_proj" not in name:
             weights[name.replace(".weight", ".bias")] = torch.zeros(weights[name].shape[0], dtype=torch.bfloat16)
     prefix, mtp = "model.layers.0.", "model.mtp_layers.0."
-    weights |= {mtp + name.removeprefix(prefix): one.clone() for name, one in weights.items() if name.startswith(prefix)}
+    weights |= {
+        mtp + name.removeprefix(prefix): one.clone() for name, one in weights.items() if name.startswith(prefix)
+    }
     weights |= {mtp + f"{norm}_layernorm.weight": weights["model.norm.weight"].clone() for norm in MTP_NORMS}
     hidden = torch.eye(TINY.hidden_size, dtype=torch.bfloat16)
     weights[mtp + "input_proj.weight"] = torch.cat((hidden, hidden), dim=1).contiguous()
@@ -78,7 +102,7 @@ def make_mtp(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["draft_model", "eagle", "mtp"])
+@pytest.fixture(scope="module", params=["draft_model", "eagle", "eagle3", "mtp"])
 def method(request: pytest.FixtureRequest) -> str:
     """vLLM's name of the method."""
     return str(request.param)
@@ -89,10 +113,10 @@ def fleet(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, method: st
     """Both engines, ready. A draft model that is the model itself is always right, if its KV is."""
     folder = tmp_path_factory.mktemp("models")
     model = make_mtp(folder / "mtp") if method == "mtp" else make_target(folder / "tiny")
-    drafter = make_eagle(folder / "eagle", model) if method == "eagle" else model
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 2}
     if method != "mtp":
-        speculative["model"] = str(drafter)
+        make_head = {"eagle": make_eagle, "eagle3": make_eagle3}.get(method)
+        speculative["model"] = str(make_head(folder / "head", model) if make_head else model)
     with LlmFleet(nursery, model, tmp_path_factory.mktemp("logs")) as fleet:
         fleet.add("bare", transfer_config=None, speculative_config=speculative)
         fleet.add("lmkv", speculative_config=speculative)
