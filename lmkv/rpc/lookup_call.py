@@ -18,12 +18,14 @@ from lmkv.errors import LmkvError, Unreachable
 from lmkv.internal.v1 import lookup_service_pb2 as internal_pb
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
 from lmkv.rpc.error_status import from_rpc_error, from_status
+from lmkv.runtime.places import requester
+from lmkv.runtime.turns import Slots
 from lmkv.v1 import cache_service_pb2 as pb
 
 BATCH_BYTES = MAX_MESSAGE_BYTES // 2
 """Maximum size of a message of several lookups."""
 MAX_IN_FLIGHT = 256
-"""Maximum number of lookups in flight at one coordinator; further ones wait."""
+"""Maximum number of lookups in flight at one coordinator; further ones wait, and requesters take turns."""
 
 Request = TypeVar("Request", pb.LookupRequest, internal_pb.LookupRequest)
 Response = TypeVar("Response", pb.LookupResponse, internal_pb.LookupResponse)
@@ -58,7 +60,7 @@ class Lookups(Generic[Request, Response]):
         self._call: LookupCall[Request, Response] | None = None
         self._retired: list[LookupCall[Request, Response]] = []
         """Calls that take no more lookups and may still answer some."""
-        self._in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._in_flight = Slots(MAX_IN_FLIGHT)
 
     @property
     def is_open(self) -> bool:
@@ -69,7 +71,7 @@ class Lookups(Generic[Request, Response]):
         """Raises the coordinator's error, or `Unreachable`. Cancelling it does not affect other lookups."""
         call = None
         try:
-            async with asyncio.timeout(timeout_seconds), self._in_flight:
+            async with asyncio.timeout(timeout_seconds), self._in_flight.take(requester.get()):
                 if self._call is None or self._call.has_ended:
                     if self._call is not None:
                         self._retired.append(self._call)

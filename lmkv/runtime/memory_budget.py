@@ -5,8 +5,9 @@ one or two bytes in the message. Code that reads a message of another process ta
 the budget first, and returns them with the answer.
 
 A caller may hold as much as all callers leave free: alone half of the budget, one of two a third, so that there is
-always room for one more. Requests that wait are served in the order of arrival, and callers in turn. Small requests
-pass beside large ones, also of their own caller: a gateway is one caller, and sends those of all its users.
+always room for one more. Requests that wait are served in the order of arrival, and callers in turn. Requests of other
+callers overtake one for which there is no room, but not for long: then none of them begins until it is served. Small
+requests pass beside large ones, also of their own caller: a gateway is one caller, and sends those of all its users.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ DECODED_PROTOBUF_FACTOR = 16
 """Bytes in memory of a protobuf message per byte that arrives. Measured: 8 for token ids and keys, 12 for names."""
 JSON_VALUE_BYTES = 80
 """Bytes in memory of a JSON value besides its text: an empty object in a list."""
+MAX_JSON_VALUES = 2 << 20
+"""Values of a body, such as token ids: decoding them takes 20 to 60 ms, in which no other request is served."""
+MAX_JSON_OBJECTS = 1 << 18
+"""Objects, lists and texts of a body, names of fields included: each takes as long as several numbers."""
 WIDE_CHARACTER_BYTES = 4
 """Bytes in memory of a character of text that is not ASCII."""
 LIMIT_FRACTION = 4
@@ -47,6 +52,11 @@ SPARE_FRACTION = 4
 """Beside requests that take all of the budget, small ones of all callers may hold up to this part of it."""
 WAIT_SECONDS = 5.0
 """How long a message waits for its bytes."""
+OVERTAKEN_SECONDS = 0.5
+"""A request that has waited this long is overtaken no more, for `RESERVED_SECONDS`: no other large one begins."""
+RESERVED_SECONDS = 1.0
+"""After that, large requests begin again for as long, so that one that can never be served stops no others."""
+_LOOK_SECONDS = 0.05
 TRIM_FROM_BYTES = 32 << 20
 """What requests must have taken for memory to be returned to the system."""
 TRIM_SECONDS = 1.0
@@ -77,6 +87,10 @@ class MemoryBudget:
         self._idle_bytes = 0
         self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
         """By caller, in the order of their turns."""
+        self._reserved: Lease | None = None
+        """The lease of the request that others do not overtake now."""
+        self._reserves_from = 0.0
+        """When the next request may stop others."""
         self._taken_bytes = 0
         """Since the last look at whether memory can be returned."""
         self._looks_at = 0.0
@@ -122,6 +136,8 @@ class MemoryBudget:
         """Whether a lease may take so much more now."""
         if self.passes(lease, size_bytes):
             return True
+        if self._reserved not in (None, lease) and lease.size_bytes == lease.small_bytes:
+            return False
         held_bytes, caller = self.held_bytes, lease.caller
         large_bytes = held_bytes - self._small_bytes
         if held_bytes + size_bytes > self.capacity_bytes and (
@@ -167,10 +183,28 @@ class MemoryBudget:
         try:
             self._serve()  # what this one holds may be all that stands in the way of another
             async with asyncio.timeout(wait_seconds):
-                await waiter.served
+                await asyncio.wait([waiter.served], timeout=OVERTAKEN_SECONDS)
+                while not waiter.served.done():
+                    await self._wait_for_rest(waiter)
         finally:
             self._count_idle(caller, -idle_bytes)
             self._forget(caller, waiter)
+
+    async def _wait_for_rest(self, waiter: _Waiter) -> None:
+        """Waits a while; if it is the turn of this caller, no other large request begins meanwhile."""
+        caller = next(iter(self._waiting))
+        if self._reserved or waiter is not self._waiting[caller][0] or time.monotonic() < self._reserves_from:
+            await asyncio.wait([waiter.served], timeout=_LOOK_SECONDS)
+            return
+        self._reserved = waiter.lease
+        try:
+            await asyncio.wait([waiter.served], timeout=RESERVED_SECONDS)
+        finally:
+            self._reserved = None
+            self._reserves_from = time.monotonic() + RESERVED_SECONDS
+            if caller in self._waiting:
+                self._waiting.move_to_end(caller)
+            self._serve()
 
     def _count_idle(self, caller: str, size_bytes: int) -> None:
         self._idle_bytes += size_bytes
@@ -319,14 +353,15 @@ class JsonSize:
     def __init__(self) -> None:
         self.text_bytes = 0
         """Bytes of the parts so far."""
+        self.value_count = 0
+        """Number of values, and of characters in texts that look like the beginning of one."""
         self._is_ascii = True
-        self._value_count = 0
 
     @property
     def size_bytes(self) -> int:
         """The bound for the parts so far."""
         character_bytes = 1 if self._is_ascii else WIDE_CHARACTER_BYTES
-        return self.text_bytes * (1 + character_bytes) + self._value_count * JSON_VALUE_BYTES
+        return self.text_bytes * (1 + character_bytes) + self.value_count * JSON_VALUE_BYTES
 
     def add(self, part: bytes) -> None:
         """Counts the next part."""
@@ -335,7 +370,41 @@ class JsonSize:
         octets = np.frombuffer(part, np.uint8)
         for start in range(0, octets.size, COUNTED_AT_ONCE):
             some = octets[start : start + COUNTED_AT_ONCE]
-            self._value_count += sum(int(np.count_nonzero(some == mark)) for mark in b",[{:")
+            self.value_count += sum(int(np.count_nonzero(some == mark)) for mark in b",[{:")
+
+
+class JsonValues:
+    """Counts the values of a JSON text exactly, part by part, in ten times the time of `JsonSize`."""
+
+    def __init__(self) -> None:
+        self._value_count = 0
+        self._slow_count = 0
+        self._is_in_text = False
+        self._rest = b""
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the parts so far would be decoded for too long."""
+        return self._value_count > MAX_JSON_VALUES or self._slow_count > MAX_JSON_OBJECTS
+
+    def add(self, part: bytes) -> None:
+        """Counts the next part."""
+        part = self._rest + part
+        self._rest = b""
+        if b"\\" in part:
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+            if part.endswith(b"\\"):  # the next part begins with what it escapes
+                part, self._rest = part[:-1], b"\\"
+        octets = np.frombuffer(part, np.uint8)
+        quotes = octets == ord('"')
+        quote_count = int(np.count_nonzero(quotes))
+        if quote_count:
+            in_text = np.bitwise_xor.accumulate(quotes) ^ self._is_in_text
+            octets, self._is_in_text = octets[~in_text], bool(in_text[-1])
+        elif self._is_in_text:
+            return
+        self._value_count += int(np.count_nonzero(octets == ord(",")))
+        self._slow_count += quote_count // 2 + sum(int(np.count_nonzero(octets == mark)) for mark in b"[{")
 
 
 def json_bytes(body: bytes) -> int:

@@ -19,6 +19,7 @@ from lmkv import rpc
 from lmkv.auth.credentials import BearerToken, Credentials
 from lmkv.config import CoordinatorConfig, PickerConfig, ProxyConfig
 from lmkv.errors import Full
+from lmkv.keys import ChunkKey
 from lmkv.runtime.places import most_of, requester
 from lmkv.transfer import Copy, ucx
 from lmkv.transfer.tcp import server as tcp
@@ -34,7 +35,10 @@ from lmkv_server.node.handoff.senders import MAX_SENDERS
 from lmkv_server.node.handoff.state import Handoff
 from lmkv_server.node.handoff.table import MAX_HANDOFFS
 from lmkv_server.node.hints.background import BackgroundTasks
+from lmkv_server.node.peers import connection
+from lmkv_server.node.peers.connection import MAX_GRANTS
 from lmkv_server.node.serving.inspector import MAX_PENDING
+from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.tiers import reader
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
@@ -47,7 +51,7 @@ from tests.server.node import handoff_tables
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import CHUNK_BYTES, Host, flushed
 from tests.server.node.handoff_tables import KEYS, SOURCE
-from tests.server.node.peer_parts import SMALL, Parts, keys_of
+from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of
 from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, completion
 from tests.server.proxy.picker.published import Gateway
 from tests.server.proxy.scripted_engine import ScriptedEngine
@@ -331,6 +335,73 @@ async def hints_of_an_engine(_: Path) -> AsyncIterator[Honest]:
     await background.settle()
 
 
+@asynccontextmanager
+async def fetches_of_an_engine(_: Path) -> AsyncIterator[Honest]:
+    """The fetches of an engine have all grants that a peer gives to their node."""
+    async with Parts("owner") as owner, Parts("reader") as reading:
+        for key in keys_of(2):
+            owner.put(key)
+        peer = reading.connections.get(owner.holder(2))
+        assert peer
+        await peer.connect(SMALL, WAIT_SECONDS)
+        requester.set("engine:hog")
+        acquiring = (peer.acquire(SMALL, keys_of(1), WAIT_SECONDS, WAIT_SECONDS) for _number in range(MAX_GRANTS))
+        answers = await asyncio.gather(*acquiring, return_exceptions=True)
+        assert any(isinstance(answer, Full) for answer in answers)
+
+        async def honest() -> None:
+            requester.set("engine:honest")
+            taken = Taken(reading)
+            await reading.fetch(SMALL, keys_of(2), [owner.holder(2)], WAIT_SECONDS, taken)
+            assert taken.keys() == keys_of(2)
+            taken.let_go()
+
+        yield honest
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                await peer.release(answer.grant.grant_id, WAIT_SECONDS)
+
+
+@asynccontextmanager
+async def fetches_of_memory(_: Path) -> AsyncIterator[Honest]:
+    """The fetches of an engine hold all memory that a peer grants to their node, and ask as they release some."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(connection, "TURN_SECONDS", WAIT_SECONDS)
+        owner = await stack.enter_async_context(Parts("owner", chunk_count=2 * SHARE))
+        reading = await stack.enter_async_context(Parts("reader"))
+        for key in keys_of(3):
+            owner.put(key)
+        peer = reading.connections.get(owner.holder(3))
+        assert peer
+        await peer.connect(SMALL, WAIT_SECONDS)
+
+        async def acquire(engine: str, key: ChunkKey) -> str:
+            """The id of the grant; empty if it is refused."""
+            requester.set(engine)
+            try:
+                return (await peer.acquire(SMALL, [key], WAIT_SECONDS, WAIT_SECONDS)).grant.grant_id
+            except Full:
+                return ""
+
+        first, second, third = keys_of(3)
+        granted = [await acquire("engine:hog", key) for key in (first, second)]
+        assert all(granted)
+        assert not await acquire("engine:honest", third)
+        await peer.release(granted.pop(), WAIT_SECONDS)
+        granted.append(await acquire("engine:hog", second))
+
+        async def honest() -> None:
+            requester.set("engine:honest")
+            taken = Taken(reading)
+            await reading.fetch(SMALL, [third], [owner.holder(1)], WAIT_SECONDS, taken)
+            assert taken.keys() == [third]
+            taken.let_go()
+
+        yield honest
+        for grant_id in filter(None, granted):
+            await peer.release(grant_id, WAIT_SECONDS)
+
+
 class StuckIo(PlainIo):
     """A disk that reads nothing until it may."""
 
@@ -393,6 +464,8 @@ SCENARIOS: dict[str, Scenario] = {
     "handoffs of an engine": handoffs_of_an_engine,
     "hints of an engine": hints_of_an_engine,
     "loads of an engine": loads_of_an_engine,
+    "fetches of an engine": fetches_of_an_engine,
+    "memory that fetches of an engine hold": fetches_of_memory,
     "connections of the TCP channel": connections_of("tcp", tcp.MAX_READERS + 2 * tcp.MAX_STRANGERS),
     "connections of the UCX channel": connections_of("ucx", ucx.MAX_READERS + 2 * ucx.MAX_STRANGERS),
 }

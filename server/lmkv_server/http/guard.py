@@ -18,7 +18,7 @@ from lmkv.auth.caller import http_client_identity
 from lmkv.auth.credentials import HEADER
 from lmkv.errors import TooManyRequests
 from lmkv.runtime import turns
-from lmkv.runtime.memory_budget import JsonSize, Lease
+from lmkv.runtime.memory_budget import MAX_JSON_OBJECTS, MAX_JSON_VALUES, JsonSize, JsonValues, Lease
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ COPIES = 2
 
 
 class BodyTooLarge(Exception):
-    """A body has more bytes than its server accepts."""
+    """A body has more bytes, or more values, than its server accepts. The text says of what it has too much."""
 
 
 def caller_of(request: Request) -> str:
@@ -102,20 +102,21 @@ def caller_of(request: Request) -> str:
     return http_client_identity(request.client.host if request.client else "")
 
 
-async def read_body(request: Request, lease: Lease, max_bytes: int) -> bytes:
+async def read_body(request: Request, lease: Lease, max_bytes: int, setting: str = "") -> bytes:
     """The body of a request, which should be JSON: memory is taken for what it is decoded to, too.
 
     That of the text is taken before it is read: all of it if the request says its length. Waits for memory as
     `Lease.acquire` does; meanwhile the client's bytes stay in its connection. Discards the rest of a body that is
-    refused. Raises `BodyTooLarge`, `TooManyRequests`, `ClientDisconnect`.
+    refused. `setting` is the key that sets `max_bytes`. Raises `BodyTooLarge`, `TooManyRequests`, `ClientDisconnect`.
     """
     stream = request.stream()
     chunks: list[bytes] = []
     decoded = JsonSize()
+    too_large = BodyTooLarge(f"more than {max_bytes} bytes{setting and f'; see {setting}'}")
     try:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > max_bytes:
-            raise BodyTooLarge
+            raise too_large
         if length.isdecimal():
             await lease.acquire(COPIES * int(length))
         elif "transfer-encoding" in request.headers:
@@ -124,23 +125,38 @@ async def read_body(request: Request, lease: Lease, max_bytes: int) -> bytes:
             chunks.append(chunk)
             decoded.add(chunk)
             if decoded.text_bytes > max_bytes:
-                raise BodyTooLarge
+                raise too_large
             if not length and COPIES * (decoded.text_bytes + PART_BYTES) > lease.size_bytes:
                 lease.grow(lease.size_bytes)
             if decoded.text_bytes >= turns.LARGE_BYTES:
                 await turns.of_loop().read(lease.caller)
+        if decoded.value_count > MAX_JSON_OBJECTS:
+            await _check_values(chunks, lease.caller)
         await lease.acquire(decoded.size_bytes)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
     except (BodyTooLarge, TooManyRequests):
         chunks.clear()
         lease.close()
         if "expect" not in request.headers or decoded.text_bytes:  # else the client waits before it sends the body
-            await drain(stream)
+            await drain(stream, lease.caller)
         raise
 
 
-async def drain(body: AsyncIterator[bytes]) -> None:
-    """Discards the rest of a body, within bounds.
+async def _check_values(parts: Sequence[bytes], caller: str) -> None:
+    """Raises `BodyTooLarge` if a body takes too long to decode. A part is looked at in an iteration of the loop."""
+    values = JsonValues()
+    for part in parts:
+        for start in range(0, len(part), PART_BYTES):
+            values.add(part[start : start + PART_BYTES])
+            if values.are_too_many:
+                raise BodyTooLarge(
+                    f"more than {MAX_JSON_VALUES} values, or more than {MAX_JSON_OBJECTS} objects, lists and texts"
+                )
+            await turns.of_loop().read(caller)
+
+
+async def drain(body: AsyncIterator[bytes], caller: str) -> None:
+    """Discards the rest of a body, within bounds, in turn with the parts of other large bodies.
 
     A client reads no response before it has sent its body, and a server that closes with unread bytes resets the
     connection, which discards the response.
@@ -149,6 +165,7 @@ async def drain(body: AsyncIterator[bytes]) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
             async for part in body:
+                await turns.of_loop().read(caller)
                 size += len(part)
                 if size > DRAIN_BYTES:
                     return

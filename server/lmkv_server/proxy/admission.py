@@ -162,10 +162,9 @@ class Admission:
         """Reads the body. Raises `InvalidRequest` if it is too large or slow, `ClientDisconnected` if it ends early."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                body = await read_body(request, lease, self._max_body_bytes)
-        except BodyTooLarge:
-            message = f"the body has more than {self._max_body_bytes} bytes; see max_body_size"
-            raise InvalidRequest(413, message) from None
+                body = await read_body(request, lease, self._max_body_bytes, "max_body_size")
+        except BodyTooLarge as error:
+            raise InvalidRequest(413, f"the body has {error}") from None
         except TimeoutError:
             raise InvalidRequest(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:

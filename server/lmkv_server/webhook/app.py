@@ -96,8 +96,8 @@ def make_app(additions: Mapping[str, Additions]) -> Starlette:
                 body = await read_body(request, lease, MAX_BODY_BYTES)
             async with turns.of_loop().take(lease.caller, len(body)):
                 answer = review(msgspec.json.decode(body), additions)
-        except BodyTooLarge:
-            return _error(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        except BodyTooLarge as error:
+            return _error(413, f"the body has {error}")
         except TimeoutError:
             return _error(408, f"the body was not complete within {BODY_TIMEOUT_SECONDS:g} s")
         except ClientDisconnect:

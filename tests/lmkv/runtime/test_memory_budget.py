@@ -20,14 +20,18 @@ from hypothesis import strategies as st
 
 from lmkv.errors import TooManyRequests
 from lmkv.rpc.messages import by_tokens
+from lmkv.runtime import memory_budget
 from lmkv.runtime.memory_budget import (
     CALLER_FRACTION,
     DECODED_PROTOBUF_FACTOR,
     LONE_FRACTION,
+    MAX_JSON_OBJECTS,
+    MAX_JSON_VALUES,
     MIN_BYTES,
     SMALL_FRACTION,
     SPARE_FRACTION,
     JsonSize,
+    JsonValues,
     Lease,
     MemoryBudget,
     budget_bytes,
@@ -35,6 +39,7 @@ from lmkv.runtime.memory_budget import (
     memory_limit,
 )
 from lmkv.v1.cache_service_pb2 import LookupRequest
+from tests.waiting import WAIT_SECONDS, until
 
 CAPACITY = 1000
 SHARE = CAPACITY // CALLER_FRACTION
@@ -193,6 +198,102 @@ async def test_a_message_waits_for_memory_within_bounds() -> None:
     with budget.take("hog", SHARE), pytest.raises(TooManyRequests):
         await budget.acquire("hog", SMALL + 1, wait_seconds=0.01)
     assert budget.held_bytes == 0
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_budget, "OVERTAKEN_SECONDS", 0.01)
+    monkeypatch.setattr(memory_budget, "RESERVED_SECONDS", 0.05)
+    monkeypatch.setattr(memory_budget, "_LOOK_SECONDS", 0.005)
+
+
+async def hold_in_turn(budget: MemoryBudget, caller: str, size: int, ended: asyncio.Event) -> int:
+    """Two requests at a time hold bytes, so that there is always one. Returns how many were served."""
+    served = 0
+
+    async def one() -> None:
+        nonlocal served
+        while not ended.is_set():
+            with await budget.acquire(caller, size, wait_seconds=WAIT_SECONDS):
+                await asyncio.sleep(0.002)
+            served += 1
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one())
+        await asyncio.sleep(0.001)
+        group.create_task(one())
+    return served
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_request_that_is_larger_than_the_budget_is_served_beside_a_stream_of_others() -> None:
+    budget, ended = MemoryBudget(CAPACITY), asyncio.Event()
+    others = [asyncio.create_task(hold_in_turn(budget, caller, 2 * SMALL, ended)) for caller in ("one", "another")]
+    await until(lambda: budget.held_bytes > 0)
+    with await budget.acquire("large", LARGEST, wait_seconds=WAIT_SECONDS):
+        assert budget.held_bytes == LARGEST
+        ended.set()
+    await asyncio.gather(*others)
+    assert (budget.held_bytes, budget.waiting_count, budget._reserved) == (0, 0, None)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_request_that_is_never_served_does_not_stop_others() -> None:
+    budget, ended = MemoryBudget(CAPACITY), asyncio.Event()
+    held = budget.take("long", 2 * SMALL)
+    hogs = [asyncio.create_task(budget.acquire("hog", LARGEST, wait_seconds=WAIT_SECONDS)) for _ in range(3)]
+    await until(lambda: budget._reserved is not None)
+    with pytest.raises(TooManyRequests):
+        budget.take("honest", 2 * SMALL)
+    budget.take("honest", SMALL).close()
+    (await budget.acquire("honest", 2 * SMALL, wait_seconds=WAIT_SECONDS)).close()
+    assert not any(hog.done() for hog in hogs)
+    for hog in hogs:
+        hog.cancel()
+    await asyncio.wait(hogs)
+    held.close()
+    ended.set()
+    assert (budget.held_bytes, budget.waiting_count, budget._reserved) == (0, 0, None)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(alphabet='a,[{:"\\\n\u00e9\U0001f600'),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='a,{"\\'), inner, max_size=4),
+        max_leaves=20,
+    ),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_values_are_counted_outside_of_texts_however_they_arrive(content: Any, part_size: int, is_ascii: bool) -> None:
+    def count(value: Any) -> tuple[int, int]:
+        """Commas; and objects, lists and texts."""
+        if isinstance(value, dict):
+            inner = [*map(count, value), *map(count, value.values())]
+        elif isinstance(value, list):
+            inner = [*map(count, value)]
+        else:
+            return 0, isinstance(value, str)
+        return max(len(value) - 1, 0) + sum(one for one, _ in inner), 1 + sum(other for _, other in inner)
+
+    text = json.dumps(content, ensure_ascii=is_ascii).encode()
+    whole, parts = JsonValues(), JsonValues()
+    whole.add(text)
+    for start in range(0, len(text), part_size):
+        parts.add(text[start : start + part_size])
+    assert (whole._value_count, whole._slow_count) == count(content)
+    assert parts._value_count == whole._value_count
+
+
+@pytest.mark.parametrize(
+    ("value", "most"), [("1,", MAX_JSON_VALUES), ("{},", MAX_JSON_OBJECTS), ('"a",', MAX_JSON_OBJECTS)]
+)
+def test_values_that_take_long_to_decode_are_too_many(value: str, most: int) -> None:
+    values = JsonValues()
+    values.add(b"[" + value.encode() * (most - 1))
+    assert not values.are_too_many
+    values.add(value.encode() * 2)
+    assert values.are_too_many
 
 
 async def test_a_message_that_no_longer_waits_holds_nothing() -> None:

@@ -10,7 +10,13 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from lmkv.errors import TooManyRequests
-from lmkv.runtime.memory_budget import CALLER_FRACTION, Lease, MemoryBudget
+from lmkv.runtime.memory_budget import (
+    CALLER_FRACTION,
+    MAX_JSON_OBJECTS,
+    MAX_JSON_VALUES,
+    Lease,
+    MemoryBudget,
+)
 from lmkv_server.http.guard import COPIES, PART_BYTES, BodyTooLarge, read_body
 
 PART = b"x" * PART_BYTES
@@ -112,3 +118,39 @@ async def test_a_client_that_leaves_returns_what_it_held(budget: MemoryBudget) -
     with Lease(budget, "one") as lease, pytest.raises(ClientDisconnect):
         await read_body(client.request, lease, MAX_BYTES)
     assert budget.held_bytes == 0
+
+
+async def test_a_body_whose_values_take_long_to_decode_is_refused_and_a_text_of_such_characters_is_not() -> None:
+    budget = MemoryBudget(1 << 40)
+    for begin, end in ((b'"', b'"'), (b"[", b"1]")):
+        whole = begin + b"{},1:[," * (MAX_JSON_OBJECTS // 2) + end
+        parts = [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]
+        client = Client(budget, parts, content_length=str(len(whole)))
+        with Lease(budget, "one") as lease:
+            if begin == b'"':
+                assert await read_body(client.request, lease, len(whole)) == whole
+                continue
+            with pytest.raises(BodyTooLarge, match=f"more than {MAX_JSON_VALUES} values"):
+                await read_body(client.request, lease, len(whole))
+    assert budget.held_bytes == 0
+
+
+async def test_bodies_that_are_discarded_are_read_a_part_at_a_time_in_an_iteration_of_the_loop(
+    budget: MemoryBudget,
+) -> None:
+    clients = [Client(budget, [PART] * 20, content_length=str(MAX_BYTES + 1)) for _ in range(8)]
+
+    async def refused(client: Client) -> None:
+        with Lease(budget, "one") as lease, pytest.raises(BodyTooLarge):
+            await read_body(client.request, lease, MAX_BYTES)
+
+    left = sum(client.left_count for client in clients)
+    tasks = [asyncio.create_task(refused(client)) for client in clients]
+    most = len(clients) + 1  # the first part of each is there
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        before, left = left, sum(client.left_count for client in clients)
+        assert before - left <= most
+        most = 1
+    await asyncio.gather(*tasks)
+    assert left == 0

@@ -102,8 +102,8 @@ async def body_of(request: Request) -> AsyncIterator[bytes]:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 body = await read_body(request, lease, MAX_BODY_BYTES)
-        except BodyTooLarge:
-            raise HttpError(413, "INVALID_ARGUMENT", f"the body has more than {MAX_BODY_BYTES} bytes") from None
+        except BodyTooLarge as error:
+            raise HttpError(413, "INVALID_ARGUMENT", f"the body has {error}") from None
         except TimeoutError:
             raise HttpError(408, "DEADLINE_EXCEEDED", f"no body within {BODY_TIMEOUT_SECONDS:g} s") from None
         except ClientDisconnect:

@@ -26,7 +26,7 @@ from lmkv_server.coordinator.core.instances import Instance, Instances
 from lmkv_server.coordinator.core.layout_map import tier_id, tier_number
 
 MAX_PENDING = 1024
-"""PendingPending orders of one instance."""
+"""Pending orders of one instance."""
 MAX_PENDING_BYTES = 32 << 20
 """Size of the pending orders of one instance."""
 NODE_TIME_FRACTION = 0.9

@@ -19,6 +19,7 @@ from lmkv_server.node.fetch.fetch import FetchState
 from lmkv_server.node.fetch.pending_writes import PendingWrites
 from lmkv_server.node.fetch.pipeline import TransferPipeline
 from lmkv_server.node.fetch.scheduler import HolderState
+from lmkv_server.node.peers.connection import FULL_SECONDS
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
 
@@ -172,7 +173,7 @@ class HolderReader:
         except Full as error:  # until earlier grants have ended
             self._fetch.error = error
             self._plan.unassign(self._holder, window)
-            await asyncio.sleep(float(error.metadata.get("retry_seconds", 0.02)))
+            await asyncio.sleep(float(error.metadata.get("retry_seconds", FULL_SECONDS)))
             return
         self._granted, self._damaged = {}, set()
         try:

@@ -13,8 +13,9 @@ from google.protobuf import duration_pb2
 
 from lmkv import rpc
 from lmkv.auth.credentials import Credentials
-from lmkv.errors import ChannelUnsupported, KvSpecMismatch, LmkvError, SessionNotFound, Unreachable
+from lmkv.errors import ChannelUnsupported, Full, KvSpecMismatch, LmkvError, SessionNotFound, Unreachable
 from lmkv.keys import ChunkKey
+from lmkv.runtime.places import Places, most_of, requester
 from lmkv.spec import KvSpec
 from lmkv.transfer import Channels
 from lmkv.transfer.bandwidth import Bandwidth
@@ -29,6 +30,12 @@ LAST_BACKOFF_SECONDS = 10.0
 LATE_SECONDS = 10.0
 """A peer that was late is asked only after other peers for this long, unless it answers."""
 METADATA_SECONDS = 5.0
+MAX_GRANTS = 64
+"""Most grants that one session may have at a time; engines of the node that has the session share them."""
+FULL_SECONDS = 0.02
+"""A fetch that gets no grant asks again after this time."""
+TURN_SECONDS = 5 * FULL_SECONDS
+"""An engine without a grant that was refused one this short a while ago is the next to get one."""
 NIXL = "nixl"
 
 
@@ -70,6 +77,11 @@ class PeerConnection:
         self._failure_count = 0
         self._retry_at = 0.0
         self._late_until = 0.0
+        self._grants = Places[object]("grants of this node", MAX_GRANTS, most_of(MAX_GRANTS))
+        self._places: dict[str, object] = {}
+        """The places of grants, by grant."""
+        self._refused: dict[str, float] = {}
+        """Engines, and when the peer last refused them a grant since this node has too much of its memory."""
         self._rpc_channel = rpc.open_channel(self.address, credentials)
         self._stub = pb_grpc.PeerServiceStub(self._rpc_channel)
 
@@ -195,8 +207,39 @@ class PeerConnection:
     ) -> pb.AcquireResponse:
         """Acquires a grant on chunks of the peer, which the caller releases. Call `connect` first.
 
-        Connects again if the peer has dropped the session.
+        Connects again if the peer has dropped the session. Engines share the grants: raises `Full` to one that has
+        its share, and to one that has some while the peer has refused the first one to another engine.
         """
+        caller, place = requester.get(), object()
+        self._take_place(place, caller)
+        grant_id = ""
+        try:
+            response = await self._acquire(spec, keys, ttl_seconds, timeout_seconds)
+            grant_id = response.grant.grant_id
+        except Full:
+            self._refused[caller] = time.monotonic()
+            raise
+        finally:
+            if grant_id:
+                self._places[grant_id] = place
+            else:
+                self._grants.release(place)
+        self._refused.pop(caller, None)
+        return response
+
+    def _take_place(self, place: object, caller: str) -> None:
+        now = time.monotonic()
+        self._refused = {one: since for one, since in self._refused.items() if now - since < TURN_SECONDS}
+        if self._grants.count(caller) and any(not self._grants.count(one) for one in self._refused):
+            raise Full("another engine of this node is the next to get a grant", retry_seconds=FULL_SECONDS)
+        try:
+            self._grants.take(place, caller)
+        except Full as error:
+            raise Full(str(error), retry_seconds=FULL_SECONDS) from None
+
+    async def _acquire(
+        self, spec: KvSpec, keys: Sequence[ChunkKey], ttl_seconds: float, timeout_seconds: float
+    ) -> pb.AcquireResponse:
         ttl = duration_pb2.Duration()
         ttl.FromNanoseconds(round(ttl_seconds * 1e9))
         request = pb.AcquireRequest(
@@ -239,6 +282,8 @@ class PeerConnection:
             await self._call("Release", request, timeout_seconds)
         except LmkvError as error:
             logger.debug("grant %s of %s will expire: %s", grant_id, self.name, error)
+        finally:
+            self._grants.release(self._places.pop(grant_id, None))
 
     async def withdraw(self, handoff_id: str, timeout_seconds: float) -> None:
         """Withdraws a handoff. On failure the peer abandons it after a time, without error here."""

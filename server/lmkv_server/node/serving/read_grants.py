@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from lmkv.errors import Full, SessionNotFound
 from lmkv.transfer.access import ByteRange, PeerReader, ReadAccess, new_grant_id
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.peers.connection import FULL_SECONDS, MAX_GRANTS
 
 MAX_SESSIONS = 4096
 """Most sessions that one identity may have; beyond these the one that was not used for longest is dropped."""
 MAX_INSTANCE_SESSIONS = 16
 """Most sessions of one identity that name the same instance, likewise: an instance uses one, and none of those that it
 opened before a restart."""
-MAX_GRANTS = 64
-"""Most grants that one session may have at a time."""
 SHARE = 4
 """The grants of one session hold at most 1/4 of the tier."""
 IDENTITY_SHARE = 2
@@ -167,7 +166,7 @@ class ReadGrants:
             for usage in usages:
                 usage.add(chunk)
         if not taken:
-            raise Full("the caller's earlier grants have reached its limit; release some", retry_seconds=0.02)
+            raise Full("the caller's earlier grants have reached its limit; release some", retry_seconds=FULL_SECONDS)
         grant = ReadGrant(grant_id=new_grant_id(), session=session, chunks=tuple(taken), expire_at=now + ttl_seconds)
         self._tier.hold(taken)
         self._grants[grant.grant_id] = grant

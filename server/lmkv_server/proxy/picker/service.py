@@ -22,7 +22,7 @@ from lmkv.ext_proc.external_processor_pb2 import (
 )
 from lmkv.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
 from lmkv.runtime.memory_budget import Lease, of_process
-from lmkv.runtime.places import Places, most_of
+from lmkv.runtime.places import Places, most_of, requester
 from lmkv_server.proxy.client_salts import Client, ClientSalts, NotAdmitted
 from lmkv_server.proxy.engine import Engine
 from lmkv_server.proxy.engines import Endpoints
@@ -63,6 +63,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
         self, request_iterator: AsyncIterator[ProcessingRequest], context: Any
     ) -> AsyncIterator[ProcessingResponse]:
         caller = client_identity(context)
+        requester.set(caller)
         body = self._picker.arriving(caller, looks_ahead=not self._salts.are_derived)
         load, admitted = ExitStack(), ExitStack()
         exchange = Exchange(self._max_body_bytes, body.add)

@@ -20,6 +20,8 @@ from lmkv_server.proxy.openai import EventSplitter, EventTooLong, Json
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
+PART_BYTES = 64 << 10
+"""What is sent of a large body at a time."""
 KEEP_ALIVE_SECONDS = 2.0
 """vLLM closes connections that were idle for 5 s; an older one may be closed at the moment it is used."""
 MAX_RESPONSE_BYTES = 256 << 20
@@ -125,6 +127,9 @@ class UpstreamClient:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         own = {"Accept-Encoding": "identity"} | ({"Content-Type": "application/json"} if body is not None else {})
+        is_large = body is not None and len(body) > PART_BYTES
+        if is_large:
+            own["Content-Length"] = str(len(body or b""))
         with self._translate_errors():
             async with asyncio.timeout(None) as timeout:
                 self._timeouts.add(timeout)
@@ -132,7 +137,7 @@ class UpstreamClient:
                     async with self._upstream.session.request(
                         method,
                         self.engine.url + path,
-                        data=body,
+                        data=_in_parts(body) if is_large else body,
                         headers={**headers, **own},
                         allow_redirects=False,
                         ssl=self._upstream.contexts.get(),
@@ -197,6 +202,13 @@ def _system_message(error: OSError) -> str:
 def _complete(response: aiohttp.ClientResponse, body: bytes) -> HttpResponse:
     headers = {name: response.headers[name] for name in _RETURNED_HEADERS if name in response.headers}
     return HttpResponse(status=response.status, body=body, headers=headers)
+
+
+async def _in_parts(body: bytes | None) -> AsyncIterator[memoryview]:
+    """The parts of a large body: all of it at once would be copied before any other request is served."""
+    view = memoryview(body or b"")
+    for start in range(0, len(view), PART_BYTES):
+        yield view[start : start + PART_BYTES]
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -16,11 +16,14 @@ from lmkv.errors import BadChunkKey, Unreachable
 from lmkv.internal.v1 import lookup_service_pb2 as pb
 from lmkv.internal.v1 import lookup_service_pb2_grpc as pb_grpc
 from lmkv.keys import ChunkKey
+from lmkv.rpc import lookup_call as calls
 from lmkv.rpc.coordinator_client import CoordinatorConnection
-from lmkv.rpc.lookup_call import LookupCall
+from lmkv.rpc.lookup_call import MAX_IN_FLIGHT, LookupCall
+from lmkv.runtime.places import requester
 from lmkv_server.node.fleet.lookup import CoordinatorLookup
 from tests.waiting import WAIT_SECONDS, until
 
+NodeLookups: TypeAlias = calls.Lookups[pb.LookupRequest, pb.LookupResponse]
 NodeLookupCall: TypeAlias = LookupCall[pb.LookupRequest, pb.LookupResponse]
 
 KEY = ChunkKey(bytes(16))
@@ -114,6 +117,27 @@ async def test_all_lookups_of_a_node_are_on_one_stream_and_each_gets_its_own_ans
         assert (lookups.stream_count, lookups.unary_count, coordinator.failure_count) == (1, 0, 0)
         await coordinator.aclose()
         await until(lambda: lookups.open_count == 0)
+
+
+async def test_requesters_take_turns_in_lookups_beyond_those_in_flight() -> None:
+    async with serving() as (coordinator, connection):
+        lookups = NodeLookups(pb_grpc.LookupServiceStub(connection.channel), pb.LookupStreamRequest, connection.address)
+        answered: list[str] = []
+
+        async def lookup(caller: str, key: bytes) -> None:
+            requester.set(caller)
+            await lookups.lookup(pb.LookupRequest(chunk_keys=key), WAIT_SECONDS)
+            answered.append(caller)
+
+        async with asyncio.TaskGroup() as group:
+            for key in (LATE, *[KEY] * (3 * MAX_IN_FLIGHT)):
+                group.create_task(lookup("hog", key))
+            await until(lambda: coordinator.open_count == 1)
+            group.create_task(lookup("honest", KEY))
+            await asyncio.sleep(0)
+            coordinator.released.set()
+        assert answered.index("honest") <= 2 * MAX_IN_FLIGHT, "behind those in flight, and as many as they let begin"
+        await lookups.aclose()
 
 
 async def test_a_refused_lookup_does_not_affect_the_others() -> None:

@@ -12,9 +12,9 @@ from lmkv.keys import ChunkKey
 from lmkv.transfer.access import ReadAccess
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.peers.connection import MAX_GRANTS
 from lmkv_server.node.serving import read_grants
 from lmkv_server.node.serving.read_grants import (
-    MAX_GRANTS,
     MAX_INSTANCE_SESSIONS,
     PeerSession,
     PeerSessions,
