@@ -17,7 +17,7 @@ from lmkv.transfer import ChannelEnd, Copy
 from lmkv.transfer.channel import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
 from lmkv.transfer.tcp import server
-from lmkv.transfer.tcp.channel import TcpChannel
+from lmkv.transfer.tcp.channel import MAX_IDLE, READ_THREADS, TcpChannel
 from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request, shut
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory
 from tests.waiting import WAIT_SECONDS, until
@@ -169,6 +169,30 @@ async def test_a_reader_whose_idle_connection_was_closed_connects_again() -> Non
     copy = Copy(remote_address=memory.address, local_address=mine.address, size_bytes=MIB)
     await reader.read("owner:1", [copy], WAIT_SECONDS, lambda: None, GRANT_ID)
     assert (mine.words == 7).all()
+    await reader.aclose()
+    await channel.aclose()
+
+
+async def test_a_reader_keeps_few_idle_connections_and_none_to_a_peer_that_it_has_removed() -> None:
+    """The owner serves each connection by a thread of its own, and other readers need the places."""
+    memory, mine = Memory(MIB), Memory(MIB)
+    channel, reader = await TcpChannel.open(memory.end("owner:1")), await TcpChannel.open(mine.end("reader:1"))
+    await reader.add_peer("owner:1", channel.metadata_for(memory.admit()))
+    copy = Copy(remote_address=memory.address, local_address=mine.address, size_bytes=MIB)
+
+    def read() -> asyncio.Task[None]:
+        return asyncio.create_task(reader.read("owner:1", [copy], WAIT_SECONDS, lambda: None, GRANT_ID))
+
+    await asyncio.gather(*(read() for _ in range(READ_THREADS)))
+    peer = reader._peers["owner:1"]
+    assert 1 < len(peer.idle) <= MAX_IDLE
+    await until(lambda: len(channel._server._connections) == len(peer.idle))
+    reading = [read() for _ in range(MAX_IDLE)]
+    await asyncio.sleep(0)
+    assert not peer.idle, "all of them read"
+    await reader.remove_peer("owner:1")
+    await asyncio.gather(*reading, return_exceptions=True)
+    await until(lambda: not channel._server._connections)
     await reader.aclose()
     await channel.aclose()
 

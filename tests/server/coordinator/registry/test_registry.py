@@ -16,6 +16,7 @@ from lmkv.tiers import HOST
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instances import JoinAdmission
 from lmkv_server.coordinator.core.models import InstanceInfo
+from lmkv_server.coordinator.layout_store.records import MARKER
 from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 
 SPEC = KvSpec(
@@ -291,3 +292,23 @@ def test_an_instance_that_reports_its_chunks_elsewhere_leaves_room_to_join() -> 
         joined(registry, "b")
     registry.follow("a", 1, 0, lambda _: None)
     joined(registry, "b")
+
+
+def test_an_instance_that_reports_elsewhere_and_returns_is_synced_if_all_that_it_publishes_is_installed() -> None:
+    """Else answers would be partial for good: nothing more is loaded."""
+    registry = Registry(lease_ttl=3, now=-100)
+    joined(registry)
+    registry.follow("a", 1, 0, lambda _: None)
+    assert registry.is_partial(0)
+    follower = registry.followers["a"]
+    load = follower.begin_load()
+    assert follower.set_term(load, (1, 1))
+    follower.add_records(load, MARKER)
+    follower.finish_scan(load, (1, 0))
+    follower.advance((1, 0))
+    assert not registry.is_partial(0)
+    registry.instances.get("a", 1).stream = None
+    registry.register(InstanceInfo(instance_id="a", epoch=1, peer_address="host:1000", specs=(SPEC,)), 1)
+    assert registry.is_partial(1)
+    registry.follow("a", 1, 1, lambda _: None)
+    assert not registry.is_partial(1)
