@@ -11,6 +11,9 @@ The pages of SGLang have digests that lmkv can compute, too (`sha256-pages`); th
 
     digest_i = SHA-256(digest_{i-1} ‖ tokens of page i ‖ extras of page i)      digest_{-1}: of the cache salt, if any
 
+The chunks of what encoders make of images, sounds and videos (`sha256-media`) have the keys of pages, whose digests are
+of the media; no tokens name them.
+
 `tests/lmkv/golden_keys.json` has test vectors for other languages.
 """
 
@@ -30,7 +33,8 @@ from lmkv.packing import pack_fields
 
 HASH_SCHEME = "sha256-16"
 PAGE_HASH_SCHEME = "sha256-pages"
-HASH_SCHEMES = (HASH_SCHEME, PAGE_HASH_SCHEME)
+MEDIA_HASH_SCHEME = "sha256-media"
+HASH_SCHEMES = (HASH_SCHEME, PAGE_HASH_SCHEME, MEDIA_HASH_SCHEME)
 KEY_BYTES = 16
 FOREIGN_DIGEST_BYTES = 32
 """Length of the digest by which an engine names a page."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.errors import BadKvSpec
-from lmkv.keys import HASH_SCHEME, HASH_SCHEMES, KEY_BYTES, PAGE_HASH_SCHEME, ChunkKey, part_key
+from lmkv.keys import HASH_SCHEME, HASH_SCHEMES, KEY_BYTES, MEDIA_HASH_SCHEME, PAGE_HASH_SCHEME, ChunkKey, part_key
 from lmkv.packing import pack_fields
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
@@ -276,6 +276,11 @@ class KvSpec:
     def has_page_hashes(self) -> bool:
         """Whether the engine names its pages by digests of its own; chunks are then full pages."""
         return self.hash_scheme == PAGE_HASH_SCHEME
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether chunks are of tokens: others are what an encoder has made of a medium."""
+        return self.hash_scheme != MEDIA_HASH_SCHEME
 
     @property
     def is_private(self) -> bool:

@@ -1,4 +1,7 @@
-"""Makes `"kv_connector": "LMKVConnector"` known to vLLM. Called through the entry point `vllm.general_plugins`."""
+"""Makes `"kv_connector": "LMKVConnector"` and `"ec_connector": "LMKVECConnector"` known to vLLM.
+
+Called through the entry point `vllm.general_plugins`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import importlib
 import re
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from lmkv.errors import ConfigError
@@ -15,6 +19,8 @@ from lmkv_client import startup_error
 
 NAME = "LMKVConnector"
 MODULE = "lmkv_client.connector.vllm_connector"
+ENCODER_NAME = "LMKVECConnector"
+ENCODER_MODULE = "lmkv_client.connector.encoder.ec_connector"
 OLDEST_VLLM = (0, 31)
 """The first supported minor version of vLLM; docs/reference/compatibility.md lists what was tested."""
 NEWEST_VLLM = (0, 33)
@@ -26,34 +32,48 @@ CONFIGURED_AT = "lmkv_configured_at"
 
 
 def register() -> None:
-    """Registers the connector; vLLM calls this in each of its processes, perhaps more than once.
+    """Registers the connectors; vLLM calls this in each of its processes, perhaps more than once.
 
-    Under a vLLM that cannot work, an engine that is configured with the connector fails with one line. Engines without
-    it are not affected.
+    Under a vLLM that cannot work, an engine that is configured with one of them fails with one line. Engines without
+    them are not affected.
     """
-    from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
-        if error := version_error(__version__):
-            KVConnectorFactory._registry[NAME] = functools.partial(_refuse, error)
-        elif is_newer(__version__):
-            KVConnectorFactory._registry[NAME] = functools.partial(_load_if_compatible, __version__)
-        else:
-            KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    _register(KVConnectorFactory, NAME, MODULE)
+    with suppress(ModuleNotFoundError):  # vLLM before 0.32 has no such connectors, or others
+        from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+        _register(ECConnectorFactory, ENCODER_NAME, ENCODER_MODULE)
     _keep_served_names()
     startup_error.print_at_exit()
 
 
-def version_error(version: str) -> ConfigError | None:
+def _register(factory: Any, name: str, module: str) -> None:
+    from vllm import __version__
+
+    if name in factory._registry:
+        return
+    if error := version_error(__version__, name):
+        factory._registry[name] = functools.partial(_refuse, error)
+    elif is_newer(__version__):
+        factory._registry[name] = functools.partial(_load_if_compatible, __version__, name, module)
+    else:
+        factory.register_connector(name, module, name)
+
+
+def version_error(version: str, name: str = NAME) -> ConfigError | None:
     """The error if a version of vLLM is too old. A version without numbers, of a source tree, is not checked."""
     numbers = _minor(version)
     if numbers is None or numbers >= OLDEST_VLLM:
         return None
     return ConfigError(
         f"vLLM {version} is too old for this version of lmkv, which needs vllm>={OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}: "
-        "install another version of either, or remove LMKVConnector from --kv-transfer-config"
+        f"install another version of either, or {_removal(name)}"
     )
+
+
+def _removal(name: str) -> str:
+    return f"remove {name} from {'--ec-transfer-config' if name == ENCODER_NAME else '--kv-transfer-config'}"
 
 
 def is_newer(version: str) -> bool:
@@ -68,17 +88,16 @@ def _minor(version: str) -> tuple[int, int] | None:
 
 
 @functools.cache  # vLLM asks for the class several times, and the user reads the warning once
-def _load_if_compatible(version: str) -> type:
-    """The connector's class, if this vLLM has all that it relies on; else the engine ends."""
+def _load_if_compatible(version: str, name: str, module: str) -> type:
+    """A connector's class, if this vLLM has all that it relies on; else the engine ends."""
     from lmkv_client import vllm_contract
 
-    if moved := vllm_contract.moved():
+    if moved := vllm_contract.moved(encoder_cache=name == ENCODER_NAME):
         _refuse(
             ConfigError(
                 f"vLLM {version} is newer than this version of lmkv, and lacks what the connector relies on "
                 f"({'; '.join(moved[:3])}{f'; {len(moved) - 3} more' if len(moved) > 3 else ''}): install "
-                f"vllm<{NEWEST_VLLM[0]}.{NEWEST_VLLM[1] + 1} or a newer lmkv, or remove LMKVConnector from "
-                "--kv-transfer-config"
+                f"vllm<{NEWEST_VLLM[0]}.{NEWEST_VLLM[1] + 1} or a newer lmkv, or {_removal(name)}"
             )
         )
     from vllm.logger import init_logger
@@ -88,7 +107,7 @@ def _load_if_compatible(version: str) -> type:
         version,
         *NEWEST_VLLM,
     )
-    connector: type = getattr(importlib.import_module(MODULE), NAME)
+    connector: type = getattr(importlib.import_module(module), name)
     return connector
 
 

@@ -583,7 +583,9 @@ class KvSpec(_message.Message):
     block_size: _builtins.int
     """With native tiles: tokens per KV-cache block. Otherwise 0."""
     hash_scheme: _builtins.str
-    """Scheme of the chunk keys: `sha256-16`, or `sha256-pages` if the engine names its pages by digests of its own."""
+    """Scheme of the chunk keys: `sha256-16`, `sha256-pages` if the engine names its pages by digests of its own, or
+    `sha256-media` if chunks are what an encoder has made of images, sounds and videos, which no tokens name.
+    """
     vocab_size: _builtins.int
     """Upper limit of token ids, to validate lookups by tokens; not part of the fingerprint."""
     rule: Global___PartRule.ValueType

@@ -336,6 +336,10 @@ class LlmProcess:
         """Values by sample name, as /metrics would show them."""
         return dict(self._do("metrics"))
 
+    def encoder_runs(self) -> int:
+        """Media that the encoder was run for so far, if the engine has an `ec_transfer_config`."""
+        return int(self._do("encoder_runs"))
+
     def kv_cache(self) -> KvCacheLayout:
         """How vLLM has laid out its KV cache."""
         return KvCacheLayout(**self._do("kv_cache"))

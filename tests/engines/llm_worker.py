@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.config import ECTransferConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.entrypoints.openai import api_server  # noqa: F401 # to be forked with it
@@ -42,12 +43,16 @@ class Worker:
     """The commands, by method name. Each gets the fields of its line and returns what goes back."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        if encoders := options.pop("ec_transfer_config", None):
+            options["ec_transfer_config"] = ECTransferConfig(**encoders)
         self._llm = LLM(**options, enforce_eager=True, disable_log_stats=False)
         self._engine = self._llm.llm_engine
         if options.get("pipeline_parallel_size", 1) > 1:
             executor = self._engine.engine_core.engine_core.model_executor  # the LLM's own call could change weights
             executor.collective_rpc("warm_up", args=(options["max_num_batched_tokens"],))
         self._begun_count = 0
+        if encoders:
+            self._engine.engine_core.engine_core.model_executor.collective_rpc(_count_encoder_runs)
 
     def ask(
         self,
@@ -129,6 +134,12 @@ class Worker:
                 for name in (sample.name, *(f'{sample.name}{{{one}="{sample.labels[one]}"}}' for one in labelled)):
                     values[name] = values.get(name, 0.0) + sample.value
         return values
+
+    def encoder_runs(self) -> int:
+        """Media that the encoder was run for so far."""
+        executor = self._engine.engine_core.engine_core.model_executor
+        counts: list[int] = executor.collective_rpc(lambda worker: worker.lmkv_encoder_runs)
+        return counts[0]
 
     def kv_cache(self) -> dict[str, Any]:
         """The groups of the KV cache, by their kind, and the number of its pages."""
@@ -217,6 +228,19 @@ def run_engine(commands: socket.socket) -> None:
             name = command.pop("do")
             say(getattr(worker, name)(**command))
         worker.close()
+
+
+def _count_encoder_runs(worker: Any) -> None:
+    model = worker.model_runner.get_model()
+    embed = model.embed_multimodal
+    worker.lmkv_encoder_runs = 0
+
+    def embed_and_count(**inputs: Any) -> Any:
+        outputs = embed(**inputs)
+        worker.lmkv_encoder_runs += len(outputs)
+        return outputs
+
+    model.embed_multimodal = embed_and_count
 
 
 def _release_pages(_worker: Any, released: bool) -> None:

@@ -18,7 +18,11 @@ MAX_MODULES = 60
 """Modules that `import lmkv` may read beside what the interpreter has at its start: it stays fast."""
 HOMES = {
     "torch": ("kernels/", "client/lmkv_client/connector/", "client/lmkv_client/transformers/"),
-    "vllm": ("client/lmkv_client/connector/vllm_api.py", "client/lmkv_client/plugin.py"),
+    "vllm": (
+        "client/lmkv_client/connector/vllm_api.py",
+        "client/lmkv_client/connector/encoder/ec_api.py",
+        "client/lmkv_client/plugin.py",
+    ),
     "nixl": ("lmkv/transfer/",),
     "nixl_cu12": ("lmkv/transfer/",),
     "ucxx": ("lmkv/transfer/",),

@@ -49,6 +49,17 @@ HINTS = "hints"
 LABELS = {TIER_TOKENS: ("tier",), MISS_TOKENS: ("reason",), HINTS: ("action", "outcome")}
 """Labels of counters besides vLLM's own. Their counts are kept under the name and the values, separated by colons."""
 
+ENCODER_COUNTERS = {
+    "encoder_hits": "Images, sounds and videos whose encoder did not run, since its output was loaded.",
+    "encoder_misses": "Images, sounds and videos that were encoded, since no output of an encoder was found.",
+    "encoder_loaded_bytes": "Bytes of outputs of encoders that were loaded.",
+    "encoder_stored_bytes": "Bytes of outputs of encoders that were stored in the node's pool.",
+    "encoder_load_failures": "Outputs of encoders that were found and not loaded; the encoder ran again.",
+    "encoder_skipped_stores": "Outputs of encoders that were not stored: no node, no room, or another shape.",
+    "encoder_unknown_media": "Images, sounds and videos of unknown content, whose outputs are not cached.",
+}
+"""Counters of `LMKVECConnector` by name; Prometheus knows them as `lmkv:NAME_total`."""
+
 SPEC_CONFLICTS = "spec_conflicts"
 GAUGES = {SPEC_CONFLICTS: "Instances of the same model that share nothing with this one."}
 """Gauges by name; Prometheus knows them as `lmkv:NAME`."""

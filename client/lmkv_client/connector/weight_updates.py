@@ -46,9 +46,11 @@ def watch(sides: Callable[[Any], list[SchedulerSide]]) -> None:
     """Watches the engines of this process; `sides` finds the scheduler sides of one. Idempotent."""
     core = engine_core()
 
-    def before(name: str, inform: Callable[..., None]) -> None:
+    def before(name: str, inform: Callable[..., bool]) -> None:
         def call(method: Callable[[], Any], self: Any, args: Any, options: Any) -> Any:
-            inform(sides(self), *args, **options)
+            if inform(found := sides(self), *args, **options):
+                for one in (*found, *encoder_caches(self)):
+                    one.weights_changed()
             return method()
 
         _wrap(core, name, call)
@@ -68,6 +70,12 @@ def watch(sides: Callable[[Any], list[SchedulerSide]]) -> None:
     after("set_weight_version", _named)
     after("reset_prefix_cache", _reset)
     after("reset_encoder_cache", _encoder_reset)
+
+
+def encoder_caches(core: Any) -> list[Any]:
+    """lmkv's connector of the encoder cache in an `EngineCore`, if there is one."""
+    connector = getattr(getattr(core, "scheduler", None), "ec_connector", None)
+    return [connector] if hasattr(connector, "weights_changed") else []
 
 
 def _wrap(core: Any, name: str, call: Callable[[Callable[[], Any], Any, Any, Any], Any]) -> None:
@@ -90,15 +98,14 @@ def _called(
     args: Any = (),
     *_: Any,
     **__: Any,
-) -> None:
+) -> bool:
+    """Whether weights may change."""
     for lora in args or ():
         if isinstance(lora, LoRARequest):
             _adapter_loads(sides, lora)
     if method == "remove_lora":
         _adapter_removed(sides, True, *args)
-    if method not in HARMLESS_CALLS:
-        for side in sides:
-            side.weights_changed()
+    return method not in HARMLESS_CALLS
 
 
 def _load_adapter(find_sides: Callable[[Any], list[SchedulerSide]]) -> Callable[..., Any]:
@@ -125,9 +132,9 @@ def _adapter_removed(sides: list[SchedulerSide], _result: Any, lora_id: int) -> 
         side.adapters.removed(lora_id)
 
 
-def _sleeps(sides: list[SchedulerSide], level: int = 1, *_: Any, **__: Any) -> None:
-    for side in sides if level >= DISCARDING_SLEEP else ():
-        side.weights_changed()
+def _sleeps(_sides: list[SchedulerSide], level: int = 1, *_: Any, **__: Any) -> bool:
+    """Whether weights change."""
+    return level >= DISCARDING_SLEEP
 
 
 def _named(sides: list[SchedulerSide], _result: None, weight_version: str) -> None:

@@ -166,9 +166,13 @@ class Engine:
         lora: str = "",
         engine_request_id: str = "",
         traceparent: str | None = None,
+        is_counted: bool = True,
         timeout: float | None = None,
     ) -> Future[Held]:
-        """As `lookup`, without blocking. A future that is cancelled releases what it would have held."""
+        """As `lookup`, without blocking. A future that is cancelled releases what it would have held.
+
+        `is_counted`: whether it is counted and reported as a prompt.
+        """
         result: Future[Held] = Future()
 
         def found(answer: Future[CallerLookup | None]) -> None:
@@ -179,7 +183,7 @@ class Engine:
                 held.release()
 
         lookup = self._asked(keys, timeout, tokens, salt=salt, lora=lora)
-        lookup.engine_request_id, lookup.traceparent = engine_request_id, traceparent
+        lookup.engine_request_id, lookup.traceparent, lookup.is_counted = engine_request_id, traceparent, is_counted
         self._dispatcher.lookup(lookup)
         lookup.future.add_done_callback(found)
         return result

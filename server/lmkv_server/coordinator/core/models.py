@@ -168,7 +168,7 @@ class Models:
         return max((len(next(iter(one.values())).parts) for one in self._by_fingerprint.values()), default=1)
 
     def specs(self, model_name: str = "") -> list[KvSpec]:
-        """The specs of a model, one per fingerprint; without a name, the only one.
+        """The specs of a model, one per fingerprint; without a name, the only one whose chunks are of tokens.
 
         Empty if nothing is registered and no name is given. Raises `ModelNotFound`, `ModelAmbiguous`, and
         `BadSelection` if the name is that of a LoRA adapter.
@@ -271,6 +271,7 @@ class Models:
             fingerprint: next(iter(holders.values()))
             for by_kind in self._by_name.values()
             for (fingerprint, _), holders in by_kind.items()
+            if next(iter(holders.values())).has_tokens
         }
         if len(found) > 1:
             names = self._names()

@@ -121,7 +121,7 @@ class Namespaces:
             one.spec.fingerprint: one
             for kinds in self._by_name.values()
             for one in kinds.values()
-            if not one.lora_identity
+            if not one.lora_identity and one.spec.has_tokens
         }
         return list(specs.values()) if len(specs) == 1 else []
 

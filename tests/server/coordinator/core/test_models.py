@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from lmkv.errors import BadSelection, Full, ModelAmbiguous, ModelNotFound
+from lmkv.keys import MEDIA_HASH_SCHEME
 from lmkv.spec import MAX_NAME_BYTES, KvPart, KvSpec, ServedModel
 from lmkv_server.coordinator.core import models as models_module
 from lmkv_server.coordinator.core.models import (
@@ -60,6 +61,14 @@ def test_a_served_name_stands_for_the_spec_of_its_fingerprint() -> None:
     assert models.other_names("chat") == ["qwen"]
     assert models.other_names("llama") == []
     assert models.other_names("unknown") == []
+
+
+def test_without_a_name_outputs_of_encoders_are_not_meant() -> None:
+    encoder = dataclasses.replace(LLAMA, model_name="llama encoder", hash_scheme=MEDIA_HASH_SCHEME)
+    models = models_of(info("a", LLAMA, encoder))
+    assert models.specs() == [LLAMA]
+    assert models.namespaces() == [Namespace(spec=LLAMA)]
+    assert models.specs("llama encoder") == [encoder]
 
 
 def test_other_names_are_sorted_and_include_adapters() -> None:

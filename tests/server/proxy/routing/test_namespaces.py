@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lmkv.keys import KEY_BYTES, PAGE_HASH_SCHEME, as_tokens, chunk_keys, join_keys, page_keys, page_seed, root_key
+from lmkv.keys import (
+    KEY_BYTES,
+    MEDIA_HASH_SCHEME,
+    PAGE_HASH_SCHEME,
+    as_tokens,
+    chunk_keys,
+    join_keys,
+    page_keys,
+    page_seed,
+    root_key,
+)
 from lmkv.spec import KvSpec
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import Instance
@@ -87,6 +97,12 @@ def test_keys_are_of_a_prompt_if_namespaces_salt_and_all_tokens_are_the_same() -
     chunks, pages = growing.all()
     assert (chunks.fingerprint, chunks.chunk_size, len(chunks.keys)) == (SPEC.fingerprint, 16, 3 * KEY_BYTES)
     assert (pages.fingerprint, pages.chunk_size, len(pages.keys)) == (PAGES.fingerprint, 16, 2 * KEY_BYTES)
+
+
+def test_without_a_name_outputs_of_encoders_are_not_meant() -> None:
+    encoder = replace(SPEC, model_name="llama encoder", hash_scheme=MEDIA_HASH_SCHEME)
+    namespaces = Namespaces([Instance(specs=[spec.to_proto() for spec in (SPEC, encoder)])])
+    assert namespaces.of("") == [ServedNamespace(SPEC)]
 
 
 def test_a_lookup_covers_the_newest_specs_of_a_name() -> None:

@@ -330,7 +330,8 @@ export type KvSpec = Message<"lmkv.v1.KvSpec"> & {
   blockSize: number;
 
   /**
-   * Scheme of the chunk keys: `sha256-16`, or `sha256-pages` if the engine names its pages by digests of its own.
+   * Scheme of the chunk keys: `sha256-16`, `sha256-pages` if the engine names its pages by digests of its own, or
+   * `sha256-media` if chunks are what an encoder has made of images, sounds and videos, which no tokens name.
    *
    * @generated from field: string hash_scheme = 14;
    */

@@ -1,0 +1,156 @@
+"""Outputs of encoders in a real node: stored by the worker side, found by the scheduler side, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmkv.keys import MEDIA_HASH_SCHEME
+from lmkv.spec import KvSpec
+from lmkv_client.connector.encoder.outputs import CHUNK_ROWS, EncoderPlan, OutputName, OutputWidths
+from lmkv_client.connector.encoder.scheduler import OutputLookup
+from lmkv_client.connector.encoder.worker import MAX_WAITING_BYTES, EncoderStores, EncoderWorker, host_bytes, store
+from lmkv_client.engine import Engine
+from tests.client.engine.engines import attach_engine
+from tests.client.engine.nodes import connector_config, kill_all
+from tests.waiting import POLL_SECONDS, WAIT_SECONDS
+
+HIDDEN = 24
+SPEC = KvSpec(
+    model_name="pictures encoder",
+    model_id="pictures",
+    kv_dtype="bfloat16",
+    layer_count=1,
+    kv_head_count=1,
+    head_size=HIDDEN,
+    chunk_size=CHUNK_ROWS,
+    mla=True,
+    hash_scheme=MEDIA_HASH_SCHEME,
+)
+DIGEST = bytes(range(32))
+
+
+@pytest.fixture
+def engine(runtime_dir: Path) -> Iterator[Engine]:
+    """An engine at a node of its own."""
+    with attach_engine(runtime_dir, spec=SPEC) as engine:
+        yield engine
+    kill_all(runtime_dir)
+
+
+def output(places: int, embeddings: int) -> torch.Tensor:
+    """What an encoder might make: other numbers everywhere."""
+    return torch.randn(places, embeddings * HIDDEN, generator=torch.Generator().manual_seed(places)).bfloat16()
+
+
+def found(engine: Engine, name: OutputName) -> OutputLookup:
+    """A lookup that is done."""
+    lookup = OutputLookup(engine, name)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not lookup.poll():
+        assert time.monotonic() < deadline, "no answer"
+        time.sleep(POLL_SECONDS)
+    return lookup
+
+
+def make_worker(engine: Engine, *, is_writer: bool = True) -> EncoderWorker:
+    return EncoderWorker(engine.config, torch.bfloat16, "cpu", is_writer=is_writer)
+
+
+@pytest.mark.parametrize(
+    ("places", "embeddings"),
+    [(1, 1), (CHUNK_ROWS - 1, 1), (CHUNK_ROWS, 1), (CHUNK_ROWS + 1, 1), (577, 1), (300, 4), (CHUNK_ROWS, 3)],
+)
+def test_an_output_of_any_length_and_width_is_loaded_as_it_was_stored(
+    engine: Engine, places: int, embeddings: int
+) -> None:
+    name = OutputName.of(engine, DIGEST, places, embeddings, salt="")
+    assert not found(engine, name).is_ready
+    made = output(places, embeddings)
+    assert store(engine, name, host_bytes(made, None)) == made.nbytes
+    lookup = found(engine, name)
+    plan = EncoderPlan(loads={"picture": lookup.output()})
+    here: dict[str, torch.Tensor] = {}
+    elsewhere: dict[str, torch.Tensor] = {}
+    make_worker(engine).load(here, plan)
+    make_worker(engine).load(elsewhere, pickle.loads(pickle.dumps(plan)))
+    lookup.release()
+    assert torch.equal(here["picture"], made)
+    assert torch.equal(elsewhere["picture"], made)
+
+
+def test_an_output_that_lacks_a_chunk_is_not_loaded(engine: Engine) -> None:
+    name = OutputName.of(engine, DIGEST, 3 * CHUNK_ROWS, 1, salt="")
+    begin = replace(name, keys=name.keys[:2])
+    store(engine, begin, host_bytes(output(3 * CHUNK_ROWS, 1), None))
+    assert not found(engine, name).is_ready
+
+
+def test_names_differ_in_content_shape_salt_and_spec(engine: Engine, runtime_dir: Path) -> None:
+    names = [
+        OutputName.of(engine, DIGEST, 8, 1, salt=""),
+        OutputName.of(engine, DIGEST[::-1], 8, 1, salt=""),
+        OutputName.of(engine, DIGEST, 9, 1, salt=""),
+        OutputName.of(engine, DIGEST, 8, 2, salt=""),
+        OutputName.of(engine, DIGEST, 8, 1, salt="tenant"),
+    ]
+    others = (replace(SPEC, model_id="other"), replace(SPEC, kv_dtype="float16"), replace(SPEC, weight_version="2"))
+    for spec in others:
+        with attach_engine(runtime_dir, spec=spec) as other:
+            names.append(OutputName.of(other, DIGEST, 8, 1, salt=""))
+    assert len({name.keys for name in names}) == len(names)
+    assert OutputName.of(engine, DIGEST, 8, 1, salt="").keys == names[0].keys
+
+
+def test_an_output_of_another_shape_or_dtype_than_its_name_says_is_not_stored(engine: Engine) -> None:
+    name = OutputName.of(engine, DIGEST, 8, 1, salt="")
+    plan = EncoderPlan(stores={"picture": name}, spec=SPEC)
+    worker = make_worker(engine)
+    wrong = [output(9, 1), output(8, 2), output(8, 1).float(), output(8, 1).reshape(8, 1, HIDDEN)]
+    for made in wrong:
+        worker.save({"picture": made}, "picture", plan)
+    report = worker.report()
+    assert report is not None
+    assert report.counts == {"encoder_skipped_stores": len(wrong)}
+    make_worker(engine, is_writer=False).save({"picture": output(8, 1)}, "picture", plan)
+    assert not found(engine, name).is_ready
+    worker.save({"picture": output(8, 1)}, "picture", plan)
+    worker.close()
+    assert found(engine, name).is_ready
+
+
+def test_outputs_that_wait_to_be_stored_are_bounded(runtime_dir: Path) -> None:
+    stores = EncoderStores(
+        connector_config(runtime_dir, node_address=str(runtime_dir / "none"), node_start_timeout=1.0), SPEC
+    )
+    engine: Any = SimpleNamespace(foreign_keys=lambda names, salt: names)
+    made = torch.empty(
+        MAX_WAITING_BYTES // HIDDEN // 4, HIDDEN, dtype=torch.bfloat16
+    )  # half of them: no page is touched
+    name = OutputName.of(engine, DIGEST, len(made), 1, salt="")
+    for _ in range(3):
+        stores.add(name, made)
+    assert stores.take_counts() == {"encoder_skipped_stores": 1}
+    stores.close()
+
+
+def test_widths_are_those_that_vllm_measures_or_the_configuration_says() -> None:
+    def widths(measured: dict[str, int], **vision: Any) -> OutputWidths:
+        model = SimpleNamespace(
+            get_inputs_embeds_size=lambda: HIDDEN, hf_config=SimpleNamespace(vision_config=SimpleNamespace(**vision))
+        )
+        transfer = SimpleNamespace(mm_encoder_output_widths=measured)
+        config: Any = SimpleNamespace(model_config=model, ec_transfer_config=transfer)
+        return OutputWidths(config)
+
+    measured = widths({"image": HIDDEN, "video": 4 * HIDDEN, "pruned": HIDDEN + 5}, deepstack_visual_indexes=[1])
+    assert [measured.of(modality) for modality in ("image", "video", "pruned", "audio")] == [1, 4, 0, 2]
+    assert widths({}).of("image") == 1
