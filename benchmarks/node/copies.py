@@ -41,8 +41,8 @@ Bytes = NDArray[np.uint8]
 
 def measure(run: BenchmarkRun, spec: KvSpec) -> None:
     """Adds rows for the chunks of one prompt, with one thread and with two."""
+    from lmkv_client.connector.engine_kv import LayerGroup
     from lmkv_client.connector.identity import head_shares
-    from lmkv_client.connector.kv_layout import LayerGroup
     from lmkv_client.connector.worker.side import WorkerSide
 
     chunk_count = PROMPT_TOKENS // spec.chunk_size

@@ -23,9 +23,8 @@ def measure(run: BenchmarkRun, link: NodeClient) -> None:
     """Adds rows for a scheduler side that is attached to a node, and a worker side beside it."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from lmkv_client.connector.engine_kv import EngineKv
+    from lmkv_client.connector.engine_kv import EngineKv, LayerGroup
     from lmkv_client.connector.identity import head_shares
-    from lmkv_client.connector.kv_layout import LayerGroup
     from lmkv_client.connector.scheduler.side import SchedulerSide
     from lmkv_client.connector.scheduler.stores import SchedulerOptions
     from lmkv_client.connector.worker.side import WorkerSide

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmkv.auth.credentials import Credentials
     from lmkv_client.chunks import Chunks
-    from lmkv_client.coordinator import Coordinator
+    from lmkv_client.coordinator import Coordinator, LayoutUpdate, LookupStream
     from lmkv_client.operation import ClearOperation, DrainOperation, MoveOperation, Operation
-    from lmkv_client.streams import LayoutUpdate, LookupStream
 
 __all__ = [
     "Chunks",
@@ -38,8 +37,8 @@ _MODULES = {
     "ClearOperation": "lmkv_client.operation",
     "DrainOperation": "lmkv_client.operation",
     "Coordinator": "lmkv_client.coordinator",
-    "LayoutUpdate": "lmkv_client.streams",
-    "LookupStream": "lmkv_client.streams",
+    "LayoutUpdate": "lmkv_client.coordinator",
+    "LookupStream": "lmkv_client.coordinator",
     "MoveOperation": "lmkv_client.operation",
     "Operation": "lmkv_client.operation",
     "Credentials": "lmkv.auth.credentials",

@@ -11,9 +11,8 @@ from typing import Any, Self
 
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.telemetry.logs import LimitedLogger
-from lmkv_client.coordinator import Coordinator
+from lmkv_client.coordinator import Coordinator, LayoutUpdate
 from lmkv_client.kv_events import LayoutEvents, Model, PublishedBatch
-from lmkv_client.streams import LayoutUpdate
 
 try:
     import zmq

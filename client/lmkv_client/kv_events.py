@@ -17,7 +17,7 @@ import msgspec
 
 from lmkv.tiers import DISK, GPU, HOST, REMOTE
 from lmkv.v1.cache_service_pb2 import LayoutChange
-from lmkv_client.streams import LayoutUpdate
+from lmkv_client.coordinator import LayoutUpdate
 
 MEDIA: Mapping[str, str] = {GPU: "GPU", HOST: "CPU", DISK: "STORAGE", REMOTE: "STORAGE"}
 """vLLM's names of the tiers."""

@@ -13,7 +13,7 @@ from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound, Unreachable
 from lmkv_client import Coordinator
-from lmkv_client.streams import LookupStream
+from lmkv_client.coordinator import LookupStream
 from lmkv_client.sync import Coordinator as SyncCoordinator
 from lmkv_server.coordinator import coordinator as server
 from tests.server.node.ordering import until

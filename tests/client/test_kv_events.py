@@ -23,9 +23,9 @@ from lmkv_client import Coordinator as Client
 from lmkv_client import kv_event_publisher
 from lmkv_client.commands import flags
 from lmkv_client.commands.layout import read_token
+from lmkv_client.coordinator import LayoutUpdate
 from lmkv_client.kv_event_publisher import USER, EventPublisher, is_bound, read_replay
 from lmkv_client.kv_events import BATCH_EVENTS, HEARTBEAT_SECONDS, MEDIA, LayoutEvents, Model, PublishedBatch
-from lmkv_client.streams import LayoutUpdate
 from tests.client.conftest import RunCommand
 from tests.client.event_consumers import Consumer, Index, Subscriber, batch_decoder
 from tests.client.layout_fleet import CAPACITY, SPEC, Fleet, drift, has

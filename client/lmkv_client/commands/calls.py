@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import re
 import sys
@@ -20,7 +21,6 @@ from lmkv.errors import ConfigError, LmkvError, Unreachable
 from lmkv.keys import KEY_BYTES, ChunkKey
 from lmkv_client.chunks import Chunks
 from lmkv_client.coordinator import Coordinator
-from lmkv_client.http_port import find_grpc
 from lmkv_client.operation import RETRY_SECONDS
 
 Response = TypeVar("Response")
@@ -190,3 +190,29 @@ def tokenize(prompt: str, folder: str | None) -> list[int]:
         return tokenizer.load(folder).encode(prompt)
     except ConfigError as error:
         raise ConfigError(f"--prompt: {error}; or give token ids with --tokens") from None
+
+
+TIMEOUT_SECONDS = 2.0
+MAX_ANSWER_BYTES = 4096
+
+
+def find_grpc(address: str, credentials: Credentials) -> str:
+    """`host:port` of the gRPC service behind a coordinator's HTTP address; empty if no coordinator responds there."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        connection: http.client.HTTPConnection
+        if credentials.ca:
+            context = credentials.client_contexts().get()
+            context.check_hostname = not credentials.name
+            connection = http.client.HTTPSConnection(
+                host.strip("[]"), int(port), timeout=TIMEOUT_SECONDS, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT_SECONDS)
+        try:
+            connection.request("GET", "/grpc_port")
+            answer = json.loads(connection.getresponse().read(MAX_ANSWER_BYTES))
+            return f"{host}:{int(answer['grpc_port'])}"
+        finally:
+            connection.close()
+    return ""

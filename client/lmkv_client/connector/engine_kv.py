@@ -15,7 +15,6 @@ from lmkv.packing import pack_fields
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_client.connector.identity import engine_identity, first_layer, identity_across_engines, served_names
-from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.vllm_api import (
     FIRST_WITH_GROUPS,
     VLLM_VERSION,
@@ -36,6 +35,20 @@ from lmkv_client.connector.vllm_api import (
     hit_alignment,
     init_logger,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup:
+    """One of vLLM's KV-cache groups: its layers on this rank, and where an extent of their part has them."""
+
+    part: int
+    block_size: int
+    """Tokens per page."""
+    layer_names: tuple[str, ...]
+    """In the order in which an extent has them."""
+    first_layer: int = 0
+    """Index of the first of these layers in the part."""
+
 
 logger = init_logger("vllm.lmkv")
 

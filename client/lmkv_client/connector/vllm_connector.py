@@ -42,11 +42,11 @@ from lmkv_client.connector.vllm_api import (
     init_logger,
 )
 from lmkv_client.connector.weight_updates import watch
-from lmkv_client.connector.worker.format import check_packing
+from lmkv_client.connector.worker.page_copier import check_packing
 from lmkv_client.connector.worker.side import WorkerSide
+from lmkv_client.engine.key_space import ServedNames
 from lmkv_client.engine.log import join_log
 from lmkv_client.engine.node.client import NodeClient
-from lmkv_client.engine.served_names import ServedNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,10 +15,9 @@ A lost node means empty answers and counts, never exceptions. Start with `engine
 `extent.Extent`; `dispatcher` has the threads. vLLM's connector is built on the same `session`, `attachment` and `node`.
 """
 
-from lmkv_client.engine.copier import Copier
 from lmkv_client.engine.counters import EngineCounters
 from lmkv_client.engine.engine import Engine
-from lmkv_client.engine.extent import Extent, Written
+from lmkv_client.engine.extent import Copier, Extent, Written
 from lmkv_client.engine.held import Held
 
 __all__ = ["Copier", "Engine", "EngineCounters", "Extent", "Held", "Written"]

@@ -1,10 +1,12 @@
-"""Lookups of the engine API: the callers that wait for them and their loads, and what is counted of their prompts."""
+"""Lookups of the engine API: the callers that wait for them and their loads, and the futures that these wait on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from lmkv import telemetry
 from lmkv.keys import ChunkKey
@@ -13,10 +15,48 @@ from lmkv.telemetry import NO_SPAN, Span, SpanKind
 from lmkv.tiers import OWN, PEERS
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.extent import Extent, MappedPool
-from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.prompt_account import failure_reason
 from lmkv_client.engine.session import Lookup, LookupState, Session, SessionEvent
 from lmkv_kernels import checksum
+
+T = TypeVar("T")
+
+
+class Outcomes:
+    """Futures with their results, in order. Added to with the lock held, set without it: a callback may then call the
+    engine again."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Future[Any], Any]] = []
+
+    def add(self, future: Future[T], result: T) -> None:
+        """Adds the result of a future. No future may be added twice."""
+        self._pending.append((future, result))
+
+    def take(self) -> Outcomes:
+        """What was added, for the caller to `set`."""
+        taken = Outcomes()
+        self._pending, taken._pending = [], self._pending
+        return taken
+
+    def set(self) -> list[Any]:
+        """Sets all results. Returns those whose futures the callers have cancelled."""
+        cancelled = []
+        for future, result in self._pending:
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
+            else:
+                cancelled.append(result)
+        return cancelled
+
+
+def await_result(future: Future[T], deadline: float, expire: Callable[[], None]) -> T:
+    """The result of a future. At its deadline `expire` ends it with what there is."""
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        expire()
+        return future.result()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,14 +12,13 @@ from lmkv.misses import MissReason
 from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import PoolMapping
-from lmkv_client.engine.caller_lookup import CallerLookup, CallerLookups, LoadWaiter
+from lmkv_client.engine.caller_lookup import CallerLookup, CallerLookups, LoadWaiter, Outcomes
 from lmkv_client.engine.counters import Counters, EngineCounters
 from lmkv_client.engine.extent import Extent, MappedPool, Written
+from lmkv_client.engine.key_space import ServedNames
 from lmkv_client.engine.log import logger
 from lmkv_client.engine.node.client import NodeClient
-from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.reservations import ExtentRequest, Reservations
-from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.engine.session import Session, SessionEvent
 from lmkv_client.processors import use_processors
 from lmkv_kernels import checksum

@@ -17,17 +17,14 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, Tokens, as_tokens
 from lmkv.spec import KvSpec
-from lmkv_client.engine.caller_lookup import CallerLookup
-from lmkv_client.engine.copier import Copier
+from lmkv_client.engine.caller_lookup import CallerLookup, await_result
 from lmkv_client.engine.counters import EngineCounters
 from lmkv_client.engine.dispatcher import Dispatcher
-from lmkv_client.engine.extent import Extent, Written
+from lmkv_client.engine.extent import Copier, Extent, Written
 from lmkv_client.engine.held import Held
-from lmkv_client.engine.key_space import KeySpace
-from lmkv_client.engine.outcomes import await_result
+from lmkv_client.engine.key_space import KeySpace, ServedNames
 from lmkv_client.engine.prompt_account import PromptAccount
 from lmkv_client.engine.reservations import ExtentRequest
-from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.engine.session import MAX_ASKED_KEYS
 from lmkv_kernels import Pages
 

@@ -9,10 +9,9 @@ from typing import Self
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
-from lmkv_client.engine.caller_lookup import CallerLookup, LoadWaiter
+from lmkv_client.engine.caller_lookup import CallerLookup, LoadWaiter, await_result
 from lmkv_client.engine.dispatcher import Dispatcher
 from lmkv_client.engine.extent import Extent
-from lmkv_client.engine.outcomes import await_result
 
 
 class Held:

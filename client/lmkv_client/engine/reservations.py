@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_client.engine.caller_lookup import CallerLookup
+from lmkv_client.engine.caller_lookup import CallerLookup, Outcomes
 from lmkv_client.engine.extent import Extent, MappedPool
-from lmkv_client.engine.outcomes import Outcomes
 from lmkv_client.engine.session import Session
 
 IDLE_SECONDS = 1.0

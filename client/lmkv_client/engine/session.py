@@ -25,8 +25,8 @@ from lmkv_client.engine.counters import Counters
 from lmkv_client.engine.hit_sources import HitSources
 from lmkv_client.engine.log import logger
 from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
-from lmkv_client.engine.prefill_rate import PrefillRate
 from lmkv_client.engine.prompt_account import PromptAccount, PromptAccounts
+from lmkv_client.engine.speeds import PrefillRate
 from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE, PartCredits
 
 MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // KEY_BYTES

@@ -131,8 +131,8 @@ class Rank:
     def __init__(self, rank: int, rank_count: int, attachment: Attachment) -> None:
         import torch
 
+        from lmkv_client.connector.engine_kv import LayerGroup
         from lmkv_client.connector.identity import head_shares
-        from lmkv_client.connector.kv_layout import LayerGroup
         from lmkv_client.connector.messages import StepPlan
         from lmkv_client.connector.worker.side import WorkerSide
 

@@ -32,8 +32,8 @@ from lmkv.v1.chunk_pb2 import (
     RequestReport,
 )
 from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.key_space import ServedNames
 from lmkv_client.engine.node.client import Event, NodeLost
-from lmkv_client.engine.served_names import ServedNames
 from tests.client.connector.scripted_chunks import SPOILT, Fetch, HeldChunks, Pool, Stored, Ticket
 
 PARTIAL = -1

@@ -27,8 +27,7 @@ from lmkv.keys import ChunkKey, KeyChain, PageKeyChain, as_tokens, page_seed, ro
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
-from lmkv_client.connector.engine_kv import EngineKv, engine_kv
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import EngineKv, LayerGroup, engine_kv
 from lmkv_client.connector.messages import StepPlan
 from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.connector.scheduler.hit_choice import StepLoads

@@ -34,14 +34,14 @@ from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART
 from lmkv_client.connector.engine_kv import (
     PER_TENSOR_DTYPES,
     PLAIN_DTYPES,
+    LayerGroup,
     check_elements,
     check_reuse,
     engine_kv,
     kv_dtype,
 )
-from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.vllm_api import VLLM_VERSION, attention_isa
-from lmkv_client.connector.worker.format import check_packing
+from lmkv_client.connector.worker.page_copier import check_packing
 from lmkv_client.demo.model import make_model
 from lmkv_client.model_identity import shared_identity
 from lmkv_kernels import token_rows
@@ -403,7 +403,9 @@ def test_a_packing_that_is_not_as_expected_is_refused(monkeypatch: pytest.Monkey
     cache = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"kv_format: .*'mmx'.*use kv_format native"):
         check_packing("mmx", cache)
-    monkeypatch.setattr("lmkv_client.connector.worker.format.packed_rows", token_rows)  # as if keys were not turned
+    monkeypatch.setattr(
+        "lmkv_client.connector.worker.page_copier.packed_rows", token_rows
+    )  # as if keys were not turned
     with pytest.raises(ConfigError, match=r"not where they should be.*use kv_format native"):
         check_packing("vec", cache)
 

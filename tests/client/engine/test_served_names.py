@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv.spec import MAX_SERVED_MODELS
 from lmkv.v1.chunk_pb2 import ServedModel
-from lmkv_client.engine.served_names import ServedNames
+from lmkv_client.engine.key_space import ServedNames
 
 
 def test_a_models_names_are_announced_and_each_adapter_once() -> None:

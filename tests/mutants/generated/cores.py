@@ -27,9 +27,8 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv.rpc.frames": (f"{_LMKV}rpc/test_frames.py",),
     "lmkv.transfer.bandwidth": (f"{_LMKV}transfer/test_bandwidth.py",),
     "lmkv.transfer.choice": (f"{_LMKV}transfer/test_choice.py",),
-    "lmkv_client.connector.scheduler.speeds": (f"{_SCHEDULER}test_speeds.py", f"{_SCHEDULER}test_load_costs.py"),
     "lmkv_client.engine.hit_sources": ("tests/client/engine/test_hit_sources.py",),
-    "lmkv_client.engine.prefill_rate": (f"{_SCHEDULER}test_speeds.py",),
+    "lmkv_client.engine.speeds": ("tests/client/engine/test_speeds.py",),
     "lmkv_client.engine.write_credits": ("tests/client/engine/test_write_credits.py",),
     "lmkv_server.coordinator.core.history": (f"{_CORE}test_history.py",),
     "lmkv_server.coordinator.core.instances": (

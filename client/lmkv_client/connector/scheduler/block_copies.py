@@ -9,7 +9,7 @@ from typing import Protocol
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv.v1.engine_service_pb2 import HeldChunk
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_kernels import ChunkCopy
 
 BlockIds = Sequence[Sequence[int]]

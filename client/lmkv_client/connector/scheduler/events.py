@@ -18,7 +18,7 @@ from lmkv.spec import KvSpec
 from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.vllm_api import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,

@@ -16,11 +16,11 @@ from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, LoadItems, load_items
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
-from lmkv_client.connector.scheduler.speeds import LoadCosts
 from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
 from lmkv_client.engine.hit_sources import describe
 from lmkv_client.engine.prompt_account import PromptAccount, failure_reason
 from lmkv_client.engine.session import LookupState, Session
+from lmkv_client.engine.speeds import LoadCosts
 from lmkv_kernels import ChunkCopy
 
 POOL = 0

@@ -11,12 +11,11 @@ from lmkv.keys import ChunkKey, KeyChain, Tokens, as_tokens
 from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_client.connector.adapters import Adapter, Adapters
-from lmkv_client.connector.misses import Beginnings
 from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.vllm_api import Request, init_logger
 from lmkv_client.engine.key_space import KeySpace
-from lmkv_client.engine.prompt_account import PromptAccount
+from lmkv_client.engine.prompt_account import Beginnings, PromptAccount
 from lmkv_client.engine.session import Lookup, Session
 
 

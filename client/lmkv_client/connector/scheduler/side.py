@@ -17,7 +17,6 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.engine_kv import EngineKv
 from lmkv_client.connector.messages import StepPlan, WorkerReport
-from lmkv_client.connector.misses import spans_in_answer
 from lmkv_client.connector.multimodal import UnknownMedia
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap
 from lmkv_client.connector.scheduler.events import BlockEvents
@@ -44,7 +43,7 @@ from lmkv_client.connector.vllm_api import (
 )
 from lmkv_client.engine.counters import Counters
 from lmkv_client.engine.node.client import NodeClient
-from lmkv_client.engine.prompt_account import PromptAccount
+from lmkv_client.engine.prompt_account import PromptAccount, spans_in_answer
 from lmkv_client.engine.session import LookupState, Session, SessionEvent
 from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE
 from lmkv_kernels import ChunkCopy

@@ -18,9 +18,8 @@ from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.adapters import Adapter
 from lmkv_client.connector.messages import WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
-from lmkv_client.connector.scheduler.ended_requests import EndedRequest, EndedRequests
 from lmkv_client.connector.scheduler.events import BlockEvents
-from lmkv_client.connector.scheduler.pending_stores import PendingStore, PendingStores
+from lmkv_client.connector.scheduler.pending_stores import EndedRequest, EndedRequests, PendingStore, PendingStores
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.connector.vllm_api import SchedulerOutput, init_logger
 from lmkv_client.engine.session import Session

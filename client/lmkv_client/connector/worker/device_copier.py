@@ -16,8 +16,7 @@ from lmkv.errors import ConfigError
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv.units import format_bytes
 from lmkv_client.connector.vllm_api import init_logger
-from lmkv_client.connector.worker.groups import begin_each
-from lmkv_client.connector.worker.handles import CopyHandle
+from lmkv_client.connector.worker.running_copies import CopyHandle, begin_each
 from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import (
     CopyPath,
@@ -34,7 +33,7 @@ from lmkv_kernels.cuda.copier import BLOCKS_PER_PROCESSOR, STAGING_BYTES
 from lmkv_kernels.cuda.measure import fastest_paths
 
 if TYPE_CHECKING:
-    from lmkv_client.connector.worker.device_buffer_part import DeviceBufferPart
+    from lmkv_client.connector.worker.device_buffer import DeviceBufferPart
 
 logger = init_logger("vllm.lmkv")
 

@@ -1,15 +1,124 @@
-"""Loads and stores that run in a worker. Used by `WorkerSide`."""
+"""Copies that run in a worker: handles of them, their division by KV-cache group, and the worker's loads and stores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lmkv_client.connector.messages import LoadPlan
 from lmkv_client.connector.vllm_api import init_logger
-from lmkv_client.connector.worker.handles import CopyHandle
-from lmkv_kernels import ChunkCopy
+from lmkv_kernels import ChunkCopy, Pages, copied_bytes
+
+
+class CopyHandle(Protocol):
+    """A copy that runs."""
+
+    def done(self) -> bool:
+        """Whether it has ended. Raises `ValueError` or `RuntimeError` if it failed."""
+
+    def wait(self) -> None:
+        """Waits until it has ended. Raises as `done` does."""
+
+    @property
+    def checksums(self) -> list[int]:
+        """Of a gather that is done: for each copy what its words add to its chunk's checksum."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a copy that is done: its duration, if the device measured it; else None."""
+
+
+class ThreadTask:
+    """A copy or a check on threads of this process."""
+
+    seconds = None
+
+    def __init__(self, futures: Sequence[Future[None]] = (), checksums: Sequence[int] = ()) -> None:
+        self._futures = futures
+        self.checksums = list(checksums)
+
+    def done(self) -> bool:
+        """Implements `CopyHandle`."""
+        if not all(future.done() for future in self._futures):
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Implements `CopyHandle`."""
+        for future in self._futures:
+            future.result()
+
+
+class GatherTask:
+    """A gather on a thread of this process, whose result are the checksums."""
+
+    seconds = None
+
+    def __init__(self, gathering: Future[list[int]]) -> None:
+        self._gathering = gathering
+
+    def done(self) -> bool:
+        """Implements `CopyHandle`."""
+        if not self._gathering.done():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Implements `CopyHandle`."""
+        self._gathering.result()
+
+    @property
+    def checksums(self) -> list[int]:
+        """Implements `CopyHandle`."""
+        return self._gathering.result()
+
+
+class JoinedCopies:
+    """Copies of several groups that run side by side, as one."""
+
+    def __init__(self, parts: Sequence[CopyHandle], indices: Sequence[Sequence[int]]) -> None:
+        """`indices` are, for each part, the indices of its copies."""
+        self._parts = parts
+        self._indices = indices
+
+    def done(self) -> bool:
+        """Implements `CopyHandle`. A failure is raised when all parts have ended: none touches pages or pool then."""
+        failure: Exception | None = None
+        for part in self._parts:
+            try:
+                if not part.done():
+                    return False
+            except (ValueError, RuntimeError) as error:
+                failure = error
+        if failure:
+            raise failure
+        return True
+
+    def wait(self) -> None:
+        """Implements `CopyHandle`. Waits for all parts, failed or not."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.wait)
+
+    @property
+    def checksums(self) -> list[int]:
+        """Implements `CopyHandle`."""
+        sums = [0] * sum(map(len, self._indices))
+        for part, own in zip(self._parts, self._indices, strict=True):
+            for index, value in zip(own, part.checksums, strict=True):
+                sums[index] = value
+        return sums
+
+    @property
+    def seconds(self) -> float | None:
+        """Implements `CopyHandle`. The longest of the parts."""
+        return max((part.seconds for part in self._parts if part.seconds is not None), default=None)
+
 
 logger = init_logger("vllm.lmkv")
 
@@ -88,3 +197,37 @@ class RunningStore:
     started_at: float
     finished_ids: Sequence[str] = ()
     """Finished requests whose pages are read."""
+
+
+def by_group(copies: Sequence[ChunkCopy], group_count: int) -> dict[int, list[int]]:
+    """Indices of the copies of each group. Raises `ValueError` if there is no such group."""
+    indices: dict[int, list[int]] = {}
+    for index, copy in enumerate(copies):
+        if not 0 <= copy.group < group_count:
+            raise ValueError(f"copies[{index}]: group {copy.group} is not among the rank's {group_count}")
+        indices.setdefault(copy.group, []).append(index)
+    return indices
+
+
+def grouped_bytes(pages: Sequence[Pages], copies: Sequence[ChunkCopy]) -> int:
+    """Total bytes of the copies, for the heads of this rank; `pages` are those of each group."""
+    if len(pages) == 1:
+        return copied_bytes(pages[0], copies)
+    groups = by_group(copies, len(pages))
+    return sum(copied_bytes(pages[group], [copies[index] for index in own]) for group, own in groups.items())
+
+
+def begin_each(
+    copies: Sequence[ChunkCopy], group_count: int, begin: Callable[[int, list[ChunkCopy]], CopyHandle]
+) -> CopyHandle:
+    """Begins the copies of each group. If one of them cannot begin, those before it have ended when this raises."""
+    groups = by_group(copies, group_count)
+    begun: list[CopyHandle] = []
+    try:
+        for group, own in groups.items():
+            begun.append(begin(group, [copies[index] for index in own]))
+    except BaseException:
+        with suppress(ValueError, RuntimeError):
+            JoinedCopies(begun, []).wait()
+        raise
+    return JoinedCopies(begun, list(groups.values()))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from lmkv.pool.socket import AttachedPool
 from lmkv.spec import KvSpec
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import HeadShare
-from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import (
     ExtentChecksum,
     LoadPlan,
@@ -27,12 +27,15 @@ from lmkv_client.connector.messages import (
     WorkerReport,
 )
 from lmkv_client.connector.vllm_api import init_logger
-from lmkv_client.connector.worker.format import make_pages
-from lmkv_client.connector.worker.groups import grouped_bytes
-from lmkv_client.connector.worker.handles import CopyHandle, ThreadTask
-from lmkv_client.connector.worker.node_watch import NodeWatch
-from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier
-from lmkv_client.connector.worker.running_copies import COPY_ERRORS, RunningLoad, RunningStore
+from lmkv_client.connector.worker.page_copier import HostPageCopier, PageCopier, make_pages
+from lmkv_client.connector.worker.running_copies import (
+    COPY_ERRORS,
+    CopyHandle,
+    RunningLoad,
+    RunningStore,
+    ThreadTask,
+    grouped_bytes,
+)
 from lmkv_client.engine.attachment import Attachment, PoolMapping
 from lmkv_client.processors import use_processors
 from lmkv_kernels import ChunkCopy, Pages, checksum
@@ -40,7 +43,28 @@ from lmkv_kernels import ChunkCopy, Pages, checksum
 if TYPE_CHECKING:
     import torch
 
-    from lmkv_client.connector.worker.buffer_agent import BufferAgent
+    from lmkv_client.connector.worker.device_buffer import BufferAgent
+from collections.abc import Callable
+
+
+class NodeWatch:
+    """Waits on a thread until the node of a pool has disconnected, then calls `on_exit`, or until the pool is closed.
+
+    `on_exit` returns after how many seconds it is to be called again; None: never. It may close the pool.
+    """
+
+    def __init__(self, pool: AttachedPool, on_exit: Callable[[], float | None]) -> None:
+        self._node = pool.watch()
+        self._on_exit = on_exit
+        threading.Thread(target=self._run, name="lmkv-node-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        use_processors()
+        self._node.wait()
+        pause = threading.Event()
+        while (seconds := self._on_exit()) is not None:
+            pause.wait(seconds)
+
 
 logger = init_logger("vllm.lmkv")
 
@@ -397,7 +421,7 @@ class WorkerSide:
                 self._begin(running, load)
 
     def _lend(self, attachment: Attachment) -> BufferAgent:
-        from lmkv_client.connector.worker.buffer_agent import BufferAgent  # NIXL is needed only here
+        from lmkv_client.connector.worker.device_buffer import BufferAgent  # NIXL is needed only here
 
         return BufferAgent(
             attachment, self._rank, self._pages[0], sums=self._writes[0], nixl_backends=self._buffer_backends

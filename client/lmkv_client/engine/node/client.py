@@ -17,10 +17,10 @@ from lmkv.spec import KvSpec
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Attachment
+from lmkv_client.engine.key_space import ServedNames
 from lmkv_client.engine.log import logger
 from lmkv_client.engine.node.connection import AttachConnection
 from lmkv_client.engine.node.launcher import NodeLauncher
-from lmkv_client.engine.served_names import ServedNames
 from lmkv_client.processors import use_processors
 
 CONNECT_TIMEOUT_SECONDS = 2.0

@@ -12,7 +12,7 @@ from lmkv.keys import ChunkKey, KeyChain, as_tokens
 from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvPart, KvSpec, PartItem
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.scheduler.block_copies import (
     NULL_BLOCK_ID,
     BlockMap,

@@ -17,7 +17,7 @@ from lmkv.spec import TOKEN_MAJOR
 from lmkv.tiers import DISK, HOST
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.scheduler.events import BlockEvents
 from tests.client.connector.simulated_engine import SPEC, SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK, MODELS

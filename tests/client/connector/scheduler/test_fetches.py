@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmkv_client.connector.vllm_api import CacheHitSource
-from lmkv_client.engine.prefill_rate import PrefillRate
+from lmkv_client.engine.speeds import PrefillRate
 from tests.client.connector.scheduler.serving import (
     COLD,
     HIT,

@@ -11,7 +11,7 @@ from lmkv.keys import ChunkKey, KeyChain, as_tokens
 from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
 from lmkv_client.connector.scheduler.block_copies import BlockMap, ChunkItems
 from lmkv_client.connector.scheduler.loads import LoadState

@@ -26,8 +26,7 @@ from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import MoveRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from lmkv_client.connector.engine_kv import EngineKv
-from lmkv_client.connector.kv_layout import LayerGroup
+from lmkv_client.connector.engine_kv import EngineKv, LayerGroup
 from lmkv_client.connector.messages import LoadResult, WorkerReport
 from lmkv_client.connector.scheduler.side import SchedulerSide
 from lmkv_client.connector.scheduler.stores import SchedulerOptions

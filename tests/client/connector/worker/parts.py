@@ -14,8 +14,8 @@ import torch
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
 from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import head_shares
-from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, StepPlan
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.side import WorkerSide

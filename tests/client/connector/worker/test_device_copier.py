@@ -13,7 +13,7 @@ import pytest
 
 from lmkv.pool.pool import LEFT_BYTES, Pool
 from lmkv_client.connector.worker.device_copier import DevicePageCopier, PoolNotReady
-from lmkv_client.connector.worker.handles import CopyHandle
+from lmkv_client.connector.worker.running_copies import CopyHandle
 from lmkv_kernels import ChunkCopy, Pages
 from lmkv_kernels.cuda import CudaError, CudaStream, Device, Program, RegisteredMemory
 from tests.kernels.emulation import IMAGE, emulated_driver

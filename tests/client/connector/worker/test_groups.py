@@ -12,8 +12,8 @@ import torch
 
 from lmkv.spec import NATIVE_TILES, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import head_shares, worker_rank
-from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadPlan, WorkerReport
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
 from lmkv_client.connector.worker.side import WorkerSide

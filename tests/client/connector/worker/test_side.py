@@ -14,8 +14,8 @@ import torch
 from lmkv_client.connector.identity import head_shares
 from lmkv_client.connector.messages import ExtentChecksum, StoreResult
 from lmkv_client.connector.worker import page_copier
-from lmkv_client.connector.worker.handles import GatherTask
 from lmkv_client.connector.worker.page_copier import INLINE_BYTES
+from lmkv_client.connector.worker.running_copies import GatherTask
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_kernels import ChunkCopy, checksum, gather
 from tests.client.connector.worker.parts import (

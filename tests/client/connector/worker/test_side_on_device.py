@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import head_shares
-from lmkv_client.connector.kv_layout import LayerGroup
 from lmkv_client.connector.messages import LoadPlan, StepPlan, WorkerReport
 from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.device_copier import DevicePageCopier
