@@ -145,7 +145,7 @@ MAX_DURATION_SECONDS = 315_576_000_000
 class Coordinator:
     """Client of the coordinator at `host:port`, or of several. Connects at the first call, and again after a failure.
 
-    With several, a call to one that does not respond is repeated on the next one.
+    With several, a call that a coordinator does not answer is repeated at the next.
 
     Every call ends within `timeout_seconds`. Calls raise the coordinator's errors (`lmkv.errors`), each with its
     `reason`, and `Unreachable` if it does not respond. Operations with the same `request_id`, by default a random one,

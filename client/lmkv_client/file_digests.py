@@ -89,7 +89,7 @@ def _read(folder: Folder) -> Entries:
 
 
 def _caches() -> Path:
-    """The user's folder of caches; one that cannot exist if there is none."""
+    """The user's folder of caches; without such a folder, a path that cannot exist."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return caches if caches.is_absolute() else Path("~/.cache").expanduser()
@@ -212,7 +212,7 @@ def _blob_name(path: Path) -> str:
 
 
 class _Reading:
-    """Files that several threads read. The largest ones come first: each file is read by one thread."""
+    """Files that several threads read. The largest files come first: each file is read by one thread."""
 
     def __init__(self, sizes: Mapping[Path, int]) -> None:
         self._waiting = sorted(sizes, key=lambda path: sizes[path])

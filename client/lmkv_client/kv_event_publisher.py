@@ -1,4 +1,4 @@
-"""Publishes KV events over ZMQ, as vLLM's `ZmqEventPublisher` does. Used by `lmkv events`; the one user of pyzmq."""
+"""Publishes KV events over ZMQ, as vLLM's `ZmqEventPublisher` does, for `lmkv events`. Only this module uses pyzmq."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USER = "lmkv"
 """Name that consumers give with a token."""
 LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]")
 MAX_QUEUED = 100_000
-"""Most messages that wait for one consumer; further ones are dropped, and it has to ask for a replay."""
+"""Most messages that wait for one consumer; further messages are dropped, and it has to ask for a replay."""
 
 
 class EventPublisher:

@@ -70,7 +70,7 @@ class PublishedBatch(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What events need of a spec."""
+    """The fields of a spec that events need."""
 
     name: str
     chunk_size: int
@@ -83,7 +83,7 @@ class EventStream:
         self.topic = topic
         self.published_at = 0.0
         self._sequence = first_sequence
-        """Of the next batch."""
+        """The next batch has this number."""
         self._buffer: deque[PublishedBatch] = deque(maxlen=buffer_batches)
         self._integers = integers
         self._held: dict[tuple[str, bytes], dict[bytes, int]] = {}
@@ -113,7 +113,7 @@ class EventStream:
         return [AllBlocksCleared()]
 
     def publish(self, events: list[Event], now: float) -> Iterator[PublishedBatch]:
-        """Numbers and keeps batches of these events; an empty one if there are none."""
+        """Numbers and keeps batches of these events; an empty batch if there are no events."""
         for start in range(0, max(1, len(events)), BATCH_EVENTS):
             batch = self._batch(self._sequence, events[start : start + BATCH_EVENTS], now)
             self._sequence += 1
@@ -173,7 +173,7 @@ class LayoutEvents:
         `first_sequence` must exceed the numbers of an earlier life, so that consumers notice a restart.
         """
         self.models: dict[bytes, Model] = {}
-        """By fingerprint; the caller adds those that `unknown` names before it calls `apply`."""
+        """The key is the fingerprint; the caller adds those that `unknown` names before it calls `apply`."""
         self._topic = topic
         self._instance_id = instance_id
         self._first_sequence = first_sequence
@@ -181,13 +181,13 @@ class LayoutEvents:
         self._integers = integers
         self._streams: dict[str, EventStream] = {}
         self._topics: dict[str, set[str]] = {}
-        """By instance."""
+        """The key is the instance."""
         self._snapshot: list[LayoutChange] | None = None
         """The changes of a snapshot that has begun."""
 
     @property
     def streams(self) -> Mapping[str, EventStream]:
-        """By topic."""
+        """The key is the topic."""
         return self._streams
 
     def unknown(self, update: LayoutUpdate) -> set[bytes]:

@@ -34,7 +34,7 @@ WAIT_SECONDS = 900.0
 POLL_SECONDS = 0.5
 """Interval of progress updates."""
 HOLD_SECONDS = 20.0
-"""How long the coordinator holds a request until the operation completes."""
+"""The coordinator holds a request for at most this time until the operation completes."""
 
 _KINDS = (MoveProgress, MoveResult, ClearProgress, ClearResult, DrainProgress, DrainResult)
 
@@ -116,7 +116,7 @@ class Operation(OperationState[Progress, Result]):
     raises `OperationNotFound`. Every method may raise `Unreachable`.
 
     If the coordinator that runs it fails, who started it and waits for it, or follows its updates, repeats the request
-    there or at another one: it continues under another name. Everyone else gets `OperationNotFound`.
+    there or at another coordinator: it continues under another name. Everyone else gets `OperationNotFound`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ ENCODER_MODULE = "lmkv_client.connector.encoder.ec_connector"
 OLDEST_VLLM = (0, 31)
 """The first supported minor version of vLLM; docs/reference/compatibility.md lists what was tested."""
 NEWEST_VLLM = (0, 33)
-"""The last minor version that lmkv was tested with. Later ones are compared with what the connector relies on."""
+"""The last minor version that lmkv was tested with. Later versions are compared with what the connector relies on."""
 SERVED_NAMES = "lmkv_served_names"
 """Attribute of vLLM's `ModelConfig`: all names of `--served-model-name`, of which its own field keeps the first."""
 CONFIGURED_AT = "lmkv_configured_at"

@@ -156,7 +156,7 @@ def _wrapping(
 def _iterating(
     method: Callable[Concatenate[Inner, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[_SyncWrapper[Inner], P], Iterator[T]]:
-    """The asynchronous iterator, as a plain one."""
+    """Wraps an asynchronous iterator as a plain iterator."""
 
     @functools.wraps(method)
     def call(self: _SyncWrapper[Inner], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

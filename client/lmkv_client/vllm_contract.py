@@ -118,7 +118,7 @@ ATTRIBUTES = {
     "vllm.v1.kv_hints.KvHintAction": "action_id action_type action_version payload",
     "vllm.v1.request.RequestStatus": "FINISHED_ABORTED FINISHED_ERROR FINISHED_IGNORED",
 }
-"""What lmkv reads of vLLM's objects, by their class."""
+"""The attributes of vLLM's objects that lmkv reads, by class."""
 
 HOOKS = {
     f"{BASE}.build_connector_meta": "scheduler_output",
@@ -210,7 +210,7 @@ CALLS = {
     "vllm.v1.engine.core.EngineCore.sleep": "level",
     f"{OUTPUT}.KVConnectorBlockState.get_block_ids": "req_id",
 }
-"""Functions that lmkv calls, with the parameters that it gives in this order; vLLM may have optional ones after it."""
+"""Functions that lmkv calls, with the parameters that it gives in this order; vLLM may have optional ones behind."""
 
 
 class Moved(Exception):
@@ -218,7 +218,7 @@ class Moved(Exception):
 
 
 def moved(*, encoder_cache: bool = True) -> list[str]:
-    """What the installed vLLM does not have, or has otherwise, a line each.
+    """Returns a line for each thing that the installed vLLM does not have, or has otherwise.
 
     `encoder_cache`: whether what only the connector of the encoder cache relies on counts.
     """

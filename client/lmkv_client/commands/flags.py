@@ -516,9 +516,9 @@ engines = Command(
     run="lmkv_client.commands.engines:run",
     examples="""\
   lmkv engines                                          list the engines of the proxy at 127.0.0.1:9100
-  lmkv engines --proxy http://proxy:9100 --json         of another one, as JSON
+  lmkv engines --proxy http://proxy:9100 --json         of another proxy, as JSON
   lmkv engines add http://10.0.0.9:8000                 an engine of a proxy in mode route
-  lmkv engines add http://10.0.0.9:8000 --role decode   of one in mode pd
+  lmkv engines add http://10.0.0.9:8000 --role decode   of a proxy in mode pd
   lmkv engines add dns://vllm.default.svc:8000          each address of the name is an engine
   lmkv engines drain http://10.0.0.7:8000               wait until its requests have ended, then stop it
   lmkv engines remove http://10.0.0.7:8000              at once: its requests are repeated on other engines

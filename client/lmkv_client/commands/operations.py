@@ -151,7 +151,7 @@ def ops(args: argparse.Namespace) -> int:
         operation = await coordinator.operation(args.operation)
         if args.action == "cancel":
             await operation.cancel()
-        if args.action in ("wait", "cancel"):  # a cancelled one takes a moment
+        if args.action in ("wait", "cancel"):  # cancelling takes a moment
             await wait_for(operation, args.timeout)
         return operation
 

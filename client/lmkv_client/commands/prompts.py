@@ -238,7 +238,7 @@ def pin_rows(pins: Iterable[PinnedChunks]) -> list[tuple[str, ...]]:
 
 
 def unpin(args: argparse.Namespace) -> int:
-    """Releases the pin, or again one that has ended; fails if there was none."""
+    """Releases the pin; succeeds too if it has ended, and fails if it never existed."""
     call(args, lambda coordinator: coordinator.unpin(args.pin_id))
     if args.json:
         print_json(UnpinResponse())

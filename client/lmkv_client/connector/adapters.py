@@ -95,7 +95,7 @@ class Adapters:
             self._stamp(lora)
 
     def failed(self, number: int) -> None:
-        """vLLM could not load this adapter: it may still have an earlier one in memory."""
+        """vLLM could not load this adapter: it may still have an earlier adapter in memory."""
         if adapter := self._loaded.get(number):
             adapter.is_ambiguous = True
 

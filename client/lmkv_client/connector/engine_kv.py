@@ -1,4 +1,4 @@
-"""What KV an engine keeps: its KvSpec, and how vLLM's KV-cache groups make up the parts of a chunk."""
+"""Describes the KV that an engine keeps: its KvSpec, and how vLLM's KV-cache groups make up the parts of a chunk."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def _part(vllm_config: VllmConfig, cache: KVCacheSpec, *, native: bool) -> KvPar
 def _in_whole_pages(part: KvPart, kinds: Sequence[KvPart], caches: Sequence[KVCacheSpec], chunk_size: int) -> KvPart:
     """Keeps a window that is shorter than a chunk from the beginning of a page on.
 
-    A load fills whole pages: vLLM takes each one for complete, also for hits that end earlier.
+    A load fills whole pages: vLLM takes each page for complete, also for hits that end earlier.
     """
     if part.rule != PART_RULE_LAST or part.span - 1 >= chunk_size:
         return part
@@ -394,7 +394,7 @@ def kv_dtype(cache: AttentionSpec, cache_dtype: str) -> str:
 
 
 def tile_isa(vllm_config: VllmConfig, head_size: int, block_size: int) -> str:
-    """What decides how vLLM's CPU attention packs a block: its kernel's name, the machine, the vector width."""
+    """Names the packing of a block by vLLM's CPU attention: its kernel, the machine, the vector width."""
     import torch
 
     isa = attention_isa(vllm_config, head_size, block_size)

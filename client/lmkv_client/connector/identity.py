@@ -87,7 +87,7 @@ class HeadShare:
 
     first_head: int
     is_writer: bool
-    """Whether the rank is the one that stores them."""
+    """Whether this rank stores them."""
 
     @classmethod
     def of_rank(cls, rank: int, rank_count: int, kv_head_count: int) -> HeadShare:
@@ -97,7 +97,7 @@ class HeadShare:
 
 
 def head_shares(spec: KvSpec, rank: int, rank_count: int) -> list[HeadShare]:
-    """What one of `rank_count` tensor-parallel ranks has of each part."""
+    """Returns the heads of each part that one of `rank_count` tensor-parallel ranks has."""
     return [HeadShare.of_rank(rank, rank_count, part.kv_head_count) for part in spec.parts]
 
 
@@ -160,7 +160,7 @@ def loaded_after(vllm_config: VllmConfig) -> float:
 
 
 def _how(model: ModelConfig) -> list[str]:
-    """How vLLM computes with the weights, where that changes more than the last digits."""
+    """Returns the options by which vLLM computes with the weights, if they change more than the last digits."""
     options = {name: str(getattr(model, name)) for name in COMPUTED_BY}
     if media := model.multimodal_config:
         options |= {name: str(getattr(media, name)) for name in ENCODED_BY}

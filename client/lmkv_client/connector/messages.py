@@ -53,7 +53,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(kw_only=True, slots=True)
 class StoreResult:
-    """What the ranks wrote of one extent, not necessarily in the same step."""
+    """The result of writing one extent, joined from all ranks; they need not write it in the same step."""
 
     rank_count: int = 0
     """Ranks that are done."""
@@ -71,7 +71,7 @@ class StoreResult:
 
 @dataclass(kw_only=True, slots=True)
 class LoadResult:
-    """What the ranks copied for one request, not necessarily in the same step."""
+    """The result of one request's load, joined from all ranks; they need not end it in the same step."""
 
     rank_count: int = 0
     """Ranks that are done."""
@@ -94,10 +94,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     engine_id: str
     stores: dict[int, StoreResult] = field(default_factory=dict)
-    """By offset of the extent."""
+    """The key is the offset of the extent."""
     store_seconds: float = 0.0
     loaded: dict[str, LoadResult] = field(default_factory=dict)
-    """By request; only those that are done."""
+    """The key is the request; only loads that have ended are here."""
     others: dict[str, WorkerReport] = field(default_factory=dict)
     """Reports of ranks that work for another attachment, by its engine id: they lag behind, or the first rank does."""
 
@@ -111,7 +111,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return self if self.engine_id == engine_id else self.others.get(engine_id)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Both ranks' reports as one. Stores count for the attachment that they were made for."""
+        """Joins the reports of both ranks. Stores count for the attachment that they were made for."""
         assert isinstance(other, WorkerReport)
         for request_id, load in other.loaded.items():
             self.loaded.setdefault(request_id, LoadResult()).add(load)

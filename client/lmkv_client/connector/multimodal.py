@@ -57,10 +57,10 @@ class MediaDigests:
         return taken
 
     def extras(self, features: Sequence[Any], chunk_size: int) -> dict[int, bytes]:
-        """What besides tokens decides a chunk's KV: each item in it, by content, and where in the chunk it begins.
+        """Returns the inputs of chunks' keys besides tokens: the items in each chunk, by content, and where they begin.
 
-        The begin is relative to the chunk and negative where the item began in an earlier one. Raises `UnknownMedia`
-        if vLLM does not pass the content of an item to the scheduler, or may take an item for another one.
+        The begin is relative to the chunk and negative where the item began in an earlier chunk. Raises `UnknownMedia`
+        if vLLM does not pass the content of an item to the scheduler, or may confuse two items.
         """
         extras: dict[int, bytes] = {}
         for feature, digest in zip(features, self.note(features), strict=True):
@@ -106,7 +106,7 @@ class MediaDigests:
             forgotten, _ = self._named.popitem(last=False)
             self._encoded.discard(forgotten)
             self._outdated.discard(forgotten)
-            self._ambiguous.add(forgotten)  # an item that gets it later is not known to be another one
+            self._ambiguous.add(forgotten)  # whether a later item of this name is the same cannot be known
 
     def _digest(self, feature: Any) -> bytes:
         values = {} if feature.data is None else {name: one.data for name, one in feature.data.items()}

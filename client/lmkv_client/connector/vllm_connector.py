@@ -70,7 +70,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         config = self._config()
-        if role is KVConnectorRole.SCHEDULER:  # there is one in an engine, and a worker for each rank
+        if role is KVConnectorRole.SCHEDULER:  # an engine has one scheduler side, and a worker side for each rank
             for notice in config.notices:
                 logger.warning("%s", notice)
             self._recompute_failed_loads()

@@ -43,7 +43,7 @@ DISCARDING_SLEEP = 2
 
 
 def watch(sides: Callable[[Any], list[SchedulerSide]]) -> None:
-    """Watches the engines of this process; `sides` finds the scheduler sides of one. Idempotent."""
+    """Watches the engines of this process; `sides` finds the scheduler sides of an engine. Idempotent."""
     core = engine_core()
 
     def before(name: str, inform: Callable[..., bool]) -> None:

@@ -90,7 +90,7 @@ def make_model(folder: Path, shape: ModelShape = TINY, seed: int = 0, draw: Draw
     """Writes a model with its tokenizer into `folder`, which is made if missing, and returns `folder`.
 
     Equal arguments write equal bytes, whatever the machine; another seed gives another model of the same shape.
-    Weights are bfloat16. Overwrites an incomplete folder; keeps a complete one with the same arguments.
+    Weights are bfloat16. Overwrites an incomplete folder; keeps a complete folder with the same arguments.
 
     `draw` replaces NumPy's generator, which takes minutes for billions of weights; `seed` is then only a name.
     """

@@ -30,7 +30,7 @@ LEFT_BY_ENGINES = ("vllm_dist_", "sgl_shm_mq_", "sglang_loads_")
 _returned_ports: deque[int] = deque(maxlen=100)
 
 _CAUSE = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): (?!.*See root cause).+(?:\n +Value error, .+)?")
-"""The last line of a Python traceback, also of pydantic's; not vLLM's reference to an earlier one."""
+"""The last line of a Python traceback, also of pydantic's; not vLLM's reference to an earlier error."""
 
 
 class RunningProcess(Protocol):

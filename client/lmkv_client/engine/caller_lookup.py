@@ -34,7 +34,7 @@ class Outcomes:
         self._pending.append((future, result))
 
     def take(self) -> Outcomes:
-        """What was added, for the caller to `set`."""
+        """Removes and returns the results that were added; the caller sets them."""
         taken = Outcomes()
         self._pending, taken._pending = [], self._pending
         return taken
@@ -90,9 +90,9 @@ class CallerLookup(Lookup):
     is_answered: bool = False
     """Whether `future` has its result."""
     extents: list[Extent] = field(default_factory=list)
-    """Those in the pool, the first ones of the hit, before a damaged one."""
+    """The first chunks of the hit that are in the pool, up to a damaged chunk."""
     hit_count: int = 0
-    """Chunks that can be loaded: of the hit, before a damaged one."""
+    """The number of chunks of the hit that can be loaded, up to a damaged chunk."""
     own_count: int = 0
     """Those of them that were in the pool at the lookup."""
     requested_count: int = 0
@@ -141,7 +141,7 @@ class CallerLookup(Lookup):
         self.loaded_chunks = max(chunk_count, self.loaded_chunks or 0)
 
     def delivered(self, chunk_count: int) -> None:
-        """A load has brought the first `chunk_count` chunks, perhaps more than an earlier one that fell short."""
+        """A load has brought the first `chunk_count` chunks, perhaps more than an earlier load that fell short."""
         if self.loaded_chunks is not None and chunk_count > self.loaded_chunks:
             self.loaded_chunks = chunk_count if chunk_count < self.hit_count else None
 

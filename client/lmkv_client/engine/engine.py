@@ -90,7 +90,7 @@ class Engine:
 
     @property
     def counters(self) -> EngineCounters:
-        """What has happened since `attach`: a snapshot."""
+        """Returns a snapshot of the counts since `attach`."""
         return self._dispatcher.counters
 
     def keys(
@@ -110,7 +110,7 @@ class Engine:
         return self._key_space.of_tokens(tokens, salt=salt, lora=lora, partial=partial)
 
     def foreign_keys(self, digests: Sequence[bytes | str], *, salt: str = "") -> list[ChunkKey]:
-        """Keys of pages that the engine names by digests, one for each: for engines that do not show tokens.
+        """Returns the key of each page that the engine names by a digest: for engines that do not show tokens.
 
         A digest, 32 bytes or 64 hexadecimal digits, must stand for all tokens of the page and before it. A page is a
         chunk: its tokens are the spec's `chunk_size`. Model, element type, layout and rank are added by the spec.
@@ -119,7 +119,7 @@ class Engine:
         return self._key_space.of_digests(digests, salt=salt)
 
     def root(self, *, salt: str = "", lora: str = "") -> ChunkKey:
-        """What the first chunk of a prompt follows: the `Written.parent` of a first chunk that is not full."""
+        """Returns the key that a prompt's first chunk follows: the `Written.parent` of one that is not full."""
         return self._key_space.root(salt, lora)
 
     def lookup(
@@ -208,7 +208,7 @@ class Engine:
         """Extents to write into, of one full chunk each: at most `count`, or fewer if the node has no more.
 
         Waits for at most `timeout`: for the node's answer and, while other threads have all that an engine may have
-        (256 extents, or a third of the pool if that is less), for the first one that they commit or put back. With 0 it
+        (256 extents, or a third of the pool if that is less), for an extent that they commit or put back. With 0 it
         returns those that were granted before, and requests the others for later calls. Each extent must be committed
         or put back.
         """
@@ -242,7 +242,7 @@ class Engine:
         return Copier(self.spec, every, self.config.copy_threads if threads is None else threads)
 
     def close(self) -> None:
-        """Detaches. All calls end, later ones are empty; extents can still be read. Idempotent.
+        """Detaches. All calls end, and later calls return nothing; extents can still be read. Idempotent.
 
         A node that `attach` started stays for `node_linger`: the engine may restart.
         """

@@ -64,9 +64,9 @@ class Written:
     key: ChunkKey
     extent: Extent
     token_count: int = 0
-    """Tokens of the chunk; 0: a full one. A shorter one has no gaps: `[layer][head][part][token_count][head_size]`."""
+    """Tokens of the chunk; 0: full. A shorter chunk has no gaps: `[layer][head][part][token_count][head_size]`."""
     parent: bytes = b""
-    """Key of the chunk before it, which the node does not evict before this one; empty if there is none."""
+    """Key of the chunk before it, which the node does not evict before this chunk; empty if there is none."""
     checksum: int | None = None
     """Checksum of its bytes, as `Copier.gather` returns it; None: `commit` computes it."""
 

@@ -1,4 +1,4 @@
-"""What a lookup has found, and the loads of it."""
+"""Holds the chunks that a lookup has found, and loads those that are not in the pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Held:
         self._dispatcher = dispatcher
         self._lookup = lookup
         self.hit_count = lookup.hit_count if lookup else 0
-        """Chunks, the first ones of the keys, that can be loaded: from the pool, the disk, peers, the remote store."""
+        """The number of first keys whose chunks can be loaded: from the pool, the disk, peers, the remote store."""
         self.own_count = lookup.own_count if lookup else 0
         """Those of them that were in the node's pool: `load` yields them without waiting."""
         self.token_count = lookup.hit_tokens if lookup and lookup.is_counted else 0

@@ -85,7 +85,7 @@ class ServedNames:
         models = [model for name in model_names if (model := _served(name, "")) is not None]
         self._models = models[: MAX_SERVED_MODELS // 2]
         self._adapters: OrderedDict[str, tuple[str, ServedModel | None]] = OrderedDict()
-        """Identity by name, and None where that cannot be registered; the one that was used last at the end."""
+        """The identity of each name, None if it cannot be registered; the name that was used last is at the end."""
         self.messages: tuple[chunk_pb2.ServedModel, ...] = ()
         """All of them, as they are announced; replaced as a whole."""
         self._publish()

@@ -21,13 +21,13 @@ from lmkv_client.engine.log import logger
 ENGINE = "engine"
 """The tier of tokens that the engine's own prefix cache had."""
 MAX_REPORTS = 256
-"""Reports in one message to the node; further ones of the same step are dropped."""
+"""Reports in one message to the node; further reports of the same step are dropped."""
 MAX_ID_LENGTH = 128
 """Characters of a request's id in its report: clients choose ids."""
 
 
 class PromptAccount:
-    """What the lookup of one request has found, what was used of it, and why no more.
+    """Accounts for one request: what its lookup has found, what was used of that, and why no more was.
 
     asked ──answered, unanswered──► taken (fixed: what a preempted request computes again is no miss)
     """
@@ -114,7 +114,7 @@ class PromptAccount:
         return spans + self._behind(position)
 
     def _behind(self, position: int) -> list[PromptSpan]:
-        """What was not found, from a position behind the hit on."""
+        """Returns the spans that were not found, from a position behind the hit on."""
         spans = []
         stop = self._hit_tokens // self.chunk_size * self.chunk_size
         for missed in self._missed:
@@ -193,7 +193,7 @@ class Beginnings:
         self._roots: OrderedDict[bytes, bytes] = OrderedDict()
 
     def note(self, cache_salt: str, tokens: Tokens, extra: bytes, root: ChunkKey) -> MissReason | None:
-        """Notes a prompt with these first tokens; how the last one that had them differs in its namespace."""
+        """Notes a prompt with these first tokens; returns how the namespace of the last prompt with them differs."""
         salt = sha256(cache_salt.encode()).digest()
         beginning = sha256(b"\0".join((extra, tokens.tobytes()))).digest()
         other_root = _replace(self._roots, beginning + salt, root)

@@ -1,4 +1,4 @@
-"""What an engine and its node have agreed on: lookups and what is held for them, write credits, reports. Sans-IO.
+"""Keeps the state that an engine shares with its node: lookups and their chunks, write credits, reports. Sans-IO.
 
 Two drivers use a `Session`: vLLM's scheduler side in the engine's steps, and the `Dispatcher` of the engine API for
 callers on any thread. A driver sends through the session, passes the time in, and handles what `Session.events` yields.
@@ -75,11 +75,11 @@ class Lookup:
     """Those to look up."""
     account: PromptAccount
     tokens: Tokens | None = None
-    """Of the prompt, to find partial chunks that other prompts have stored; None: only `keys` are found."""
+    """The prompt's tokens find partial chunks that other prompts have stored; without them only `keys` are found."""
     root: bytes = b""
     """The root of the keys; only needed with `tokens`."""
     extras: Mapping[int, bytes] = field(default_factory=dict)
-    """What else the keys are made of; only needed with `tokens`."""
+    """Inputs of the keys other than tokens, by index of the chunk; only needed with `tokens`."""
     handoff_id: str = ""
     worth_seconds: float = 0.0
     """The time that the answer is worth; 0 if that is not known."""
@@ -164,7 +164,7 @@ L = TypeVar("L", bound=Lookup)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionEvent(Generic[L]):
-    """What a driver has to handle: an event of the node, or of the connection to it.
+    """A driver has to handle these events, of the node or of the connection to it.
 
     `kind` is that of `lmkv.v1.Event`, or one of `attached`, `identified`, `lost`, or `late` for an answer that its
     lookup does not wait for any more.
@@ -180,7 +180,7 @@ class SessionEvent(Generic[L]):
 class Session(Generic[L]):
     """All that one engine has asked of its node, over all attachments. Not thread-safe.
 
-    `L` is the driver's own kind of `Lookup`, with what it keeps of one.
+    `L` is the driver's own kind of `Lookup`, with the driver's fields.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Session(Generic[L]):
         self._suspicion = Suspicion()
         self._number = 0
         self._lookups: dict[str, L] = {}
-        """By id, until they are released, or answered in vain."""
+        """The key is the id; a lookup leaves when it is released, or answered in vain."""
 
     def __len__(self) -> int:
         """Lookups that the node holds something for, or has not answered."""

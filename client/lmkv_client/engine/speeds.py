@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 KEPT = 0.8
-"""Factor by which each new load or step reduces the weight of earlier ones in the average."""
+"""Factor by which each new load or step reduces the weight of earlier loads or steps in the average."""
 DOUBT = 0.9
-"""What stays of the expected time with each load that is refused: it is measured again some time."""
+"""Each refused load lowers the expected time by this factor, so that a load is tried and measured again some time."""
 
 
 MAX_STEPS = 8
@@ -15,9 +15,9 @@ MAX_STEPS = 8
 
 
 class PrefillRate:
-    """Tokens per second, averaged over steps of at least `least_tokens`: small ones only wait for weights.
+    """Tokens per second, averaged over steps of at least `least_tokens`: small steps only wait for weights.
 
-    A step lasts from its plan, or the end of the one before it, to its end. Times are on any one clock, in seconds.
+    A step lasts from its plan, or the end of the step before it, to its end. Times are of any clock, in seconds.
     """
 
     def __init__(self, least_tokens: int) -> None:
@@ -54,9 +54,9 @@ class PrefillRate:
 
 
 class LoadTimes:
-    """The time of a load: a part that every load takes, and one for each token, fitted to the measured loads.
+    """The time of a load: a part that every load takes, and a part for each token, fitted to the measured loads.
 
-    Loads of one size say nothing about the first part: it is taken for zero, so that smaller ones are tried.
+    Loads of one size say nothing about the first part: it is taken for zero, so that smaller loads are tried.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class PartCredits:
         self._limit = limit
         self._parts = [WriteCredits(limit=limit, kept_count=kept_count) for _ in range(part_count)]
         self._partial: dict[tuple[int, int], WriteCredits] = {}
-        """By number of tokens and part."""
+        """The key is the number of tokens and the part."""
 
     def __getitem__(self, part: int) -> WriteCredits:
         return self._parts[part]

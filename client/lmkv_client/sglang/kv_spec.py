@@ -1,4 +1,4 @@
-"""The KvSpec of an SGLang engine: what decides whether its pages are of use to another one.
+"""The KvSpec of an SGLang engine: all that decides whether another engine can use its pages.
 
 SGLang's keys name the tokens of a page and all before them, and nothing else: model, dtype and the rank's share of the
 KV cache are separated by the spec. The layout of the host pool is not: chunks have one order of bytes for all layouts.
@@ -185,7 +185,7 @@ def _adapter(name: str, path: str, model: ModelSource) -> str:
 
 
 def _how(model: ModelSource) -> list[str]:
-    """How SGLang computes with the weights, where that is not as by default and changes more than the last digits."""
+    """Returns the options by which SGLang computes with the weights, if they change more than the last digits."""
     options = {name: model.options[name] for name in (*OF_CONFIG, *COMPUTED_BY) if name in model.options}
     for name in FILES:
         if options.get(name):

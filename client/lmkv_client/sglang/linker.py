@@ -84,7 +84,7 @@ MAX_WAITING_OFFLOADS = 16
 
 
 class NothingToWaitFor:
-    """What SGLang's layers wait for in a step: pages are loaded before it begins."""
+    """SGLang's layers wait for this in a step. It never blocks, since pages are loaded before the step begins."""
 
     def set_consumer(self, index: int) -> None:
         """Nothing."""
@@ -121,7 +121,7 @@ class LmkvLinker(UnifiedCacheLinker):
         self._store = PageStore(settings)
         self._is_writer = False
         self._found: dict[str, _Found] = {}
-        """By request: what this pass of the scheduler has found, until it is loaded."""
+        """The hits that this pass of the scheduler has found and not loaded yet, by request."""
         self._fetching: set[str] = set()
         """Requests whose pages are being fetched into the pool."""
         self._offloads: queue.Queue[DeviceTransfer | None] = queue.Queue()
@@ -148,7 +148,7 @@ class LmkvLinker(UnifiedCacheLinker):
 
     @property
     def counts(self) -> PageCounts:
-        """Of this rank's pages."""
+        """Returns the counts of this rank's pages."""
         return self._store.counts
 
     # ---- lookups and loads
@@ -275,7 +275,7 @@ class LmkvLinker(UnifiedCacheLinker):
 
 
 class _Found:
-    """What one request's lookup has found."""
+    """The hit of one request's lookup."""
 
     def __init__(self, names: Sequence[str], held: Held, fetch: Future[list[Extent]] | None) -> None:
         self.names = names

@@ -1,4 +1,4 @@
-"""What `LmkvLinker` imports from SGLang, and the parts of SGLang's objects that it uses.
+"""Imports from SGLang what `LmkvLinker` needs, and declares the parts of SGLang's objects that it uses.
 
 Without SGLang the base class is empty and there is one rank, so that all else of the linker can be tested.
 """

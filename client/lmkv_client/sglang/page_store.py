@@ -74,7 +74,7 @@ class PageStore:
         """Whether it attaches later than the engine has started: the digest of the weights was not known in time."""
         self._is_closed = False
         self._lock = threading.Lock()
-        """Of the counts."""
+        """The lock guards the counts."""
         self._warned_at = -WARNING_SECONDS
 
     def attach(
@@ -200,7 +200,7 @@ class PageStore:
     def write(
         self, names: Sequence[str], pages: Sequence[int], before: Sequence[str] = (), *, timeout: float | None = None
     ) -> int:
-        """Stores pages that the node lacks. Returns how many of the first ones it holds then.
+        """Stores pages that the node lacks. Returns how many of the first pages it holds then.
 
         `before` is the name of the page that precedes them, if it is known. Waits for extents for at most `timeout`
         seconds; None: `load_timeout`.
@@ -227,7 +227,7 @@ class PageStore:
         return at
 
     def attempt(self, call: Callable[..., Result], *arguments: object, default: Result) -> Result:
-        """What the call returns, or `default` if it fails, which is counted."""
+        """Returns the result of the call, or `default` if it fails, which is counted."""
         try:
             return call(*arguments)
         except Exception as error:

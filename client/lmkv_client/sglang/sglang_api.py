@@ -81,7 +81,7 @@ class HostPool(Protocol):
     page_size: int
     """Tokens of a page."""
     dtype: torch.dtype
-    """Of the elements as they are stored: `uint8` for 8-bit floats."""
+    """The elements are stored with this type: `uint8` for 8-bit floats."""
 
     @property
     def kv_buffer(self) -> torch.Tensor | None:
@@ -101,7 +101,7 @@ class ModelSource:
     kv_cache_dtype: str = ""
     """As the flag names it."""
     draft_path: str = ""
-    """Of a draft model, whose layers may be in the same pages; empty if there is none."""
+    """The path of a draft model, whose layers may be in the same pages; empty if there is none."""
     draft_revision: str = ""
     dtype: str = ""
     load_format: str = "auto"
@@ -186,7 +186,7 @@ def _read_config(model_path: str) -> dict[str, Any]:
 
 
 def is_writer(config: StorageConfig) -> bool:
-    """Whether this rank stores its pages: each does, unless all ranks have the same ones."""
+    """Whether this rank stores its pages: each does, unless all ranks have the same pages."""
     named: bool | None = getattr(config, "is_storage_writer", None)
     if named is not None:
         return named
@@ -205,7 +205,7 @@ def shards(config: StorageConfig) -> Mapping[str, tuple[int, int]]:
 
 
 class WeightWatcher(Protocol):
-    """What is to know when weights change in place."""
+    """Is informed when weights change in place."""
 
     def weights_change(self) -> None:
         """Called before they change, on the thread that schedules."""

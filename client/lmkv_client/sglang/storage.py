@@ -50,7 +50,7 @@ class LmkvStorage(HiCacheStorage):
 
     @property
     def counts(self) -> PageCounts:
-        """Of this rank's pages."""
+        """Returns the counts of this rank's pages."""
         return self._store.counts
 
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:

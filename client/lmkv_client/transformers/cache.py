@@ -45,7 +45,7 @@ def fill(past: Any, chunks: Sequence[torch.Tensor], kv: ModelKv, token_limit: in
 
 
 def has_all_tokens(past: Any, token_count: int) -> bool:
-    """Whether each layer has the keys and values of the first `token_count` tokens: a window drops older ones."""
+    """Whether each layer has the keys and values of the first `token_count` tokens: a window drops older tokens."""
     layers = past.layers
     return all(
         layer.keys is not None and layer.keys.shape[-2] == layer.get_seq_length() >= token_count for layer in layers
@@ -72,7 +72,7 @@ RESERVED_AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStatistics:
-    """What a cache has done since it was made. All counts are of tokens but `uncached_calls`."""
+    """The counts of a cache since it was made. All are of tokens but `uncached_calls`."""
 
     looked_up_tokens: int = 0
     """Tokens of prompts that were looked up."""
@@ -259,7 +259,7 @@ class LmkvCache:
         return pad is not None and bool((tokens == pad).any())
 
     def _first_parent(self, token_count: int, salt: str) -> bytes:
-        """What a first chunk of as many tokens follows: prompts that continue a partial one find it by the root."""
+        """Returns the key that a first chunk follows: prompts that continue a partial one find it by the root."""
         return b"" if token_count == self._kv.spec.chunk_size else self._engine.root(salt=salt)
 
     def _count(self, **more: int) -> None:

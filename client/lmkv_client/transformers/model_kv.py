@@ -1,4 +1,4 @@
-"""What KV a model of transformers keeps: the KvSpec of its chunks, found by computing one token."""
+"""Describes the KV that a model of transformers keeps: the KvSpec of its chunks, found by computing one token."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class BlockMap:
         """Copies of tokens `[low, high)`, which one part of a chunk has in the extent at `offset`: one for each group.
 
         `extent_tokens` is the number of tokens that a chunk of this size has; of a window shorter than a chunk the
-        extent has only the last ones. Of a state, the block of the chunk's last token is copied.
+        extent has only the last tokens. Of a state, the block of the chunk's last token is copied.
         """
         size = self.spec.chunk_size
         kind = self.spec.parts[part]

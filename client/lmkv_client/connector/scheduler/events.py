@@ -94,15 +94,15 @@ class BlockEvents:
         self._places: dict[ChunkKey, dict[str, tuple[int, int]]] = {}
         """Part and index of the chunks of followed requests, by key and request."""
         self._keys: dict[str, list[ChunkKey]] = {}
-        """What `_places` has of each request."""
+        """The entries of `_places` that each request has."""
         self._known: dict[ChunkKey, ChunkBlocks] = {}
         """Chunks whose tokens are known, in the order in which they became so."""
         self._held: dict[str, set[ChunkKey]] = {tier: set() for tier in MEDIA}
-        """What the node has reported to hold."""
+        """The chunks that the node has reported to hold."""
         self._published: dict[TierKey, tuple[tuple[int, tuple[bytes | int, ...]], ...]] = {}
         """Groups and hashes of the blocks of chunks that are published."""
         self._counts: dict[tuple[str, int], dict[bytes | int, int]] = {}
-        """What subscribers believe to be held: by tier and group, the number of published chunks that have a block."""
+        """The number of published chunks that have a block, by tier and group: subscribers believe in these blocks."""
         self._events: list[KVCacheEvent] = []
 
     # ---- requests

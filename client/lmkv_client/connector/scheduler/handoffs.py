@@ -29,7 +29,7 @@ class RequestHandoffs:
         self._session = session
         self._stores = stores
         self._states: dict[str, RequestState] = {}
-        """By handoff, until the node reports its end."""
+        """The key is the handoff; the node reports when one ends."""
         self._finished: dict[str, RequestState] = {}
         """Handoffs whose request has finished, while chunks of it may still be committed."""
         self._begun: dict[str, HandoffParams] = {}
@@ -91,7 +91,7 @@ class RequestHandoffs:
         self._session.send(pb.Act(drop_handoff=dropped))
 
     def finished(self, state: RequestState, *, is_aborted: bool) -> None:
-        """Handles the end of a request: `settle` ends its handoff once all is committed; an aborted one ends now."""
+        """Ends the handoff of a finished request: now if it was aborted, else in `settle`, once all is committed."""
         handoff = self._begun.pop(state.request_id, None)
         if handoff is not None and is_aborted:
             self._states.pop(handoff.handoff_id, None)

@@ -78,7 +78,7 @@ class HintedRequestState:
 
     sent: list[SentHint] = field(default_factory=list)
     results: list[HintResult] = field(default_factory=list)
-    """Of hints that were not sent."""
+    """The outcomes of hints that were not sent."""
 
 
 class RequestHints:
@@ -92,9 +92,9 @@ class RequestHints:
         self._stores = stores
         self._clock = clock
         self._requests: dict[str, HintedRequestState] = {}
-        """By request, until its response is made."""
+        """The key is the request; its entry is removed when its response is made."""
         self._unanswered: dict[str, SentHint] = {}
-        """By id of the hint."""
+        """The key is the id of the hint."""
         self._ended: list[SentHint] = []
         """Hints to repeat once all chunks of their finished requests are written."""
         self._hint_number = 0

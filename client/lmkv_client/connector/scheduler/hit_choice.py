@@ -1,4 +1,4 @@
-"""How many tokens of a hit are loaded, and whether in the step that computes the rest of the prompt or beside it.
+"""Chooses how much of a hit is loaded, and whether in the step that computes the rest of the prompt or beside it.
 
 Beside a load of its own, an "asynchronous" one, other requests run; but the request then waits for further steps of the
 engine, which cost more than to copy some megabytes. So what is in the pool is copied in the step if it is little, or if
@@ -10,7 +10,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.misses import MissReason
 from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
-from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.connector.scheduler.request_state import FetchChoice, RequestLookup, RequestState
 from lmkv_client.connector.vllm_api import Request
 from lmkv_client.engine.session import Session
 
@@ -115,12 +115,13 @@ class HitChoice:
 
     def _worthwhile(self, state: RequestState, computed_count: int, here: int, hit: int) -> int:
         """The end of what is faster to load than to compute; `here` is the end of what is in the own pool."""
-        lookup = state.lookup
-        if lookup.chosen_tokens is None or lookup.chosen_tokens[:2] != (computed_count, hit):
+        choice = state.lookup.choice
+        if choice is None or (choice.computed_count, choice.hit_tokens) != (computed_count, hit):
             rate = self._session.prefill.tokens_per_second
             count = self._loads.costs.choose(here - computed_count, hit - here, rate)
             self._session.counters.add("refused_fetch_tokens", hit - computed_count - count)
-            lookup.chosen_tokens = computed_count, hit, count
-        if lookup.chosen_tokens[2] < hit - computed_count:
+            choice = FetchChoice(computed_count=computed_count, hit_tokens=hit, loaded_count=count)
+            state.lookup.choice = choice
+        if choice.loaded_count < hit - computed_count:
             state.account.unused = MissReason.SLOWER
-        return computed_count + lookup.chosen_tokens[2]
+        return computed_count + choice.loaded_count

@@ -268,7 +268,7 @@ class Loads:
         return complete
 
     def _measure(self, load_state: LoadState, loaded: LoadResult) -> None:
-        """Records the time of a load. That of a synchronous one is the workers': its step computes tokens, too."""
+        """Records the time of a load. The workers measure synchronous loads: their step computes tokens, too."""
         tokens = load_state.tokens_by_tier(load_state.token_count)
         if tokens.get(HANDOFF):
             return

@@ -106,7 +106,7 @@ class RequestLookups:
         return False
 
     def grace_seconds(self, state: RequestState, *, is_alone: bool) -> float:
-        """How long this step may still wait for the answer: another step may be much later. 0 or less: not at all."""
+        """Returns how long this step may wait for the answer, 0 or less: not at all. The next step may be far away."""
         lookup = state.lookup
         if lookup.state is not LookupState.ASKED or not lookup.lookup_id:
             return 0.0

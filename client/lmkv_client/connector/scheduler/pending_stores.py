@@ -21,7 +21,7 @@ class PendingStore:
     state: RequestState
     part: int
     key: ChunkKey
-    """Of the chunk."""
+    """The key of the chunk."""
     parent: bytes
     """Key of the chunk before it. Of the first: empty, or the root of the key chain if it is a partial chunk."""
     superseded: bytes
@@ -37,7 +37,7 @@ class PendingStore:
     source: WriteCredits
     """The credits from which its extent was taken."""
     result: StoreResult = field(default_factory=StoreResult)
-    """What the ranks have reported so far: copies of several megabytes end in a later step, not at the same time."""
+    """The ranks' reports so far: copies of several megabytes end in a later step, and not all in the same."""
 
 
 class PendingStores:
@@ -164,7 +164,7 @@ class EndedRequests:
             request.is_discarded = True
 
     def grace_seconds(self, own: PartCredits) -> float:
-        """How long a step that computes nothing may still wait for write credits. 0 or less: not at all."""
+        """Returns how long a step that computes nothing may still wait for write credits, 0 or less if not at all."""
         waits = [one.ended_at for one in self._requests if self._waits(one, own)]
         return max(waits) + GRACE_SECONDS - self._clock() if waits else 0.0
 

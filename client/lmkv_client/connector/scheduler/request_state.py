@@ -19,6 +19,15 @@ from lmkv_client.engine.prompt_account import Beginnings, PromptAccount
 from lmkv_client.engine.session import Lookup, Session
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchChoice:
+    """The number of tokens that are faster to load than to compute, of a hit and what vLLM has of it."""
+
+    computed_count: int
+    hit_tokens: int
+    loaded_count: int
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class RequestLookup(Lookup):
     """The lookup of a request, and what the engine makes of its hit."""
@@ -28,8 +37,8 @@ class RequestLookup(Lookup):
     """Time that the request has waited for the answer, and for a synchronous load of absent chunks."""
     loads_in_step: bool = False
     """Whether its load is part of the step that computes the rest of the prompt."""
-    chosen_tokens: tuple[int, int, int] | None = None
-    """Three numbers of tokens: what vLLM had already, the whole hit, and the part of the hit that is loaded."""
+    choice: FetchChoice | None = None
+    """The part of the hit that is worth loading; None before it was chosen."""
 
     def hit_count(self, *, pool_only: bool = False) -> int:
         """Chunks of the hit that can be loaded, or only of what is in the node's pool."""
@@ -55,7 +64,7 @@ class StoredTokens:
     def __init__(self) -> None:
         self._tokens_by_chunk: dict[int, int] = {}
         self.size_bytes = 0
-        """Bytes of all chunks, shorter ones that a longer one has superseded included."""
+        """Bytes of all chunks, also of shorter chunks that a longer chunk has superseded."""
         self.seconds = 0.0
         self.is_all_planned = False
         """Whether the request has finished, so that no other chunk of it will be written."""
@@ -72,7 +81,7 @@ class StoredTokens:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class StoreProgress:
-    """How much of a request is stored."""
+    """Tracks how much of a request is stored."""
 
     may_store: bool = True
     """Whether its chunks are to be stored."""
@@ -154,7 +163,7 @@ class RequestState:
         self.chain = chain
         self.partial_key: ChunkKey | None = chain.partial(tokens) if partial and spec.ends_anywhere else None
         self.keys: list[ChunkKey] = [*chain.keys, self.partial_key] if self.partial_key else list(chain.keys)
-        """Keys of the prompt's chunks; decoded ones are only in `chain`."""
+        """Keys of the prompt's chunks; the keys of decoded chunks are only in `chain`."""
         self.traceparent = ""
         """W3C `traceparent` of the request's spans; empty if it is not traced."""
         self.handoff_id = ""

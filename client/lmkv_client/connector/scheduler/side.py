@@ -96,7 +96,7 @@ class SchedulerSide:
         self._last_account: tuple[str, PromptAccount] | None = None
         """That of the request that has ended last, for `identity`."""
         self._postponed: RequestState | None = None
-        """A request whose lookup waits until the last tokens of finished ones are stored."""
+        """A request whose lookup waits until the last tokens of finished requests are stored."""
         self._handoffs = RequestHandoffs(config, session, self._stores)
         self._hints = RequestHints(config, session, self._stores, clock)
         self._weights = WeightVersions(spec.weight_version)
@@ -302,7 +302,7 @@ class SchedulerSide:
         """For requests with lmkv's parameters or hints: the instance id of this engine's node, why a handoff was
         refused, and the outcome of each hint.
 
-        With `explain` among the parameters: where the prompt of the request, the last one that has ended, came from.
+        With `explain` among the parameters: where the prompt of the request, the last that has ended, came from.
         """
         refusal = self._handoffs.refusal(request.request_id)
         self._handoffs.forget(request.request_id)
@@ -474,7 +474,7 @@ class SchedulerSide:
         self._events.node_lost()
         for state in self._states.values():
             state.account.node_lost()
-            state.lookup.end()  # a postponed one, too
+            state.lookup.end()  # postponed lookups, too
 
     # ---- helpers of the hooks
 

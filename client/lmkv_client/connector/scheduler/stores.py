@@ -214,7 +214,7 @@ class Stores:
         return True
 
     def grace_seconds(self) -> float:
-        """How long a step that computes nothing may still wait for the credits of finished requests."""
+        """Returns how long a step that computes nothing may still wait for the credits of finished requests."""
         return self._ended.grace_seconds(self._session.credits)
 
     def plan_ended(self) -> dict[str, list[ChunkCopy]]:
@@ -362,7 +362,7 @@ class Stores:
         self._pending.add(offset, store)
 
     def _refuse_null_page(self, state: RequestState) -> None:
-        """Stores nothing more of this request: chunks behind a missing one cannot be found."""
+        """Stores nothing more of this request: chunks behind a missing chunk cannot be found."""
         state.store.failure_count = MAX_FAILURES
         self._session.counters.add("null_page_requests")
         logger.error(
@@ -438,7 +438,7 @@ class Stores:
                 self._pending.discard(state)
 
     def discard(self) -> None:
-        """What the workers still write is not committed: it is of no use any more."""
+        """Discards the chunks that workers still write: nothing can use them any more."""
         self._pending.discard()
         self._ended.discard()
 

@@ -1,4 +1,4 @@
-"""The version of the engine's weights, and whether vLLM's pages may have KV of an earlier one. Pure."""
+"""The version of the engine's weights, and whether vLLM's pages may have KV of an earlier version. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightVersions:
         return self._has_changed and self._begin(f"{PRIVATE_VERSION}{uuid4().hex}", is_named=False)
 
     def name(self, version: str) -> bool:
-        """Names the weights; whether their version is another one now. A name may be of any length; without one the
+        """Names the weights; whether their version is another now. A name may be of any length; without a name the
         version is private."""
         if not version:
             self.changed()

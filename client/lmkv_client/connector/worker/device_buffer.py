@@ -121,7 +121,7 @@ class DeviceBufferPart:
         return [replace(copy, offset=self._shrunk(copy.offset)) for copy in copies]
 
     def reads(self, chunks: Sequence[pb.BufferCopy]) -> list[Copy]:
-        """What is to be read of whole chunks: the rank's heads of each layer."""
+        """Returns the spans of whole chunks that are to be read: the rank's heads of each layer."""
         copies = []
         for chunk in chunks:
             layer_bytes = chunk.size_bytes // self._layer_count
@@ -138,7 +138,7 @@ class DeviceBufferPart:
         return copies
 
     def checksums(self, chunks: Sequence[pb.BufferCopy]) -> list[int]:
-        """What the rank's words, as they are here now, add to the checksum of each chunk. Waits for the device."""
+        """Returns the sums that the rank's words, as they are now, add to chunks' checksums. Waits for the device."""
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             return [self._checksum(chunk) for chunk in chunks]
 
@@ -168,7 +168,7 @@ class BufferReads:
         *,
         sums: bool,
     ) -> None:
-        """`sums` is false for a rank whose heads another one sums."""
+        """`sums` is false for a rank whose heads another rank sums."""
         self._channel = channel
         self._buffer = buffer
         self._report = report
@@ -239,7 +239,7 @@ class BufferAgent:
         sums: bool = True,
         nixl_backends: tuple[str, ...] = ("UCX",),
     ) -> None:
-        """`sums` is false for a rank whose heads another one sums."""
+        """`sums` is false for a rank whose heads another rank sums."""
         self.buffer: DeviceBufferPart | None = None
         """The part, once it can be read into. Its memory stays valid after the end, for planned loads."""
         self._attachment = attachment

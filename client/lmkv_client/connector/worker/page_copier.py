@@ -74,7 +74,7 @@ class PageCopier(Protocol):
 
 
 class HostPageCopier:
-    """Copies for pages in host memory, on threads but for small ones.
+    """Copies for pages in host memory, on threads unless they are small.
 
     vLLM has pinned the worker's main thread to processors of its own; these threads may use all.
     """

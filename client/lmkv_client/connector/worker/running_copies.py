@@ -24,11 +24,11 @@ class CopyHandle(Protocol):
 
     @property
     def checksums(self) -> list[int]:
-        """Of a gather that is done: for each copy what its words add to its chunk's checksum."""
+        """Returns the sum that the words of each copy add to its chunk's checksum. The gather must be done."""
 
     @property
     def seconds(self) -> float | None:
-        """Of a copy that is done: its duration, if the device measured it; else None."""
+        """Returns the duration of a copy that is done if the device measured it, else None."""
 
 
 class ThreadTask:
@@ -181,8 +181,8 @@ class RunningLoad:
         return True
 
     def seconds(self, now: float) -> float:
-        """How long it took. The end of a synchronous load on a device is seen only after the forward pass that waits
-        for it, so the device's clock counts."""
+        """Returns the duration of the load. vLLM sees the end of a synchronous load on a device only after the forward
+        pass, so the device's clock counts."""
         if self.sync and self.copy_seconds is not None:
             return self.copy_seconds
         return now - self.started_at

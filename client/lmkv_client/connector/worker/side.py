@@ -103,7 +103,7 @@ class WorkerSide:
         self._copies: PageCopier | None = None
         self._attachment: Attachment | None = None
         self._mapping: PoolMapping | None = None
-        """Of the current attachment, until its pool is taken."""
+        """The pool of the current attachment arrives here, until it is taken."""
         self._pool: AttachedPool | None = None
         self._checker = ThreadPoolExecutor(1, "lmkv-check", initializer=use_processors)
         self._running: dict[str, RunningLoad] = {}
@@ -248,7 +248,7 @@ class WorkerSide:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed, where chunks have parts; they are among the finished ones, too."""
+        """Requests whose loads have failed, where chunks have parts; they are among the finished requests, too."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
@@ -303,7 +303,7 @@ class WorkerSide:
         return copies.scatter(load.buffered, sync=load.sync, buffer=buffer)
 
     def _open_copies(self) -> PageCopier | None:
-        """What copies between pages and pool; None while the pool is not mapped, or the pages have no memory."""
+        """Returns the copier between pages and pool; None while the pool is not mapped, or the pages have no memory."""
         return self._copies if self._pool and not self._pages_are_released else None
 
     def _end_stores(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine's connection to its node: the scheduler's thread sends and receives, another one attaches."""
+"""The engine's connection to its node: the scheduler's thread sends and receives, another thread attaches."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class AttachConnection:
         self._control: deque[FrameKind] = deque()
         """Pings and answers to pings that are to be sent."""
         self._rest = memoryview(b"")
-        """What is not sent yet of the frame that was begun."""
+        """The part of a frame that is not sent yet."""
         self._is_blocked = False
         """Whether the client's thread is to send the rest, once the socket has room for it."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

@@ -22,7 +22,7 @@ _STARTER = '"$@" >&2 & echo $!'
 
 
 class NodeProcess:
-    """A process in a session of its own that is no child of this one.
+    """A process in a session of its own, which is no child of this process.
 
     vLLM kills all descendants of an engine with it, sessions or not; an orphan is none of them.
     """
@@ -65,7 +65,7 @@ READY_POLL_SECONDS = 0.02
 RESTART_SECONDS = 0.2
 ERROR_PREFIX = "lmkv: error: "
 ALREADY_RUN = "is already run by process"
-"""Part of the error of a node that finds another one of its instance id on the host."""
+"""Part of the error of a node that finds another node of its instance id on the host."""
 NODE_FLAGS = ("--linger", "--started-by-connector")
 NOT_EXPECTED = ("LMKV_LOG_FORMAT", "LMKV_LOG_LEVEL", "LMKV_METRICS_PORT", "LMKV_NODE_LINGER")
 """Settings in which a running node may differ from the expected one."""
@@ -102,7 +102,7 @@ class NodeLauncher:
         return f"unix:{path}"
 
     def replaces(self, conflict: ConfigConflict) -> bool:
-        """Whether the node of another configuration ends in favor of the one that this launcher will start.
+        """Whether the node of another configuration ends in favor of the node that this launcher will start.
 
         The node decides: it ends if a connector started it and no engine is attached.
         """
@@ -127,7 +127,7 @@ class NodeLauncher:
                     raise Unreachable(f"the node ended without an error message; see {log}")
                 if ALREADY_RUN not in reason:
                     raise ConfigError(configuration.as_written(reason, self._config.written))
-                # Another engine is starting the same node, or one that is to end has not ended yet.
+                # Another engine is starting the same node, or the node that is to end has not ended yet.
                 self._closing.wait(RESTART_SECONDS)
                 mark = log.stat().st_size
                 self._node = self._spawn(log)
