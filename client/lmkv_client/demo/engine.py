@@ -8,7 +8,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.endpoint import Endpoint
@@ -30,6 +32,24 @@ _ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """The options of a vLLM server."""
+
+    port: int = 0
+    """0: a free port."""
+    python: str = sys.executable
+    """The interpreter."""
+    transfer_config: Mapping[str, object] | None = field(default_factory=lambda: LMKV_TRANSFER_CONFIG)
+    """None disables lmkv."""
+    dtype: str = "float32"
+    block_size: int = 128
+    context_tokens: int = 8192
+    kv_cache_bytes: int = 128 << 20
+    """Must hold `context_tokens` tokens; resident from the start."""
+    extra_arguments: Sequence[str] = ()
+
+
 class EngineProcess(Endpoint, CheckedServer):
     """A vLLM server. To start several concurrently, call `start` on each, then `wait_ready` on each."""
 
@@ -42,36 +62,33 @@ class EngineProcess(Endpoint, CheckedServer):
         folder: Path,
         *,
         name: str = "engine",
-        port: int = 0,
-        python: str = sys.executable,
-        transfer_config: Mapping[str, object] | None = LMKV_TRANSFER_CONFIG,
-        dtype: str = "float32",
-        block_size: int = 128,
-        context_tokens: int = 8192,
-        kv_cache_bytes: int = 128 << 20,
-        extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
-        """`transfer_config=None` disables lmkv.
+        """`options` are those of `EngineOptions`.
 
-        Logs to `NAME.log` in `folder`. `port` 0 selects a free port; `python` is the interpreter. `kv_cache_bytes` must
-        hold `context_tokens` tokens and is resident from the start. `environment` takes precedence and may contain
-        `LMKV_...`.
+        Logs to `NAME.log` in `folder`. `environment` takes precedence and may contain `LMKV_...`.
         """
-        Endpoint.__init__(self, name, port or free_port(), model.name)
+        given = EngineOptions(**options)
+        Endpoint.__init__(self, name, given.port or free_port(), model.name)
         self.model = model
         arguments = [
             *("--model", str(model), "--served-model-name", model.name),
             *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", dtype, "--block-size", str(block_size)),
-            *("--max-model-len", str(context_tokens), "--max-num-batched-tokens", str(max(context_tokens, 2048))),
-            *("--kv-cache-memory-bytes", str(kv_cache_bytes), "--max-num-seqs", "16"),
+            *("--dtype", given.dtype, "--block-size", str(given.block_size)),
+            *(
+                "--max-model-len",
+                str(given.context_tokens),
+                "--max-num-batched-tokens",
+                str(max(given.context_tokens, 2048)),
+            ),
+            *("--kv-cache-memory-bytes", str(given.kv_cache_bytes), "--max-num-seqs", "16"),
             *("--enforce-eager", "--enable-prompt-tokens-details", "--shutdown-timeout", "10"),
         ]
-        if transfer_config is not None:
-            arguments += ["--kv-transfer-config", json.dumps(dict(transfer_config))]
+        if given.transfer_config is not None:
+            arguments += ["--kv-transfer-config", json.dumps(dict(given.transfer_config))]
         # Not `vllm serve`: the command fails where vLLM was installed under another distribution name.
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *extra_arguments]
+        command = [given.python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *given.extra_arguments]
         CheckedServer.__init__(self, name, command, folder / f"{name}.log", _ENVIRONMENT | dict(environment or {}))
         self._scratch: Path | None = None
 

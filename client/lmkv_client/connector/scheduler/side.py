@@ -259,7 +259,7 @@ class SchedulerSide:
 
     def _handle_report(self, report: WorkerReport) -> None:
         if report.stores:
-            self._stores.check_adapters(self.adapters.is_current)
+            self._stores.check_adapters(self.adapters)
         attachment = self._session.attachment
         stored = report.for_engine(attachment.engine_id) if attachment else None
         if stored and self._stores.handle_report(stored):

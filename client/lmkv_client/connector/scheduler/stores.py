@@ -15,7 +15,7 @@ from lmkv.tiers import OWN
 from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
-from lmkv_client.connector.adapters import Adapter
+from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.messages import WorkerReport
 from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents
@@ -430,10 +430,10 @@ class Stores:
         else:
             self._exchange(returned)
 
-    def check_adapters(self, is_current: Callable[[Adapter], bool]) -> None:
+    def check_adapters(self, adapters: Adapters) -> None:
         """Commits nothing that was computed with adapters that are not current any more, and stores no more of it."""
         for state in self._pending.states:
-            if state.adapter is not None and not is_current(state.adapter):
+            if state.adapter is not None and not adapters.is_current(state.adapter):
                 state.store.may_store = False
                 self._pending.discard(state)
 
