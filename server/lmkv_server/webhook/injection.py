@@ -139,8 +139,8 @@ class _Patch:
 
 
 def _pointer(path: Iterable[str | int]) -> str:
-    """A JSON pointer."""
-    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in path)
+    """A JSON pointer. No step has a `~`."""
+    return "".join("/" + str(step).replace("/", "~1") for step in path)
 
 
 def _engine(pod: Object) -> int:
@@ -176,8 +176,7 @@ def _words(container: Object) -> list[str]:
 def _arguments(container: Object, args: Sequence[str]) -> Sequence[str]:
     """The arguments that are missing. Raises `Refusal` if they would have no effect, or another connector is set."""
     words, option = _words(container), f"{TRANSFER_FLAG} '{args[-1]}'"
-    script = _script(words)
-    config = _transfer_config(words if script is None else [script])
+    config = _transfer_config(words)
     if config is not None:
         if CONNECTOR in config:
             return ()
@@ -185,7 +184,7 @@ def _arguments(container: Object, args: Sequence[str]) -> Sequence[str]:
             f"container {container['name']} sets {TRANSFER_FLAG} without {CONNECTOR}: remove it, or add {CONNECTOR} to "
             "the connectors of a MultiConnector"
         )
-    if script is not None:
+    if _runs_shell(words):
         raise Refusal(
             f"container {container['name']} runs a shell, whose script gets no arguments: add to vLLM's in the script: "
             f"{option}"
@@ -198,14 +197,9 @@ def _arguments(container: Object, args: Sequence[str]) -> Sequence[str]:
     return args
 
 
-def _script(words: Sequence[str]) -> str | None:
-    """The script that a shell runs by `-c`; None if there is no shell."""
-    if not words or PurePosixPath(words[0]).name not in SHELLS:
-        return None
-    for number, word in enumerate(words):
-        if re.fullmatch(r"-[a-z]*c", word):
-            return " ".join(words[number + 1 :])
-    return " ".join(words[1:])
+def _runs_shell(words: Sequence[str]) -> bool:
+    """Whether the container runs a shell, whose script may contain the command line of vLLM."""
+    return bool(words) and PurePosixPath(words[0]).name in SHELLS
 
 
 def _transfer_config(words: Sequence[str]) -> str | None:

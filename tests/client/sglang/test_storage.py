@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +13,14 @@ import torch
 
 from lmkv.errors import ConfigError
 from lmkv_client.demo.cluster import CoordinatorProcess
+from lmkv_client.engine import Extent, Written
 from lmkv_client.sglang import LmkvStorage, page_store
 from lmkv_client.sglang.sglang_api import ModelSource
 from tests.client.sglang.conftest import NodeOfTests
 from tests.client.sglang.contract import (
     MLA_SHAPES,
     PAGE_SIZE,
+    PAGES,
     SHAPES,
     HostPoolFields,
     StorageConfigFields,
@@ -160,6 +162,36 @@ def test_what_sglang_never_passes_is_a_miss_and_is_counted(start: Start, keys: l
     assert all(storage.batch_set_v1(HASHES, slots(FIRST))), "the next call is served"
 
 
+def test_pages_that_are_written_in_several_batches_follow_each_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first page of a batch would not hold those before it in the pool."""
+    store = start(host_pool("page_first"))._store
+    engine = store._attached()
+    reserve, commit = engine.reserve, engine.commit
+    written: list[Written] = []
+
+    def reserve_few(count: int, *, timeout: float) -> list[Extent]:
+        return reserve(min(count, 2), timeout=timeout)
+
+    def note(chunks: Iterable[Written]) -> None:
+        written.extend(chunks := list(chunks))
+        commit(chunks)
+
+    monkeypatch.setattr(engine, "reserve", reserve_few)
+    monkeypatch.setattr(engine, "commit", note)
+    assert store.write(HASHES, FIRST) == len(HASHES)
+    keys = engine.foreign_keys(HASHES)
+    assert [(one.key, one.parent) for one in written] == list(zip(keys, [b"", *keys[:-1]], strict=True))
+
+
+def test_a_page_behind_the_last_one_of_the_pool_is_refused(start: Start) -> None:
+    store = start(host_pool("page_first"))._store
+    assert store.page_numbers(slots([PAGES - 1]).tolist(), 1) == [PAGES - 1]
+    with pytest.raises(ValueError, match="beyond the end"):
+        store.page_numbers(slots([PAGES]).tolist(), 1)
+
+
 @pytest.mark.parametrize(
     "pages", [[*FIRST[:-1], 24], FIRST[:-1], [*FIRST[:-1], 1 << 70]], ids=["beyond", "few", "huge"]
 )
@@ -270,3 +302,22 @@ def test_weights_that_turn_out_later_not_to_be_known_are_logged(
     known.set()
     wait_until(lambda: "nothing is loaded or stored: the weights have changed" in caplog.text, "it is in the log")
     assert storage.batch_exists(HASHES) == 0
+
+
+def test_a_storage_that_is_closed_before_the_digest_is_known_attaches_to_no_node(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = threading.Event()
+
+    def identify(_: ModelSource) -> str:
+        assert known.wait(WAIT_SECONDS)
+        return "tiny"
+
+    monkeypatch.setattr(page_store, "identity_of", identify)
+    monkeypatch.setattr(page_store, "served_model", lambda path: ModelSource(path=path, loaded_after=time.time()))
+    before = set(threading.enumerate())
+    storage = start(host_pool("page_first"), settings={"model_id": ""})
+    storage.close()
+    known.set()
+    wait_until(lambda: set(threading.enumerate()) <= before, "no thread of an engine is left")
+    assert not storage._store.is_of_use

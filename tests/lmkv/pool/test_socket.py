@@ -20,7 +20,7 @@ import pytest
 from lmkv.errors import ConfigError, Unreachable
 from lmkv.pool import socket as pool_socket
 from lmkv.pool.pool import Pool
-from lmkv.pool.socket import PoolSocket, attach
+from lmkv.pool.socket import FdOffer, FdServer, PoolSocket, attach
 from tests.support.interruptions import Interrupter, Kind
 from tests.waiting import WAIT_SECONDS, until
 
@@ -383,3 +383,14 @@ async def test_a_worker_without_views_disconnects_at_once(node: Node) -> None:
     attached = await asyncio.to_thread(attach, node.path, "engine-1", 0, EPOCH, 60.0)
     attached.close_when_unused()
     await until(lambda: ("gone", "engine-1", 0) in node.events)
+
+
+async def test_the_pool_of_another_epoch_is_not_attached(directory: Path) -> None:
+    """A worker would write to extents that this epoch has not granted."""
+    pool = Pool.create(MB)
+    fields = {"size_bytes": MB, "epoch": EPOCH + 1}
+    path = directory / "pool.sock"
+    async with FdServer(path, lambda _: FdOffer(fd=pool.fd, fields=fields, on_disconnect=lambda: None), "another"):
+        with pytest.raises(Unreachable, match=f"is not the pool of epoch {EPOCH}"):
+            await asyncio.to_thread(attach, path, "engine", 0, EPOCH, WAIT_SECONDS)
+    pool.close()

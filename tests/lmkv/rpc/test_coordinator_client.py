@@ -10,7 +10,7 @@ import pytest
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv.errors import InstanceNotFound, Unreachable
-from lmkv.rpc.coordinator_client import CoordinatorClient, Failover
+from lmkv.rpc.coordinator_client import CoordinatorClient, CoordinatorConnection, Failover
 from lmkv.rpc.messages import by_keys
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import LocateInstanceRequest
@@ -74,6 +74,23 @@ async def test_a_lookup_takes_one_timeout_although_a_coordinator_is_silent_and_t
         assert client.current.address == "127.0.0.1:1"
         await stream.aclose()
         await client.aclose()
+
+
+async def test_a_call_that_another_process_does_not_answer_is_repeated_at_no_other_coordinator() -> None:
+    """It may have been carried out, and the coordinator has answered."""
+    client = CoordinatorClient(["127.0.0.1:1", "127.0.0.1:2"], timeout_seconds=WAIT_SECONDS)
+    asked = []
+
+    async def move(connection: CoordinatorConnection) -> None:
+        asked.append(connection.address)
+        raise Unreachable("the instance does not respond", address="127.0.0.1:3")
+
+    with pytest.raises(Unreachable, match="the instance does not respond"):
+        await client.run(move)
+    with pytest.raises(Unreachable, match="the instance does not respond"):
+        await client.find(move)
+    assert asked == ["127.0.0.1:1"] * 2
+    await client.aclose()
 
 
 async def test_a_closed_stream_takes_no_lookups_and_opens_no_other() -> None:
