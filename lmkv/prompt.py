@@ -35,7 +35,6 @@ from lmkv.keys import (
     split_keys,
 )
 from lmkv.spec import ALL, KvSpec
-from lmkv.v1.chunk_pb2 import PART_RULE_SINCE_MULTIPLE
 
 MAX_BEGINNINGS = 256
 """Chunks that begin as a prompt does of which a lookup considers the ones with the most tokens in common."""
@@ -183,7 +182,7 @@ class Prompt:
         if chunk_count >= self._count:
             return range(0)
         needed = range(rule.needed(self.end(Hit(chunk_count + 1)), size).start, self._count)
-        if rule.rule != PART_RULE_SINCE_MULTIPLE:
+        if not rule.begins_at_multiples:
             return needed  # each of these hits needs the last one of its chunks
         return [chunk for chunk in needed if chunk in rule.needed(self.end(Hit(chunk + 1)), size)]
 

@@ -76,6 +76,11 @@ class KvPart:
         """Bytes of one KV-cache block of one head, the unit of native tiles."""
         return self.block_size * (1 if self.mla else 2) * self.head_size * DTYPE_BYTES[self.kv_dtype]
 
+    @property
+    def begins_at_multiples(self) -> bool:
+        """Whether hits read this part from a multiple of `span` on, so that some need no chunk of it."""
+        return self.rule == PART_RULE_SINCE_MULTIPLE
+
     def first_token(self, end: int) -> int:
         """The oldest token of this part that a hit ending at token `end` reads."""
         if self.rule == PART_RULE_LAST:
