@@ -19,7 +19,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
+.PHONY: help setup setup-ray setup-sglang setup-vllm-previous setup-vllm-next demo test test-all test-models test-cpp-engine test-envoy test-ray test-sglang test-vllm-previous test-vllm-next chaos histories soak mutants mutation models fuzz fuzz-kernels audit docs docs-publish protos wheel sdist wheels images images-publish images-reproducible cluster cluster-first-image chart chart-publish release-publish version verify \
 	benchmarks kv-events verify-format verify-lint verify-types verify-protos verify-floors verify-typescript verify-workflows verify-vllm \
 	fix-bounds fix-format fix-lint fix-locks fix-metrics fix-protos fix-typescript
 
@@ -60,8 +60,13 @@ $(VLLM_NEXT_STAMP): $(STAMP) pyproject.toml scripts/setup-vllm-next
 demo: $(STAMP) ## run a coordinator and two engines that share a prompt
 	@$(BIN)/lmkv demo $(ARGS)
 
-test: $(STAMP) ## run all tests, including those with real engines of some architectures
-	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not more_models' $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not more_models'
+
+test: $(STAMP) ## run the core of the tests, also with real engines; ARGS="tests/helm -x" selects among all tests
+	@$(PYTEST) --suite core $(ARGS)
+
+test-all: $(STAMP) ## run the other tests: more engines, charts, wheels, browsers, SDKs, linters
+	@$(PYTEST) --suite rest $(ARGS)
 
 test-models: $(STAMP) ## run the tests with engines of all architectures, and four ranks; ARGS="-k gpt_oss" selects one
 	@$(BIN)/python -m pytest -n 2 --dist loadscope tests/engines/test_architectures.py tests/engines/test_pd_parts.py \

@@ -39,6 +39,39 @@ FORKED = tuple(
     )
 )
 """Of these those whose engines the nursery forks: they share nothing with the others, which start servers."""
+CORE_ENGINES = tuple(
+    f"{ENGINES}test_{name}.py"
+    for name in (
+        "across_engines",
+        "architectures",
+        "demo",
+        "disk",
+        "faults",
+        "partial_chunks",
+        "pd",
+        "warm_restart",
+    )
+)
+"""Of all tests with engines those that `make test` runs: sharing, restarts, P/D, tiers, kills, and hybrid models."""
+OUTER = (
+    "tests/benchmarks/",
+    "tests/chaos/",
+    "tests/client/transformers/",
+    "tests/fuzz/",
+    "tests/helm/",
+    "tests/histories/",
+    "tests/lmkv/transfer/test_contract.py",
+    "tests/models/",
+    "tests/promises/test_packages.py",
+    "tests/promises/test_recipes.py",
+    "tests/promises/test_site.py",
+    "tests/promises/test_style.py",
+    "tests/sdk/",
+    "tests/server/coordinator/http/page/",
+    "tests/server/proxy/test_page.py",
+    "tests/soak/",
+)
+"""Tests without engines that `make test-all` runs: charts, wheels, browsers, SDKs, linters, all transfer channels."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
 SHARED_MEMORY_WATCH = pytest.StashKey[SharedMemoryWatch]()
 
@@ -50,8 +83,20 @@ hypothesis.settings.load_profile("lmkv")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before the first import of gRPC: broken connections are expected
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--suite`."""
+    parser.addoption(
+        "--suite",
+        choices=("core", "rest", "all"),
+        default="all",
+        help="core: what `make test` runs; rest: the others. Files and folders that are named run whole",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Lets Ctrl-C and SIGHUP work in what the tests start: a run in the background, or by `nohup`, ignores them."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput"):
+        config.option.suite = "all"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -91,11 +136,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return ByFile(config, log)
 
 
+def is_core(item: pytest.Item) -> bool:
+    """Whether `make test` runs it."""
+    if item.nodeid.startswith(ENGINES):
+        return item.nodeid.startswith(CORE_ENGINES)
+    return not item.nodeid.startswith(OUTER)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs what needs no engine first: it is fast, and finds most mistakes. Of two processes, one begins with servers.
 
     The first to be free then takes the forked engines.
     """
+    suite = config.getoption("suite")
+    if suite != "all":
+        left_out = [item for item in items if is_core(item) != (suite == "core")]
+        items[:] = [item for item in items if is_core(item) == (suite == "core")]
+        config.hook.pytest_deselected(items=left_out)
     is_shared = hasattr(config, "workerinput")
 
     def place(item: pytest.Item) -> int:
