@@ -189,7 +189,7 @@ def check_unchanged_since(stamped: Mapping[Path, Stamp], began: float) -> None:
 
 
 def process_start() -> float:
-    """When this process was started, in seconds since 1970: it cannot have loaded anything before."""
+    """Returns the time of this process's start, in seconds since 1970: it cannot have loaded anything before."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age

@@ -91,7 +91,7 @@ class OperationState(Generic[Progress, Result]):
 
     @property
     def error(self) -> LmkvError | None:
-        """Why it failed, `OperationCancelled` if it was cancelled; None while it runs and if it succeeded."""
+        """The error with which it failed, or `OperationCancelled`; None while it runs and if it succeeded."""
         return from_status(self.message.error) if self.message.HasField("error") else None
 
     @property

@@ -180,6 +180,6 @@ def _folder(path: str) -> Path | None:
 
 
 def _branch(folder: Path) -> list[Path]:
-    """For an adapter of a hub the file that names the commit which vLLM loads."""
+    """Returns the file that names the commit which vLLM loads, for an adapter of a hub."""
     branch = folder.parent.parent / "refs" / "main"
     return [branch] if folder.parent.name == "snapshots" and branch.is_file() else []

@@ -45,7 +45,7 @@ class LayerGroup:
     block_size: int
     """Tokens per page."""
     layer_names: tuple[str, ...]
-    """In the order in which an extent has them."""
+    """The layers are in the order in which an extent has them."""
     first_layer: int = 0
     """Index of the first of these layers in the part."""
 
@@ -70,7 +70,7 @@ class EngineKv:
 
     spec: KvSpec
     groups: tuple[LayerGroup, ...]
-    """In the order of vLLM's groups: a request has a list of block ids for each."""
+    """The groups are in vLLM's order: a request has a list of block ids for each."""
     hash_block_size: int = 0
     """Tokens of each of a request's block hashes; 0: those of a block of the first group."""
 

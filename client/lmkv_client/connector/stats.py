@@ -80,7 +80,7 @@ class ConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
+        """Returns the values for vLLM's log line."""
         return {name: round(amount, 4) for name, amount in self.data.items()}
 
     def is_empty(self) -> bool:

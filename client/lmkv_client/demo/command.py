@@ -201,7 +201,7 @@ def _pool_mib(rounds: int, prompt_bytes: int) -> int:
 
 
 def _failure(result: DemoResult) -> str | None:
-    """Why the demo has failed; None if it has not."""
+    """Returns the reason why the demo has failed; None if it has not."""
     if not result.identical:
         return "the engines returned different completions of the same prompt"
     if not all(round_.from_peer.tokens for round_ in result.rounds):

@@ -82,7 +82,7 @@ class CallerLookup(Lookup):
     is_continued: bool = False
     """Whether the prompt was looked up before, so that only failures of the load are counted."""
     engine_request_id: str = ""
-    """In the report; empty until the lookup has an id."""
+    """The id of the request in the report; empty until the lookup has an id."""
     traceparent: str | None = None
     """Parent of the spans; None: the current span, if any. Once it was sent, the lookup's own span."""
     future: Future[CallerLookup | None] = field(default_factory=Future)
@@ -94,7 +94,7 @@ class CallerLookup(Lookup):
     hit_count: int = 0
     """The number of chunks of the hit that can be loaded, up to a damaged chunk."""
     own_count: int = 0
-    """Those of them that were in the pool at the lookup."""
+    """The number of these chunks that were in the pool at the lookup."""
     requested_count: int = 0
     """The load that runs brings the first chunks up to this number; 0: none runs."""
     wanted_count: int = 0

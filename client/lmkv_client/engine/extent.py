@@ -18,7 +18,7 @@ class MappedPool:
 
     def __init__(self, attached: AttachedPool) -> None:
         self.memory = attached.pool.buffer[:]
-        """All of its bytes. A view of its own, which keeps the memory mapped."""
+        """Returns a view of all its bytes, which keeps the memory mapped."""
         self._attached = attached
 
     def retire(self) -> None:

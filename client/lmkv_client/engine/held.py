@@ -28,7 +28,7 @@ class Held:
         self.hit_count = lookup.hit_count if lookup else 0
         """The number of first keys whose chunks can be loaded: from the pool, the disk, peers, the remote store."""
         self.own_count = lookup.own_count if lookup else 0
-        """Those of them that were in the node's pool: `load` yields them without waiting."""
+        """The number of these chunks that were in the node's pool: `load` yields them without waiting."""
         self.token_count = lookup.hit_tokens if lookup and lookup.is_counted else 0
         """Tokens of the hit. The last extent may have others behind them, of another prompt."""
         self.keys: Sequence[ChunkKey] = lookup.hit_keys[: lookup.hit_count] if lookup else ()

@@ -1,4 +1,4 @@
-"""Where the chunks of a prompt were when it was looked up: loads are counted, logged and traced by it."""
+"""Keeps the tiers that had the chunks of a prompt at its lookup: loads are counted, logged and traced by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HitSources:
 
     @classmethod
     def of_answer(cls, found: pb.FoundChunks) -> HitSources:
-        """Those of the node's answer to a lookup."""
+        """Reads the sources from the node's answer to a lookup."""
         runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
         item_count = len(found.own) + sum(run.chunk_count for run in runs)
         hit_chunk_count = 0 if found.hit_chunk_count == item_count else found.hit_chunk_count

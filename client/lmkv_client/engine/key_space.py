@@ -87,7 +87,7 @@ class ServedNames:
         self._adapters: OrderedDict[str, tuple[str, ServedModel | None]] = OrderedDict()
         """The identity of each name, None if it cannot be registered; the name that was used last is at the end."""
         self.messages: tuple[chunk_pb2.ServedModel, ...] = ()
-        """All of them, as they are announced; replaced as a whole."""
+        """All names, as they are announced; the list is replaced as a whole."""
         self._publish()
 
     def use(self, name: str, lora_identity: str) -> chunk_pb2.ServedModel | None:

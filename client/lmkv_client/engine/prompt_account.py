@@ -52,9 +52,9 @@ class PromptAccount:
         self.chunk_size = chunk_size
         self.create_time = time.time()
         self.seen_elsewhere: MissReason | None = None
-        """Why what was stored of the prompt's first tokens is not found, if it is in another namespace."""
+        """The reason why stored chunks of the same first tokens are not found, if they are in another namespace."""
         self.unused = MissReason.LOAD_FAILED
-        """Why tokens of the hit were not loaded."""
+        """The reason why tokens of the hit were not loaded."""
         self.is_taken = False
         """Whether the engine has begun to compute the rest of the prompt."""
         self.loaded: Mapping[str, int] = {}
@@ -130,7 +130,7 @@ class PromptAccount:
 
 
 def failure_reason(loaded: pb.LoadedChunks, tier: str) -> MissReason:
-    """Why chunks of a load that has ended did not arrive; `tier` was to bring the first of them."""
+    """Returns the reason why a load has ended without all chunks; `tier` was to bring the first that lacks."""
     is_unreachable = tier == PEERS and isinstance(from_status(loaded.status), Unreachable)
     return MissReason.PEER_UNREACHABLE if is_unreachable else MissReason.LOAD_FAILED
 

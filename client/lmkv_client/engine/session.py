@@ -72,7 +72,7 @@ class Lookup:
     """
 
     keys: Sequence[ChunkKey] = ()
-    """Those to look up."""
+    """The keys to look up."""
     account: PromptAccount
     tokens: Tokens | None = None
     """The prompt's tokens find partial chunks that other prompts have stored; without them only `keys` are found."""
@@ -94,7 +94,7 @@ class Lookup:
     absent_count: int = 0
     """Chunks behind these that a load can bring."""
     sources: HitSources = NO_SOURCES
-    """Where the chunks of the hit were."""
+    """The tiers that had the chunks of the hit."""
     partial: PartialChunk | None = None
     """The partial chunk at the end of the hit, unless it is the prompt's own."""
     peer_id: str = ""

@@ -93,7 +93,7 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """Where the weights of the model are from, and how SGLang uses them."""
+    """Describes the origin of the model's weights, and the options by which SGLang uses them."""
 
     path: str
     revision: str = ""
@@ -106,7 +106,7 @@ class ModelSource:
     dtype: str = ""
     load_format: str = "auto"
     loaded_after: float | None = None
-    """When this process was started, before it loaded the weights; None outside of SGLang."""
+    """The time at which this process was started, before it loaded the weights; None outside of SGLang."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Content of `config.json`, if the model is a local folder."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -161,7 +161,7 @@ class LmkvStorage(HiCacheStorage):
         logger.warning("the pages of a node are not cleared by one engine; use `lmkv clear --model`")
 
     def get_stats(self) -> None:
-        """None: the node has the metrics."""
+        """Returns nothing: the node has the metrics."""
 
     def close(self) -> None:
         """Detaches from the node, and logs the counts. Idempotent."""

@@ -77,7 +77,7 @@ class CacheStatistics:
     looked_up_tokens: int = 0
     """Tokens of prompts that were looked up."""
     loaded_tokens: int = 0
-    """Those among them that were loaded: cache hits."""
+    """The number of these tokens that were loaded: cache hits."""
     stored_tokens: int = 0
     """Tokens whose KV was stored; what the node held already is not counted."""
     uncached_calls: int = 0

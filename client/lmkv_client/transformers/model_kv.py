@@ -35,7 +35,7 @@ class ModelKv:
     spec: KvSpec
     dtype: torch.dtype
     devices: tuple[torch.device, ...]
-    """Where each layer keeps its keys and values."""
+    """Finds where each layer keeps its keys and values."""
 
 
 def model_kv(model: Any, config: ConnectorConfig, model_name: str) -> ModelKv:

@@ -130,7 +130,7 @@ class EncoderPlan(ECConnectorMetadata):
     stores: dict[str, OutputName] = field(default_factory=dict)
     """Outputs that the encoder makes in this step."""
     spec: KvSpec | None = None
-    """That of the stores."""
+    """The spec of the stores."""
 
 
 @dataclass

@@ -97,7 +97,7 @@ class RequestMedia:
     """Of those whose content is known."""
     lookups: dict[str, OutputLookup] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    """Those that are loaded or encoded."""
+    """Names of outputs that are loaded or encoded."""
 
     def progressed(self, computed_count: int) -> None:
         """Records how many tokens are computed; after a preemption fewer, and all media are needed again."""
@@ -136,12 +136,12 @@ class EncoderScheduler:
         self._digests = MediaDigests()
         self._requests: dict[str, RequestMedia] = {}
         self._admitted: RequestMedia | None = None
-        """That of the request that vLLM asks about."""
+        """The media of the request that vLLM asks about."""
         self._plan = EncoderPlan()
         self._planned: list[OutputLookup] = []
-        """Those of the outputs in the plan that is made."""
+        """Lookups of the outputs in the plan that is made."""
         self._sent: list[OutputLookup] = []
-        """Those of the outputs in the last plan, which the workers read."""
+        """Lookups of the outputs in the last plan, which the workers read."""
         self._counts: Counter[str] = Counter()
         self._weights_changed = False
 

@@ -27,7 +27,7 @@ class EncoderStats(ECConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
+        """Returns the values for vLLM's log line."""
         return dict(self.data)
 
     def is_empty(self) -> bool:

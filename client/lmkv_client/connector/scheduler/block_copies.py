@@ -30,7 +30,7 @@ def has_null_page(copies: Sequence[ChunkCopy]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockMap:
-    """Where the layers of one engine have a request's tokens."""
+    """Finds the blocks in which the layers of one engine have a request's tokens."""
 
     spec: KvSpec
     groups: tuple[LayerGroup, ...]
@@ -215,7 +215,7 @@ class PartItems:
         return self.end - self.start if index == self.wanted.stop - 1 else 0
 
     def blocks(self, indices: Iterable[int]) -> list[int]:
-        """None: the load fails as a whole."""
+        """Returns no block, since the load fails as a whole."""
         del indices
         return []
 

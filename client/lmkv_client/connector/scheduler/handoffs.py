@@ -35,7 +35,7 @@ class RequestHandoffs:
         self._begun: dict[str, HandoffParams] = {}
         """Handoffs that requests of this engine send, by the request."""
         self._refusals: dict[str, str] = {}
-        """Why handoffs were refused or failed, by the request."""
+        """The reasons why handoffs were refused or have failed, by the request."""
         self._quiet_until = 0.0
 
     def read(self, request: Request) -> HandoffParams | None:
@@ -64,7 +64,7 @@ class RequestHandoffs:
             logger.warning("the handoff of request %s does not take place: %s", request_id, why)
 
     def refusal(self, request_id: str) -> str:
-        """Why the handoff of a request was refused or failed; empty if it was not."""
+        """Returns the reason why the handoff of a request was refused or has failed; empty if it did neither."""
         return self._refusals.get(request_id, "")
 
     def begin(self, handoff: HandoffParams, request_id: str, state: RequestState | None) -> None:

@@ -52,7 +52,7 @@ class LoadState:
         self.span: Span = NO_SPAN
         """The span of the load; `Loads` begins and ends it."""
         self.failure = MissReason.LOAD_FAILED
-        """Why items that did not arrive did not."""
+        """The reason why items have not arrived."""
         self.arrived_tokens = 0
         self.final_sent = False
         self.copied = LoadResult()
@@ -86,7 +86,7 @@ class LoadState:
                 self.arrived_tokens += self.items.token_count(index, chunk)
 
     def tokens_by_tier(self, token_count: int) -> dict[str, int]:
-        """Where the load's first `token_count` tokens were at the lookup, by tier. Chunks arrive in prompt order."""
+        """Counts the load's first `token_count` tokens, which arrive first, by the tier that had them at the lookup."""
         start, size = self.items.start, self.lookup.account.chunk_size
         return self.lookup.sources.tokens(start, start + token_count, size)
 

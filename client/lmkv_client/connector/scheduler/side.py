@@ -94,7 +94,7 @@ class SchedulerSide:
         )
         self._stores = Stores(config, session, blocks, self._events, skipped, options)
         self._last_account: tuple[str, PromptAccount] | None = None
-        """That of the request that has ended last, for `identity`."""
+        """The account of the request that has ended last, for `identity`."""
         self._postponed: RequestState | None = None
         """A request whose lookup waits until the last tokens of finished requests are stored."""
         self._handoffs = RequestHandoffs(config, session, self._stores)

@@ -92,7 +92,7 @@ class DeviceBufferPart:
 
     @property
     def device_address(self) -> int:
-        """Where it begins, by the device's address."""
+        """Returns the device's address of the first byte."""
         return self.tensor.data_ptr()
 
     @property

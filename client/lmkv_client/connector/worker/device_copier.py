@@ -186,7 +186,7 @@ class DevicePageCopier:
         self._device.close()
 
     def _copiers(self) -> list[CudaCopier]:
-        """One for each group."""
+        """Returns the copier of each group. Raises `PoolNotReady` before the device is open, and if that has failed."""
         if self._opening is None or not self._opening.done():
             raise PoolNotReady("the pool is not registered with CUDA yet")
         self._running = [copying for copying in self._running if not copying.done()]

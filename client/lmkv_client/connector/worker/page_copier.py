@@ -87,7 +87,7 @@ class HostPageCopier:
         self._loader = ThreadPoolExecutor(1, "lmkv-load", initializer=use_processors)
         self._storer = ThreadPoolExecutor(1, "lmkv-store", initializer=use_processors)
         self._gathers: list[CopyHandle] = []
-        """Those that may still read pages."""
+        """Gathers that may still read pages."""
 
     @property
     def ready(self) -> bool:

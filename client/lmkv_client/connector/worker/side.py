@@ -117,7 +117,7 @@ class WorkerSide:
         self._pool_lock = threading.RLock()
         """Held while vLLM's calls use the pool: `_release_pool` runs on another thread."""
         self._used_at = time.monotonic()
-        """When vLLM's last call that may use the pool began."""
+        """The time at which vLLM's last call that may use the pool began."""
         self._pages_are_released = False
         """Whether vLLM may have freed the pages' memory: nothing is copied then."""
         self._begins_steps = False

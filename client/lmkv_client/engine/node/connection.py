@@ -47,7 +47,7 @@ class AttachConnection:
         Raises `Unreachable` if no node listens at `path`.
         """
         self.error: LmkvError | None = None
-        """Why the connection has ended; None if it has not."""
+        """The reason why the connection has ended; None if it has not."""
         self.lock = threading.RLock()
         """Held while messages are received and delivered."""
         self._deliver = deliver

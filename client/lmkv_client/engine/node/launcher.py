@@ -53,7 +53,7 @@ class NodeProcess:
 
 
 def _start_time(pid: int) -> str:
-    """When a process began, in the kernel's words; empty if it has ended."""
+    """Returns the time at which a process began, as the kernel writes it; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
