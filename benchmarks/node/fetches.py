@@ -21,7 +21,7 @@ from lmkv.errors import LmkvError
 from lmkv.transfer import Copy
 from lmkv.units import GIB
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers.progress import Progress
+from lmkv_server.node.tiers.base import Progress
 
 PROMPT_TOKENS = {4000: "", 2000: "_2000", 512: "_512"}
 """Lengths of prompts, and what rows of that length end with."""

@@ -27,7 +27,7 @@ from lmkv.units import GIB
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.serving.read_grants import SHARE
-from lmkv_server.node.tiers.progress import Progress
+from lmkv_server.node.tiers.base import Progress
 
 CHOICES = ("tcp", "nixl")
 """The channels that `auto` chooses from between hosts."""

@@ -6,8 +6,7 @@ import base64
 import os
 from pathlib import Path
 
-from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
-from lmkv_server.node.tiers.encryption.keys import TenantKeys
+from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
 
 
 def encryption_in(folder: Path) -> ChunkEncryption:

@@ -16,7 +16,7 @@ from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.encryption import encryption_in
 from benchmarks.tier.passes import Chunks, Passes, through
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl.files import NixlFiles
+from lmkv.transfer.nixl.channel import NixlFiles
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo

@@ -26,7 +26,7 @@ from benchmarks.support.redis import RedisProcess
 from benchmarks.tier.passes import TIMEOUT_SECONDS, Chunks, Passes, through
 from lmkv.config.remote_url import parse_remote_url
 from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+from lmkv_server.node.tiers.encryption import ChunkEncryption
 from lmkv_server.node.tiers.remote.backend import READ_THREADS, WRITE_THREADS
 from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import RemoteStore

@@ -20,10 +20,9 @@ from lmkv.keys import ChunkKey
 from lmkv.units import GIB
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import Ledger, ledger_bytes
+from lmkv_server.node.cache.warm_start import Ledger, ledger_bytes
 from lmkv_server.node.node import Node
-from lmkv_server.node.tiers.disk.chunk import DiskChunk
-from lmkv_server.node.tiers.disk.folder import DiskFolder
+from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder
 
 CHUNK_BYTES = 2 << 20
 POOL_GIB = 4

@@ -11,8 +11,7 @@ from typing import Any
 
 from lmkv.errors import ChannelUnsupported, ConfigError, LmkvError, Unreachable
 from lmkv.plugins import CHANNELS, load_plugin, plugin_names
-from lmkv.transfer.access import ReadAccess
-from lmkv.transfer.channel import Channel, ChannelEnd, Copy
+from lmkv.transfer.channel import Channel, ChannelEnd, Copy, ReadAccess
 from lmkv.transfer.choice import NEEDED_LINKS, SwitchingReader, find_links, missing_link, rank
 
 logger = logging.getLogger(__name__)

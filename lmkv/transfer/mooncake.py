@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lmkv.errors import ConfigError, Unreachable
-from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer, unwrap, wrap
+from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, find_peer, unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
 ENVIRONMENT = {

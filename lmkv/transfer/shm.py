@@ -23,8 +23,7 @@ import numpy as np
 
 from lmkv.errors import ChannelUnsupported, ConfigError, Unreachable
 from lmkv.pool.socket import FdOffer, FdServer, Fields, receive_fd
-from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, SummedCopy, find_peer, unwrap, wrap
+from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, SummedCopy, find_peer, unwrap, wrap
 from lmkv.transfer.threads import Job, Threads
 
 COPY_THREADS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))

@@ -29,8 +29,17 @@ from typing import Any, Self
 from lmkv.errors import ConfigError, Full, Unreachable
 from lmkv.runtime.places import Places, most_of
 from lmkv.telemetry.logs import LimitedLogger
-from lmkv.transfer.access import GRANT_ID_BYTES, TOKEN_BYTES, PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer, unwrap, wrap
+from lmkv.transfer.channel import (
+    GRANT_ID_BYTES,
+    TOKEN_BYTES,
+    ChannelEnd,
+    Copy,
+    PeerReader,
+    Region,
+    find_peer,
+    unwrap,
+    wrap,
+)
 from lmkv.transfer.threads import Job, Threads
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from lmkv.keys import ChunkKey
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent, GrantedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.pending_writes import IncomingChunk, PendingWrites
+from lmkv_server.node.fetch.pipeline import IncomingChunk, PendingWrites
+from lmkv_server.node.handoff.receiver import HandoffTransfer
 from lmkv_server.node.handoff.state import OPEN, Handoff, HandoffSource, HandoffState
 from lmkv_server.node.handoff.table import HandoffTable
-from lmkv_server.node.handoff.transfer import HandoffTransfer
 from tests.models.explorer import Action
 from tests.models.pool import PAGE, SPEC, order
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.commands.arrivals import Arrivals
+from lmkv_server.node.commands.executor import Arrivals
 from tests.models.explorer import Action
 
 KEY = ChunkKey(b"k" * 16)

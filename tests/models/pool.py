@@ -12,10 +12,10 @@ from itertools import combinations
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
-from lmkv.transfer.access import ReadAccess
+from lmkv.transfer.channel import ReadAccess
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.fetch.pending_writes import IncomingChunk, PendingWrites
-from lmkv_server.node.peers.extents import PeerChunk
+from lmkv_server.node.fetch.pipeline import IncomingChunk, PendingWrites
+from lmkv_server.node.peers.connection import PeerChunk
 from lmkv_server.node.serving.read_grants import PeerSessions, ReadGrant, ReadGrants
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions

@@ -18,8 +18,8 @@ from lmkv.tiers import HOST
 from lmkv_server.coordinator.core.match import with_tails
 from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.registry.registry import Registry, ReportStream
+from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk
 from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.sessions.session import EngineSession

@@ -11,11 +11,11 @@ from lmkv_server.coordinator.core.layout_map import LayoutMap, PartialChunkMap
 from lmkv_server.coordinator.layout_store import scripts
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
 from lmkv_server.coordinator.registry.registry import Registry, ReportStream
+from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.eviction import EvictionQueue
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks
-from lmkv_server.node.commands.arrivals import Arrivals
-from lmkv_server.node.fetch.pending_writes import PendingWrites
+from lmkv_server.node.commands.executor import Arrivals
+from lmkv_server.node.fetch.pipeline import PendingWrites
 from lmkv_server.node.handoff.state import Handoff
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.sessions.session import EngineSession

@@ -13,7 +13,7 @@ from tests.mutants.generated.mutation import Equivalent, GeneratedMutant, equiva
 from tests.mutants.generated.spans import Position, excluded_spans, is_excluded
 from tests.mutants.mutant import ROOT
 
-BATCHES = "lmkv_server.node.cache.batches"
+BATCHES = "lmkv_server.node.cache.host"
 SOURCE = """\
 LIMITS = -1, 1 << 20
 RATE = float(64 << 21)

@@ -22,16 +22,16 @@ from lmkv.pool.pool import Pool
 from lmkv.rpc.frames import FrameKind, to_frame
 from lmkv.transfer import channel, ucx
 from lmkv.transfer.channel import ChannelEnd
-from lmkv.transfer.tcp import wire as tcp
+from lmkv.transfer.tcp import server as tcp
 from lmkv_client.connector.multimodal import MediaDigests
 from lmkv_client.kv_event_publisher import END, frames, read_replay
 from lmkv_client.kv_events import PublishedBatch
 from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store.records import field_prefix, split_records, writes
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import SLOT_BYTES, Ledger
-from lmkv_server.node.tiers.encryption.header import EncryptionHeader, associated_data
-from lmkv_server.node.tiers.remote.chunk import RemoteObject
+from lmkv_server.node.cache.warm_start import SLOT_BYTES, Ledger
+from lmkv_server.node.tiers.encryption import EncryptionHeader, associated_data
+from lmkv_server.node.tiers.remote.store import RemoteObject
 
 KEY, PARENT, FINGERPRINT = (ChunkKey(bytes([first]) + bytes(range(15))) for first in (0xA1, 0xB2, 0xC3))
 GRANT_ID = "0123456789abcdef" * 2

@@ -28,7 +28,7 @@ HOMES = {
     "ucxx": ("lmkv/transfer/",),
     "mooncake": ("lmkv/transfer/",),
     "opentelemetry": ("lmkv/telemetry/",),
-    "cryptography": ("server/lmkv_server/node/tiers/encryption/cipher.py",),
+    "cryptography": ("server/lmkv_server/node/tiers/encryption.py",),
     "transformers": ("client/lmkv_client/transformers/",),
     "starlette": (
         "server/lmkv_server/http/",

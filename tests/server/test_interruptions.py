@@ -27,9 +27,9 @@ from lmkv_server.coordinator.operations.orders import PendingOrders
 from lmkv_server.coordinator.services.cache import CacheService, OperationsService
 from lmkv_server.coordinator.services.reports import ReportService
 from lmkv_server.node.engines.service import EngineService
-from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.fetch.holder_reader import HolderReader
 from lmkv_server.node.fetch.pipeline import TransferPipeline
+from lmkv_server.node.fetch.tier import PeerFetcher
 from lmkv_server.node.handoff.sender import HandoffSender
 from lmkv_server.node.node import Node
 from lmkv_server.node.serving.service import PeerService

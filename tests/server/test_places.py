@@ -31,14 +31,14 @@ from lmkv_server.coordinator.core.instances import MAX_JOINING
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS
 from lmkv_server.http.protocol import SPARE_CONNECTIONS
 from lmkv_server.http.server import MAX_CONCURRENT_REQUESTS
-from lmkv_server.node.handoff.senders import MAX_SENDERS
+from lmkv_server.node.handoff.sender import MAX_SENDERS
 from lmkv_server.node.handoff.state import Handoff
 from lmkv_server.node.handoff.table import MAX_HANDOFFS
-from lmkv_server.node.hints.background import BackgroundTasks
+from lmkv_server.node.hints.executor import BackgroundTasks
 from lmkv_server.node.peers import connection
 from lmkv_server.node.peers.connection import MAX_GRANTS
-from lmkv_server.node.serving.inspector import MAX_PENDING
 from lmkv_server.node.serving.read_grants import SHARE
+from lmkv_server.node.serving.service import MAX_PENDING
 from lmkv_server.node.tiers import reader
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier

@@ -1,4 +1,4 @@
 """The TCP channel: plain sockets, no library. A server sends only extents of live grants.
 
-Start with `channel.TcpChannel`; `wire` defines the bytes.
+Start with `channel.TcpChannel`; `server` defines the bytes.
 """

@@ -14,10 +14,8 @@ from functools import partial
 from typing import Any, Self
 
 from lmkv.errors import ChannelUnsupported, Unreachable
-from lmkv.transfer.access import PeerReader
-from lmkv.transfer.channel import ChannelEnd, Copy, Region, find_peer, unwrap, wrap
-from lmkv.transfer.tcp.server import TcpServer
-from lmkv.transfer.tcp.wire import GRANTED, MAX_RANGES, REFUSED, Connection, Tls, hello, request
+from lmkv.transfer.channel import ChannelEnd, Copy, PeerReader, Region, find_peer, unwrap, wrap
+from lmkv.transfer.tcp.server import GRANTED, MAX_RANGES, REFUSED, Connection, TcpServer, Tls, hello, request
 from lmkv.transfer.threads import Job, Threads
 
 READ_THREADS = 8

@@ -22,24 +22,20 @@ from lmkv.tiers import DISK, HOST
 from lmkv.units import format_bytes
 from lmkv.v1 import engine_service_pb2, registry_service_pb2
 from lmkv_server.node.cache.build import open_host_cache, populate
-from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.cache.losses import Losses
-from lmkv_server.node.cache.partial_chunks import PartialChunks
+from lmkv_server.node.cache.events import CacheEvents, Losses, PartialChunks
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.engines.attach_socket import serve_engines
 from lmkv_server.node.engines.service import EngineService
 from lmkv_server.node.fetch.tier import PeerTier
-from lmkv_server.node.fleet import holdings
-from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet import reports
 from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.fleet.reports import HeldChunk
-from lmkv_server.node.hints.executor import HintExecutor
-from lmkv_server.node.hints.orders import carry_out
+from lmkv_server.node.hints.executor import HintExecutor, carry_out
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.linger import Linger
-from lmkv_server.node.metrics.build import serve_metrics
-from lmkv_server.node.metrics.collector import NodeMetrics
+from lmkv_server.node.metrics import NodeMetrics, serve_metrics
 from lmkv_server.node.serving.build import PeerSide, open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
@@ -270,7 +266,7 @@ class Node:
             peer_address=self.peer_address,
             specs=[spec.to_proto() for spec in self.engines.specs if not spec.is_private],
             version=lmkv.__version__,
-            tiers=holdings.usages(self.tier, self.tiers),
+            tiers=reports.usages(self.tier, self.tiers),
             engine_count=self.engines.attached_count,
             end_time=self._end_time(),
             served_models=[
@@ -285,7 +281,7 @@ class Node:
     def snapshot(self) -> Iterator[HeldChunk]:
         """Every chunk in memory and on disk."""
         chunk_sizes = {spec.fingerprint: spec.chunk_size for spec in self.engines.specs}
-        return holdings.held(self.tier, self.disk, chunk_sizes)
+        return reports.held(self.tier, self.disk, chunk_sizes)
 
     def conflicts_changed(self, conflicts: list[registry_service_pb2.SpecConflict]) -> None:
         """Sends the conflicts to the engines."""

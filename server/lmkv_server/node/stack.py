@@ -12,17 +12,14 @@ from lmkv.errors import LmkvError
 from lmkv.misses import MissReason
 from lmkv.prompt import Prompt
 from lmkv.spec import KvSpec
+from lmkv_server.node.cache.events import Losses, PartialChunks
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.losses import Losses
-from lmkv_server.node.cache.partial_chunks import PartialChunks
-from lmkv_server.node.handoff.device_buffers import DeviceBuffers
+from lmkv_server.node.handoff.device_buffer import DeviceBuffers
 from lmkv_server.node.handoff.receiver import HandoffReceiver
-from lmkv_server.node.lookup.diagnosis import Diagnosis
-from lmkv_server.node.lookup.found import Found
+from lmkv_server.node.lookup.found import Diagnosis, Found
 from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.sessions.session import HOLD_SHARE
-from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
-from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
+from lmkv_server.node.tiers.base import Loaded, Needs, OnChunks, Presence, Progress, SecondaryTier, Selection
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lmkv.errors import Unreachable
 from lmkv.keys import join_keys
-from lmkv.transfer.access import ReadAccess
+from lmkv.transfer.channel import ReadAccess
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import engine_service_pb2 as engine_pb
 from lmkv.v1 import peer_service_pb2 as peer_pb

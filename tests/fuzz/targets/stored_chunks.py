@@ -8,19 +8,19 @@ from zlib import crc32
 from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.ledger import SLOT_BYTES, Ledger
-from lmkv_server.node.tiers.disk.chunk import DiskChunk, parse_file_name
-from lmkv_server.node.tiers.disk.index import DiskIndex
-from lmkv_server.node.tiers.encryption.header import EncryptionHeader, parse_encryption_header
-from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, RemoteChunk, RemoteObject, object_name, parse_header
+from lmkv_server.node.cache.warm_start import SLOT_BYTES, Ledger
+from lmkv_server.node.tiers.disk.folder import DiskChunk, parse_file_name
+from lmkv_server.node.tiers.disk.volume import DiskIndex
+from lmkv_server.node.tiers.encryption import EncryptionHeader, parse_encryption_header
+from lmkv_server.node.tiers.remote.store import HEADER_BYTES, RemoteChunk, RemoteObject, object_name, parse_header
 from tests.fuzz.inputs import Input
 
 COVERS = (
-    "lmkv_server.node.tiers.disk.chunk",
-    "lmkv_server.node.tiers.disk.index",
-    "lmkv_server.node.tiers.encryption.header",
-    "lmkv_server.node.tiers.remote.chunk",
-    "lmkv_server.node.cache.ledger",
+    "lmkv_server.node.tiers.disk.folder",
+    "lmkv_server.node.tiers.disk.volume",
+    "lmkv_server.node.tiers.encryption",
+    "lmkv_server.node.tiers.remote.store",
+    "lmkv_server.node.cache.warm_start",
 )
 CAPACITY_BYTES = 1 << 20
 TIER = HostTier(CAPACITY_BYTES)

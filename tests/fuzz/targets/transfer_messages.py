@@ -15,14 +15,12 @@ from typing import Any, cast
 from lmkv.errors import ChannelUnsupported, Unreachable, WrongInstance
 from lmkv.pool import socket as pool_socket
 from lmkv.runtime.places import Places
-from lmkv.transfer.access import ReadAccess, new_grant_id
-from lmkv.transfer.channel import unwrap, wrap
-from lmkv.transfer.tcp.server import TcpServer
-from lmkv.transfer.tcp.wire import HELLO_BYTES, hello, request
+from lmkv.transfer.channel import ReadAccess, new_grant_id, unwrap, wrap
+from lmkv.transfer.tcp.server import HELLO_BYTES, TcpServer, hello, request
 from tests.fuzz.inputs import Input
 from tests.fuzz.promises import refused_as
 
-COVERS = ("lmkv.transfer.channel", "lmkv.transfer.tcp.server", "lmkv.transfer.access", "lmkv.pool.socket")
+COVERS = ("lmkv.transfer.channel", "lmkv.transfer.tcp.server", "lmkv.transfer.channel", "lmkv.pool.socket")
 END = cast(Any, SimpleNamespace(name="peer:1", pool=SimpleNamespace(address=4096, size_bytes=1 << 20)))
 EPOCH = 7
 FILE = "fuzz-answer"

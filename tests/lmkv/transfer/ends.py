@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lmkv.auth.credentials import Credentials
 from lmkv.pool.pool import Pool
 from lmkv.transfer import Channel, ChannelEnd, Copy, open_channel
-from lmkv.transfer.access import PeerReader, ReadAccess
+from lmkv.transfer.channel import PeerReader, ReadAccess
 from tests.support.fork_server import start_module
 from tests.waiting import WAIT_SECONDS, until
 

@@ -18,7 +18,7 @@ from lmkv.transfer.channel import unwrap, wrap
 from lmkv.transfer.shm import ShmChannel
 from lmkv.transfer.tcp import server
 from lmkv.transfer.tcp.channel import MAX_IDLE, READ_THREADS, TcpChannel
-from lmkv.transfer.tcp.wire import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request, shut
+from lmkv.transfer.tcp.server import GRANTED, HEAD, MAX_RANGES, REFUSED, hello, request, shut
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, SIZE, Memory
 from tests.waiting import WAIT_SECONDS, until
 

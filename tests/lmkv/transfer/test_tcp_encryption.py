@@ -15,7 +15,6 @@ from lmkv.auth.credentials import Credentials
 from lmkv.errors import ChannelUnsupported, Unreachable
 from lmkv.transfer import Channel, Copy
 from lmkv.transfer.channel import unwrap, wrap
-from lmkv.transfer.tcp import wire
 from lmkv.transfer.tcp.channel import TcpChannel
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory, Stops, content
 from tests.support.certificates import Certificates, issue
@@ -214,7 +213,7 @@ async def test_a_worn_connection_is_not_used_for_another_read(
         await ends.read()
         await ends.read()
         assert ends.relay.connection_count == 1
-        monkeypatch.setattr(wire, "MAX_BYTES", 2 * SIZE)
+        monkeypatch.setattr("lmkv.transfer.tcp.server.MAX_BYTES", 2 * SIZE)
         await ends.read()
         await ends.read()
         assert ends.relay.connection_count == 2

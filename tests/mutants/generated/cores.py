@@ -1,7 +1,7 @@
 """The modules that `make mutation` mutates, and the tests of each.
 
-All are pure: their tests open no sockets and start no processes, so that a run takes about a second. Tests that start
-processes would run these without the mutant.
+Their tests open no sockets and start no processes, so that a run takes about a second. Tests that start processes would
+run these without the mutant. Most modules are pure.
 """
 
 from __future__ import annotations
@@ -45,25 +45,21 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv_server.coordinator.core.models": (f"{_CORE}test_models.py", f"{_CORE}test_instances.py"),
     "lmkv_server.coordinator.layout_store.follower": (f"{_STORE}test_follower.py", f"{_STORE}test_doubts.py"),
     "lmkv_server.node.cache.allocator": (f"{_CACHE}test_allocator.py",),
-    "lmkv_server.node.cache.batches": (f"{_CACHE}test_batches.py",),
     "lmkv_server.node.cache.eviction": (f"{_CACHE}test_eviction.py", f"{_CACHE}test_arc.py"),
-    "lmkv_server.node.cache.host": (f"{_CACHE}test_host.py", f"{_CACHE}test_pins.py", f"{_CACHE}test_losses.py"),
+    "lmkv_server.node.cache.host": (f"{_CACHE}test_host.py", f"{_CACHE}test_pins.py", f"{_CACHE}test_events.py"),
     "lmkv_server.node.cache.learned": (f"{_CACHE}test_learned.py", f"{_CACHE}test_eviction.py"),
-    "lmkv_server.node.cache.ledger": (f"{_CACHE}test_ledger.py", f"{_CACHE}test_warm_start.py"),
-    "lmkv_server.node.cache.losses": (f"{_CACHE}test_losses.py",),
-    "lmkv_server.node.cache.partial_chunks": (f"{_CACHE}test_partial_chunks.py",),
+    "lmkv_server.node.cache.warm_start": (f"{_CACHE}test_warm_start.py",),
+    "lmkv_server.node.cache.events": (f"{_CACHE}test_events.py",),
     "lmkv_server.node.cache.pins": (f"{_CACHE}test_pins.py",),
-    "lmkv_server.node.cache.reuse_times": (f"{_CACHE}test_learned.py", f"{_CACHE}test_eviction.py"),
     "lmkv_server.node.commands.journal": (f"{_NODE}commands/test_journal.py",),
-    "lmkv_server.node.fetch.inflight": (f"{_NODE}fetch/test_inflight.py", f"{_NODE}fetch/test_scheduler.py"),
     "lmkv_server.node.fetch.scheduler": (f"{_NODE}fetch/test_windows.py", f"{_NODE}fetch/test_scheduler.py"),
     "lmkv_server.node.fleet.shard": (f"{_NODE}fleet/test_shard.py",),
     "lmkv_server.node.hints.retentions": (f"{_NODE}hints/test_retentions.py",),
     "lmkv_server.node.serving.read_grants": (f"{_NODE}serving/test_read_grants.py",),
-    "lmkv_server.node.tiers.disk.chunk": (f"{_NODE}tiers/disk/test_chunk.py", f"{_NODE}tiers/disk/test_index.py"),
-    "lmkv_server.node.tiers.disk.index": (f"{_NODE}tiers/disk/test_index.py",),
-    "lmkv_server.node.tiers.encryption.header": (f"{_NODE}tiers/encryption/test_header.py",),
-    "lmkv_server.node.tiers.remote.chunk": (f"{_NODE}tiers/remote/test_chunk.py",),
+    "lmkv_server.node.tiers.disk.folder": (f"{_NODE}tiers/disk/test_folder.py", f"{_NODE}tiers/disk/test_volume.py"),
+    "lmkv_server.node.tiers.disk.volume": (f"{_NODE}tiers/disk/test_volume.py",),
+    "lmkv_server.node.tiers.encryption": (f"{_NODE}tiers/test_encryption.py",),
+    "lmkv_server.node.tiers.remote.store": (f"{_NODE}tiers/remote/test_store.py",),
     "lmkv_server.proxy.pd.joiner": (f"{_PROXY}pd/test_joined_responses.py",),
     "lmkv_server.proxy.pd.parameters": (f"{_PROXY}pd/test_parameters.py",),
     "lmkv_server.proxy.routing.pools": (f"{_PROXY}routing/test_pools.py", f"{_PROXY}routing/test_recent_picks.py"),

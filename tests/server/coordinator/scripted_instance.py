@@ -23,7 +23,7 @@ from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan, RequestReport
-from lmkv_server.node.commands.arrivals import Arrivals
+from lmkv_server.node.commands.executor import Arrivals
 from tests.support.node_stub import NodeStub, registration
 from tests.waiting import until as until
 

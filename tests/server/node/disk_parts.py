@@ -15,13 +15,13 @@ from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl.files import NixlFiles
+from lmkv.transfer.nixl.channel import NixlFiles
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+from lmkv_server.node.tiers.encryption import ChunkEncryption
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
 from tests.waiting import until as until

@@ -23,8 +23,8 @@ from lmkv.v1.registry_service_pb2 import Instance, ListInstancesRequest, SpecCon
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.runner import OrderRunner
-from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.waiting import WAIT_SECONDS, eventually

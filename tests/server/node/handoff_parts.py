@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv.keys import ChunkKey
 from lmkv_server.node.handoff.state import HandoffState
-from lmkv_server.node.tiers.progress import Progress
+from lmkv_server.node.tiers.base import Progress
 from tests.server.node.peer_parts import Parts, Taken
 from tests.waiting import until
 

@@ -32,7 +32,7 @@ from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.progress import Loaded, OnChunks, Progress
+from lmkv_server.node.tiers.base import Loaded, OnChunks, Progress
 from tests.support.fork_server import start_module
 from tests.waiting import WAIT_SECONDS, until
 

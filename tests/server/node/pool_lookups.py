@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from lmkv.keys import ChunkKey
 from lmkv.prompt import Prompt
+from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.lookup.lookup import PromptLookup
-from lmkv_server.node.sessions.extents import MAX_EXTENTS
-from lmkv_server.node.sessions.session import EngineSession, LookupLease
+from lmkv_server.node.sessions.session import MAX_EXTENTS, EngineSession, LookupLease
 
 
 def open_lookup(session: EngineSession, tier: HostTier, lookup_id: str, keys: Sequence[ChunkKey]) -> LookupLease:

@@ -21,11 +21,10 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
-from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
-from lmkv_server.node.tiers.remote.chunk import ROOT as PLAIN_ROOT
-from lmkv_server.node.tiers.remote.chunk import object_name
+from lmkv_server.node.tiers.encryption import ChunkEncryption
 from lmkv_server.node.tiers.remote.s3 import S3Store
-from lmkv_server.node.tiers.remote.store import RemoteStore
+from lmkv_server.node.tiers.remote.store import ROOT as PLAIN_ROOT
+from lmkv_server.node.tiers.remote.store import RemoteStore, object_name
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.cases import chunk_key, chunk_keys, small_spec
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until

@@ -13,12 +13,9 @@ from tests.server.node.test_node_fleet import TwoNodes
 
 ROOT = Path(__file__).parents[3]
 NODE = ROOT / "server/lmkv_server/node"
-MAX_FILES = 25
+MAX_FILES = 24
 TRACED = ("stack.py", "fetch", "peers", "serving")
 """What runs only for loads from peers. Other packages of the node also run in the background."""
-
-LATE = {"serving/inspector.py"}
-"""What runs when the holder receives `Release`, which no load waits for: perhaps after the trace."""
 
 
 def listed() -> set[str]:
@@ -54,6 +51,5 @@ async def test_the_files_of_a_load_from_a_peer_are_listed(runtime_dir: Path) -> 
         finally:
             sys.setprofile(None)
     expected = {name.removeprefix("node/") for name in listed() if name.startswith("node/")}
-    passed -= LATE
     assert {name for name in passed if name.startswith(TRACED)} == {one for one in expected if one.startswith(TRACED)}
-    assert expected <= passed | {"fetch/verify.py"}, "verify runs on threads, which are not traced"
+    assert expected <= passed

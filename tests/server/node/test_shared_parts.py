@@ -21,7 +21,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import ClearRequest, MoveRequest, MoveResult, PinRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, object_name
+from lmkv_server.node.tiers.remote.store import HEADER_BYTES, object_name
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 from tests.server.node.hybrid_engine import FULL, HYBRID, PROMPT, STATE, HybridEngine, engine_at_node, item_key, places
 from tests.server.node.remote_parts import AWS, S3Server

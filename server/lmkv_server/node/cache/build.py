@@ -18,8 +18,7 @@ from lmkv.units import format_bytes
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.eviction import POLICIES
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import STAMP, Ledger, ledger_bytes
-from lmkv_server.node.cache.warm_start import WarmStart
+from lmkv_server.node.cache.warm_start import STAMP, Ledger, WarmStart, ledger_bytes
 
 logger = logging.getLogger(__name__)
 

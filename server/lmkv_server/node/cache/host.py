@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 from lmkv.errors import GrantNotFound
 from lmkv.keys import ChunkKey
@@ -19,6 +20,30 @@ from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import FreeList, align
 from lmkv_server.node.cache.events import CacheListener
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue
+
+
+class HasSize(Protocol):
+    """An item with a size."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=HasSize)
+
+
+def batched(items: Iterable[Item], size_bytes: int, max_count: int = 1 << 30) -> Iterator[list[Item]]:
+    """The items in order, in batches that each end with the item that reaches `size_bytes` or `max_count`."""
+    batch: list[Item] = []
+    batch_bytes = 0
+    for item in items:
+        batch.append(item)
+        batch_bytes += item.size_bytes
+        if batch_bytes >= size_bytes or len(batch) >= max_count:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

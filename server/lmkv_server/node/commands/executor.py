@@ -2,20 +2,29 @@
 
 `OrderRunner` starts, bounds and cancels them. Each method updates an `OrderProgress` and may be cancelled at any await.
 A chunk that fails is recorded there; an exception means that the whole order failed.
+
+A move drops a chunk at its source because the destination has it. If another coordinator moves the same chunk the
+other way at that time, each of the two moves relies on the copy that the other one drops. So a node counts its fetches
+(`Arrivals`), a move names the count that the source reported before the destination fetched, and chunks that arrived
+later stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
+from lmkv import rpc
 from lmkv.errors import (
     BadMessage,
     ChunkArrived,
     ChunkNotFound,
     ChunkPinned,
     KvSpecMismatch,
+    LmkvError,
     TierUnsupported,
     Unreachable,
 )
@@ -28,12 +37,111 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins
-from lmkv_server.node.commands.arrivals import Arrivals
-from lmkv_server.node.commands.progress import OrderProgress
-from lmkv_server.node.fetch.fetcher import PeerFetcher
+from lmkv_server.node.fetch.tier import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.base import SecondaryTier, Selection
-from lmkv_server.node.tiers.progress import Progress
+from lmkv_server.node.tiers.base import Dropped, Progress, SecondaryTier, Selection
+
+MAX_ARRIVALS = 65_536
+"""Chunks whose arrival is remembered; of all others it is assumed that they arrived with the last forgotten one."""
+
+
+class Arrivals:
+    """The last arrival of each chunk, as a serial number that increases, also across restarts of the node."""
+
+    def __init__(self, serial: int) -> None:
+        """`serial` must be greater than those of an earlier process: a time in nanoseconds."""
+        self._serial = serial
+        self._serials: OrderedDict[ChunkKey, int] = OrderedDict()  # oldest first
+        self._forgotten = 0
+
+    @property
+    def serial(self) -> int:
+        """That of the last arrival."""
+        return self._serial
+
+    def add(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks are here now because of one fetch order."""
+        arrived = list(keys)
+        if not arrived:
+            return
+        self._serial += 1
+        for key in arrived:
+            self._serials[key] = self._serial
+            self._serials.move_to_end(key)
+        while len(self._serials) > MAX_ARRIVALS:
+            _, self._forgotten = self._serials.popitem(last=False)
+
+    def since(self, serial: int, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Those of the chunks that have arrived after a serial number; all if that is too long ago to know."""
+        if serial < self._forgotten:
+            return set(keys)
+        return {key for key in keys if self._serials.get(key, 0) > serial}
+
+    def check(self) -> None:
+        """Asserts that the bound and the order are kept."""
+        serials = list(self._serials.values())
+        assert serials == sorted(serials)
+        assert len(serials) <= MAX_ARRIVALS
+        assert all(self._forgotten <= one <= self.serial for one in serials)
+
+
+@dataclass(kw_only=True, slots=True)
+class OrderProgress:
+    """What an order has done so far. Updated while it runs, so that the outcome of a stopped order is exact."""
+
+    wanted: Sequence[ChunkKey] = ()
+    """Chunks to fetch: in the end each is in `fetched` or in `failures`."""
+    fetched: list[Chunk] = field(default_factory=list)
+    """Chunks of `wanted` that the host tier has, each with a hold that `OrderRunner` ends."""
+    transferred_bytes: int = 0
+    explanation: chunk_pb2.PromptExplanation | None = None
+    """Answer to an `ExplainOrder`."""
+    failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
+    hint: chunk_pb2.HintResult | None = None
+    """How a hint ended."""
+    _chunk_count: int = field(default=0, init=False)
+    _token_count: int = field(default=0, init=False)
+    _pinned_count: int = field(default=0, init=False)
+
+    def count(self, chunks: Collection[Chunk], *, kept_count: int = 0) -> None:
+        """Adds chunks that the order was executed for, and the number of those that it kept because of a pin."""
+        self.count_dropped(Dropped(chunk_count=len(chunks), token_count=sum(chunk.token_count for chunk in chunks)))
+        self._pinned_count += kept_count
+
+    def count_dropped(self, dropped: Dropped) -> None:
+        """Adds chunks that a secondary tier dropped for the order."""
+        self._chunk_count += dropped.chunk_count
+        self._token_count += dropped.token_count
+
+    def outcome(self, order_id: str, error: LmkvError | None) -> pb.OrderOutcome:
+        """The outcome of the order if it ends now, with or without an error."""
+        present = {chunk.key: chunk for chunk in self.fetched if not chunk.dropped}
+        dropped = ChunkNotFound("it was fetched, and dropped since")
+        failures = {key: self.failures.get(key) or error or dropped for key in self.wanted if key not in present}
+        return pb.OrderOutcome(
+            order_id=order_id,
+            status=rpc.to_status(error) if error else None,
+            chunk_count=self._chunk_count + len(present) + (self.hint.chunk_count if self.hint else 0),
+            token_count=self._token_count + sum(chunk.token_count for chunk in present.values()),
+            transferred_bytes=self.transferred_bytes,
+            pinned_chunk_count=self._pinned_count,
+            explanation=self.explanation,
+            failures=grouped(failures if self.wanted else self.failures),
+            hint=self.hint,
+        )
+
+
+def grouped(failures: dict[ChunkKey, LmkvError]) -> list[chunk_pb2.ChunkFailure]:
+    """The failures, one message per reason."""
+    keys: dict[str, list[bytes]] = {}
+    firsts: dict[str, LmkvError] = {}
+    for key, error in failures.items():
+        keys.setdefault(error.reason, []).append(key)
+        firsts.setdefault(error.reason, error)
+    return [
+        chunk_pb2.ChunkFailure(chunk_keys=keys[reason], status=rpc.to_status(error)) for reason, error in firsts.items()
+    ]
+
 
 MAX_ORDER_KEYS = 32_768
 """Most chunks that one order may name: 512 KiB, so that its outcome always fits into one report."""

@@ -26,12 +26,9 @@ from lmkv.tiers import HOST
 from lmkv.v1 import chunk_pb2
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import Pins
-from lmkv_server.node.commands.arrivals import Arrivals
-from lmkv_server.node.commands.executor import Explain, OrderExecutor, new_progress
-from lmkv_server.node.commands.journal import OrderJournal
-from lmkv_server.node.commands.outcome_log import kind_of, log_outcome
-from lmkv_server.node.commands.progress import OrderProgress
-from lmkv_server.node.fetch.fetcher import PeerFetcher
+from lmkv_server.node.commands.executor import Arrivals, Explain, OrderExecutor, OrderProgress, new_progress
+from lmkv_server.node.commands.journal import OrderJournal, kind_of, log_outcome
+from lmkv_server.node.fetch.tier import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
 

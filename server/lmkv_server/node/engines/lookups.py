@@ -1,33 +1,102 @@
-"""The lookups of one engine's stream: what pool and tiers hold of a prompt. Used by `EngineStream`."""
+"""The lookups and loads of one engine's stream, and their statistics. Used by `EngineStream`."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
-from lmkv import telemetry
-from lmkv.errors import BadChunkKey, BadMessage
+from lmkv import rpc, telemetry
+from lmkv.errors import BadChunkKey, BadMessage, ChunkNotFound, LmkvError
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses import reason_to_proto
 from lmkv.prompt import Hit, Prompt
 from lmkv.runtime.patience import MAX_BUDGET_SECONDS, NODE_SHARE
 from lmkv.spec import KvSpec
 from lmkv.telemetry import Span
-from lmkv.tiers import OWN
+from lmkv.tiers import HANDOFF, HIT_TIERS, OWN, PEERS, Run
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PromptSpan
-from lmkv_server.node.engines.lookup_stats import LookupCounters
-from lmkv_server.node.engines.outbox import Outbox
-from lmkv_server.node.engines.request_tasks import RequestTasks
-from lmkv_server.node.lookup.diagnosis import MissedRun
-from lmkv_server.node.lookup.found import Found
+from lmkv_server.node.cache.host import Chunk
+from lmkv_server.node.engines.outbox import Outbox, RequestTasks
+from lmkv_server.node.lookup.found import Found, MissedRun
 from lmkv_server.node.lookup.lookup import PromptLookup
-from lmkv_server.node.sessions.extents import MAX_EXTENTS, add_credit, add_held
-from lmkv_server.node.sessions.session import EngineSession, LookupLease
+from lmkv_server.node.sessions.session import MAX_EXTENTS, EngineSession, LookupLease, add_credit, add_held
 from lmkv_server.node.stack import TierStack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookupStats:
+    """Lookups of engines since the start of the node, and what they found."""
+
+    count: int
+    asked_chunks: int
+    found_chunks: Mapping[str, int]
+    """Chunks that were found and offered, by tier; `own` are those in the node's memory."""
+    refused_slower: int
+    """Lookups after which chunks were not offered, because computing them is quicker."""
+    load_count: int
+    """Loads for which the engine reported both of the following."""
+    load_seconds: float
+    """Time that the requests of these loads waited for lookup and load."""
+    avoided_prefill_seconds: float
+    """Time that computing the loaded tokens would have taken."""
+
+    @property
+    def peer_chunks(self) -> int:
+        """Chunks that other nodes held."""
+        return self.found_chunks[PEERS] + self.found_chunks[HANDOFF]
+
+    @property
+    def own_chunks(self) -> int:
+        """All other chunks that were found; those in a shared store count as the node's own."""
+        return sum(self.found_chunks.values()) - self.peer_chunks
+
+
+class LookupCounters:
+    """Counts the lookups of engines."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._asked_chunks = 0
+        self._found_chunks = dict.fromkeys(HIT_TIERS, 0)
+        self._refused_slower = 0
+        self._load_count = 0
+        self._load_seconds = 0.0
+        self._avoided_prefill_seconds = 0.0
+
+    def add(self, *, asked_count: int, own_count: int, runs: Iterable[Run], refused: bool = False) -> None:
+        """Counts one lookup; `refused`: chunks were not offered, because computing them is quicker."""
+        self._count += 1
+        self._asked_chunks += asked_count
+        self._found_chunks[OWN] += own_count
+        for run in runs:
+            self._found_chunks[run.tier] = self._found_chunks.get(run.tier, 0) + run.chunk_count
+        self._refused_slower += refused
+
+    def add_load(self, *, load_seconds: float, avoided_prefill_seconds: float) -> None:
+        """Counts a load whose engine knows how long computing its tokens would have taken."""
+        self._load_count += 1
+        self._load_seconds += load_seconds
+        self._avoided_prefill_seconds += avoided_prefill_seconds
+
+    def stats(self) -> LookupStats:
+        """The counts as they are now."""
+        return LookupStats(
+            count=self._count,
+            asked_chunks=self._asked_chunks,
+            found_chunks=dict(self._found_chunks),
+            refused_slower=self._refused_slower,
+            load_count=self._load_count,
+            load_seconds=self._load_seconds,
+            avoided_prefill_seconds=self._avoided_prefill_seconds,
+        )
+
 
 MAX_PARTIAL_RESERVES = 1024
 """Most write credits for partial chunks that one act may ask for."""
@@ -223,3 +292,99 @@ def prompt_of(lookup: pb.LookupChunks, spec: KvSpec) -> Prompt:
         tokens=np.frombuffer(tokens, "<u4"),
         extras=dict(lookup.chunk_extras),
     )
+
+
+class EngineLoads:
+    """Reports chunks as they arrive, then the end of each load. A release cancels it."""
+
+    def __init__(
+        self, session: EngineSession, stack: TierStack, lookups: EngineLookups, outbox: Outbox, tasks: RequestTasks
+    ) -> None:
+        self._session = session
+        self._stack = stack
+        self._lookups = lookups
+        self._outbox = outbox
+        self._tasks = tasks
+
+    def load(self, load: pb.LoadChunks) -> None:
+        """Begins a load. Failures are reported in its last answer."""
+        self._tasks.start(load.lookup_id, self._load(load))
+
+    async def _load(self, load: pb.LoadChunks) -> None:
+        with telemetry.follow("lmkv.fetch", load.traceparent, asked_chunks=load.chunk_count) as span:
+            await self._fetch(load, span)
+
+    async def _fetch(self, load: pb.LoadChunks, span: Span) -> None:
+        lease = self._session.lease(load.lookup_id)
+        found = self._lookups.found(load.lookup_id)
+        if lease is None or found is None or load.first_chunk < lease.own_count:
+            refusal = BadMessage("the load names no chunks that a lookup found outside the pool")
+            span.fail(refusal.reason, str(refusal))
+            self._end(load, error=refusal)
+            return
+        arrived_count = 0
+
+        def on_chunks(chunks: list[tuple[int, Chunk]]) -> None:
+            nonlocal arrived_count
+            arrived_count += len(chunks)
+            arrived = [chunk for _, chunk in chunks]
+            if self._session.hold(load.lookup_id, arrived):
+                self._report(load, chunks[0][0], arrived)
+
+        try:
+            fetched = await self._stack.load(
+                found,
+                range(load.first_chunk, load.first_chunk + load.chunk_count),
+                load.timeout.ToNanoseconds() / 1e9,
+                on_chunks,
+                lease.handoff_id,
+            )
+        except asyncio.CancelledError:
+            if arrived_count < load.chunk_count:
+                raise
+            span.set(arrived_chunks=arrived_count)  # the engine had all of it, and has released it
+            return
+        error = fetched.error
+        if error is None and fetched.chunk_count < load.chunk_count:
+            error = ChunkNotFound("chunks are no longer available")
+        span.set(
+            arrived_chunks=fetched.chunk_count,
+            transferred_bytes=fetched.size_bytes,
+            peer_instance_ids=fetched.instance_ids,
+        )
+        if error:
+            span.fail(error.reason, str(error))
+        self._end(
+            load,
+            error=error,
+            peer_id=",".join(fetched.instance_ids),
+            size_bytes=fetched.size_bytes,
+            seconds=fetched.seconds,
+        )
+
+    def _report(self, load: pb.LoadChunks, first_chunk: int, chunks: list[Chunk]) -> None:
+        """Reports consecutive chunks, in as many messages as they need."""
+        for start in range(0, len(chunks), MAX_EXTENTS):
+            loaded = pb.LoadedChunks(lookup_id=load.lookup_id, first_chunk=first_chunk + start)
+            add_held(loaded.chunks, chunks[start : start + MAX_EXTENTS])
+            self._outbox.put(pb.Event(loaded=loaded))
+
+    def _end(
+        self,
+        load: pb.LoadChunks,
+        *,
+        error: LmkvError | None = None,
+        peer_id: str = "",
+        size_bytes: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """Reports the end of a load."""
+        loaded = pb.LoadedChunks(
+            lookup_id=load.lookup_id,
+            done=True,
+            status=rpc.to_status(error) if error else None,
+            peer_instance_id=peer_id,
+            transferred_bytes=size_bytes,
+            transfer_duration=Duration(nanos=int(seconds % 1 * 1e9), seconds=int(seconds)),
+        )
+        self._outbox.put(pb.Event(loaded=loaded))

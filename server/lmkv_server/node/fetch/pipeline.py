@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +19,119 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv.pool.pool import Pool
 from lmkv.transfer import Channels, Copy
+from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
-from lmkv_server.node.fetch.pending_writes import PendingWrites
-from lmkv_server.node.fetch.verify import ChecksumVerifier
-from lmkv_server.node.peers.connection import PeerConnection
-from lmkv_server.node.peers.extents import PeerChunk
+from lmkv_server.node.peers.connection import PeerChunk, PeerConnection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IncomingChunk:
+    """A chunk in a peer's memory, and the extent that it is read into."""
+
+    remote: PeerChunk
+    reserved: Reservation
+
+
+class PendingWrites:
+    """The reserved extents of one batch. Each is committed, or released once no transfer can write to it any more."""
+
+    def __init__(self, tier: HostTier) -> None:
+        """`tier` has the extents: the node's tier, or that of a device buffer."""
+        self.chunks: list[IncomingChunk] = []
+        self._tier = tier
+        self._open: dict[int, Reservation] = {}  # by offset: neither committed nor released
+        self._is_writing = False
+        self._is_closed = False
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether extents stay reserved only because a transfer has not stopped."""
+        return self._is_closed and self._is_writing
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the extents that are neither committed nor released."""
+        return sum(reserved.size_bytes for reserved in self._open.values())
+
+    def add(self, remote: PeerChunk, reserved: Reservation) -> IncomingChunk:
+        """Takes ownership of an extent that was reserved for this chunk."""
+        chunk = IncomingChunk(remote=remote, reserved=reserved)
+        self.chunks.append(chunk)
+        self._open[reserved.offset] = reserved
+        return chunk
+
+    def begin(self) -> Callable[[], None]:
+        """Marks the start of a transfer; the caller calls the result when the transfer has stopped."""
+        self._is_writing = True
+        return self._stopped
+
+    def commit(self, key: ChunkKey, parent: ChunkKey | None, fingerprint: bytes, chunk: IncomingChunk) -> Chunk | None:
+        """Makes an intact chunk visible. The chunk of that key in the tier, if another transfer committed it first."""
+        remote = chunk.remote
+        self._open.pop(chunk.reserved.offset, None)
+        committed = self._tier.commit(
+            chunk.reserved.offset,
+            key=key,
+            fingerprint=fingerprint,
+            size_bytes=remote.size_bytes,
+            checksum=remote.checksum,
+            token_count=remote.token_count,
+            parent=parent,
+            prefix_digests=remote.prefix_digests,
+        )
+        return committed or self._tier.get(key)
+
+    def close(self) -> None:
+        """Releases what was not committed: now, or when the transfer has stopped."""
+        self._is_closed = True
+        if not self._is_writing:
+            self._release()
+
+    def _stopped(self) -> None:
+        self._is_writing = False
+        if self._is_closed:
+            self._release()
+
+    def _release(self) -> None:
+        for offset in self._open:
+            self._tier.give_back(offset)
+        self._open.clear()
+
+
+THREADS = 2
+"""Each compares half of a batch, which halves the time after the last read."""
+
+
+class ChecksumVerifier:
+    """Finds chunks whose bytes are not what their owner committed. One event loop owns it. It ends by `aclose`."""
+
+    def __init__(self, pool: Pool, *, enabled: bool) -> None:
+        self.enabled = enabled
+        """Whether checksums are compared; otherwise every chunk counts as intact."""
+        self._pool = pool
+        self._threads = ThreadPoolExecutor(THREADS, "lmkv-verify")
+
+    async def aclose(self) -> None:
+        """Waits for running comparisons. Idempotent."""
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def intact(self, chunks: Sequence[IncomingChunk], checksums: Sequence[int] | None) -> list[bool]:
+        """Which of the chunks match their checksum. `checksums` are those of the read bytes, if they are known."""
+        if not self.enabled or not chunks:
+            return [True] * len(chunks)
+        if checksums is not None:
+            return [found == chunk.remote.checksum for found, chunk in zip(checksums, chunks, strict=True)]
+        loop, middle = asyncio.get_running_loop(), (len(chunks) + 1) // 2
+        halves = [half for half in (chunks[:middle], chunks[middle:]) if half]
+        found = await asyncio.gather(*(loop.run_in_executor(self._threads, self._compare, half) for half in halves))
+        return [intact for half in found for intact in half]
+
+    def _compare(self, chunks: Sequence[IncomingChunk]) -> list[bool]:
+        return [
+            checksum(self._pool.buffer, chunk.reserved.offset, chunk.remote.size_bytes) == chunk.remote.checksum
+            for chunk in chunks
+        ]
+
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.fetch.tier import FoundHolders
-from lmkv_server.node.fleet.context import FleetContext
+from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.fleet.session import CoordinatorSession
 from lmkv_server.node.fleet.shard import SessionState, current_primaries, outdated

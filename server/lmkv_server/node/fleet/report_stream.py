@@ -14,8 +14,7 @@ from lmkv.errors import LmkvError, ResyncRequired, Unreachable
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import ChunkKey
 from lmkv.tiers import INSTANCE_TIERS
-from lmkv_server.node.fleet.context import FleetContext
-from lmkv_server.node.fleet.registration import InstanceLease
+from lmkv_server.node.fleet.registration import FleetContext, InstanceLease
 from lmkv_server.node.fleet.reports import ChunkChanges, HeldChunk, outcome_reports
 
 FLUSH_SECONDS = 0.005

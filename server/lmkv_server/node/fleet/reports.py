@@ -1,14 +1,23 @@
-"""Chunk changes of a node, collected and packed into reports of bounded size. Used by `ReportStream`."""
+"""Chunk changes of a node, collected and packed into reports of bounded size; usage and content of its tiers.
+
+Used by `ReportStream`, `Node` and `FleetMembership`.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.keys import KEY_BYTES, ChunkKey, digest, join_keys
+from lmkv.tiers import DISK, HOST
+from lmkv.v1.registry_service_pb2 import TierUsage
+from lmkv_server.node.cache.events import CachedChunk
+from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.tiers.base import SecondaryTier
+from lmkv_server.node.tiers.disk.tier import DiskTier
 
 MAX_KEYS_PER_REPORT = 16_384
 """256 KiB of keys: well below the message limit, and few milliseconds of the coordinator's time."""
@@ -153,3 +162,42 @@ def _shared(parts: Iterable[pb.OrderOutcome]) -> Iterator[list[pb.OrderOutcome]]
         size_bytes += part.ByteSize()
     if shared:
         yield shared
+
+
+def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
+    """How full host memory is, and each of the secondary tiers that knows it."""
+    host = TierUsage(
+        tier=HOST,
+        capacity_bytes=tier.size_bytes,
+        used_bytes=tier.used_bytes,
+        chunk_count=len(tier),
+    )
+    return [
+        host,
+        *(
+            TierUsage(
+                tier=secondary.name,
+                capacity_bytes=usage.capacity_bytes,
+                used_bytes=usage.used_bytes,
+                chunk_count=usage.chunk_count,
+            )
+            for secondary in tiers
+            if (usage := secondary.usage()) is not None
+        ),
+    ]
+
+
+def held(tier: HostTier, disk: DiskTier | None, chunk_sizes: Mapping[bytes, int]) -> Iterator[HeldChunk]:
+    """Every chunk of these tiers. One in which prompts end, of a spec in `chunk_sizes`, with the chunk before it."""
+    for name, chunks in ((HOST, tier), (DISK, disk or ())):
+        for chunk in cast(Iterable[CachedChunk], chunks):
+            yield HeldChunk(
+                tier=name,
+                fingerprint=chunk.fingerprint,
+                key=chunk.key,
+                token_count=chunk.token_count,
+                parent=chunk.parent
+                if chunk.prefix_digests or chunk.token_count < chunk_sizes.get(chunk.fingerprint, 0)
+                else None,
+                prefix_digests=chunk.prefix_digests,
+            )

@@ -36,7 +36,6 @@ from lmkv.keys import ChunkKey
 from lmkv.rpc.coordinator_client import CoordinatorConnection
 from lmkv.v1 import cache_service_pb2
 from lmkv.v1 import registry_service_pb2 as pb
-from lmkv_server.node.fleet.context import FleetContext, SessionHooks
 from lmkv_server.node.fleet.lookup import CoordinatorLookup
 from lmkv_server.node.fleet.registration import (
     MAX_BUSY_DELAY_SECONDS,
@@ -44,9 +43,11 @@ from lmkv_server.node.fleet.registration import (
     MAX_REQUESTED_DELAY_SECONDS,
     REFUSED_DELAY_SECONDS,
     REGISTER_TIMEOUT_SECONDS,
+    FleetContext,
     InstanceLease,
     RegisterBackoff,
     Registrar,
+    SessionHooks,
 )
 from lmkv_server.node.fleet.report_stream import ReportStream
 from lmkv_server.node.fleet.reports import HeldChunk

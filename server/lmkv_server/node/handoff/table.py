@@ -14,7 +14,7 @@ from lmkv.errors import BadMessage, Full, GrantNotFound, NoFreeExtents, RequestT
 from lmkv.keys import ChunkKey
 from lmkv.runtime.places import Places, most_of
 from lmkv.spec import KvSpec
-from lmkv.transfer.access import new_grant_id
+from lmkv.transfer.channel import new_grant_id
 from lmkv.units import format_bytes
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.state import Handoff, HandoffSource, HandoffState

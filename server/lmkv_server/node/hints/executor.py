@@ -1,28 +1,127 @@
-"""Carries out hints on the node's tiers. What a hint may take is bounded; a hint that fails costs only itself."""
+"""Carries out hints on the node's tiers. A hint may take bounded resources; a hint that fails costs only itself.
+
+Hints come from engines, and from a coordinator's clients as orders. Work that continues after the result, such as a
+prefetch of chunks into the pool, ends with the node.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lmkv.errors import Full, LmkvError
-from lmkv.hints import MAX_TTL_SECONDS, HintAction, HintOutcome, HintReason, HintResult
+from lmkv.errors import BadChunkKey, BadMessage, Full, LmkvError
+from lmkv.hints import MAX_TTL_SECONDS, HintAction, HintOutcome, HintReason, HintResult, reject
+from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.runtime.deadline_timer import DeadlineTimer
+from lmkv.runtime.places import Places, most_of, requester
+from lmkv.runtime.turns import Slots
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import MAX_PINS, Pins
-from lmkv_server.node.hints.background import MAX_TASKS, BackgroundTasks
-from lmkv_server.node.hints.prefetches import Prefetches
 from lmkv_server.node.hints.prompt_hint import PromptHint
 from lmkv_server.node.hints.retentions import Retentions
+from lmkv_server.node.lookup.found import Found
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import SecondaryTier
+
+logger = logging.getLogger(__name__)
+
+MAX_TASKS = 64
+"""Most prefetches and demotions that run or wait."""
+
+
+class BackgroundTasks:
+    """The tasks of one node's hints. Engines have shares of their number."""
+
+    def __init__(self) -> None:
+        self._tasks = Places[asyncio.Task[None]]("hints", MAX_TASKS, most_of(MAX_TASKS))
+        self._is_closing = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more hints of the one that requests this may start work."""
+        try:
+            self._tasks.check(requester.get())
+        except Full:
+            return True
+        return self._is_closing
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` until it ends or the node does. It must not be full."""
+        task = asyncio.create_task(work)
+        self._tasks.take(task, requester.get())
+        task.add_done_callback(self._ended)
+
+    async def settle(self) -> None:
+        """Returns once no task runs."""
+        while tasks := list(self._tasks):
+            await asyncio.wait(tasks)
+
+    async def aclose(self) -> None:
+        """Cancels all tasks; no more may start. Idempotent."""
+        self._is_closing = True
+        for task in self._tasks:
+            task.cancel()
+        await self.settle()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.release(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("a hint failed unexpectedly", exc_info=error)
+
+
+POOL_SHARE = 4
+"""One prefetch brings at most 1/4 of the pool."""
+MAX_READS = 4
+"""Prefetches that read at a time; others wait."""
+READ_SECONDS = 30.0
+
+
+class Prefetches:
+    """The prefetches of one node. The chunks may be evicted like any other once they have arrived."""
+
+    def __init__(self, tier: HostTier, stack: TierStack, background: BackgroundTasks) -> None:
+        self._tier = tier
+        self._stack = stack
+        self._background = background
+        self._slots = Slots(MAX_READS)
+
+    async def begin(self, hint: PromptHint) -> HintResult:
+        """Looks the prompt up, and begins to read what the pool lacks. Raises nothing but for cancellation."""
+        lookup = self._stack.begin(hint.prompt(self._tier), self._tier.size_bytes)
+        lookup.most_bytes = lookup.own_bytes + max(hint.spec.chunk_bytes, self._tier.size_bytes // POOL_SHARE)
+        if not lookup.is_complete and self._stack.usable:
+            await self._stack.ask(lookup)
+        found = lookup.result()
+        if not found.chunk_count:
+            return hint.ended(HintOutcome.MISSING)
+        outcome = HintOutcome.ACCEPTED if found.chunk_count == len(hint.keys) else HintOutcome.CLIPPED
+        if found.absent_count:
+            if self._background.is_full:
+                return hint.rejected(HintReason.QUOTA, f"{MAX_TASKS} hints run already")
+            if self._slots.is_locked:
+                outcome = HintOutcome.DEFERRED
+            self._background.start(self._read(found))
+        return hint.ended(outcome, found.chunk_count)
+
+    async def _read(self, found: Found) -> None:
+        async with self._slots.take(requester.get()):
+            await self._stack.load(
+                found,
+                range(len(found.own), len(found.items)),
+                READ_SECONDS,
+                lambda chunks: self._tier.unhold(chunk for _, chunk in chunks),
+            )
+        self._tier.find(found.items.keys)  # counts as a use: the prompt is about to be
+
 
 PIN_SHARE = 4
 """Pins of hints take at most 1/4 of the pool; those of one owner half of that."""
@@ -240,3 +339,18 @@ class HintExecutor:
 
 def _is_stored(chunk: Chunk, stores: Sequence[BackendTier[Any]]) -> bool:
     return any(store.has(chunk.key) for store in stores)
+
+
+async def carry_out(order: pb.HintOrder, executor: HintExecutor, engines: EngineSessions) -> HintResult:
+    """The result of a hint about chunks of any spec with which an engine has attached; a malformed one is rejected.
+
+    Raises nothing but for cancellation.
+    """
+    spec = engines.spec(order.fingerprint)
+    if spec is None:
+        return HintResult(action_id="", action="", outcome=HintOutcome.MISSING)
+    try:
+        hint = PromptHint.read(order, spec, owner=order.owner)
+    except (BadMessage, BadChunkKey) as error:
+        return reject("", "", HintReason.MALFORMED, str(error))
+    return await executor.prefetch(hint) if hint.action is HintAction.PREFETCH else executor.apply(hint)

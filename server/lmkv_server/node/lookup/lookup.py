@@ -15,8 +15,8 @@ from lmkv.keys import part_key
 from lmkv.prompt import Hit, Prompt, Tail, first_missing, match
 from lmkv.spec import ALL
 from lmkv.tiers import HANDOFF, OWN, Run
+from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, deadline_at
 

@@ -15,17 +15,15 @@ from lmkv.transfer import ChannelEnd, Channels
 from lmkv.v1 import peer_service_pb2_grpc
 from lmkv_kernels import summed_copy
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.fetch.fetcher import PeerFetcher
 from lmkv_server.node.fetch.pipeline import TransferPipeline
+from lmkv_server.node.fetch.tier import PeerFetcher
 from lmkv_server.node.handoff.receiver import HandoffReceiver
-from lmkv_server.node.handoff.sender import SenderContext
-from lmkv_server.node.handoff.senders import MAX_SENDERS, HandoffSenders
+from lmkv_server.node.handoff.sender import MAX_SENDERS, HandoffSenders, SenderContext
 from lmkv_server.node.handoff.table import HandoffTable
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.ports import STOP_GRACE_SECONDS, bind
-from lmkv_server.node.serving.inspector import Inspector
-from lmkv_server.node.serving.service import PeerService
+from lmkv_server.node.serving.service import Inspector, PeerService
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lmkv.errors import Full, SessionNotFound
-from lmkv.transfer.access import ByteRange, PeerReader, ReadAccess, new_grant_id
+from lmkv.transfer.channel import ByteRange, PeerReader, ReadAccess, new_grant_id
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.peers.connection import FULL_SECONDS, MAX_GRANTS
 

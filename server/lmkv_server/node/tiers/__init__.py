@@ -1,4 +1,4 @@
 """Secondary tiers: places below host memory that chunks are loaded from. `disk` and `remote` keep them in backends.
 
-`reader`, `writer` and `health` serve all backends. Imports `cache`. Start with `base.SecondaryTier`.
+`backend_tier` and `reader` serve all backends. Imports `cache`. Start with `base.SecondaryTier`.
 """

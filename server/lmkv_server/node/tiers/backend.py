@@ -1,15 +1,211 @@
-"""The contract of a backend: one folder, or one store, that a secondary tier keeps chunks in."""
+"""The contract of a backend: one folder, or one store, that a secondary tier keeps chunks in; and its health.
+
+A backend is opened, and after a failure opened again with backoff. Its blocking calls run on threads of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import errno
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers.health import BackendHealth
+from lmkv_server.node.tiers.base import TierStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0
+FULL_SECONDS = 60.0
+"""Time for which a backend that was full, or refused a chunk, is given no new one."""
+CLOSE_SECONDS = 3.0
+
+
+class BackendHealth:
+    """Whether a backend can be used. One event loop owns it. A failed call raises `OSError` to its caller only."""
+
+    def __init__(
+        self,
+        tier: str,
+        backend: str,
+        *,
+        threads: Mapping[str, int],
+        open_backend: Callable[[], Awaitable[None]],
+        on_closed: Callable[[], None],
+        retry_seconds: float = RETRY_SECONDS,
+        full_seconds: float = FULL_SECONDS,
+        stall_seconds: float | None = None,
+    ) -> None:
+        """`threads`: how many each kind of call has. `open_backend` raises `OSError`; `on_closed` follows a failure.
+
+        After `stall_seconds` a call is late; None: only where `run_within` says so.
+        """
+        self.backend = backend
+        """What logs and errors call the backend."""
+        self.is_open = False
+        self.attempted = asyncio.Event()
+        """Set after the first attempt to open the backend."""
+        self.work = asyncio.Event()
+        """Set when there may be something to write."""
+        self._tier = tier
+        self._open_backend = open_backend
+        self._on_closed = on_closed
+        self._retry_seconds = retry_seconds
+        self._full_seconds = full_seconds
+        self._stall_seconds = stall_seconds
+        self._full_until = 0.0
+        self._late: dict[asyncio.Future[Any], float] = {}
+        """When each late call began."""
+        self._running: set[asyncio.Future[Any]] = set()
+        self._failed = asyncio.Event()
+        self._is_ended = False
+        self._logged = ""
+        self._failure_count = 0
+        self._late_count = 0
+        self._threads = {kind: ThreadPoolExecutor(count, f"lmkv-{tier}-{kind}") for kind, count in threads.items()}
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call may be started."""
+        return self.is_open and not self._late
+
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a call may be started that has this time: not if one has run for as long already."""
+        return self.is_open and time.monotonic() - min(self._late.values(), default=math.inf) < seconds
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it was full, or refused a chunk, less than `full_seconds` ago."""
+        return time.monotonic() < self._full_until
+
+    def stats(self) -> TierStats:
+        """Failures, and calls of `run_within` that were late."""
+        return TierStats(failures=self._failure_count, late_lookups=self._late_count)
+
+    async def keep_open(self) -> None:
+        """Opens the backend, and again after a failure, until cancelled."""
+        pause = self._retry_seconds
+        while True:
+            try:
+                await self._open_backend()
+            except OSError as error:
+                self._fail(f"cannot be used, continuing without it: {_text(error)}")
+                self.attempted.set()
+            else:
+                opened = time.monotonic()
+                self._logged = ""
+                self.attempted.set()
+                await self._failed.wait()
+                if time.monotonic() - opened > MAX_RETRY_SECONDS:
+                    pause = self._retry_seconds
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_RETRY_SECONDS)
+
+    def opened(self) -> None:
+        """Marks the backend open; `open_backend` calls it before it uses the backend."""
+        self.is_open = True
+        self._failed.clear()
+        self.work.set()
+
+    def close(self, error: OSError) -> None:
+        """Marks the backend closed after a failure, until it is opened again. Idempotent."""
+        if self.is_open and not self._is_ended:
+            self._fail(f"is lost, continuing without it: {_text(error)}")
+            self.is_open = False
+            self._on_closed()
+            self._failed.set()
+
+    def full(self, error: OSError, retry: Callable[[], None] = lambda: None) -> None:
+        """Notes that the backend takes no new chunks; `retry` is called when it is tried again."""
+        self._fail(f"accepts no more writes, continuing with its contents: {_text(error)}")
+        self._full_until = time.monotonic() + self._full_seconds
+
+        def end() -> None:
+            retry()
+            self.work.set()
+
+        asyncio.get_running_loop().call_later(self._full_seconds, end)
+
+    async def run(self, kind: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs a blocking call on a thread; it ends even if the caller is cancelled. Raises `OSError`."""
+        began, call = time.monotonic(), self._start(kind, function, *arguments)
+        done, _ = await asyncio.wait([call], timeout=self._stall_seconds)
+        if not done:
+            self._late[call] = began
+            call.add_done_callback(self._end_late)
+            self._log(f"is slow, continuing without it: no answer for {self._stall_seconds:g} s")
+            await asyncio.wait([call])
+            self._logged = ""
+        return call.result()
+
+    async def run_within(self, seconds: float, kind: str, function: Callable[..., T], *arguments: Any) -> T | None:
+        """As `run`, but returns None if the call has not ended after `seconds`."""
+        began, call = time.monotonic(), self._start(kind, function, *arguments)
+        done, _ = await asyncio.wait([call], timeout=seconds)
+        if done:
+            return call.result()
+        logger.debug("%s: %s did not answer within %.3g s", self._tier, self.backend, seconds)
+        self._late_count += 1
+        self._late[call] = began
+        call.add_done_callback(self._end_late)
+        call.add_done_callback(self._close_if_failed)
+        return None
+
+    async def wait_idle(self) -> None:
+        """Returns once no call is running."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def aclose(self) -> None:
+        """Waits a bounded time for running calls, and ends the threads. Idempotent."""
+        self.is_open, self._is_ended = False, True
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=CLOSE_SECONDS)
+            if late:
+                logger.warning("%s: %s does not answer; its threads are left behind", self._tier, self.backend)
+        for threads in self._threads.values():
+            threads.shutdown(wait=not self._running, cancel_futures=True)
+
+    def _start(self, kind: str, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        if self._is_ended:
+            raise OSError(errno.ESHUTDOWN, "closed")
+        call = asyncio.get_running_loop().run_in_executor(self._threads[kind], function, *arguments)
+        self._running.add(call)
+        call.add_done_callback(self._running.discard)
+        return call
+
+    def _end_late(self, call: asyncio.Future[Any]) -> None:
+        self._late.pop(call, None)
+        self.work.set()
+
+    def _close_if_failed(self, call: asyncio.Future[Any]) -> None:
+        error = None if call.cancelled() else call.exception()
+        if isinstance(error, OSError):
+            self.close(error)
+
+    def _fail(self, text: str) -> None:
+        self._failure_count += 1
+        self._log(text)
+
+    def _log(self, text: str) -> None:
+        """Logs a state once, not at each attempt."""
+        if text != self._logged:
+            logger.error("%s: %s %s", self._tier, self.backend, text)
+            self._logged = text
+
+
+def _text(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 class WriteResult(Enum):

@@ -13,18 +13,18 @@ from lmkv.errors import ConfigError
 from lmkv.plugins import TIERS, load_plugin
 from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl.files import NixlFiles
+from lmkv.transfer.nixl.channel import NixlFiles
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from lmkv_server.node.tiers.remote.build import store_for
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 if TYPE_CHECKING:
-    from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
-    from lmkv_server.node.tiers.encryption.keys import TenantKeys
+    from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
+from lmkv.config.remote_url import parse_remote_url
+from lmkv_server.node.tiers.remote.store import RemoteStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class TierContext:
         """The encryption for a tier; None if chunks are not to be encrypted."""
         if self.keys is None:
             return None
-        from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+        from lmkv_server.node.tiers.encryption import ChunkEncryption
 
         return ChunkEncryption(self.keys, tier)
 
@@ -105,7 +105,7 @@ def _tenant_keys(config: NodeConfig) -> TenantKeys | None:
             "pip install '.[encryption]' in a clone of lmkv",
             key="encryption_key_file",
         )
-    from lmkv_server.node.tiers.encryption.keys import TenantKeys
+    from lmkv_server.node.tiers.encryption import TenantKeys
 
     own = Authenticator(config.auth_tokens, config.credentials.token)
     return TenantKeys(config.encryption_key_file, own.own_tenant)
@@ -117,3 +117,22 @@ def _file_io(config: NodeConfig, pool: Pool) -> FileIo:
         return PlainIo()
     region = Region(address=pool.address, size_bytes=pool.size_bytes)
     return NixlFiles(region, "GDS" if config.local_disk_io == "gds" else "POSIX")
+
+
+def store_for(config: NodeConfig) -> RemoteStore:
+    """The store of `remote_url`; nothing is connected yet. Raises `ConfigError` if it needs what is not installed."""
+    url = parse_remote_url(config.remote_url)
+    package, extra = ("botocore", "s3") if url.bucket else ("valkey", "valkey")
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"remote_url: {url.shown} needs {package}, which is not installed; "
+            f"pip install '.[{extra}]' in a clone of lmkv",
+            key="remote_url",
+        )
+    if url.bucket:
+        from lmkv_server.node.tiers.remote.s3 import S3Store
+
+        return S3Store(url, endpoint_url=config.remote_endpoint_url, timeout_seconds=config.remote_timeout)
+    from lmkv_server.node.tiers.remote.valkey import ValkeyStore
+
+    return ValkeyStore(url, timeout_seconds=config.remote_timeout, ttl_seconds=config.remote_ttl)

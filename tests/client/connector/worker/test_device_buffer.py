@@ -30,7 +30,7 @@ from lmkv_client.connector.worker.page_copier import HostPageCopier
 from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import ChunkCopy, Pages, checksum, scatter, token_rows
 from lmkv_kernels.reference import checksum as plain_checksum
-from lmkv_server.node.handoff import device_buffer, transfer
+from lmkv_server.node.handoff import device_buffer, receiver
 from lmkv_server.node.handoff.device_buffer import DeviceBuffer
 from lmkv_server.node.handoff.state import HandoffState
 from lmkv_server.node.node import Node
@@ -490,7 +490,7 @@ async def test_a_damaged_chunk_is_not_taken(make: Make) -> None:
 async def test_a_frozen_worker_costs_one_handoff_and_its_memory_is_kept_until_it_resumes(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(receiver, "READ_SECONDS", 0.5)
     monkeypatch.setattr(device_buffer, "ANSWER_SECONDS", 0.1)
     decode = await make()
     await decode.meet()

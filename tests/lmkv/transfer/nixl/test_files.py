@@ -14,7 +14,7 @@ import torch
 from lmkv.errors import ConfigError
 from lmkv.pool.pool import Pool
 from lmkv.transfer.channel import Region
-from lmkv.transfer.nixl.files import NixlFiles
+from lmkv.transfer.nixl.channel import NixlFiles
 
 SIZE = 1 << 20
 

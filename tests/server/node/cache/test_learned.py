@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.cache import learned, reuse_times
+from lmkv_server.node.cache import learned
 from lmkv_server.node.cache.eviction import EvictionPolicy, EvictionQueue, Lru
 from lmkv_server.node.cache.learned import Learned
 from tests.server.node.cases import chunk_key
 
 
 def test_what_the_learned_policy_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 32)
+    monkeypatch.setattr(learned, "MAX_SAMPLE", 32)
     policy = Learned()
     queue = EvictionQueue(policy)
     for number in range(2000):
@@ -31,7 +31,7 @@ def test_what_the_learned_policy_remembers_is_bounded(monkeypatch: pytest.Monkey
 
 
 def test_keys_that_a_client_invented_do_not_make_the_sample_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 4)
+    monkeypatch.setattr(learned, "MAX_SAMPLE", 4)
     policy = Learned()
     for number in range(100):
         policy.admit(ChunkKey(number.to_bytes(12, "big") + bytes(4)))
@@ -41,40 +41,40 @@ def test_keys_that_a_client_invented_do_not_make_the_sample_grow(monkeypatch: py
 
 
 def test_levels_of_age_are_half_powers_of_two() -> None:
-    starts = [reuse_times.first_age(level) for level in range(reuse_times.AGE_COUNT)]
+    starts = [learned.first_age(level) for level in range(learned.AGE_COUNT)]
     assert starts[:8] == [0, 2, 3, 4, 6, 8, 12, 16]
-    levels = list(range(reuse_times.AGE_COUNT))
-    assert [reuse_times.age_level(age) for age in starts] == levels
-    assert [reuse_times.age_level(age - 1) for age in starts[1:]] == levels[:-1]
-    assert reuse_times.age_level(1 << 60) == levels[-1]
+    levels = list(range(learned.AGE_COUNT))
+    assert [learned.age_level(age) for age in starts] == levels
+    assert [learned.age_level(age - 1) for age in starts[1:]] == levels[:-1]
+    assert learned.age_level(1 << 60) == levels[-1]
     ages = [0, 1, *starts[1:], *(age - 1 for age in starts[1:]), 1 << 60]
-    assert reuse_times.age_levels(np.array(ages)).tolist() == [reuse_times.age_level(age) for age in ages]
+    assert learned.age_levels(np.array(ages)).tolist() == [learned.age_level(age) for age in ages]
 
 
 def test_the_rank_of_a_chunk_is_the_index_at_its_age() -> None:
     policy = Learned()
     policy.admit(chunk_key(1))
     (group,) = {record.group for record in policy._records.values()}
-    policy._times.index[group] = [float(level) for level in range(reuse_times.AGE_COUNT)]
+    policy._times.index[group] = [float(level) for level in range(learned.AGE_COUNT)]
     for age in [0, 1, 2, 3, 5, 6, 7, 100, 1 << 60]:
         policy._time = 1 + age
-        assert policy._rank(policy._lines[group], youngest=False) == (reuse_times.age_level(age), 1)
+        assert policy._rank(policy._lines[group], youngest=False) == (learned.age_level(age), 1)
 
 
 def test_the_index_is_the_steepest_rise_of_hits_over_time() -> None:
-    chances = [0.0] * reuse_times.AGE_COUNT
+    chances = [0.0] * learned.AGE_COUNT
     chances[6] = 1.0  # all are used again at ages from 12 to 16
-    index = reuse_times.hit_index(np.array(chances)).tolist()
+    index = learned.hit_index(np.array(chances)).tolist()
     assert index[:6] == sorted(index[:6])  # the nearer the use, the higher
     assert index[0] == pytest.approx(1 / 14)
     assert index[5] == pytest.approx(1 / 6)
     assert not any(index[7:])
 
 
-def counted(sample_size: int) -> reuse_times.ReuseTimes:
+def counted(sample_size: int) -> learned.ReuseTimes:
     """Counts of chunks that are used at every fourth, fifth, ... moment, many enough to learn from."""
-    times = reuse_times.ReuseTimes(2)
-    records = [reuse_times.Record(chunk_key(number), 0) for number in range(sample_size)]
+    times = learned.ReuseTimes(2)
+    records = [learned.Record(chunk_key(number), 0) for number in range(sample_size)]
     for record in records:
         times.add(record)
         times.used(record)
@@ -91,7 +91,7 @@ def test_learning_in_slices_finds_what_learning_at_once_does(monkeypatch: pytest
     at_once, sliced = counted(50), counted(50)
     steps = {}
     for times, slice_size in (at_once, 50), (sliced, 8):
-        monkeypatch.setattr(reuse_times, "SLICE", slice_size)
+        monkeypatch.setattr(learned, "SLICE", slice_size)
         times.learn(200)
         steps[slice_size] = 1
         while times._learning:
@@ -99,13 +99,13 @@ def test_learning_in_slices_finds_what_learning_at_once_does(monkeypatch: pytest
             steps[slice_size] += 1
     assert any(sliced.index[1])
     assert sliced.index == at_once.index
-    assert {len(of_group) for of_group in sliced.index} == {reuse_times.AGE_COUNT}
+    assert {len(of_group) for of_group in sliced.index} == {learned.AGE_COUNT}
     assert steps[8] == steps[50] + 6
 
 
 def test_learning_begins_with_the_first_times_and_again_as_they_grow() -> None:
-    times = reuse_times.ReuseTimes(1)
-    record = reuse_times.Record(chunk_key(1), 0)
+    times = learned.ReuseTimes(1)
+    record = learned.Record(chunk_key(1), 0)
     times.add(record)
     times.used(record)
     learned_at = []
@@ -118,17 +118,17 @@ def test_learning_begins_with_the_first_times_and_again_as_they_grow() -> None:
         while times._learning:
             times.learn(100)
         assert any(times.index[0]) == bool(learned_at)
-    assert learned_at[0] == reuse_times.FIRST_TIMES
+    assert learned_at[0] == learned.FIRST_TIMES
     for before, after in itertools.pairwise(learned_at):
-        assert after - before <= max(reuse_times.FIRST_TIMES, before // reuse_times.GROWTH)
+        assert after - before <= max(learned.FIRST_TIMES, before // learned.GROWTH)
 
 
 @pytest.mark.parametrize("size", [63, 64, 65])
 def test_a_full_sample_is_made_smaller_in_slices(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", size)
-    monkeypatch.setattr(reuse_times, "PRUNED", 8)
-    times = reuse_times.ReuseTimes(1)
-    records = [reuse_times.Record(chunk_key(number), 0) for number in range(size + 1)]
+    monkeypatch.setattr(learned, "MAX_SAMPLE", size)
+    monkeypatch.setattr(learned, "PRUNED", 8)
+    times = learned.ReuseTimes(1)
+    records = [learned.Record(chunk_key(number), 0) for number in range(size + 1)]
     for record in records:
         before = len(times)
         times.add(record)
@@ -282,7 +282,7 @@ def test_a_size_of_few_chunks_has_the_chances_of_its_level_times_a_factor() -> N
     again[0, 0, 10] = passed[0, 0, 10] = 400  # all of size 0 are used again at one age
     passed[0, 1, 15] = 400  # none of size 1 is
     passed[1, :, 15] = 400
-    chances = reuse_times._chances(again, passed)
+    chances = learned._chances(again, passed)
     many, few = chances[0]
     assert 0.15 < many[10] < 1
     assert 0 < few[10] < 0.2 * many[10]
@@ -292,9 +292,9 @@ def test_a_size_of_few_chunks_has_the_chances_of_its_level_times_a_factor() -> N
 
 
 def test_old_times_lose_weight_once_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_times, "KEPT", 3)
-    times = reuse_times.ReuseTimes(1)
-    record = reuse_times.Record(chunk_key(1), 0)
+    monkeypatch.setattr(learned, "KEPT", 3)
+    times = learned.ReuseTimes(1)
+    record = learned.Record(chunk_key(1), 0)
     times.add(record)
     times.used(record)
     counts = []
@@ -307,8 +307,8 @@ def test_old_times_lose_weight_once_there_are_enough(monkeypatch: pytest.MonkeyP
 
 
 def test_ages_are_smoothed_by_those_beside_them() -> None:
-    assert reuse_times._smooth(np.array([3.0, 0.0, 0.0, 6.0])).tolist() == [1.5, 1.0, 2.0, 3.0]
-    assert reuse_times._smooth(np.array([3.0])).tolist() == [3.0]
+    assert learned._smooth(np.array([3.0, 0.0, 0.0, 6.0])).tolist() == [1.5, 1.0, 2.0, 3.0]
+    assert learned._smooth(np.array([3.0])).tolist() == [3.0]
 
 
 def test_the_rank_at_each_end_of_a_line_is_that_of_its_chunk() -> None:
@@ -335,7 +335,7 @@ def test_a_forgotten_chunk_leaves_the_sample() -> None:
 
 
 def test_a_chunk_outside_of_the_sample_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_times, "MAX_SAMPLE", 1)
+    monkeypatch.setattr(learned, "MAX_SAMPLE", 1)
     policy = admitted(*range(20))
     outside = [key for key, record in policy._records.items() if record.slot < 0]
     assert outside
@@ -353,7 +353,7 @@ def test_of_chunks_of_which_nothing_is_known_the_oldest_leaves() -> None:
 def test_the_youngest_leaves_if_the_older_ones_are_about_to_be_used() -> None:
     policy = admitted(1, 2, 3)
     for index in policy._times.index:
-        index[:] = [float(level) for level in range(reuse_times.AGE_COUNT)]
+        index[:] = [float(level) for level in range(learned.AGE_COUNT)]
     assert policy.choose() == chunk_key(3)
 
 

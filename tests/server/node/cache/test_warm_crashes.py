@@ -17,7 +17,7 @@ import pytest
 from lmkv.pool.file import PoolFile
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import STAMP, Ledger, ledger_bytes
+from lmkv_server.node.cache.warm_start import STAMP, Ledger, ledger_bytes
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.warm_parts import POOL_CHUNKS, NodeProcess, held, mapped, store
@@ -114,7 +114,7 @@ from pathlib import Path
 from lmkv.pool.file import PoolFile
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.ledger import STAMP, Ledger, ledger_bytes
+from lmkv_server.node.cache.warm_start import STAMP, Ledger, ledger_bytes
 
 path, seed, pool_bytes, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 choose = random.Random(seed)

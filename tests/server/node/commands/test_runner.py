@@ -17,8 +17,8 @@ from lmkv.keys import join_keys, split_keys
 from lmkv.tiers import DISK, GPU, HOST, REMOTE
 from lmkv_server.node.commands.executor import MAX_ORDER_KEYS
 from lmkv_server.node.commands.runner import MAX_FETCHES, MAX_RUNNING, OrderRunner
-from lmkv_server.node.fleet.context import FleetContext
 from lmkv_server.node.fleet.membership import FleetMembership
+from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node import fleet_parts
 from tests.server.node.cases import chunk_keys, clear

@@ -8,7 +8,7 @@ from typing import cast
 
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.engines.lookup_stats import LookupCounters
+from lmkv_server.node.engines.lookups import LookupCounters
 from lmkv_server.node.engines.stream import ACTS_AT_ONCE, EngineStream
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.sessions.sessions import EngineSessions

@@ -8,7 +8,6 @@ import signal
 import pytest
 
 from lmkv.errors import Unreachable
-from lmkv_server.node.fetch import fetch
 from lmkv_server.node.peers import connection as peer_connection
 from tests.lmkv.transfer.ends import in_new_process
 from tests.server.node.peer_parts import LARGE, Parts, Remote, Taken, keys_of, lets_go
@@ -75,7 +74,7 @@ async def test_a_frozen_holder_leaves_time_for_the_next_one(large_reader: Parts)
 async def test_when_the_best_holder_freezes_between_fetches_the_next_one_is_asked_long_before_it_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetch, "MAX_STEP_SECONDS", FOREVER)
+    monkeypatch.setattr("lmkv_server.node.fetch.holder_reader.MAX_STEP_SECONDS", FOREVER)
     async with Parts("reader", spec=LARGE, transfer_channel="tcp") as reader:
         with Remote("best", transfer_channel="tcp") as best, Remote("next", transfer_channel="tcp") as second:
             second.holder.matched_chunk_count = 15

@@ -11,8 +11,7 @@ from lmkv.prompt import Hit, Items, Prompt
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.fetch.tier import FoundHolders, PeerTier
-from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier, Selection
-from lmkv_server.node.tiers.progress import Progress
+from lmkv_server.node.tiers.base import Needs, Presence, Progress, SecondaryTier, Selection
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 

@@ -19,8 +19,7 @@ from lmkv.internal.v1.report_service_pb2_grpc import (
 from lmkv.keys import ChunkKey
 from lmkv.tiers import HOST
 from lmkv_server.node.fleet import report_stream
-from lmkv_server.node.fleet.context import FleetContext
-from lmkv_server.node.fleet.registration import InstanceLease
+from lmkv_server.node.fleet.registration import FleetContext, InstanceLease
 from lmkv_server.node.fleet.report_stream import ReportStream
 from lmkv_server.node.fleet.reports import HeldChunk
 from tests.server.node.fleet_parts import Shelf

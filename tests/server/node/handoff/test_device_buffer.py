@@ -8,8 +8,7 @@ from lmkv import rpc
 from lmkv.errors import BadMessage, EngineNotFound, LmkvError, Unreachable
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.handoff.device_buffer import WorkerRead
-from lmkv_server.node.handoff.device_buffers import DeviceBuffers
+from lmkv_server.node.handoff.device_buffer import DeviceBuffers, WorkerRead
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.server.node.cases import small_spec
 

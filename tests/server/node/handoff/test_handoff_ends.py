@@ -18,7 +18,7 @@ from lmkv.errors import (
 )
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as engine_pb
-from lmkv_server.node.engines.handoffs import EngineHandoffs
+from lmkv_server.node.engines.stream import EngineHandoffs
 from lmkv_server.node.handoff.state import HandoffState
 from tests.server.node.handoff_parts import finish, follow, is_committed, state_of
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, keys_of

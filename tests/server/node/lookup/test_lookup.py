@@ -14,11 +14,10 @@ from lmkv.keys import ChunkKey, part_key
 from lmkv.prompt import Prompt
 from lmkv.spec import ALL, KvSpec, PartItem
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
+from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.lookup.lookup import PromptLookup
-from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats
-from lmkv_server.node.tiers.progress import Progress
+from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Progress, Selection, TierStats
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 
 CHUNK_SIZE = HYBRID.chunk_size

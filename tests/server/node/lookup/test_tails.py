@@ -14,8 +14,8 @@ from lmkv.prompt import Prompt
 from lmkv.spec import KvPart, KvSpec
 from lmkv.tiers import OWN
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST
+from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.partial_chunks import PartialChunks
 from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.sessions.sessions import EngineSessions

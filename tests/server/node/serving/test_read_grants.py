@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmkv.errors import Full, SessionNotFound
 from lmkv.keys import ChunkKey
-from lmkv.transfer.access import ReadAccess
+from lmkv.transfer.channel import ReadAccess
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.peers.connection import MAX_GRANTS

@@ -25,12 +25,14 @@ from lmkv.errors import (
     SessionNotFound,
     WrongInstance,
 )
-from lmkv.keys import KEY_BYTES
-from lmkv.transfer.access import PeerReader
+from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.misses import MissReason
+from lmkv.transfer.channel import PeerReader
 from lmkv.v1 import peer_service_pb2 as pb
 from lmkv.v1 import peer_service_pb2_grpc as pb_grpc
+from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.serving.service import MAX_ACQUIRE_KEYS, MAX_ID_BYTES
-from tests.server.node.peer_parts import SMALL, Parts, keys_of
+from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, no_grants
 from tests.waiting import WAIT_SECONDS, eventually, until, wake_ups
 
 KEYS = keys_of(8)
@@ -307,3 +309,102 @@ async def test_the_channel_makes_progress_while_there_are_grants_and_a_little_lo
     await stub.Release(pb.ReleaseRequest(grant_id=response.grant.grant_id, session_id=session), timeout=WAIT_SECONDS)
     assert owner.channels._serving, "a reader that asked late may still read"
     await eventually(polls, expected=False)
+
+
+class Gone:
+    """A listener that notes what left the tier."""
+
+    def __init__(self) -> None:
+        self.keys: list[ChunkKey] = []
+
+    def stored(self, tier: str, chunk: CachedChunk) -> None: ...
+
+    def removed(self, tier: str, chunk: CachedChunk, reason: MissReason) -> None:
+        self.keys.append(chunk.key)
+
+
+@pytest.fixture
+def gone() -> Gone:
+    return Gone()
+
+
+@pytest.fixture
+async def watched_owner(gone: Gone) -> AsyncIterator[Parts]:
+    async with Parts("owner", listener=gone) as parts:
+        for key in KEYS:
+            parts.put(key)
+        yield parts
+        await no_grants(parts)
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Parts]:
+    async with Parts("reader") as parts:
+        yield parts
+        parts.check_nothing_left()
+
+
+async def test_chunks_damaged_at_their_owner_are_dropped_and_logged_there(
+    watched_owner: Parts, reader: Parts, gone: Gone
+) -> None:
+    watched_owner.damage(KEYS[2])
+    watched_owner.damage(KEYS[5])
+    taken = Taken(reader)
+    fetched = await reader.fetch(SMALL, KEYS, [watched_owner.holder(8)], 60.0, taken)
+    assert (fetched.chunk_count, reader.pipeline.stats().checksum_mismatches) == (2, 2)
+    await until(lambda: watched_owner.inspector.damaged_count == 2)
+    assert sorted(gone.keys) == [KEYS[2], KEYS[5]]
+    assert len(watched_owner.tier) == 6
+    await until(lambda: not any(chunk.holds for chunk in watched_owner.tier))
+    await no_grants(watched_owner)
+    watched_owner.check_nothing_left()
+    taken.let_go()
+
+
+async def test_a_pinned_chunk_is_dropped_too_and_its_bytes_stay_until_the_pin_ends(
+    watched_owner: Parts, reader: Parts
+) -> None:
+    chunk = watched_owner.tier.get(KEYS[2])
+    assert chunk
+    watched_owner.tier.pin([chunk])
+    watched_owner.damage(KEYS[2])
+    taken = Taken(reader)
+    await reader.fetch(SMALL, KEYS, [watched_owner.holder(8)], 60.0, taken)
+    await until(lambda: chunk.dropped)
+    await until(lambda: chunk.holds == 1)
+    watched_owner.tier.check([chunk])
+    watched_owner.tier.unpin([chunk])
+    taken.let_go()
+
+
+async def test_nothing_is_dropped_on_a_peers_word_alone(watched_owner: Parts, reader: Parts, gone: Gone) -> None:
+    connection = reader.connections.get(watched_owner.holder(8))
+    assert connection
+    await connection.connect(SMALL, 5.0)
+    response = await connection.acquire(SMALL, KEYS, 5.0, 5.0)
+    await connection.release(response.grant.grant_id, 5.0, [0, 1, 1, 7, 8, -1, 1 << 30])
+    await connection.release(response.grant.grant_id, 5.0, [2])  # it has ended
+    await until(lambda: not any(chunk.holds for chunk in watched_owner.tier), "the inspector has read all of them")
+    await no_grants(watched_owner)
+    assert (watched_owner.inspector.damaged_count, gone.keys, len(watched_owner.tier)) == (0, [], 8)
+
+
+async def test_an_owner_that_ends_looks_no_further_and_holds_nothing() -> None:
+    async with Parts("owner") as watched_owner:
+        chunks = [watched_owner.put(key) for key in KEYS]
+        watched_owner.damage(KEYS[7])
+        watched_owner.inspector.inspect(chunks, "reader")
+        await asyncio.sleep(0)
+        await watched_owner.inspector.aclose()
+        assert not any(chunk.holds for chunk in chunks)
+        assert watched_owner.tier.get(KEYS[7]) is chunks[7]
+
+
+async def test_transfers_that_are_not_verified_bring_what_there_is(watched_owner: Parts) -> None:
+    async with Parts("reader", verify_transfers=False) as reader:
+        watched_owner.damage(KEYS[2])
+        taken = Taken(reader)
+        fetched = await reader.fetch(SMALL, KEYS, [watched_owner.holder(8)], 60.0, taken)
+        assert (fetched.chunk_count, fetched.error, reader.pipeline.stats().checksum_mismatches) == (8, None, 0)
+        assert [reader.holds_right(chunk) for chunk in taken.chunks].count(False) == 1
+        reader.tier.unhold(taken.chunks)

@@ -13,7 +13,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import ServedModel as Message
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from lmkv_server.node.sessions.served_models import ServedModels
+from lmkv_server.node.sessions.sessions import ServedModels
 from tests.server.coordinator.conftest import coordinator, lease_ttl
 from tests.server.coordinator.scripted_instance import until
 from tests.server.node.cases import small_spec

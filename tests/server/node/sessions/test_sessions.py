@@ -12,8 +12,7 @@ from lmkv.spec import KvSpec, ServedModel
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_server.node.cache.host import Chunk, HostTier
-from lmkv_server.node.sessions.extents import MAX_EXTENTS
-from lmkv_server.node.sessions.session import HOLD_SHARE, EngineSession
+from lmkv_server.node.sessions.session import HOLD_SHARE, MAX_EXTENTS, EngineSession
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE, MAX_CREDITS, EngineSessions
 from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
 from tests.server.node.hybrid_engine import HYBRID, PROMPT, item_key

@@ -1,9 +1,23 @@
-"""What a store must provide to be the remote tier's. Used by `StoreBackend`."""
+"""The contract of stores that can be the remote tier's, and the names and headers of chunks in them. Pure.
+
+    lmkv1/fingerprint/key          ->  header | bytes of the chunk
+    lmkv1e/scope/fingerprint/key   ->  header | header of the encryption | encrypted bytes
+
+The header says what the bytes are, so that an object that is torn, foreign, or under a wrong key is a miss. Encrypted
+objects have names of their own, by tenant, so that nodes without the keys neither find nor remove them.
+The version of all this is in the name: nodes of another version neither find nor remove each other's objects.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+from zlib import crc32
+
+from lmkv.keys import KEY_BYTES, ChunkKey
+from lmkv.spec import KvSpec
 
 
 class StoreRefused(OSError):
@@ -45,3 +59,112 @@ class RemoteStore(Protocol):
 
     def close(self) -> None:
         """Closes idle connections. Idempotent."""
+
+
+ROOT = "lmkv1/"
+"""What all names of objects begin with that are not encrypted."""
+ENCRYPTED_ROOT = "lmkv1e/"
+_MAGIC = b"lmkvobj1"
+_FIELDS = struct.Struct(
+    "<8s16s16s16s?IQQ"
+)  # magic, fingerprint, key, parent and whether it is known, tokens, bytes, checksum
+_SEAL = struct.Struct("<I")  # of the fields
+HEADER_BYTES = _FIELDS.size + _SEAL.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteObject:
+    """A chunk as its header describes it."""
+
+    key: ChunkKey
+    parent: ChunkKey | None = None
+    """The chunk before it in its prompts, if that is known."""
+    fingerprint: bytes
+    token_count: int
+    size_bytes: int
+    checksum: int
+
+    @property
+    def header(self) -> bytes:
+        """What stands before the bytes."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            self.fingerprint,
+            self.key,
+            self.parent or bytes(KEY_BYTES),
+            self.parent is not None,
+            self.token_count,
+            self.size_bytes,
+            self.checksum,
+        )
+        return fields + _SEAL.pack(crc32(fields))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteChunk:
+    """A chunk that the store has listed, by name and size; its header describes it."""
+
+    key: ChunkKey
+    spec: KvSpec
+    size_bytes: int
+    """Without the header."""
+    root: str = ROOT
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The spec's."""
+        return self.spec.fingerprint
+
+    @property
+    def memory_bytes(self) -> int:
+        """Room that reading it takes in the pool."""
+        return self.size_bytes
+
+    @property
+    def prefix_digests(self) -> bytes:
+        """None: the header has no room for them."""
+        return b""
+
+    @property
+    def name(self) -> str:
+        """Its name in the store."""
+        return object_name(self.fingerprint, self.key, self.root)
+
+    def described(self, header: bytes) -> RemoteObject | None:
+        """What the header says, if that is this chunk."""
+        said = parse_header(header)
+        if said is None or (said.key, said.fingerprint, said.size_bytes) != (
+            self.key,
+            self.fingerprint,
+            self.size_bytes,
+        ):
+            return None
+        return said if self.spec.fits(self.size_bytes, said.token_count) else None
+
+
+def object_name(fingerprint: bytes, key: ChunkKey, root: str = ROOT) -> str:
+    """The name of a chunk in the store."""
+    return f"{spec_root(fingerprint, root)}{key.hex()}"
+
+
+def spec_root(fingerprint: bytes, root: str = ROOT) -> str:
+    """What the names of all chunks of a spec begin with."""
+    return f"{root}{fingerprint.hex()}/"
+
+
+def parse_header(header: bytes) -> RemoteObject | None:
+    """What a header says; None if it is none, or of another version."""
+    if len(header) != HEADER_BYTES:
+        return None
+    fields = header[: _FIELDS.size]
+    magic, fingerprint, key, parent, has_parent, token_count, size_bytes, checksum = _FIELDS.unpack(fields)
+    if magic != _MAGIC or _SEAL.unpack(header[_FIELDS.size :]) != (crc32(fields),):
+        return None
+    return RemoteObject(
+        key=ChunkKey(key),
+        parent=ChunkKey(parent) if has_parent else None,
+        fingerprint=fingerprint,
+        token_count=token_count,
+        size_bytes=size_bytes,
+        checksum=checksum,
+    )

@@ -19,13 +19,11 @@ from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierUsage
-from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, StoreBackend
-from lmkv_server.node.tiers.remote.chunk import RemoteChunk, object_name, spec_root
-from lmkv_server.node.tiers.remote.objects import EncryptedObjects, PlainObjects
-from lmkv_server.node.tiers.remote.store import RemoteStore
+from lmkv_server.node.tiers.remote.backend import WRITE_THREADS, EncryptedObjects, PlainObjects, StoreBackend
+from lmkv_server.node.tiers.remote.store import RemoteChunk, RemoteStore, object_name, spec_root
 
 if TYPE_CHECKING:
-    from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
+    from lmkv_server.node.tiers.encryption import ChunkEncryption
 
 NAME = "remote"
 FIRST_ASKED = 16

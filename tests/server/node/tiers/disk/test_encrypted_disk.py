@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from lmkv_server.node.cache.allocator import ALIGNMENT
-from lmkv_server.node.tiers.disk import encrypted_files
-from lmkv_server.node.tiers.disk.chunk import parse_file_name
-from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
-from lmkv_server.node.tiers.encryption.keys import TenantKeys
+from lmkv_server.node.tiers.disk.folder import parse_file_name
+from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import CHUNK_BYTES, content, files, flushed, host_with_disk
 from tests.support.encryption_keys import secret_of, write_keys
@@ -31,7 +29,7 @@ POSITIONS = {
 
 @pytest.fixture(autouse=True)
 def _several_steps_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encrypted_files, "STEP_BYTES", 4096)
+    monkeypatch.setattr("lmkv_server.node.tiers.disk.tier.STEP_BYTES", 4096)
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lmkv_server.node.tiers.encryption.chunks import ChunkEncryption
-from lmkv_server.node.tiers.encryption.keys import TenantKeys
-from lmkv_server.node.tiers.remote import objects
-from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, RemoteObject
-from lmkv_server.node.tiers.remote.objects import EncryptedObjects
+from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
+from lmkv_server.node.tiers.remote.backend import EncryptedObjects
+from lmkv_server.node.tiers.remote.store import HEADER_BYTES, RemoteObject
 from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, host_with, name_of, names_of
@@ -36,7 +34,7 @@ POSITIONS = {
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in AWS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "STEP_BYTES", 5000)  # several for each chunk
+    monkeypatch.setattr("lmkv_server.node.tiers.remote.backend.STEP_BYTES", 5000)  # several for each chunk
     monkeypatch.setattr("lmkv_server.node.tiers.backend_tier.FLUSH_SECONDS", WAIT_SECONDS)
 
 

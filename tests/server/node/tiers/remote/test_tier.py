@@ -12,8 +12,8 @@ import pytest
 from lmkv.errors import ConfigError, Unreachable
 from lmkv_client.demo.process import free_port as find_free_port
 from lmkv_server.node.tiers.base import Needs
-from lmkv_server.node.tiers.remote.chunk import HEADER_BYTES, ROOT
 from lmkv_server.node.tiers.remote.s3 import S3Store
+from lmkv_server.node.tiers.remote.store import HEADER_BYTES, ROOT
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.server.node.remote_parts import AWS, CHUNK_BYTES, SPEC, S3Server, Silent, host_with, name_of, names_of

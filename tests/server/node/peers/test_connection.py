@@ -7,7 +7,7 @@ import pytest
 from lmkv.errors import BadMessage
 from lmkv.v1 import chunk_pb2
 from lmkv.v1 import peer_service_pb2 as pb
-from lmkv_server.node.peers.extents import PeerChunk, granted_chunks
+from lmkv_server.node.peers.connection import PeerChunk, granted_chunks
 from tests.server.node.hybrid_engine import HYBRID
 from tests.server.node.peer_parts import SMALL
 

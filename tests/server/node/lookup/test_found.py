@@ -13,10 +13,9 @@ from lmkv.misses import MissReason
 from lmkv.prompt import Prompt
 from lmkv.tiers import Run
 from lmkv_server.node.cache.allocator import ALIGNMENT
-from lmkv_server.node.cache.events import CacheEvents
+from lmkv_server.node.cache.events import CacheEvents, Losses
 from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.cache.losses import Losses
-from lmkv_server.node.lookup.diagnosis import Diagnosis, MissedRun
+from lmkv_server.node.lookup.found import Diagnosis, MissedRun
 from lmkv_server.node.tiers.base import SecondaryTier
 from tests.server.node.cases import hashed_keys, small_spec
 from tests.server.node.hybrid_engine import HYBRID, PROMPT

@@ -1,21 +1,31 @@
-"""The Prometheus metrics of a node, collected at each scrape. `docs/reference/metrics.md` lists them."""
+"""The Prometheus metrics of a node, collected at each scrape, and the server that exposes them.
+
+`docs/reference/metrics.md` lists the metrics.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lmkv.auth.authenticator import Authenticator
+from lmkv.config import NodeConfig
+from lmkv.config.kinds import OFF
+from lmkv.errors import ConfigError
 from lmkv.telemetry.calls import ServerCalls
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.commands.runner import OrderRunner
-from lmkv_server.node.engines.lookup_stats import LookupCounters
+from lmkv_server.node.engines.lookups import LookupCounters
 from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.hints.executor import HintExecutor
+from lmkv_server.node.ports import describe_port
 from lmkv_server.node.serving.build import PeerSide
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
@@ -256,3 +266,67 @@ def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
 
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(PREFIX + name, documentation, value=value)
+
+
+logger = logging.getLogger(__name__)
+
+INSTANCE_LABEL = "instance_id"
+"""As in the coordinator's metrics: Prometheus's own `instance` is an address."""
+
+MAX_CONCURRENT_REQUESTS = 32
+MAX_CONNECTIONS_PER_CLIENT = 16
+"""Concurrent requests and connections, in total and from one address; see `ConnectionLimiter`."""
+
+
+class LabelledRegistry(CollectorRegistry):
+    """The metrics of another registry, each sample with the label `instance_id`."""
+
+    def __init__(self, registry: CollectorRegistry, instance_id: str) -> None:
+        super().__init__()
+        self._registry = registry
+        self._labels = {INSTANCE_LABEL: instance_id}
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of the other registry with their present values."""
+        for metric in self._registry.collect():
+            metric.samples = [sample._replace(labels=self._labels | sample.labels) for sample in metric.samples]
+            yield metric
+
+
+async def serve_metrics(config: NodeConfig, registry: CollectorRegistry, stack: AsyncExitStack) -> int | None:
+    """Serves `/metrics` until the stack is closed. Returns its port; None if `metrics_port` is off or not set.
+
+    Raises `ConfigError` if the port cannot be bound.
+    """
+    if config.metrics_port is None or config.metrics_port == OFF:
+        return None
+    # Imported here: a node without a metrics port saves the memory of the web server.
+    from lmkv_server.http.guard import HostGuard
+    from lmkv_server.http.server import HttpOptions, HttpServer, make_metrics_app
+
+    authenticator = Authenticator(config.auth_tokens, config.credentials.token)
+    guard = HostGuard(bound=config.p2p_host, allowed=config.allowed_hosts)
+    options = HttpOptions(
+        host=config.p2p_host,
+        port=config.metrics_port,
+        key="metrics_port",
+        host_key="p2p_host",
+        credentials=config.metrics_tls,
+        name="lmkv-node-http",
+        max_concurrent_requests=MAX_CONCURRENT_REQUESTS,
+        max_connections_per_client=MAX_CONNECTIONS_PER_CLIENT,
+        probes=frozenset(),
+    )
+    try:
+        app = make_metrics_app(LabelledRegistry(registry, config.instance_id), authenticator, guard)
+        server = HttpServer(app, options)
+    except ConfigError as error:
+        if owner := describe_port(config.runtime_path, config.metrics_port):
+            reason = f"metrics_port: cannot listen on {config.p2p_host}:{config.metrics_port}; {owner}"
+            raise ConfigError(reason, key="metrics_port") from None
+        raise error from None
+    stack.push_async_callback(server.aclose)
+    await server.start()
+    scheme = "https" if config.tls_cert else "http"
+    logger.info("metrics at %s://%s:%d/metrics", scheme, config.p2p_host, server.port)
+    return server.port

@@ -14,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmkv.config import NodeConfig
 from lmkv.errors import ConfigError
-from lmkv_server.node.metrics.build import MAX_CONCURRENT_REQUESTS
-from lmkv_server.node.metrics.collector import TIER_COUNTERS, TIER_GAUGES, TIER_USAGES
+from lmkv_server.node.metrics import MAX_CONCURRENT_REQUESTS, TIER_COUNTERS, TIER_GAUGES, TIER_USAGES
 from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.base import TierStats, TierUsage
 from tests.server.node.cases import chunk_keys, small_spec

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmkv_server.node.tiers.health import BackendHealth
+from lmkv_server.node.tiers.backend import BackendHealth
 from tests.waiting import WAIT_SECONDS, until
 
 

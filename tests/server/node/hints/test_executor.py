@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from lmkv.hints import HintOutcome, HintReason
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.keys import join_keys
 from lmkv.rpc.messages import by_keys
+from lmkv.runtime.places import most_of, requester
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
-from lmkv_server.node.hints.orders import carry_out
+from lmkv_server.node.hints.executor import MAX_TASKS, BackgroundTasks, carry_out
 from tests.server.node.cases import chunk_keys, small_spec
 from tests.server.node.test_node_fleet import TwoNodes
 from tests.waiting import WAIT_SECONDS, eventually, until
@@ -105,3 +107,52 @@ async def test_an_order_that_a_coordinator_would_not_send_is_rejected(fleet: Two
         assert (result.outcome, result.reason) == (HintOutcome.REJECTED, HintReason.MALFORMED), change
     unknown = await carry_out(report_pb.HintOrder(**(good | {"fingerprint": b"f" * 16})), hints, engines)
     assert unknown.outcome is HintOutcome.MISSING
+
+
+async def test_the_number_of_tasks_is_bounded_by_its_callers() -> None:
+    background, going = BackgroundTasks(), asyncio.Event()
+    for number in range(most_of(MAX_TASKS)):
+        assert not background.is_full, number
+        background.start(_wait(going))
+    assert background.is_full
+    requester.set("engine:another")
+    assert not background.is_full
+    while not background.is_full:
+        background.start(_wait(going))
+    going.set()
+    await background.settle()
+    assert not background.is_full
+
+
+async def test_tasks_end_with_the_node() -> None:
+    background = BackgroundTasks()
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    background.start(work())
+    await asyncio.sleep(0)
+    await background.aclose()
+    await background.aclose()
+    assert background.is_full
+    assert ended == ["work"]
+
+
+async def test_a_task_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    background = BackgroundTasks()
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    background.start(fail())
+    await background.settle()
+    await asyncio.sleep(0)
+    assert "a hint failed unexpectedly" in caplog.text
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmkv_server.node.cache.allocator import ALIGNMENT
-from lmkv_server.node.tiers.disk.chunk import DiskChunk
-from lmkv_server.node.tiers.disk.index import DiskIndex
+from lmkv_server.node.tiers.disk.folder import DiskChunk
+from lmkv_server.node.tiers.disk.volume import DiskIndex
 from tests.server.node.cases import chunk_key, chunk_keys
 
 PAGES = 10

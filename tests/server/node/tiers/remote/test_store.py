@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey
-from lmkv_server.node.tiers.remote.chunk import (
+from lmkv_server.node.tiers.remote.store import (
     HEADER_BYTES,
     RemoteChunk,
     RemoteObject,
