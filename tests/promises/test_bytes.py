@@ -30,7 +30,7 @@ from lmkv_server.coordinator.core.layout_map import Change
 from lmkv_server.coordinator.layout_store.records import field_prefix, split_records, writes
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import SLOT_BYTES, Ledger
-from lmkv_server.node.tiers.encryption import EncryptionHeader, associated_data
+from lmkv_server.node.tiers.encryption_header import EncryptionHeader, associated_data
 from lmkv_server.node.tiers.remote.store import RemoteObject
 
 KEY, PARENT, FINGERPRINT = (ChunkKey(bytes([first]) + bytes(range(15))) for first in (0xA1, 0xB2, 0xC3))

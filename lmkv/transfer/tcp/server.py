@@ -20,6 +20,8 @@ from lmkv.runtime.places import Places, client_of, most_of
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv.transfer.channel import GRANT_ID_BYTES, TOKEN_BYTES, ChannelEnd, PeerReader
 
+logger = logging.getLogger(__name__)
+
 MARK = b"lmkvtcp2"
 HELLO_BYTES = len(MARK) + TOKEN_BYTES
 GRANTED = b"\1"
@@ -123,8 +125,6 @@ def shut(connection: socket.socket) -> None:
     except OSError:
         pass  # it is closed
 
-
-logger = logging.getLogger(__name__)
 
 MAX_READERS = 256
 """Connections of readers. Beyond them, those that have not read for the longest time are closed; see `Places`."""

@@ -30,6 +30,8 @@ from lmkv_server.node.serving.build import PeerSide
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import SecondaryTier
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "lmkv_node_"
 
 TIER_COUNTERS = {
@@ -267,8 +269,6 @@ def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(PREFIX + name, documentation, value=value)
 
-
-logger = logging.getLogger(__name__)
 
 INSTANCE_LABEL = "instance_id"
 """As in the coordinator's metrics: Prometheus's own `instance` is an address."""

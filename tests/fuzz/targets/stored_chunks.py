@@ -11,7 +11,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.warm_start import SLOT_BYTES, Ledger
 from lmkv_server.node.tiers.disk.folder import DiskChunk, parse_file_name
 from lmkv_server.node.tiers.disk.volume import DiskIndex
-from lmkv_server.node.tiers.encryption import EncryptionHeader, parse_encryption_header
+from lmkv_server.node.tiers.encryption_header import EncryptionHeader, parse_encryption_header
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, RemoteChunk, RemoteObject, object_name, parse_header
 from tests.fuzz.inputs import Input
 

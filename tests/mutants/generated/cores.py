@@ -58,7 +58,7 @@ CORES: Mapping[str, Sequence[str]] = {
     "lmkv_server.node.serving.read_grants": (f"{_NODE}serving/test_read_grants.py",),
     "lmkv_server.node.tiers.disk.folder": (f"{_NODE}tiers/disk/test_folder.py", f"{_NODE}tiers/disk/test_volume.py"),
     "lmkv_server.node.tiers.disk.volume": (f"{_NODE}tiers/disk/test_volume.py",),
-    "lmkv_server.node.tiers.encryption": (f"{_NODE}tiers/test_encryption.py",),
+    "lmkv_server.node.tiers.encryption_header": (f"{_NODE}tiers/test_encryption_header.py",),
     "lmkv_server.node.tiers.remote.store": (f"{_NODE}tiers/remote/test_store.py",),
     "lmkv_server.proxy.pd.joiner": (f"{_PROXY}pd/test_joined_responses.py",),
     "lmkv_server.proxy.pd.parameters": (f"{_PROXY}pd/test_parameters.py",),

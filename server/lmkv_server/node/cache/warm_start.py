@@ -37,6 +37,8 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import Chunk, HostTier, batched
 
+logger = logging.getLogger(__name__)
+
 STAMP = b"lmkv pool, ledger 1"
 """What the file of a pool begins its table with; another number where slots mean something else."""
 POOL_BYTES_PER_SLOT = 128 << 10
@@ -181,8 +183,6 @@ def _unpack(slot: bytes) -> LedgerRecord | None:
     above = ChunkKey(parent) if has_parent else None
     return LedgerRecord(serial, offset, size_bytes, checksum, token_count, above, ChunkKey(key), fingerprint)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Threads that sum; more hardly gain anything, and engines need them."""

@@ -16,6 +16,8 @@ from lmkv.internal.v1 import report_service_pb2 as pb
 from lmkv.rpc.messages import ACTIONS_BY_NUMBER, OUTCOMES_BY_NUMBER
 from lmkv.units import format_bytes, format_duration
 
+logger = logging.getLogger(__name__)
+
 MAX_ENDED = 1024
 """Ended orders that are kept; beyond it the oldest acknowledged one is forgotten first."""
 
@@ -82,9 +84,6 @@ class OrderJournal(Generic[Outcome]):
         assert all(self._unacknowledged.values())
         assert all(self._running.values())
         assert len(self._ended) <= MAX_ENDED
-
-
-logger = logging.getLogger(__name__)
 
 
 def kind_of(order: pb.Order) -> str:

@@ -12,6 +12,8 @@ from lmkv import rpc
 from lmkv.keys import ChunkKey
 from lmkv.v1 import engine_service_pb2 as pb
 
+logger = logging.getLogger(__name__)
+
 MAX_CHANGES = 65_536
 """Most chunks whose change is kept, as the proto says."""
 MAX_KEYS = 4096
@@ -147,9 +149,6 @@ class Outbox:
         if not self._pending and not self._changes and not self._ended:
             self._filled.clear()
         return message
-
-
-logger = logging.getLogger(__name__)
 
 
 class RequestTasks:

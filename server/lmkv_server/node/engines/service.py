@@ -37,6 +37,8 @@ from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 
+logger = logging.getLogger(__name__)
+
 MAX_REPORTS = 1000
 """Reports of requests that the node keeps, the last ones."""
 MAX_REPORT_BYTES = 2048
@@ -110,8 +112,6 @@ def _places(found: Found) -> list[tuple[int, str]]:
         return [(len(found.own), OWN), *((run.chunk_count, run.tier) for run in found.runs)]
     return [(found.chunk_count, found.runs[-1].tier if found.runs else OWN)]
 
-
-logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 

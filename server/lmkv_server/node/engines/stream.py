@@ -28,6 +28,8 @@ from lmkv_server.node.hints.prompt_hint import MAX_ID_BYTES, PromptHint
 from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.stack import TierStack
 
+logger = logging.getLogger(__name__)
+
 
 class EngineHandoffs:
     """One engine's handoffs. They end with its stream: no engine computes their chunks any more."""
@@ -140,8 +142,6 @@ class EngineHints:
         answer = pb.HintedChunks(hint_id=message.hint_id[:MAX_ID_BYTES], result=to_proto(result))
         self._outbox.put(pb.Event(hinted=answer))
 
-
-logger = logging.getLogger(__name__)
 
 ACTS_AT_ONCE = 64
 """Acts that are carried out before other engines, peers and coordinators have their turn."""

@@ -23,6 +23,8 @@ from lmkv_server.node.peers.connection import FULL_SECONDS, PeerChunk, PeerConne
 from lmkv_server.node.peers.connection_pool import PeerConnectionPool
 from lmkv_server.node.tiers.base import Progress
 
+logger = logging.getLogger(__name__)
+
 MAX_STEP_SECONDS = 10.0
 """A peer that takes longer for one call or one read has failed, whatever the time left."""
 LATE_FRACTION = 4
@@ -119,8 +121,6 @@ class FetchState:
             async with asyncio.timeout(max(self.seconds_left(), 0)):
                 await self.progress.changed.wait()
 
-
-logger = logging.getLogger(__name__)
 
 READS_AHEAD = 3
 """Reads that run at a time, so that the channel is busy even while the event loop is."""

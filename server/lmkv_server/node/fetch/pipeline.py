@@ -23,6 +23,8 @@ from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 from lmkv_server.node.peers.connection import PeerChunk, PeerConnection
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncomingChunk:
@@ -132,8 +134,6 @@ class ChecksumVerifier:
             for chunk in chunks
         ]
 
-
-logger = logging.getLogger(__name__)
 
 MAX_TRAFFIC = 1024
 """Peers whose traffic is counted; beyond these the one with the fewest bytes is dropped."""

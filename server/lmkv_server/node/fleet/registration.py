@@ -19,6 +19,8 @@ from lmkv.v1 import registry_service_pb2 as pb
 from lmkv_server.node.commands.runner import OrderRunner
 from lmkv_server.node.fleet.reports import HeldChunk
 
+logger = logging.getLogger(__name__)
+
 
 class FleetNode(Protocol):
     """The node as this package sees it. Its implementation, in the node, imports this package."""
@@ -73,8 +75,6 @@ class SessionHooks(Protocol):
         answers.
         """
 
-
-logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_SECONDS = 1.0
 MIN_LEASE_SECONDS = 0.05

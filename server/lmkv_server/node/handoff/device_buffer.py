@@ -22,6 +22,8 @@ from lmkv_server.node.fetch.pipeline import PendingWrites
 from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.sessions.sessions import EngineSessions
 
+logger = logging.getLogger(__name__)
+
 REGION = 1
 """The region of extents in the buffer."""
 MAX_WAITING_READS = 1024
@@ -206,9 +208,6 @@ class DeviceBuffer:
         self._reads.clear()
         for worker in self._workers.values():
             worker.end()
-
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceBuffers:

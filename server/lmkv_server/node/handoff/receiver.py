@@ -30,6 +30,8 @@ from lmkv_server.node.peers.directory import InstanceDirectory
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import Progress
 
+logger = logging.getLogger(__name__)
+
 PIECE_BYTES = 32 << 20
 """Approximate size of one read: while one piece is verified, the next ones are read."""
 READS_AHEAD = 2
@@ -140,8 +142,6 @@ def _offered(
             raise BadMessage(f"the handoff has no chunk {index}", field="indices")
         yield index, peer_chunk(index, chunk, handoff.token_count_of(index), handoff.spec, connection.regions)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_KEYS = 4096
 ANNOUNCE_SECONDS = 1.0

@@ -37,6 +37,8 @@ from lmkv_server.node.sessions.session import add_granted
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.disk.tier import DiskTier
 
+logger = logging.getLogger(__name__)
+
 MAX_PENDING = 1024
 """Chunks that wait to be verified, of which one caller's reports may have 7/8; reports beyond these are ignored, since
 peers repeat them."""
@@ -113,8 +115,6 @@ class Inspector:
     def _sum(self, chunk: Chunk) -> int:
         return checksum(self._pool.buffer, chunk.offset, chunk.size_bytes)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_ACQUIRE_KEYS = 4096
 MAX_ID_BYTES = 256

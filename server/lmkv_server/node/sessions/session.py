@@ -22,7 +22,6 @@ from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
-
 MAX_EXTENT_BYTES = 56
 """Largest size of a held chunk in a message."""
 MAX_EXTENTS = rpc.MAX_MESSAGE_BYTES * 3 // 4 // MAX_EXTENT_BYTES

@@ -6,29 +6,24 @@ Chunks of the host tier are written in the background.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
+from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
-from lmkv_server.node.cache.events import CacheEvents
-from lmkv_server.node.cache.host import HostTier
-from lmkv_server.node.tiers.backend import Backend, C
+from lmkv.tiers import HOST
+from lmkv_server.node.cache.allocator import align
+from lmkv_server.node.cache.events import CachedChunk, CacheEvents
+from lmkv_server.node.cache.host import Chunk, HostTier
+from lmkv_server.node.tiers.backend import Backend, C, WriteResult
 from lmkv_server.node.tiers.base import Presence, Progress, TierStats
 from lmkv_server.node.tiers.reader import TierReader
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption
-from collections.abc import Callable
-
-from lmkv.misses import MissReason
-from lmkv.tiers import HOST
-from lmkv_server.node.cache.allocator import align
-from lmkv_server.node.cache.events import CachedChunk
-from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers.backend import WriteResult
 
 
 class TierWriter:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.config import NodeConfig
+from lmkv.config.remote_url import parse_remote_url
 from lmkv.errors import ConfigError
 from lmkv.plugins import TIERS, load_plugin
 from lmkv.pool.pool import Pool
@@ -19,12 +20,11 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.base import SecondaryTier
 from lmkv_server.node.tiers.disk.folder import FileIo, PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
+from lmkv_server.node.tiers.remote.store import RemoteStore
 from lmkv_server.node.tiers.remote.tier import RemoteTier
 
 if TYPE_CHECKING:
     from lmkv_server.node.tiers.encryption import ChunkEncryption, TenantKeys
-from lmkv.config.remote_url import parse_remote_url
-from lmkv_server.node.tiers.remote.store import RemoteStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

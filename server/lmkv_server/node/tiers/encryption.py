@@ -1,12 +1,7 @@
 """Encrypts chunks at rest, for tiers that keep them outside of memory (docs/operate/security.md).
 
-Each tier has one `ChunkEncryption`. It works in steps, so that no thread needs memory for a second chunk. An encrypted
-chunk begins with a header:
-
-    magic, version | key id | nonce | checksum, encrypted | tag
-
-The chunk's checksum is encrypted before its bytes, as if both were one text: in clear it would identify them. No other
-module imports the package `cryptography`.
+Each tier has one `ChunkEncryption`. It works in steps, so that no thread needs memory for a second chunk. Only this
+module imports the package `cryptography`, which is optional; `encryption_header` has the format.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -26,9 +20,19 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from lmkv.auth.encryption_keys import read_encryption_keys
-from lmkv.keys import KEY_BYTES, ChunkKey
 from lmkv.runtime.reload import Reloadable
 from lmkv.telemetry.logs import LimitedLogger
+from lmkv_server.node.tiers.encryption_header import (
+    CHECKSUM_BYTES,
+    KEY_ID_BYTES,
+    NONCE_BYTES,
+    ChunkDescription,
+    EncryptionHeader,
+    associated_data,
+    parse_encryption_header,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def derive(secret: bytes, purpose: bytes, size_bytes: int) -> bytes:
@@ -74,78 +78,7 @@ class Decryptor:
         return True
 
 
-_MAGIC, _VERSION = b"lmkvenc", 1
-KEY_ID_BYTES = 8
-NONCE_BYTES = 12
-TAG_BYTES = 16
-CHECKSUM_BYTES = 16
-"""A block of the cipher, so that the chunk's bytes begin with one: 8 bytes of checksum, and zeros."""
-_FIELDS = struct.Struct(f"<7sB{KEY_ID_BYTES}s{NONCE_BYTES}s{CHECKSUM_BYTES}s{TAG_BYTES}s")
-_CHUNK = struct.Struct("<7sB16s16s16s?QQ")
-HEADER_BYTES = _FIELDS.size
-STEP_BYTES = 1 << 20
-"""Bytes that a thread encrypts or decrypts at a time. No part of the format."""
-
-
-class ChunkDescription(Protocol):
-    """What a tier knows of a chunk without its bytes; a chunk is readable only as what it was written as."""
-
-    @property
-    def key(self) -> ChunkKey: ...
-    @property
-    def parent(self) -> ChunkKey | None: ...
-    @property
-    def fingerprint(self) -> bytes: ...
-    @property
-    def token_count(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def checksum(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncryptionHeader:
-    """The header of one encrypted chunk."""
-
-    key_id: bytes
-    nonce: bytes
-    checksum: bytes
-    """`CHECKSUM_BYTES`, encrypted."""
-    tag: bytes
-    """Authenticates checksum and bytes, and `associated_data`."""
-
-    def packed(self) -> bytes:
-        """The header as it is stored."""
-        return _FIELDS.pack(_MAGIC, _VERSION, self.key_id, self.nonce, self.checksum, self.tag)
-
-
-def parse_encryption_header(data: bytes) -> EncryptionHeader | None:
-    """The header; None if it is none, or of another version."""
-    if len(data) != HEADER_BYTES:
-        return None
-    magic, version, key_id, nonce, checksum, tag = _FIELDS.unpack(data)
-    if (magic, version) != (_MAGIC, _VERSION):
-        return None
-    return EncryptionHeader(key_id=key_id, nonce=nonce, checksum=checksum, tag=tag)
-
-
-def associated_data(chunk: ChunkDescription) -> bytes:
-    """What a chunk is: it is authenticated, so a file or object under another name is not decrypted."""
-    parent = chunk.parent or bytes(KEY_BYTES)
-    return _CHUNK.pack(
-        _MAGIC,
-        _VERSION,
-        chunk.fingerprint,
-        chunk.key,
-        parent,
-        chunk.parent is not None,
-        chunk.token_count,
-        chunk.size_bytes,
-    )
-
-
-CIPHER_KEY_BYTES = 32
+KEY_BYTES = 32
 _PURPOSE = b"lmkv chunks at rest v1\0"
 
 
@@ -184,13 +117,11 @@ class TenantKeys:
     def _read(self, path: str) -> dict[bytes, TenantKey]:
         keys = {}
         for one in read_encryption_keys(path):
-            derived = derive(one.secret, _PURPOSE + self._tenant.encode(), CIPHER_KEY_BYTES + KEY_ID_BYTES)
-            secret, key_id = derived[:CIPHER_KEY_BYTES], derived[CIPHER_KEY_BYTES:]
+            derived = derive(one.secret, _PURPOSE + self._tenant.encode(), KEY_BYTES + KEY_ID_BYTES)
+            secret, key_id = derived[:KEY_BYTES], derived[KEY_BYTES:]
             keys[key_id] = TenantKey(name=one.name, id=key_id, secret=secret)
         return keys
 
-
-logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
 """Minimum time between two lines about chunks that cannot be decrypted."""

@@ -32,6 +32,8 @@ from lmkv.keys import ChunkKey
 from lmkv.runtime.folder import Folder
 from lmkv_server.node.cache.allocator import ALIGNMENT, align
 
+logger = logging.getLogger(__name__)
+
 SUFFIX = ".chunk"
 _NAME = re.compile(
     r"(?P<sealed>(?P<key>[0-9a-f]{32})-(?P<parent>[0-9a-f]{32})?-(?P<fingerprint>[0-9a-f]{32})"
@@ -97,8 +99,6 @@ def parse_file_name(name: str) -> DiskChunk | None:
     )
     return chunk if chunk.token_count and chunk.size_bytes else None
 
-
-logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 PROBE = "probe.new"

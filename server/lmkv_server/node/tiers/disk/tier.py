@@ -8,6 +8,8 @@ Every thread encrypts and decrypts by a buffer of its own, which is aligned as d
 from __future__ import annotations
 
 import asyncio
+import mmap
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -18,26 +20,17 @@ from typing import TYPE_CHECKING, Self
 from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv.pool.pool import Pool
+from lmkv_server.node.cache.allocator import ALIGNMENT, align
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.tiers.backend_tier import BackendTier
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Selection, TierStats, TierUsage
-from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder, FileIo, PlainFiles, PlainIo
+from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder, FileIo, PlainFiles, PlainIo, read_at, write_at
 from lmkv_server.node.tiers.disk.volume import WRITE_THREADS, DiskVolume
-
-if TYPE_CHECKING:
-    from lmkv_server.node.tiers.encryption import ChunkEncryption
-import mmap
-import threading
-from typing import TYPE_CHECKING
-
-from lmkv_server.node.cache.allocator import ALIGNMENT, align
-from lmkv_server.node.tiers.disk.folder import read_at, write_at
-from lmkv_server.node.tiers.encryption import HEADER_BYTES, STEP_BYTES
+from lmkv_server.node.tiers.encryption_header import HEADER_BYTES, STEP_BYTES
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption
-
 
 assert STEP_BYTES % ALIGNMENT == 0
 assert HEADER_BYTES <= ALIGNMENT

@@ -21,6 +21,8 @@ from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.backend import BackendHealth, WriteResult
 from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder
 
+logger = logging.getLogger(__name__)
+
 
 class DiskIndex:
     """The chunks of one folder that may take `capacity_bytes`. Not thread-safe: one loop owns it."""
@@ -123,8 +125,6 @@ class DiskIndex:
         assert self.limit_bytes <= self.capacity_bytes
         assert self.used_bytes <= self.capacity_bytes
 
-
-logger = logging.getLogger(__name__)
 
 READ_THREADS = 4
 WRITE_THREADS = 2

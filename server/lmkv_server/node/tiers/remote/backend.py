@@ -21,9 +21,9 @@ from lmkv.misses import MissReason
 from lmkv.runtime.patience import MOST_SECONDS
 from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers import encryption
+from lmkv_server.node.tiers import encryption_header
 from lmkv_server.node.tiers.backend import BackendHealth, WriteResult
-from lmkv_server.node.tiers.encryption import STEP_BYTES
+from lmkv_server.node.tiers.encryption_header import STEP_BYTES
 from lmkv_server.node.tiers.remote.store import (
     ENCRYPTED_ROOT,
     HEADER_BYTES,
@@ -37,6 +37,8 @@ from lmkv_server.node.tiers.remote.store import (
 
 if TYPE_CHECKING:  # it needs `cryptography`, which is optional
     from lmkv_server.node.tiers.encryption import ChunkEncryption
+
+logger = logging.getLogger(__name__)
 
 
 class ObjectFormat(Protocol):
@@ -76,7 +78,7 @@ class PlainObjects:
 class EncryptedObjects:
     """Objects of encrypted bytes. Each thread that writes has a buffer of the largest chunk that it has written."""
 
-    header_bytes = HEADER_BYTES + encryption.HEADER_BYTES
+    header_bytes = HEADER_BYTES + encryption_header.HEADER_BYTES
 
     def __init__(self, encryption: ChunkEncryption) -> None:
         self.root = f"{ENCRYPTED_ROOT}{encryption.scope}/"
@@ -116,8 +118,6 @@ class EncryptedObjects:
             buffer = self._buffers.memory = memoryview(bytearray(size_bytes))
         return buffer
 
-
-logger = logging.getLogger(__name__)
 
 READ_THREADS = 8
 WRITE_THREADS = 2
