@@ -1,4 +1,4 @@
-"""A prefill hands the items of its prompt's last whole chunks off; the decode engine computes what follows them.
+"""A prefill hands the items of its prompt off, but for the last token; of models with states those of its whole chunks.
 
 In float32 an answer equals that of one engine. In bfloat16 it depends on where a prompt is split: there it equals that
 of one engine which splits the prompt in the same place, by a hit in vLLM's own prefix cache.
@@ -56,10 +56,21 @@ def trio(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
         trio.check_no_crash()
 
 
+REPEATED: dict[str, object] = {"presence_penalty": 0.001}
+"""Makes the proxy have the decode engine generate the whole answer."""
+
+
+def has_states(name: str) -> bool:
+    """Whether layers of a model have states, which are offered at the ends of chunks only."""
+    return not {"conv", "linear_attention"}.isdisjoint(ARCHITECTURES[name].config.get("layer_types", ()))
+
+
 def hit_tokens(name: str, token_count: int) -> int:
-    """Tokens that a prefill hands off: whole chunks, with a token left to compute."""
-    chunk_size = ARCHITECTURES[name].chunk_size
-    return (token_count - 1) // chunk_size * chunk_size
+    """Tokens that a prefill hands off: one is left to compute; states are where chunks end."""
+    architecture = ARCHITECTURES[name]
+    return (
+        (token_count - 1) // architecture.chunk_size * architecture.chunk_size if has_states(name) else token_count - 1
+    )
 
 
 def expected(trio: Trio, name: str, prompt: list[int]) -> tuple[int, ...]:
@@ -70,7 +81,7 @@ def expected(trio: Trio, name: str, prompt: list[int]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("token_count", [PROMPT_TOKENS, 1024, 1025])
-def test_the_last_whole_chunks_are_handed_off_and_the_rest_is_computed(trio: Trio, name: str, token_count: int) -> None:
+def test_a_prompt_is_handed_off_and_its_last_token_is_computed(trio: Trio, name: str, token_count: int) -> None:
     prompt = trio.prompt(token_count)
     while (right := expected(trio, name, prompt))[0] == EOS_TOKEN_ID:  # has no text: the proxy would repeat the request
         prompt = trio.prompt(token_count)
@@ -85,7 +96,20 @@ def test_the_last_whole_chunks_are_handed_off_and_the_rest_is_computed(trio: Tri
 def test_a_prompt_without_a_whole_chunk_is_answered(trio: Trio, name: str) -> None:
     prompt = trio.prompt(100)
     right = expected(trio, name, prompt)
-    assert trio.proxy.complete(prompt, OUTPUT_TOKENS).token_ids == right
+    with trio.counting(trio.decode) as decode:
+        assert trio.proxy.complete(prompt, OUTPUT_TOKENS).token_ids == right
+    assert decode["lmkv:loaded_tokens_total"] == hit_tokens(name, len(prompt))
+
+
+def test_a_decode_that_repeats_the_first_token_loads_as_much(trio: Trio, name: str) -> None:
+    prompt = trio.prompt(700)
+    with generating(trio.decode) as whole, trio.counting(trio.decode) as decode:
+        answer = trio.proxy.complete(prompt, OUTPUT_TOKENS, extra=REPEATED)
+    assert whole == [OUTPUT_TOKENS]
+    assert decode["lmkv:loaded_tokens_total"] == hit_tokens(name, len(prompt))
+    assert decode["lmkv:load_failures_total"] == 0
+    if ARCHITECTURES[name].dtype == "float32":
+        assert answer.token_ids == trio.expected(prompt)
 
 
 def test_prompts_at_the_same_time_are_answered_as_by_one_engine(trio: Trio, name: str) -> None:

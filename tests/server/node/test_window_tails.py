@@ -1,13 +1,16 @@
-"""Hits of prompts with sliding windows that end inside a chunk: from the pool, the disk, a peer, and after a move."""
+"""Hits of prompts with sliding windows that end inside a chunk: from the pool, the disk, a peer, a store and a handoff,
+and after a move."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lmkv import rpc
 from lmkv.config import CoordinatorConfig
@@ -27,6 +30,8 @@ from tests.server.node.engine_client import EngineClient
 from tests.server.node.lookup.test_tails import WINDOWS
 from tests.server.node.node_parts import node_config
 from tests.server.node.prompts import SIZE, prompt
+from tests.server.node.remote_parts import AWS, S3Server
+from tests.support.redis_server import RedisServer
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 ROOT = root_key(WINDOWS.fingerprint)
@@ -76,13 +81,26 @@ async def store(engine: EngineClient, pool: Pool, tokens: Sequence[int]) -> None
     await engine.say(commit=commits)
 
 
-async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequence[int], *places: str) -> int:
-    """The tokens that a node finds of a prompt, in these tiers, once all of its items have been loaded and checked."""
+async def hit_tokens(
+    engine: EngineClient,
+    pool: Pool,
+    ticket: str,
+    tokens: Sequence[int],
+    *places: str,
+    partial: bool = False,
+    handoff_id: str = "",
+) -> int:
+    """The tokens that a node finds of a prompt, in these tiers, once all of its items have been loaded and checked.
+
+    `partial`: the engine names the chunk of the last tokens, too.
+    """
+    keys = keys_of(tokens, partial=partial)
     lookup = pb.LookupChunks(
         lookup_id=ticket,
-        chunk_keys=join_keys(keys_of(tokens)),
+        chunk_keys=join_keys(keys),
         tokens=as_tokens(tokens).tobytes(),
         root_key=ROOT,
+        handoff_id=handoff_id,
     )
     await engine.say(lookup=[lookup])
     (found,) = await engine.hear("found")
@@ -101,7 +119,8 @@ async def hit_tokens(engine: EngineClient, pool: Pool, ticket: str, tokens: Sequ
     if found.partial_key:
         stored = chunks[-1].token_count
         tail = Tail(key=ChunkKey(found.partial_key), token_count=found.partial_token_count, stored_token_count=stored)
-    whole = Prompt(WINDOWS, keys_of(tokens), root=ROOT, tokens=as_tokens(tokens))
+    token_count = min(len(keys) * SIZE, len(tokens))
+    whole = Prompt(WINDOWS, keys, token_count=token_count, root=ROOT, tokens=as_tokens(tokens))
     hit = Hit(found.hit_chunk_count - (tail is not None), tail)
     items = whole.items(hit)
     assert len(chunks) == len(items), "all that was found has arrived"
@@ -169,3 +188,50 @@ async def test_the_end_of_a_prompt_comes_from_a_peer_and_moves_with_all_of_its_p
             await cache.Move(move, timeout=WAIT_SECONDS)
             await eventually(lambda: matched(FIRST, "asker"), len(FIRST))
             assert await hit_tokens(asking, asker.pool, "2", LONGER) == len(FIRST)
+
+
+@pytest.mark.parametrize("token_count", [21, 2 * SIZE, 3 * SIZE + 1, len(FIRST)])
+async def test_the_end_of_a_prompt_is_handed_off_with_all_of_its_parts(runtime_dir: Path, token_count: int) -> None:
+    tokens = FIRST[:token_count]
+    keys = keys_of(tokens, partial=True)
+    item_count = len(WINDOWS.items(token_count // SIZE, token_count % SIZE))
+    hand = pb.HandChunks(
+        handoff_id="h", chunk_keys=join_keys(keys), token_count=token_count, decode_instance_id="decode"
+    )
+    async with (
+        a_node(runtime_dir, "prefill", enable_p2p=True) as (prefill, storing),
+        a_node(runtime_dir, "decode", enable_p2p=True) as (decode, asking),
+    ):
+        finding = asyncio.create_task(
+            hit_tokens(asking, decode.pool, "1", tokens, "handoff", partial=True, handoff_id="h")
+        )
+        await storing.say(hand=[hand])
+        await store(storing, prefill.pool, tokens)
+        await storing.say(end_handoff="h")
+        assert await finding == token_count
+        (handed,) = await storing.hear("handed")
+        assert (handed.chunk_count, handed.status.code) == (item_count, 0)
+        longer = [*tokens, *range(1, 50)]
+        assert await hit_tokens(asking, decode.pool, "2", longer) == token_count, "the end is known to other prompts"
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+async def test_the_end_of_a_prompt_comes_from_a_shared_store_to_prompts_that_name_it(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whoever asks a store must know the key: prompts that continue have whole chunks from there."""
+    for name, value in AWS.items():
+        monkeypatch.setenv(name, value)
+    with RedisServer() if kind == "redis" else S3Server() as server:
+        settings: dict[str, Any] = {"remote_url": server.url, "remote_lookup_timeout": 20.0, "enable_p2p": False}
+        if isinstance(server, S3Server):
+            settings["remote_endpoint_url"] = server.endpoint_url
+        async with a_node(runtime_dir, "first", **settings) as (node, engine):
+            await store(engine, node.pool, FIRST)
+            await until(lambda: len(server.names()) == 8)
+        async with a_node(runtime_dir, "other", **settings) as (node, engine):
+            (remote,) = node.stores
+            await until(lambda: remote.usable)
+            assert await hit_tokens(engine, node.pool, "1", LONGER, "remote") == 3 * SIZE
+            assert await hit_tokens(engine, node.pool, "2", FIRST, "remote", partial=True) == len(FIRST)
+            assert await hit_tokens(engine, node.pool, "3", LONGER) == len(FIRST), "it is in the pool now"

@@ -69,7 +69,7 @@ class RequestHandoffs:
 
     def begin(self, handoff: HandoffParams, request_id: str, state: RequestState | None) -> None:
         """Asks the node to send the request's prompt to the decode's node."""
-        if state is None or not state.handed_keys:
+        if state is None or not state.keys:
             self._refusals[request_id] = "nothing of the prompt can be stored"
             return
         self._states[handoff.handoff_id] = state
@@ -78,8 +78,8 @@ class RequestHandoffs:
             handoff_id=handoff.handoff_id,
             engine_request_id=state.request_id,
             decode_instance_id=handoff.decode_instance,
-            chunk_keys=join_keys(state.handed_keys),
-            token_count=state.tokens_in(len(state.handed_keys)),
+            chunk_keys=join_keys(state.keys),
+            token_count=state.tokens_in(len(state.keys)),
             traceparent=state.traceparent,
         )
         self._session.send(pb.Act(hand=message))

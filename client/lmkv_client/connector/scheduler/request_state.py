@@ -124,6 +124,7 @@ class RequestState:
         "handoff_id",
         "has_parts",
         "has_tails",
+        "is_handed_off",
         "keys",
         "load_failed",
         "load_timeout",
@@ -148,8 +149,8 @@ class RequestState:
         *,
         partial: bool,
     ) -> None:
-        """`tokens` are the prompt's; of a handoff only those that it covers. `partial`: whether the tokens behind its
-        last full chunk make a chunk, too."""
+        """`tokens` are the prompt's; of a handoff only those that it covers (`covered_by`). `partial`: whether the
+        tokens behind its last full chunk make a chunk, too."""
         chain.extend(tokens)
         self.all_tokens = all_tokens
         """Prompt and output, a view that grows with the request."""
@@ -168,6 +169,8 @@ class RequestState:
         """W3C `traceparent` of the request's spans; empty if it is not traced."""
         self.handoff_id = ""
         """The handoff that brings the prompt, if one does."""
+        self.is_handed_off = False
+        """Whether a handoff sends the prompt to a decode engine."""
         self.load_timeout = 1.0
         """Longest wait for a load, in seconds."""
         self.has_tails = partial and spec.ends_anywhere
@@ -215,19 +218,14 @@ class RequestState:
     @property
     def asked_keys(self) -> list[ChunkKey]:
         """The keys to look up. With parts a hit leaves a token to compute: a state cannot be cut back."""
-        if not self.has_parts:
+        if not self.has_parts or self.handoff_id:
             return self.keys
-        return self.handed_keys if self.handoff_id else self.keys[: (len(self.all_tokens) - 1) // self.chunk_size]
+        return self.keys[: (len(self.all_tokens) - 1) // self.chunk_size]
 
     @property
     def asked_tokens(self) -> Tokens:
         """The tokens to look up; as for `asked_keys`, a hit leaves one to compute."""
         return self.tokens[: len(self.all_tokens) - 1] if self.has_parts else self.tokens
-
-    @property
-    def handed_keys(self) -> list[ChunkKey]:
-        """The keys of what a prefill hands off. With parts it ends before the prompt does: there vLLM keeps states."""
-        return self.keys[: (self.token_count - 1) // self.chunk_size] if self.has_parts else self.keys
 
     def mark_loaded(self, chunk_count: int) -> None:
         """Marks the prompt's first `chunk_count` chunks as held by the node and not computed here: vLLM has not all of
@@ -308,18 +306,19 @@ class RequestBuilder:
         if adapter:
             self._session.serve(adapter.name, adapter.identity)
         tokens = as_tokens(request.prompt_token_ids)
-        handed_count = handoff.prompt_token_count or 0 if handoff else 0
         state = RequestState(
             spec,
             request.request_id,
             chain,
-            tokens[:handed_count] if handed_count else tokens,
+            tokens[: covered_count(handoff, spec, tokens.size)],
             request.all_token_ids,
             partial=config.stores_partial_chunks,
         )
         state.traceparent = (request.trace_headers or {}).get(TRACEPARENT, "")
-        state.handoff_id = handoff.handoff_id if handoff and handed_count else ""
-        state.load_timeout = config.pd_load_timeout if handed_count else config.load_timeout
+        is_received = handoff is not None and bool(handoff.prompt_token_count)
+        state.handoff_id = handoff.handoff_id if handoff and is_received else ""
+        state.is_handed_off = handoff is not None and handoff.is_prefill
+        state.load_timeout = config.pd_load_timeout if is_received else config.load_timeout
         state.store.may_store = config.stores_chunks or (handoff is not None and handoff.prompt_token_count != 0)
         state.extras = extras
         state.media_names = frozenset(feature.identifier for feature in request.mm_features)
@@ -329,3 +328,16 @@ class RequestBuilder:
             request.cache_salt or "", first, extras.get(0, b""), chain.root
         )
         return state
+
+
+def covered_count(handoff: HandoffParams | None, spec: KvSpec, token_count: int) -> int:
+    """The number of a request's first tokens that its handoff covers; without a handoff all of them.
+
+    If a hit has several parts, it must leave a token of the decode's request to compute, and what it reads of windows
+    depends on where it ends. A decode engine that repeats the first token has the tokens of the prefill's prompt; so
+    the handoff covers all of these but the last one.
+    """
+    if handoff is None or handoff.prompt_token_count == 0:
+        return token_count
+    count = token_count if handoff.is_prefill else min(handoff.prompt_token_count or 0, token_count)
+    return count if spec.has_plain_parts else max(0, count - 1)

@@ -201,7 +201,8 @@ class Stores:
         if not self._with_tails or not state.store.may_store or state.store.failure_count >= MAX_FAILURES:
             return False
         size = self._spec.chunk_size
-        done_count = computed_count if self._with_decode else min(computed_count, state.token_count)
+        is_awaited = state.is_handed_off and not state.store.partial_is_stored  # exactly this end is sent
+        done_count = computed_count if self._with_decode and not is_awaited else min(computed_count, state.token_count)
         full = state.keys_up_to(done_count // size)
         rest = done_count - full * size
         if done_count == state.token_count and state.store.partial_is_stored:

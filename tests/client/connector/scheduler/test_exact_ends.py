@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from lmkv.keys import split_keys
+from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages
 from tests.client.connector.scheduler.several_groups import PROMPT, engine_of, every_model, one_of_each_kind
@@ -91,6 +93,56 @@ def test_a_node_that_refuses_credits_costs_the_ends_only(make_engine: MakeEngine
     turn = next_turn(engine, "a")
     assert engine.serve("b", turn) == len(turn) - (len(PROMPT) + OUTPUT - 1) // CHUNK * CHUNK + DECODED
     engine.check_answer("b")
+    engine.check_nothing_is_left()
+
+
+@every_model
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("length", [CHUNK // 2, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + 1, 3 * CHUNK + 2, len(PROMPT)])
+def test_a_handoff_brings_a_prompt_but_for_its_last_token(
+    make_engine: MakeEngine, name: str, length: int, repeats: bool
+) -> None:
+    """The decode's request continues after the first token, or repeats it."""
+    prompt = PROMPT[:length]
+    prefill = engine_with_ends(make_engine, name)
+    prefill.add("a", prompt, output=1, transfer={"lmkv": {"handoff_id": "r", "decode_instance": "decode"}})
+    prefill.run("a")
+    prefill.settle()
+    covered = hit_of(prefill, length - 1)
+    if not covered:  # of states no whole chunk is there
+        assert not prefill.node.handoffs
+        return
+    (handoff,) = prefill.node.handoffs
+    keys = split_keys(handoff.chunk_keys)
+    assert (handoff.token_count, len(keys)) == (covered, -(-covered // CHUNK))
+    prefill.check_nothing_is_left()
+
+    decode = engine_with_ends(make_engine, name)
+    decode.node.peer_chunks = dict(prefill.node.chunks)
+    tokens = prompt if repeats else [*prompt, *prefill.said["a"]]
+    to_decode = {"handoff_id": "r", "decode_instance": "node", "prompt_token_count": length}
+    decode.add("b", tokens, output=5, transfer={"lmkv": to_decode})
+    decode.run("b")
+    decode.check_answer("b")
+    held = Prompt(prefill.kv.spec, keys, token_count=covered)
+    loaded = held.end(match(held, HeldKeys(held, prefill.node.chunks)))
+    if hit_of(prefill, 1):  # vLLM offers states where a step ends: not in each chunk
+        assert loaded == covered
+    assert decode.scheduled_tokens["b"] == len(tokens) - loaded + 4
+    decode.check_nothing_is_left()
+
+
+@one_of_each_kind
+def test_the_end_that_a_handoff_sends_is_stored_when_its_request_has_ended(make_engine: MakeEngine, name: str) -> None:
+    engine = engine_with_ends(make_engine, name)
+    engine.node.grants_partial = False
+    engine.add("a", PROMPT, output=1, transfer={"lmkv": {"handoff_id": "r", "decode_instance": "decode"}})
+    engine.node.grants_partial = True  # from its end on
+    engine.run("a")
+    engine.settle()
+    keys = split_keys(engine.node.handoffs[0].chunk_keys)
+    assert keys[-1] in engine.node.ended_handoffs["r"]
+    assert {engine.node.chunks[keys[-1]].token_count} == {hit_of(engine, len(PROMPT) - 1) - (len(keys) - 1) * CHUNK}
     engine.check_nothing_is_left()
 
 
