@@ -62,8 +62,8 @@ async def test_a_node_reports_its_chunks_and_counters(runtime_dir: Path) -> None
 async def test_the_documentation_lists_every_metric_of_the_node(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tiers" / "plugin")
-    page = (Path(__file__).parents[4] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(Path(__file__).parent / "tiers" / "plugin")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     listed = {re.sub("_total$", "", name) for name in re.findall(r"`(lmkv_node_[a-z_]+)", page)}
     disk = {"local_disk": str(runtime_dir / "disk"), "max_local_disk_size": "16MB"}
     warm = {"persist_pool": True, "pool_path": str(runtime_dir / "pool")}

@@ -219,7 +219,7 @@ async def test_the_end_of_a_prompt_is_handed_off_with_all_of_its_parts(runtime_d
 async def test_the_end_of_a_prompt_comes_from_a_shared_store_to_prompts_that_name_it(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Whoever asks a store must know the key: prompts that continue have whole chunks from there."""
+    """A node asks a store by key: prompts that continue find only whole chunks there."""
     for name, value in AWS.items():
         monkeypatch.setenv(name, value)
     with RedisServer() if kind == "redis" else S3Server() as server:
