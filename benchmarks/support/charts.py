@@ -125,6 +125,19 @@ def prefetch(report: Report) -> Chart:
     return Chart(title="TTFT of a prompt of 4,097 tokens that left the pool", unit="ms", groups=groups)
 
 
+def encoder(report: Report) -> Chart:
+    """TTFT of a prompt with a picture, encoded and loaded."""
+    rows = by_name(report)
+    encoded, loaded = Series("encoded", ALONE.colour), Series("loaded", LMKV.colour)
+    groups = [Group("without a connector", (baseline_of(encoded, rows["encoder_miss_ms"]),))]
+    for label, miss, hits in (
+        ("lmkv: encoded; in its node; in a peer's", "encoder_miss_ms", ("encoder_own_hit_ms", "encoder_peer_hit_ms")),
+        ("vLLM's ECExampleConnector", "encoder_files_miss_ms", ("encoder_files_hit_ms",)),
+    ):
+        groups.append(Group(label, (bar_of(encoded, rows[miss]), *(bar_of(loaded, rows[hit]) for hit in hits))))
+    return Chart(title="TTFT of a prompt with a picture", unit="ms", groups=groups)
+
+
 def salts(report: Report) -> Chart:
     """TTFT of the prompts that a tenant sends, by policy."""
     rows = by_name(report)
@@ -197,6 +210,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Report], Chart]]] = {
     "agents": ("agents", agents),
     "eviction": ("eviction", part_charts.eviction),
     "prefetch": ("prefetch", prefetch),
+    "encoder": ("encoder", encoder),
     "salts": ("salts", salts),
     "scale": ("scale", part_charts.scale),
     "shared-map": ("shared_map", part_charts.shared_map),

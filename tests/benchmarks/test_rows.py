@@ -35,6 +35,7 @@ BENCHMARKS = (
     "control_plane",
     "data_path",
     "doc_qa",
+    "encoder",
     "engines_gpu",
     "eviction",
     "floods",

@@ -111,6 +111,8 @@ class Answers:
     answers: tuple[LlmAnswer, ...]
     grown: Mapping[str, float]
     """How much each counter at /metrics has grown."""
+    seconds: float
+    """Until the last completion was there."""
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
@@ -184,7 +186,8 @@ class LlmProcess:
         } | options
         if transfer_config is not None:
             options["kv_transfer_config"] = dict(transfer_config)
-        self._options = options
+        self.options = options
+        """Those of `vllm.LLM`."""
         self._environment = dict(environment)
         self._connection: socket.socket | None = None
         self._lines: Any = None
@@ -210,7 +213,7 @@ class LlmProcess:
             self._process = self._nursery.start_engine(self._environment, self.log_file, theirs)
         self._connection.settimeout(ANSWER_TIMEOUT_SECONDS)
         self._lines = self._connection.makefile("rw")
-        self._say(self._options)
+        self._say(self.options)
 
     def wait_ready(self) -> None:
         """Waits until it answers. Raises `LmkvError` with what vLLM raised if it does not come up."""
@@ -297,7 +300,7 @@ class LlmProcess:
             )
             for answer in said["answers"]
         )
-        return Answers(answers=answers, grown=said["grown"])
+        return Answers(answers=answers, grown=said["grown"], seconds=said["seconds"])
 
     def compute(self, *prompts: Sequence[int], max_tokens: int = 16, **sampling: Any) -> list[tuple[int, ...]]:
         """The output of the engine without any cache hit: each prompt alone, under a new salt."""

@@ -72,15 +72,17 @@ class Worker:
         ]
         adapter = LoRARequest(lora[0], int(lora[1]), lora[2]) if lora else None
         before = self.metrics()
+        began = time.perf_counter()
         if first_begins:
             outputs = self._generate_after_first(inputs, SamplingParams(**sampling), priorities or [0] * len(inputs))
         else:
             outputs = self._llm.generate(
                 inputs, SamplingParams(**sampling), use_tqdm=False, lora_request=adapter, priority=priorities
             )
+        seconds = time.perf_counter() - began
         self._settle()
         grown = {name: value - before.get(name, 0.0) for name, value in self.metrics().items()}
-        return {"answers": [answer(output) for output in outputs], "grown": grown}
+        return {"answers": [answer(output) for output in outputs], "grown": grown, "seconds": seconds}
 
     def _generate_after_first(self, inputs: list[Any], sampling: SamplingParams, priorities: list[int]) -> list[Any]:
         """As `generate`; the other requests arrive once the first one has an output token."""

@@ -288,22 +288,29 @@ def make_decoder(folder: Path, model_type: str, values: Mapping[str, Any], dtype
     return _write(folder, lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
 
 
-def make_unusual(folder: Path, name: str) -> Path:
-    """Writes the model of `UNUSUAL` of this name with its tokenizer into `folder`, and returns `folder`."""
+def make_unusual(folder: Path, name: str, **changes: Any) -> Path:
+    """Writes the model of `UNUSUAL` of this name with its tokenizer into `folder`, and returns `folder`.
+
+    `changes` are other values of the configuration.
+    """
     import torch
     import transformers
 
     kind = UNUSUAL[name]
-    config = getattr(transformers, f"{kind.classes}Config")(**kind.config)
+    values = {**kind.config, **changes}
+    config = getattr(transformers, f"{kind.classes}Config")(**values)
     _write(folder, lambda: getattr(transformers, kind.classes + kind.head)(config).to(torch.float32))
     if kind.classes == "Whisper":
         transformers.WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)
     elif kind.classes == "Blip2":
         file = folder / "tokenizer.json"
         file.write_text(file.read_text().replace(f"<{_COMMON['vocab_size'] - 1}>", "<image>"))
-        pictures = transformers.BlipImageProcessorPil(size={"height": PICTURE_SIZE, "width": PICTURE_SIZE})
+        size = values["vision_config"]["image_size"]
+        pictures = transformers.BlipImageProcessorPil(size={"height": size, "width": size})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        transformers.Blip2Processor(pictures, tokenizer, num_query_tokens=PICTURE_TOKENS).save_pretrained(folder)
+        transformers.Blip2Processor(pictures, tokenizer, num_query_tokens=values["num_query_tokens"]).save_pretrained(
+            folder
+        )
     return folder
 
 

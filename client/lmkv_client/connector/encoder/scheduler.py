@@ -6,6 +6,7 @@ asked ──found──► loading ──all chunks are in the pool──► rea
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -166,6 +167,8 @@ class EncoderScheduler:
                 continue
             if not media.poll(feature.identifier, engine):
                 is_ready = False
+        if not is_ready:
+            time.sleep(0)  # releases the GIL: vLLM asks in a loop, and another thread receives the answer
         return is_ready
 
     def has(self, name: str) -> bool:
