@@ -232,6 +232,6 @@ async def test_calls_of_a_coordinator_leave_nothing_counted_locked_or_pending(
             await until(lambda: not services.fleet_operations.table.running(), "no operation runs")
             await until(lambda: coordinator._calls.in_flight_count == 0, "no call is in flight")
             assert len(services.reports._orders) == 0
-            assert not services.fleet_operations.moves._locks._locked
+            assert not services.fleet_operations.moves.locks._locked
             assert services.cache._selector._waiting_count == 0
             services.core.check()

@@ -354,6 +354,10 @@ class JoinAdmission:
         """Removes an instance that is gone, was replaced, or reports its chunks elsewhere. Idempotent."""
         self._joining.release(instance)
 
+    def of(self, tenant: str = "") -> TenantAdmission:
+        """The part of one tenant."""
+        return TenantAdmission(self, tenant)
+
     def _forget_joined(self, now: float) -> None:
         """Removes instances that have joined, or whose lease expired."""
         before = {tenant: self._joining.count(tenant) for tenant in self._rushes}
@@ -365,6 +369,26 @@ class JoinAdmission:
             rush.joined(count - joining, now)
             if joining < self._joining.share // 2:
                 rush.end()
+
+
+class TenantAdmission:
+    """The joining instances of one tenant."""
+
+    def __init__(self, admission: JoinAdmission, tenant: str) -> None:
+        self.tenant = tenant
+        self._admission = admission
+
+    def check(self, now: float) -> None:
+        """Raises `Full` if no further instance may join now."""
+        self._admission.check(now, self.tenant)
+
+    def admit(self, instance: Instance) -> None:
+        """Adds a joining instance, which `check` has admitted."""
+        self._admission.admit(instance, self.tenant)
+
+    def leave(self, instance: Instance) -> None:
+        """Removes an instance. Idempotent."""
+        self._admission.leave(instance)
 
 
 class _Rush:

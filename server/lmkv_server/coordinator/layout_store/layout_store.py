@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -46,9 +46,9 @@ class LayoutStore(Protocol):
         """Waits, at most a second, while the backlog of publications is more than half full."""
 
     async def write_operations(
-        self, written: Mapping[str, bytes], removed: Collection[str], lifetime_seconds: float, age_seconds: float
+        self, changed: Mapping[str, bytes | None], lifetime_seconds: float, age_seconds: float
     ) -> int | None:
-        """Writes and removes records of operations of this coordinator, and renews all of them.
+        """Writes records of operations of this coordinator, or removes them (None), and renews all others.
 
         They count as renewed `age_seconds` ago. Returns how many there are now; None if no map is connected.
         """
@@ -75,8 +75,7 @@ class NoSharedStore:
 
     async def write_operations(
         self,
-        written: Mapping[str, bytes],  # noqa: ARG002
-        removed: Collection[str],  # noqa: ARG002
+        changed: Mapping[str, bytes | None],  # noqa: ARG002
         lifetime_seconds: float,  # noqa: ARG002
         age_seconds: float,  # noqa: ARG002
     ) -> int | None:

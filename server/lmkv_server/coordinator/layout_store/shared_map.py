@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -111,14 +111,13 @@ class SharedMap:
     async def write_operations(
         self,
         tenant: str,
-        written: Mapping[str, bytes],
-        removed: Collection[str],
+        changed: Mapping[str, bytes | None],
         lifetime_seconds: float,
         age_seconds: float,
     ) -> int | None:
         """Writes records of operations of this coordinator; returns how many there are, None if it is not connected."""
         return await self._call(
-            lambda _: self._store.write_operations(tenant, self.owner, written, removed, lifetime_seconds, age_seconds)
+            lambda _: self._store.write_operations(tenant, self.owner, changed, lifetime_seconds, age_seconds)
         )
 
     async def read_operations(self, tenant: str, name: str, max_bytes: int) -> list[OwnedRecords]:
@@ -213,10 +212,10 @@ class TenantLayoutStore:
         return self._shared.owner
 
     async def write_operations(
-        self, written: Mapping[str, bytes], removed: Collection[str], lifetime_seconds: float, age_seconds: float
+        self, changed: Mapping[str, bytes | None], lifetime_seconds: float, age_seconds: float
     ) -> int | None:
         """Writes records of operations; returns how many there are now, None if the map is not connected."""
-        return await self._shared.write_operations(self._tenant, written, removed, lifetime_seconds, age_seconds)
+        return await self._shared.write_operations(self._tenant, changed, lifetime_seconds, age_seconds)
 
     async def read_operations(self, name: str, max_bytes: int) -> list[OwnedRecords]:
         """The records of all coordinators, or those of one operation."""

@@ -7,7 +7,7 @@ looked up when connecting; if it changes, calls fail and `SharedMap` connects ag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -189,17 +189,17 @@ class ValkeyClient:
         self,
         tenant: str,
         owner: str,
-        written: Mapping[str, bytes],
-        removed: Collection[str],
+        changed: Mapping[str, bytes | None],
         lifetime_seconds: float,
         age_seconds: float,
     ) -> int:
-        """Writes and removes records of operations, and renews all of `owner`; returns how many these are.
+        """Writes or removes (None) records of operations, and renews all of `owner`; returns how many these are.
 
         They count as renewed `age_seconds` ago.
         """
         shard, keys = _operations_keys(tenant)
-        named = [word for name, record in written.items() for word in (name, record)]
+        removed = [name for name, record in changed.items() if record is None]
+        named = [word for name, record in changed.items() if record is not None for word in (name, record)]
         lifetime_ms = max(_ms(lifetime_seconds), self._held_ms)
         arguments = (owner, lifetime_ms, _ms(age_seconds), len(removed), *removed, *named)
         return int(await self._run(scripts.WRITE_OPERATIONS, shard, keys, *arguments))

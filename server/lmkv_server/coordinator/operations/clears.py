@@ -61,14 +61,7 @@ class Clears:
         progress = pb.ClearProgress(instance_id=request.instance_id, tier=request.tier, dry_run=request.dry_run)
         progress.create_time.GetCurrentTime()
         clear = _Clear(self._registry, self._orders, instance_ids, drops, progress)
-        return self._operations.start(
-            "clear",
-            request,
-            progress,
-            clear.run,
-            seconds=TIMEOUT_SECONDS,
-            work_bytes=sum(len(drop.order.chunk_keys) for drop in drops),
-        )
+        return self._operations.start(request, clear, TIMEOUT_SECONDS)
 
     def _instance_ids(self, request: pb.ClearRequest) -> list[str]:
         if not request.instance_id:
@@ -153,15 +146,16 @@ class _Clear:
         self._drops = drops
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._result = pb.ClearResult()
-        self._progress = progress
-        self._progress.instance_count = len(instance_ids)
+        self.progress = progress
+        self.progress.instance_count = len(instance_ids)
+        self.size_bytes = sum(len(drop.order.chunk_keys) for drop in drops)
 
     async def run(self, operation: Operation) -> pb.ClearResult:
         """Runs it to its end. Raises the error if no instance did anything, or `OperationCancelled`."""
         async with asyncio.TaskGroup() as group:
             for instance_id in self._instance_ids:
                 group.create_task(self._clear(instance_id, operation))
-            if not self._progress.instance_id:
+            if not self.progress.instance_id:
                 await self._clear_new(group, operation)
         if operation.cancelled.is_set():
             raise OperationCancelled(f"cancelled after {self._result.chunk_count} chunks; these are dropped")
@@ -183,7 +177,7 @@ class _Clear:
             for instance in self._registry.instances:
                 if instance.info.instance_id not in known:
                     self._instance_ids.append(instance.info.instance_id)
-                    self._progress.instance_count += 1
+                    self.progress.instance_count += 1
                     group.create_task(self._clear(instance.info.instance_id, operation))
             await asyncio.sleep(POLL_SECONDS)
 
@@ -203,7 +197,7 @@ class _Clear:
                 self._result.token_count += outcome.token_count
         if failure.failures:
             self._result.failures.append(failure)
-        self._progress.done_instance_count += 1
+        self.progress.done_instance_count += 1
 
     def _add_outcome(self, outcome: report_pb.OrderOutcome, failure: pb.ClearFailure) -> None:
         self._result.chunk_count += outcome.chunk_count

@@ -76,18 +76,14 @@ class Drains:
         drain = _Drain(self._registry, self._orders, request, seconds)
         drain.check()
         drain.expect_stop()
-        return self._operations.start(
-            "drain",
-            request,
-            drain.progress,
-            drain.run,
-            seconds=seconds,
-            work_bytes=BATCH_CHUNKS * KEY_BYTES,
-        )
+        return self._operations.start(request, drain, seconds)
 
 
 class _Drain:
     """A running drain."""
+
+    size_bytes = BATCH_CHUNKS * KEY_BYTES
+    """Size of the keys of its orders."""
 
     def __init__(
         self,

@@ -47,11 +47,11 @@ class Moves:
     """Starts moves."""
 
     def __init__(self, registry: Registry, selector: Selector, orders: PendingOrders, operations: Operations) -> None:
-        self._registry = registry
+        self.registry = registry
         self._selector = selector
-        self._orders = orders
+        self.orders = orders
         self._operations = operations
-        self._locks = ChunkLocks()
+        self.locks = ChunkLocks()
 
     async def start(self, request: pb.MoveRequest) -> Operation:
         """Starts a move. Raises the errors of `CacheService.Move`."""
@@ -62,25 +62,18 @@ class Moves:
         if known := self._operations.repeated(request):  # started meanwhile
             return known
         move = self._plan(request, selections)
-        return self._operations.start(
-            "copy" if request.copy else "move",
-            request,
-            move.progress,
-            move.run,
-            seconds=TIMEOUT_SECONDS,
-            work_bytes=move.size_bytes,
-        )
+        return self._operations.start(request, move, TIMEOUT_SECONDS)
 
     def _plan(self, request: pb.MoveRequest, selections: Sequence[SelectedChunks]) -> _Move:
         source, destination = self._positions(request)
         selection = self._choose(selections, source, destination)
-        receiver = self._registry.instances.named(destination.instance_id, "new_position")
+        receiver = self.registry.instances.named(destination.instance_id, "new_position")
         if not receiver.is_standby:
             check_spec(receiver, selection)
-        return _Move(self._registry, self._orders, self._locks, source, destination, selection, request)
+        return _Move(self, source, destination, selection, request)
 
     def _positions(self, request: pb.MoveRequest) -> tuple[Position, Position]:
-        instances = self._registry.instances
+        instances = self.registry.instances
         source = resolve_position(instances, request.old_position, "old_position")
         destination = resolve_position(instances, request.new_position, "new_position")
         if source == destination:
@@ -93,7 +86,7 @@ class Moves:
     def _check_synced(self, *positions: Position) -> None:
         """Raises `Unreachable` while an instance has yet to report what it holds, as after a coordinator's restart."""
         for position in positions:
-            instance = self._registry.instances.find(position.instance_id)
+            instance = self.registry.instances.find(position.instance_id)
             if instance is not None and not instance.synced:
                 raise Unreachable(
                     f"instance {position.instance_id!r} has not reported what it holds yet; retry shortly",
@@ -105,7 +98,7 @@ class Moves:
 
         If the model name has several specs: of the one that the source, then the destination, holds most of.
         """
-        layout = self._registry.layout
+        layout = self.registry.layout
         selections = [one.held_at(layout, *source) for one in selections]
         selections = [one if one.match_at(layout, *source) else one.held_at(layout, *destination) for one in selections]
         return max(selections, key=lambda one: (one.match_at(layout, *source), one.match_at(layout, *destination)))
@@ -116,18 +109,16 @@ class _Move:
 
     def __init__(
         self,
-        registry: Registry,
-        orders: PendingOrders,
-        locks: ChunkLocks,
+        moves: Moves,
         source: Position,
         destination: Position,
         selection: SelectedChunks,
         request: pb.MoveRequest,
     ) -> None:
-        self._layout = registry.layout
-        self._instances = registry.instances
-        self._orders = orders
-        self._locks = locks
+        self._layout = moves.registry.layout
+        self._instances = moves.registry.instances
+        self._orders = moves.orders
+        self._locks = moves.locks
         self._source = source
         self._destination = destination
         self._copy = request.copy

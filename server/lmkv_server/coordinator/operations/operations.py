@@ -16,9 +16,9 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from google.longrunning import operations_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -128,6 +128,13 @@ MAX_BYTES = 64 << 20
 MAX_REQUEST_ID_BYTES = 256
 
 
+def kind_of(request: Request) -> str:
+    """The kind of the operation that a request starts, with which its name begins."""
+    if isinstance(request, cache_service_pb2.MoveRequest):
+        return "copy" if request.copy else "move"
+    return "drain" if isinstance(request, cache_service_pb2.DrainRequest) else "clear"
+
+
 class OperationTable:
     """Operations by name and by request id.
 
@@ -218,8 +225,19 @@ MAX_RUNNING = 256
 LONGEST_SECONDS = 600.0
 """Longest duration of an operation."""
 
-Work = Callable[[Operation], Awaitable[Message]]
-"""Does the work of an operation and returns its result. Raises `LmkvError` if it did nothing, or was stopped."""
+
+class Work(Protocol):
+    """The work of an operation: a move, a clear or a drain."""
+
+    progress: Any
+    """Its `Progress`, which it updates."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it needs."""
+
+    async def run(self, operation: Operation) -> Message:
+        """Does it and returns the result. Raises `LmkvError` if it did nothing, or was stopped."""
 
 
 class Operations:
@@ -277,26 +295,25 @@ class Operations:
         self._table.forget(self.get(name))
         self.changed.set()
 
-    def start(
-        self, kind: str, request: Request, progress: Progress, work: Work, *, seconds: float, work_bytes: int = 0
-    ) -> Operation:
+    def start(self, request: Request, work: Work, seconds: float) -> Operation:
         """Starts an operation that ends after `seconds` at the latest.
 
-        `work_bytes` is the memory that the work needs. Raises `Full` if too many operations run, or too large ones.
+        Raises `Full` if too many operations run, or too large ones.
         """
         self._table.expire()
         if len(self.running()) >= MAX_RUNNING:
             raise Full(f"{MAX_RUNNING} operations are running; wait for one, or cancel one", retry_seconds=1)
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
+        kind = kind_of(request)
         operation = Operation(
             name=f"{kind}-{self._last_ns:016x}",
             kind=kind,
-            progress=progress,
+            progress=work.progress,
             request=request,
             create_time=self._last_ns / 1e9,
             expire_time=self._last_ns / 1e9 + seconds,
         )
-        operation.size_bytes = operation.measure(work_bytes)
+        operation.size_bytes = operation.measure(work.size_bytes)
         if not self._table.make_room(operation.size_bytes):
             raise Full(
                 f"the running operations use {self.used_bytes} bytes, at most {MAX_BYTES} are allowed; wait for one, "
@@ -327,7 +344,7 @@ class Operations:
 
     async def _run(self, operation: Operation, work: Work) -> None:
         try:
-            operation.result = await work(operation)
+            operation.result = await work.run(operation)
         except LmkvError as failure:
             operation.error = failure
         except Exception as failure:

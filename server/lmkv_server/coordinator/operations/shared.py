@@ -228,15 +228,15 @@ class SharedOperations:
             return not kept
         if map_id != self._map_id:
             self._map_id, self._written = map_id, {}
-        records: dict[str, bytes] = {}
+        removed = [name for name in self._written if name not in kept]
+        records: dict[str, bytes | None] = dict.fromkeys(removed)
         size_bytes = 0
         for name, operation in kept.items():
             if not self._written.get(name, False) and size_bytes < MAX_WRITE_BYTES:
-                records[name] = self._seal.encode(owner, operation)
-                size_bytes += len(records[name])
-        removed = [name for name in self._written if name not in kept]
-        final = {name: kept[name].done for name in records}
-        count = await self._store.write_operations(records, removed, self._own.ttl_seconds, age_seconds)
+                record = records[name] = self._seal.encode(owner, operation)
+                size_bytes += len(record)
+        final = {name: kept[name].done for name in records if name in kept}
+        count = await self._store.write_operations(records, self._own.ttl_seconds, age_seconds)
         if count is None:
             return False
         for name in removed:

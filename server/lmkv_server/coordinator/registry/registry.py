@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from lmkv.errors import BadChunkKey, BadMessage, Full, ResyncRequired
 from lmkv.internal.v1 import report_service_pb2
 from lmkv.keys import KEY_BYTES, Digest, check_keys, check_prefix_digests
-from lmkv_server.coordinator.core.instances import Instance, Instances, JoinAdmission
+from lmkv_server.coordinator.core.instances import Instance, Instances, JoinAdmission, TenantAdmission
 from lmkv_server.coordinator.core.layout_map import MAX_TOKENS, Change, LayoutMap, Snapshot, tier_number
 from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.follower import InstanceFollower
@@ -176,10 +176,9 @@ class Registry:
         now: float,
         revision: int = 0,
         on_gone: Callable[[str], None] = lambda _: None,
-        admission: JoinAdmission | None = None,
-        tenant: str = "",
+        admission: TenantAdmission | None = None,
     ) -> None:
-        """`on_gone` is called with the id of each instance that leaves or expires. Tenants may share `admission`."""
+        """`on_gone` is called with the id of each instance that leaves or expires."""
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self.publications: dict[str, Publication] = {}
@@ -188,8 +187,7 @@ class Registry:
         """With a shared layout map: followers of the instances that report to another coordinator, by id."""
         self._complete_time = now + lease_ttl
         self._on_gone = on_gone
-        self._admission = admission or JoinAdmission()
-        self.tenant = tenant
+        self.admission = admission or JoinAdmission().of()
         self._unsynced: dict[str, Instance] = {}
         """Instances that were not synced at the last check."""
 
@@ -209,7 +207,7 @@ class Registry:
         if joins:
             instance.synced = False
             self._unsynced[info.instance_id] = instance
-            self._admission.admit(instance, self.tenant)
+            self.admission.admit(instance)
         return instance
 
     def open_stream(
@@ -244,7 +242,7 @@ class Registry:
             follower.request_load()
         elif follower.is_current:
             instance.synced = True
-        self._admission.leave(instance)
+        self.admission.leave(instance)
         return self._begin_stream(instance, now)
 
     def unpublish(self, instance_id: str) -> None:
@@ -295,7 +293,7 @@ class Registry:
 
     def _check_admission(self, info: InstanceInfo, now: float) -> None:
         try:
-            self._admission.check(now, self.tenant)
+            self.admission.check(now)
         except Full as full:
             back = now + full.retry_seconds + RETURN_SECONDS
             self._complete_time = max(self._complete_time, back)
@@ -326,7 +324,7 @@ class Registry:
             follower.close()
 
     def _forget(self, instance: Instance) -> None:
-        self._admission.leave(instance)
+        self.admission.leave(instance)
         self._end_stream(instance)
         self._unfollow(instance.info.instance_id)
         publication = self.publications.pop(instance.info.instance_id, None)

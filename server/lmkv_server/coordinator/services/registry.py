@@ -279,7 +279,7 @@ class RegistryService(pb_grpc.RegistryServiceServicer):
         before = self._registry.instances.find(info.instance_id)
         is_new = before is None or before.info != info
         if before is None:
-            quota = self._authenticator.quota(self._registry.tenant)
+            quota = self._authenticator.quota(self._registry.admission.tenant)
             check_quota(quota, "max_instances", len(self._registry.instances) + 1)
         try:
             instance = self._registry.register(info, now, request.secret)

@@ -142,7 +142,7 @@ class ReportService(pb_grpc.ReportServiceServicer):
                 check_report(report)
                 stream.apply(report, time.monotonic())
                 if report.changes:
-                    quota = self._authenticator.quota(self._registry.tenant)
+                    quota = self._authenticator.quota(self._registry.admission.tenant)
                     check_quota(quota, "max_chunks", len(self._registry.layout))
                     await self._layout_store.wait_for_room()
                 self.report_count += 1

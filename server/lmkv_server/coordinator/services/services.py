@@ -59,8 +59,7 @@ class Services:
             now=time.monotonic(),
             revision=time.time_ns() // 1_000,
             on_gone=orders.drop_instance,
-            admission=admission,
-            tenant=tenant,
+            admission=(admission or JoinAdmission()).of(tenant),
         )
         self.history = History()
         """Samples of the last hour, taken by the coordinator's sweeper."""

@@ -124,7 +124,7 @@ def put_off_seconds(registry: Registry, number: int, now: float) -> float | None
 )
 def test_all_of_a_rush_join_and_never_too_many_at_once(count: int, seconds: float, arrivals: float) -> None:
     """Instances join in sequence, each for a number of seconds; rejected ones retry at the announced time."""
-    registry = Registry(lease_ttl=1e6, now=0.0, admission=JoinAdmission(LIMIT))
+    registry = Registry(lease_ttl=1e6, now=0.0, admission=JoinAdmission(LIMIT).of())
     events = [(arrivals * number / count, number, "comes") for number in range(count)]
     heapq.heapify(events)
     busy_until, visits = 0.0, 0
@@ -152,7 +152,7 @@ def test_all_of_a_rush_join_and_never_too_many_at_once(count: int, seconds: floa
 
 
 def test_an_instance_that_reports_is_not_put_off_when_it_registers_again() -> None:
-    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(LIMIT))
+    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(LIMIT).of())
     for number in range(LIMIT):
         registry.register(said(number), 0.0)
         registry.open_stream(f"node-{number}", 1, 0.0)
@@ -164,7 +164,7 @@ def test_an_instance_that_reports_is_not_put_off_when_it_registers_again() -> No
 
 
 def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
-    registry = Registry(lease_ttl=0.01, now=-100.0, admission=JoinAdmission(1))
+    registry = Registry(lease_ttl=0.01, now=-100.0, admission=JoinAdmission(1).of())
     stream = joined(registry, 0)
     stream.close()
     registry.register(said(1), 0.0)
@@ -176,7 +176,7 @@ def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
 
 
 def test_a_predecessor_is_not_kept_for_whom_came_after_it() -> None:
-    registry = Registry(lease_ttl=0.01, now=-100.0, admission=JoinAdmission(1))
+    registry = Registry(lease_ttl=0.01, now=-100.0, admission=JoinAdmission(1).of())
     joined(registry, 0).close()
     registry.register(said(1), 0.0)
     with pytest.raises(Full):
@@ -185,7 +185,7 @@ def test_a_predecessor_is_not_kept_for_whom_came_after_it() -> None:
 
 
 def test_answers_are_partial_until_those_put_off_have_come_back() -> None:
-    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(1))
+    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(1).of())
     registry.register(said(0), 0.0)
     with pytest.raises(Full) as caught:
         registry.register(said(1), 0.0)
@@ -197,7 +197,7 @@ def test_answers_are_partial_until_those_put_off_have_come_back() -> None:
 
 def test_one_bound_holds_for_the_tenants_together() -> None:
     admission = JoinAdmission(2)
-    ours, theirs = (Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=admission) for _ in range(2))
+    ours, theirs = (Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=admission.of()) for _ in range(2))
     ours.register(said(0), 0.0)
     theirs.register(said(0), 0.0)
     for registry in (ours, theirs):
@@ -220,7 +220,7 @@ def test_each_tenant_finds_a_place_that_the_others_have_left() -> None:
     admission = JoinAdmission()
     counts = []
     for tenant in range(5):
-        registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=admission, tenant=f"t-{tenant}")
+        registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=admission.of(f"t-{tenant}"))
         counts.append(0)
         while put_off_seconds(registry, counts[-1], 0.0) is None:
             counts[-1] += 1
@@ -231,7 +231,7 @@ def test_each_tenant_finds_a_place_that_the_others_have_left() -> None:
 
 
 def test_an_instance_that_starts_again_and_again_has_one_place() -> None:
-    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(2))
+    registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(2).of())
     for epoch in range(1, 10):
         registry.register(said(0, epoch), 0.0)
     registry.register(said(1), 0.0)

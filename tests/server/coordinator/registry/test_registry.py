@@ -272,7 +272,7 @@ def test_answers_are_partial_while_the_coordinator_is_young() -> None:
 
 def test_the_lease_of_an_instance_that_has_to_wait_to_join_lasts_until_it_may_return() -> None:
     admission = JoinAdmission(limit=1)
-    registry = Registry(lease_ttl=3, now=-100, admission=admission)
+    registry = Registry(lease_ttl=3, now=-100, admission=admission.of())
     joined(registry).apply(snapshot(1, change(KEYS[:1])), 0)
     registry.instances.get("a", 1).stream = None  # it has lost its stream, and returns among others
     joined(registry, "b", now=2.9)
@@ -286,7 +286,7 @@ def test_the_lease_of_an_instance_that_has_to_wait_to_join_lasts_until_it_may_re
 
 
 def test_an_instance_that_reports_its_chunks_elsewhere_leaves_room_to_join() -> None:
-    registry = Registry(lease_ttl=3, now=-100, admission=JoinAdmission(limit=1))
+    registry = Registry(lease_ttl=3, now=-100, admission=JoinAdmission(limit=1).of())
     joined(registry)
     with pytest.raises(Full):
         joined(registry, "b")
