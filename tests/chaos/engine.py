@@ -9,8 +9,8 @@ from lmkv.pool.pool import Pool
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 
 SPEC = small_spec(head_size=256)
 """Its chunks have 256 KiB."""

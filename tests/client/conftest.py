@@ -14,8 +14,9 @@ from lmkv.config.kinds import OFF
 from lmkv_client import Coordinator as Client
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears, drains
-from tests.server.coordinator.cases import CHUNKS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.specs import LLAMA
 
 RunCommand = Callable[..., Awaitable[int]]
 

@@ -13,9 +13,9 @@ from lmkv_client.kv_events import MEDIA
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from tests.client.event_consumers import Index, Subscriber
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import node_config
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CAPACITY = 30

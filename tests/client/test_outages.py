@@ -24,8 +24,9 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 from lmkv_client import Coordinator, LayoutUpdate
 from lmkv_server.coordinator import coordinator as server
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance, until
+from tests.support.specs import LLAMA
 
 LOST = Unreachable("lost")
 

@@ -17,9 +17,9 @@ from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
 from tests.client.conftest import RunCommand
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CHUNK_COUNT = 5

@@ -11,7 +11,6 @@ from itertools import combinations
 
 from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
 from lmkv.transfer.channel import ReadAccess
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import IncomingChunk, PendingWrites
@@ -21,8 +20,9 @@ from lmkv_server.node.sessions.session import EngineSession
 from lmkv_server.node.sessions.sessions import EngineSessions
 from tests.models.explorer import Action
 from tests.server.node.pool_lookups import open_lookup
+from tests.support.specs import make_spec
 
-SPEC = KvSpec(
+SPEC = make_spec(
     model_name="m",
     model_id="m@1",
     kv_dtype="bfloat16",

@@ -18,9 +18,10 @@ from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import drains
 from tests.promises.commands import command_lines, takes
-from tests.server.coordinator.cases import LLAMA, keys_of
+from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.server.test_prometheus_rules import measured, plain, promtool
+from tests.support.specs import LLAMA
 
 RUNBOOK = re.compile(r"^### (Lmkv\w+)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 ENDS = ("", "_total", "_bucket", "_sum", "_count")

@@ -15,8 +15,9 @@ from lmkv import rpc
 from lmkv.config import CoordinatorConfig
 from lmkv.config.kinds import OFF
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import LLAMA, keys_of
+from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.specs import LLAMA
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROMPT = [128000, 849, 21435]

@@ -24,9 +24,9 @@ from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from lmkv_server.node.node import Node
 from tests.promises.recipes import Names, Place, Recipe, messages, recipes_of
 from tests.sdk.buf import find_buf
-from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.support.certificates import issue
+from tests.support.specs import LLAMA
 from tests.tokenizers import save_tokenizer
 
 ROOT = Path(__file__).parents[2]

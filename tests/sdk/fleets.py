@@ -16,11 +16,11 @@ from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
 from lmkv_server.coordinator import coordinator as server
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import LLAMA, small_spec
 
 SPEC = small_spec()
 CHUNK_COUNT = 5

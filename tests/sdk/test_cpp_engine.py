@@ -13,11 +13,11 @@ import pytest
 
 from lmkv.config.node import attach_socket_beside
 from lmkv.keys import as_tokens, chunk_keys, root_key
-from lmkv.spec import KvSpec
 from lmkv_client.demo import cluster
 from tests.sdk.buf import ROOT
 from tests.server.node.engine_client import EngineClient, runs
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import make_spec
 from tests.waiting import eventually
 
 SOURCE = ROOT / "docs/examples/engine-cpp"
@@ -26,15 +26,7 @@ RUN_SECONDS = 180.0
 PROGRAMS = ("c++", "cmake", "pkg-config", "protoc")
 LIBRARIES = ("protobuf", "libcrypto")
 NAMES = ("node-1", "node-2")
-SPEC = KvSpec(
-    model_name="toy",
-    model_id="toy",
-    kv_dtype="float32",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=8,
-    chunk_size=16,
-)
+SPEC = make_spec(model_name="toy", model_id="toy", chunk_size=16)
 """That of the example."""
 KEYS = chunk_keys(as_tokens(range(16)), root_key(SPEC.fingerprint), 16)
 

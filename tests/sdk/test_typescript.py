@@ -18,10 +18,11 @@ from lmkv_server.coordinator.operations import clears, drains
 from tests.sdk.buf import buf
 from tests.sdk.fleets import Fleet, processes
 from tests.sdk.node import PACKAGE, compile_package, run_node, tool
-from tests.server.coordinator.cases import LLAMA, keys_of
+from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.guarded import guarded
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.support.certificates import issue
+from tests.support.specs import LLAMA
 
 README_PROMPT = [128000, 849, 21435]
 

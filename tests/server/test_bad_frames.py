@@ -20,8 +20,9 @@ from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS
 
 FUZZ_SECONDS = 4.0

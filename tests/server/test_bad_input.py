@@ -34,9 +34,10 @@ from lmkv_server.coordinator.operations import explanations
 from lmkv_server.coordinator.services.services import SERVICE_NAMES
 from lmkv_server.node.node import Node
 from tests.attach import events, request
-from tests.server.node.cases import chunk_key, small_spec
+from tests.server.node.cases import chunk_key
 from tests.support.node_stub import registration
 from tests.support.promised_errors import promises
+from tests.support.specs import small_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,9 +16,9 @@ from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2 import DrainResult
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 NAMES = ("node-1", "node-2", "node-3")

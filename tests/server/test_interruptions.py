@@ -35,7 +35,7 @@ from lmkv_server.node.node import Node
 from lmkv_server.node.serving.service import PeerService
 from lmkv_server.node.stack import TierStack
 from lmkv_server.node.tiers.backend_tier import BackendTier
-from tests.server.coordinator.cases import CHUNKS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, PROMPT
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient, absent_count
@@ -43,6 +43,7 @@ from tests.server.node.node_parts import node_config
 from tests.server.node.peer_parts import SMALL, Parts, Taken, keys_of, no_grants
 from tests.server.node.whole_nodes import load, store, until_free
 from tests.support.interruptions import Interrupter, Kind
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, until
 
 KEYS = keys_of(6)

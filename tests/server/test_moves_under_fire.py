@@ -16,9 +16,9 @@ from lmkv.errors import LmkvError
 from lmkv.keys import ChunkKey
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 KEYS = [ChunkKey(number.to_bytes(16, "big")) for number in range(3000)]

@@ -45,7 +45,6 @@ from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.proxy.picker.picker import Picker
 from lmkv_server.proxy.proxy import IDLE_CONNECTIONS, Proxy
 from tests.lmkv.transfer.ends import GRANT_ID, MIB, Memory
-from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.guarded import guarded, token_of
 from tests.server.node import handoff_tables
 from tests.server.node.cases import chunk_key
@@ -56,6 +55,7 @@ from tests.server.proxy.pd.test_prefill_decode import COMPLETIONS, PLAIN, comple
 from tests.server.proxy.picker.published import Gateway
 from tests.server.proxy.scripted_engine import ScriptedEngine
 from tests.support.node_stub import registration
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, until
 
 HOG, HONEST = "127.0.0.2", "127.0.0.3"

@@ -17,8 +17,8 @@ from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv.spec import KvSpec
 from lmkv_client.demo.process import ServerProcess, free_port
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS
 
 TOKENS = [128000, 849, 21435, 279, 26431, 315, 85748, 6636, 304, 4221, 4211, 13]

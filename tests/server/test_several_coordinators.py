@@ -17,9 +17,9 @@ from lmkv.v1.chunk_pb2 import MISS_REASON_TIER_DOWN
 from lmkv_client import Coordinator, MoveOperation
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS
 
 SPEC = small_spec()

@@ -20,9 +20,9 @@ from lmkv.keys import as_tokens, chunk_keys, root_key
 from lmkv_client import Coordinator
 from lmkv_client.demo import cluster
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.support.nodes import NodeProcesses
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually
 
 SPEC = small_spec()

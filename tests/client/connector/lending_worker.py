@@ -14,26 +14,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_kernels import ChunkCopy
+from tests.support.specs import small_spec
 
 if TYPE_CHECKING:
     from lmkv_client.engine.attachment import Attachment
 
 BLOCK, BLOCKS = 32, 64
-SPEC = KvSpec(
-    model_name="m",
-    model_id="m@1",
-    kv_dtype="float32",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=16,
-    chunk_size=256,
-    format=NATIVE_TILES,
-    tile_backend="TEST",
-    block_size=BLOCK,
-)
+SPEC = small_spec(model_name="m", model_id="m@1", head_size=16, chunk_size=256, block_size=BLOCK, vocab_size=0)
 """Its chunks have 128 KiB."""
 
 

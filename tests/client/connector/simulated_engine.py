@@ -24,7 +24,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, PageKeyChain, as_tokens, page_seed, root_key
-from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END
 from lmkv_client.connector.engine_kv import EngineKv, LayerGroup, engine_kv
@@ -55,21 +54,20 @@ from tests.client.connector.simulated_worker import (
     next_token,
     seen,
 )
+from tests.support.specs import small_spec
 
 STEP_SECONDS = 0.002
 MAX_STEPS = 2000
 
-SPEC = KvSpec(
+SPEC = small_spec(
     model_name="simulated",
     model_id="simulated",
     kv_dtype="bfloat16",
     layer_count=1,
-    kv_head_count=2,
     head_size=64,
     chunk_size=CHUNK,
-    format=NATIVE_TILES,
-    tile_backend="TEST",
     block_size=BLOCK,
+    vocab_size=0,
 )
 ENGINE_KV = EngineKv(spec=SPEC, groups=(LayerGroup(part=0, block_size=BLOCK, layer_names=("layer",)),))
 

@@ -13,18 +13,10 @@ from lmkv.keys import ChunkKey
 from lmkv.spec import KvSpec
 from lmkv_client.engine import Engine, Extent, Written
 from tests.client.engine.nodes import connector_config
+from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS
 
-SPEC = KvSpec(
-    model_name="small",
-    model_id="small-weights",
-    kv_dtype="float32",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=8,
-    chunk_size=32,
-    vocab_size=1000,
-)
+SPEC = make_spec(vocab_size=1000)
 """Its chunks have 8 KiB."""
 
 

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv.misses import MissReason, reason_name
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.counters import Counters
 from lmkv_client.engine.prompt_account import PromptAccount
 from lmkv_client.engine.session import Lookup, LookupState, Session, SessionEvent
 from tests.client.connector.scripted_node import ScriptedNode
 from tests.promises.conftest import ROOT
+from tests.support.specs import make_spec
 
 CHUNK = 4
-SPEC = KvSpec(
-    model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, head_size=8, chunk_size=CHUNK
-)
+SPEC = make_spec(model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, chunk_size=CHUNK)
 KEYS = chunk_keys(as_tokens(range(3 * CHUNK)), root_key(SPEC.fingerprint), CHUNK)
 FIRST, LATE = 0.0, 100.0
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lmkv.errors import ConfigError
-from lmkv.spec import KvSpec
 from lmkv_client.demo.model import TINY, make_model
 from lmkv_client.engine import Engine, Written
 from lmkv_client.model_identity import shared_identity
@@ -28,6 +27,7 @@ from tests.client.sglang.contract import (
     page_hashes,
     slots,
 )
+from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS
 
 TOKENS = list(range(1000, 1000 + 4 * PAGE_SIZE + 3))
@@ -58,7 +58,7 @@ def storage(model: ModelSource, runtime_dir: Path) -> Iterator[LmkvStorage]:
 def other(storage: LmkvStorage, model: ModelSource, runtime_dir: Path) -> Iterator[Engine]:
     """An engine of another kind that knows the tokens, at the same node."""
     identity = shared_identity(model.config, model=model.path, commit=None, model_id="", kv_dtype="bfloat16")
-    spec = KvSpec(
+    spec = make_spec(
         model_name="another name",
         model_id=identity,
         kv_dtype="bfloat16",

@@ -23,8 +23,9 @@ from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.rpcs import call, methods_of
 from tests.fuzz.virtual_loop import run as run_virtually
-from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import HYBRID, KEYS, PROMPT
 from tests.support.node_stub import registration
+from tests.support.specs import LLAMA
 
 COVERS = (
     "lmkv_server.coordinator.services",

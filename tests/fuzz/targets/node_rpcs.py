@@ -30,7 +30,8 @@ from tests.attach import request
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.rpcs import call, methods_of
 from tests.fuzz.virtual_loop import run as run_virtually
-from tests.server.node.cases import admit, chunk_key, small_spec
+from tests.server.node.cases import admit, chunk_key
+from tests.support.specs import small_spec
 
 COVERS = (
     "lmkv_server.node.engines",

@@ -13,7 +13,8 @@ from lmkv_server.coordinator.registry.registry import Registry, ReportStream
 from lmkv_server.coordinator.services.registry import check_report, reported_pins, reported_stats, stats_message
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.promises import check_status
-from tests.server.coordinator.cases import KEYS, LLAMA
+from tests.server.coordinator.cases import KEYS
+from tests.support.specs import LLAMA
 
 COVERS = (
     "lmkv_server.coordinator.registry.registry",

@@ -21,7 +21,8 @@ from lmkv_server.coordinator.layout_store.records import (
 )
 from tests.fuzz.inputs import Input, calls
 from tests.fuzz.promises import refused_as
-from tests.server.coordinator.cases import KEYS, LLAMA
+from tests.server.coordinator.cases import KEYS
+from tests.support.specs import LLAMA
 
 COVERS = (
     "lmkv_server.coordinator.layout_store.records",

@@ -6,7 +6,6 @@ import dataclasses
 from zlib import crc32
 
 from lmkv.keys import ChunkKey
-from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.warm_start import SLOT_BYTES, Ledger
 from lmkv_server.node.tiers.disk.folder import DiskChunk, parse_file_name
@@ -14,6 +13,7 @@ from lmkv_server.node.tiers.disk.volume import DiskIndex
 from lmkv_server.node.tiers.encryption_header import EncryptionHeader, parse_encryption_header
 from lmkv_server.node.tiers.remote.store import HEADER_BYTES, RemoteChunk, RemoteObject, object_name, parse_header
 from tests.fuzz.inputs import Input
+from tests.support.specs import make_spec
 
 COVERS = (
     "lmkv_server.node.tiers.disk.folder",
@@ -24,9 +24,7 @@ COVERS = (
 )
 CAPACITY_BYTES = 1 << 20
 TIER = HostTier(CAPACITY_BYTES)
-SPEC = KvSpec(
-    model_name="m", model_id="m@1", kv_dtype="float32", layer_count=2, kv_head_count=2, head_size=8, chunk_size=32
-)
+SPEC = make_spec(model_name="m", model_id="m@1")
 OBJECT = RemoteObject(
     key=ChunkKey(bytes(range(16))),
     fingerprint=SPEC.fingerprint,

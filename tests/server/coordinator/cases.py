@@ -8,17 +8,8 @@ from collections.abc import Sequence
 from lmkv.keys import ChunkKey, as_tokens, chunk_keys, root_key
 from lmkv.spec import KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST
+from tests.support.specs import LLAMA
 
-LLAMA = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=16,
-    vocab_size=128_256,
-)
 LLAMA_FLOAT = dataclasses.replace(LLAMA, kv_dtype="float32")
 QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1", chunk_size=32, vocab_size=1000)
 HYBRID = dataclasses.replace(

@@ -14,9 +14,9 @@ from lmkv.config.kinds import OFF
 from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 from tests.support.node_stub import NodeStub
+from tests.support.specs import LLAMA
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from lmkv.config import CoordinatorConfig
 from lmkv.keys import ChunkKey
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.scripted_instance import ScriptedInstance
 from tests.support.node_stub import NodeStub
+from tests.support.specs import LLAMA
 from tests.support.tokens import Entry, entry, write
 
 ROLES = ("engine", "operator", "reader", "admin", "client")

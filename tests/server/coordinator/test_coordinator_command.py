@@ -23,9 +23,10 @@ from lmkv.rpc.messages import by_tokens
 from lmkv.v1.cache_service_pb2 import ClearRequest, PinRequest, WatchRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
-from tests.server.coordinator.cases import LLAMA, PROMPT, keys_of
+from tests.server.coordinator.cases import PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import ScriptedInstance, until
 from tests.support.certificates import issue
+from tests.support.specs import LLAMA
 from tests.support.tokens import entry, write
 
 RUN = [

@@ -17,8 +17,8 @@ import pytest
 
 from lmkv.internal.v1 import report_service_pb2 as report_pb
 from lmkv.v1 import registry_service_pb2 as pb
-from tests.server.coordinator.cases import LLAMA
 from tests.support.node_stub import NodeStub, registration
+from tests.support.specs import LLAMA
 
 FORGED = "\n2026-01-01 00:00:00,000 CRITICAL instance b is gone\x1b[2J\u2028\u202e"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}

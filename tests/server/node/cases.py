@@ -1,30 +1,12 @@
-"""Small specs, keys and chunks for the node's tests."""
+"""Keys and chunks for the node's tests."""
 
 from __future__ import annotations
 
 from hashlib import sha256
 
 from lmkv.keys import ChunkKey
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import KvSpec
 from lmkv_server.node.cache.host import Chunk, HostTier
-
-
-def small_spec(**fields: object) -> KvSpec:
-    """A spec whose full chunks take 8192 bytes: 2 blocks of 16 tokens."""
-    values: dict[str, object] = {
-        "model_name": "small",
-        "model_id": "small-weights",
-        "kv_dtype": "float32",
-        "layer_count": 2,
-        "kv_head_count": 2,
-        "head_size": 8,
-        "chunk_size": 32,
-        "format": NATIVE_TILES,
-        "tile_backend": "TEST",
-        "block_size": 16,
-        "vocab_size": 1000,
-    }
-    return KvSpec(**(values | fields))  # type: ignore[arg-type]
 
 
 def chunk_key(number: int) -> ChunkKey:

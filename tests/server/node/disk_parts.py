@@ -22,7 +22,8 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.encryption import ChunkEncryption
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
 from tests.waiting import until as until
 

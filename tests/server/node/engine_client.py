@@ -18,7 +18,7 @@ from lmkv.v1.chunk_pb2 import Extent
 from lmkv.v1.engine_service_pb2_grpc import EngineServiceStub
 from lmkv_server.node.node import Node
 from tests.attach import Heard, events, request
-from tests.server.node.cases import small_spec
+from tests.support.specs import small_spec
 
 ANSWER_SECONDS = 40.0
 

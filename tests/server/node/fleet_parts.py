@@ -27,19 +27,12 @@ from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.sessions.sessions import EngineSessions
+from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS, eventually
 
 LEASE_SECONDS = 2.0
 """Short enough to be waited for, and longer than a busy machine stands still."""
-LLAMA = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=256,
-)
+LLAMA = make_spec(model_name="llama", model_id="llama@1", kv_dtype="bfloat16", head_size=64, chunk_size=256)
 KEYS = [ChunkKey(sha256(bytes([i])).digest()[:16]) for i in range(40)]
 EPOCHS = itertools.count(time.time_ns())
 

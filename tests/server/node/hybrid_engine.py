@@ -13,30 +13,24 @@ import numpy as np
 from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey, part_key
 from lmkv.pool.pool import Pool
-from lmkv.spec import NATIVE_TILES, KvPart, KvSpec, PartItem
+from lmkv.spec import KvPart, PartItem
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_END, PART_RULE_LAST, Extent
 from lmkv_kernels import checksum
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 
 FULL, WINDOW, STATE = range(3)
 _PART = KvPart(
     layer_count=1, kv_head_count=2, head_size=16, kv_dtype="float32", block_size=16, tile_isa="vec", layers="sliding"
 )
-HYBRID = KvSpec(
+HYBRID = small_spec(
     model_name="hybrid",
     model_id="hybrid-weights",
-    kv_dtype="float32",
-    layer_count=2,
-    kv_head_count=2,
     head_size=16,
-    chunk_size=32,
-    format=NATIVE_TILES,
-    tile_backend="TEST",
     tile_isa="vec",
-    block_size=16,
     layers="full",
     more_parts=(
         replace(_PART, rule=PART_RULE_LAST, span=40),
@@ -49,6 +43,7 @@ HYBRID = KvSpec(
             layers="with states",
         ),
     ),
+    vocab_size=0,
 )
 """A hit of n chunks needs all chunks of full attention, the last two of the window, and the last state."""
 

@@ -34,6 +34,7 @@ from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import Loaded, OnChunks, Progress
 from tests.support.fork_server import start_module
+from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS, until
 
 SERVICE = "lmkv.v1.PeerService"
@@ -41,15 +42,7 @@ RUNTIME_VARIABLE = "LMKV_TESTS_RUNTIME_DIR"
 _FOLDER = None if RUNTIME_VARIABLE in os.environ else tempfile.TemporaryDirectory(prefix="lmkv-", dir="/tmp")
 RUNTIME_DIR = _FOLDER.name if _FOLDER else os.environ[RUNTIME_VARIABLE]
 """Where all nodes of the tests find each other, those in processes of their own too."""
-SMALL = KvSpec(
-    model_name="m",
-    model_id="m@1",
-    kv_dtype="float32",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=16,
-    chunk_size=256,
-)
+SMALL = make_spec(model_name="m", model_id="m@1", head_size=16, chunk_size=256)
 """Its chunks have 128 KiB."""
 LARGE = replace(SMALL, layer_count=32, kv_head_count=8)
 """Its chunks have 8 MiB."""

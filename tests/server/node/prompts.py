@@ -11,8 +11,8 @@ from lmkv.pool.pool import Pool
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv_kernels import checksum
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 SIZE = SPEC.chunk_size

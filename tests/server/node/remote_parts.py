@@ -26,9 +26,10 @@ from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import ROOT as PLAIN_ROOT
 from lmkv_server.node.tiers.remote.store import RemoteStore, object_name
 from lmkv_server.node.tiers.remote.tier import RemoteTier
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.support.redis_server import Server
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CHUNK_BYTES = SPEC.chunk_bytes

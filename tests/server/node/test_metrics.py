@@ -17,8 +17,9 @@ from lmkv.errors import ConfigError
 from lmkv_server.node.metrics import MAX_CONCURRENT_REQUESTS, TIER_COUNTERS, TIER_GAUGES, TIER_USAGES
 from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.base import TierStats, TierUsage
-from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS
 
 SPEC = small_spec()

@@ -35,10 +35,11 @@ from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations.clears import BATCH_CHUNKS
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.node_parts import node_config
 from tests.support.prompts import with_prompt
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 SPEC = small_spec()

@@ -17,11 +17,12 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.node_parts import node_config
 from tests.support.redis_server import RedisServer
 from tests.support.slow_wire import SlowWire
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 SPEC = small_spec()

@@ -16,10 +16,10 @@ from lmkv_client import Coordinator as CoordinatorClient
 from lmkv_client.commands.fleet import instance_row
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.node_parts import node_config
 from tests.server.node.prompts import SIZE, SPEC, hit_tokens, prompt, store_prompt
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually
 
 OTHER = small_spec(model_name="other", model_id="other")

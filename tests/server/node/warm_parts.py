@@ -19,10 +19,11 @@ from lmkv.v1.chunk_pb2 import Extent
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.warm_start import WarmStart
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_key, small_spec
+from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
 from tests.support.fork_server import start_module
+from tests.support.specs import small_spec
 from tests.waiting import is_listening
 
 SPEC = small_spec()

@@ -9,9 +9,10 @@ from lmkv.pool.socket import AttachedPool, attach
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_kernels import checksum
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_key, small_spec
+from tests.server.node.cases import chunk_key
 from tests.server.node.disk_parts import until
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 

@@ -25,9 +25,9 @@ from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
 from lmkv_client.commands.doctor.transfer import check_transfer
 from tests.client.conftest import Fleet, RunCommand
-from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.guarded import guarded, token_of
 from tests.support.certificates import issue
+from tests.support.specs import LLAMA
 
 Capture = pytest.CaptureFixture[str]
 

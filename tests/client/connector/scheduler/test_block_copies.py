@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens
-from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvPart, KvSpec, PartItem
+from lmkv.spec import NATIVE_TILES, TOKEN_MAJOR, KvPart, PartItem
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE, Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.engine_kv import LayerGroup
@@ -25,6 +25,7 @@ from lmkv_client.connector.scheduler.block_copies import (
 from lmkv_client.connector.scheduler.loads import LoadState
 from lmkv_client.connector.scheduler.request_state import RequestState
 from lmkv_kernels import ChunkCopy
+from tests.support.specs import make_spec
 
 CHUNK = 16
 UNTOUCHED = -1
@@ -47,13 +48,12 @@ def block_map(kinds: list[tuple[int, int, int]], *, native: bool) -> BlockMap:
         for rule, span, block in kinds
     ]
     first = parts[0]
-    spec = KvSpec(
+    spec = make_spec(
         model_name="m",
         model_id="m",
         kv_dtype=first.kv_dtype,
         layer_count=1,
         kv_head_count=1,
-        head_size=8,
         chunk_size=CHUNK,
         format=NATIVE_TILES if native else TOKEN_MAJOR,
         block_size=first.block_size,
@@ -247,9 +247,7 @@ def test_an_extent_that_does_not_fit_ends_the_whole_load() -> None:
 
 def test_chunks_of_one_part_are_loaded_one_by_one_and_others_as_items() -> None:
     plain = BlockMap(
-        spec=KvSpec(
-            model_name="m", model_id="m", kv_dtype="int8", layer_count=1, kv_head_count=1, head_size=8, chunk_size=CHUNK
-        ),
+        spec=make_spec(model_name="m", model_id="m", kv_dtype="int8", layer_count=1, kv_head_count=1, chunk_size=CHUNK),
         groups=(LayerGroup(part=0, block_size=4, layer_names=("0",)),),
     )
     assert isinstance(load_items(plain, [[1, 2, 3, 4]], 0, CHUNK), ChunkItems)

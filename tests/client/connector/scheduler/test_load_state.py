@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens
-from lmkv.spec import KvSpec
 from lmkv.v1.chunk_pb2 import Extent
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.engine_kv import LayerGroup
@@ -16,11 +15,10 @@ from lmkv_client.connector.messages import ExtentChecksum, LoadPlan
 from lmkv_client.connector.scheduler.block_copies import BlockMap, ChunkItems
 from lmkv_client.connector.scheduler.loads import LoadState
 from lmkv_client.connector.scheduler.request_state import RequestState
+from tests.support.specs import make_spec
 
 EXTENT_BYTES = 1 << 20
-SPEC = KvSpec(
-    model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, head_size=8, chunk_size=1
-)
+SPEC = make_spec(model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, chunk_size=1)
 Place = tuple[int, int]
 """Chunk of the prompt, block in that chunk."""
 

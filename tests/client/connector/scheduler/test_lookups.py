@@ -8,18 +8,16 @@ from lmkv.config import ConnectorConfig
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, split_keys
 from lmkv.misses import LossMemory
 from lmkv.rpc.endpoints import MAX_MESSAGE_BYTES
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.engine.counters import Counters
 from lmkv_client.engine.session import MAX_ASKED_KEYS, Session
 from tests.client.connector.scripted_node import ScriptedNode
+from tests.support.specs import make_spec
 
 CHUNK = 2
-SPEC = KvSpec(
-    model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, head_size=8, chunk_size=CHUNK
-)
+SPEC = make_spec(model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, chunk_size=CHUNK)
 
 
 def test_a_lookup_fits_into_a_message_however_long_the_prompt() -> None:

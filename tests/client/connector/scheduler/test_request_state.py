@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lmkv.keys import ChunkKey, KeyChain, as_tokens, chunk_keys
-from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.engine.session import LookupState, PartialChunk
+from tests.support.specs import make_spec
 
 ROOT = ChunkKey(bytes(16))
 CHUNK = 64
-SPEC = KvSpec(
-    model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, head_size=8, chunk_size=CHUNK
-)
+SPEC = make_spec(model_name="m", model_id="i", kv_dtype="bfloat16", layer_count=1, kv_head_count=1, chunk_size=CHUNK)
 
 
 def prompt_of(token_count: int, *, partial: bool = False) -> RequestState:

@@ -36,8 +36,8 @@ from lmkv_client.engine.node.client import NodeClient
 from lmkv_kernels import checksum
 from tests.client.engine.nodes import until
 from tests.lmkv.telemetry.receiver import Received, Receiver, receiving
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 GROUP = LayerGroup(part=0, block_size=SPEC.block_size, layer_names=("layer",))

@@ -13,7 +13,7 @@ import torch
 
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import NATIVE_TILES
 from lmkv_client.connector.engine_kv import LayerGroup
 from lmkv_client.connector.identity import head_shares
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, StepPlan
@@ -21,6 +21,7 @@ from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import ChunkCopy
+from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS, wait_until
 
 LAYERS, HEADS, BLOCK, CONTENT, BLOCKS = 3, 4, 32, 2 * 16, 24
@@ -30,10 +31,9 @@ CHUNK_BYTES = LAYERS * HEADS * CHUNK_BLOCKS * TILE_BYTES
 POOL_BYTES = 8 * CHUNK_BYTES
 
 Caches = dict[str, torch.Tensor]
-SPEC = KvSpec(
+SPEC = make_spec(
     model_name="m",
     model_id="m",
-    kv_dtype="float32",
     layer_count=LAYERS,
     kv_head_count=HEADS,
     head_size=CONTENT // 2,

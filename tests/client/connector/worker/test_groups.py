@@ -35,6 +35,7 @@ from tests.client.connector.worker.parts import (
     steps_wait_for_the_pool,
 )
 from tests.client.connector.worker.parts import SPEC as PLAIN_SPEC
+from tests.support.specs import make_spec
 
 __all__ = ["serve", "steps_wait_for_the_pool"]  # fixtures
 
@@ -48,15 +49,15 @@ LAYERS = 2
 ATTENTION = {"layer_count": LAYERS, "kv_head_count": HEADS, "head_size": HEAD_SIZE, "kv_dtype": "float32"}
 
 
-def make_spec(ranks: int = 1, heads: int = HEADS) -> KvSpec:
+def hybrid_spec(ranks: int = 1, heads: int = HEADS) -> KvSpec:
     """Full attention in 2 layers, a sliding window shorter than a chunk in 4, states in 2."""
     attention = ATTENTION | {"kv_head_count": heads, "block_size": BLOCK}
-    return KvSpec(
+    return make_spec(
         model_name="m",
         model_id="m",
         chunk_size=CHUNK,
         format=NATIVE_TILES,
-        **attention,  # type: ignore[arg-type]
+        **attention,
         more_parts=(
             KvPart(rule=PART_RULE_LAST, span=WINDOW, **(attention | {"layer_count": 2 * LAYERS})),  # type: ignore[arg-type]
             KvPart(rule=PART_RULE_END, layer_count=LAYERS, kv_head_count=ranks, head_size=STATE_BYTES, kv_dtype="int8"),
@@ -64,7 +65,7 @@ def make_spec(ranks: int = 1, heads: int = HEADS) -> KvSpec:
     )
 
 
-SPEC = make_spec()
+SPEC = hybrid_spec()
 FULL, WINDOW_A, WINDOW_B, STATES = range(4)
 GROUPS = tuple(
     LayerGroup(
@@ -110,7 +111,7 @@ def make() -> Iterator[Callable[..., WorkerSide]]:
     made: list[WorkerSide] = []
 
     def make_worker(engine: Engine, *, rank: int = 0, ranks: int = 1, heads: int = HEADS, **more: object) -> WorkerSide:
-        spec = make_spec(ranks, heads)
+        spec = hybrid_spec(ranks, heads)
         options = {"groups": GROUPS, "rank": rank, "threads": 1} | more
         made.append(WorkerSide(spec, head_shares(spec, rank, ranks), **options))  # type: ignore[arg-type]
         made[-1].register(engine.caches)
@@ -227,7 +228,7 @@ def test_a_load_of_many_chunks_runs_on_a_thread_and_arrives_whole(serve: Serve, 
 def test_the_checksums_of_ranks_and_groups_add_up(serve: Serve, make: Make) -> None:
     served = serve()
     engines = [Engine(rank, HEADS // 2) for rank in range(2)]
-    spec = make_spec(ranks=2)
+    spec = hybrid_spec(ranks=2)
     offsets = [0, spec.part_bytes(0), spec.part_bytes(0) + spec.part_bytes(1)]
     reports = []
     for rank, engine in enumerate(engines):
@@ -249,7 +250,7 @@ def test_the_checksums_of_ranks_and_groups_add_up(serve: Serve, make: Make) -> N
 
 def test_of_ranks_with_the_same_head_one_stores_it_and_each_its_own_state(serve: Serve, make: Make) -> None:
     served, heads = serve(), 1
-    spec = make_spec(ranks=2, heads=heads)
+    spec = hybrid_spec(ranks=2, heads=heads)
     offsets = [0, spec.part_bytes(0), spec.part_bytes(0) + spec.part_bytes(1)]
     sums = dict.fromkeys(offsets, 0)
     for rank in range(2):

@@ -21,7 +21,7 @@ from lmkv import rpc
 from lmkv.config import ConnectorConfig, load
 from lmkv.errors import ConfigError
 from lmkv.keys import ChunkKey, join_keys
-from lmkv.spec import NATIVE_TILES, KvSpec
+from lmkv.spec import KvSpec
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_client.engine.attachment import Attachment
 from lmkv_client.engine.node import connection
@@ -29,20 +29,10 @@ from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
 from lmkv_client.engine.node.connection import next_message
 from tests.attach import Heard, acts
 from tests.client.engine.nodes import connector_config, is_running, kill, kill_all, node_pid, until
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS
 
-SPEC = KvSpec(
-    model_name="small",
-    model_id="small",
-    kv_dtype="float32",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=8,
-    chunk_size=32,
-    format=NATIVE_TILES,
-    tile_backend="TEST",
-    block_size=16,
-)
+SPEC = small_spec(model_id="small", vocab_size=0)
 
 MakeLink = Callable[..., NodeClient]
 

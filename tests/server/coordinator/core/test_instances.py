@@ -10,16 +10,9 @@ from lmkv.errors import Full, InstanceIdInUse, InstanceNotFound, ModelAmbiguous,
 from lmkv.spec import KvSpec
 from lmkv_server.coordinator.core.instances import RETRY_SECONDS, Budget, Instances
 from lmkv_server.coordinator.core.models import InstanceInfo, SpecConflict
+from tests.support.specs import make_spec
 
-LLAMA = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=256,
-)
+LLAMA = make_spec(model_name="llama", model_id="llama@1", kv_dtype="bfloat16", head_size=64, chunk_size=256)
 LLAMA_FLOAT = dataclasses.replace(LLAMA, kv_dtype="float32")
 QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1")
 

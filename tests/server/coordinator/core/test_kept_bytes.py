@@ -25,9 +25,10 @@ from lmkv_server.coordinator.operations import pins
 from lmkv_server.coordinator.operations.orders import MAX_PENDING_BYTES
 from lmkv_server.coordinator.operations.pins import MAX_PINS
 from lmkv_server.coordinator.services.registry import MAX_CHANGES, MAX_STATS_BYTES, MAX_TIERS
-from tests.server.coordinator.cases import KEYS, LLAMA
+from tests.server.coordinator.cases import KEYS
 from tests.server.coordinator.scripted_instance import Make
 from tests.support.node_stub import registration
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, until
 
 

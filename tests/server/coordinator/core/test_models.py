@@ -19,16 +19,9 @@ from lmkv_server.coordinator.core.models import (
     Models,
     Namespace,
 )
+from tests.support.specs import make_spec
 
-LLAMA = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=256,
-)
+LLAMA = make_spec(model_name="llama", model_id="llama@1", kv_dtype="bfloat16", head_size=64, chunk_size=256)
 QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1")
 SQL = ServedModel(name="sql", fingerprint=LLAMA.fingerprint, lora_identity="sql@1")
 

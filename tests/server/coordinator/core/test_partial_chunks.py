@@ -14,7 +14,7 @@ from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from lmkv_server.coordinator.core.layout_map import MAX_LOST, Change, LayoutMap, MatchRun
 from lmkv_server.coordinator.core.match import keys_with_tail, match_of, prefixes, with_tails
 from lmkv_server.coordinator.registry.selection import SelectedChunks
-from tests.server.coordinator.cases import LLAMA
+from tests.support.specs import LLAMA
 
 HOST, DISK = 2, 3
 SIZE = 4

@@ -17,8 +17,8 @@ from lmkv.keys import ChunkKey, digest, join_keys
 from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv.v1 import registry_service_pb2 as pb
-from tests.server.coordinator.cases import LLAMA
 from tests.support.node_stub import NodeStub, registration
+from tests.support.specs import LLAMA
 
 PART = 500
 """Chunks in each part of a snapshot."""

@@ -31,7 +31,7 @@ from lmkv_server.coordinator.layout_store.publication import Backlog, PendingEnt
 from lmkv_server.coordinator.layout_store.records import SHARD_COUNT, ChunkOwner
 from lmkv_server.coordinator.layout_store.session import Publisher
 from lmkv_server.coordinator.layout_store.valkey_client import TERM_SECONDS, UNUSED_SECONDS
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT
 from tests.server.coordinator.layout_store.parts import (
     chunks_of,
     connected,
@@ -44,6 +44,7 @@ from tests.server.coordinator.layout_store.parts import (
 from tests.server.coordinator.layout_store.scripted_node import ScriptedNode
 from tests.support.node_stub import NodeStub, registration
 from tests.support.redis_server import RedisServer
+from tests.support.specs import LLAMA
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 

@@ -19,9 +19,10 @@ from lmkv.v1.cache_service_pb2 import ClearProgress, ClearRequest, ClearResult, 
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import clears
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, QWEN, keys_of
+from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT, QWEN, keys_of
 from tests.server.coordinator.scripted_instance import Make, unpacked, until
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS
 
 

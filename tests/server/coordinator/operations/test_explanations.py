@@ -20,10 +20,11 @@ from lmkv.v1.chunk_pb2 import (
     RequestReport,
 )
 from lmkv_server.coordinator.operations import explanations
-from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT, QWEN, keys_of
+from tests.server.coordinator.cases import KEYS, PROMPT, QWEN, keys_of
 from tests.server.coordinator.guarded import guarded, token_of
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 
 
 async def explain(cache: Any, **fields: Any) -> list[InstanceExplanation]:

@@ -13,9 +13,10 @@ from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.v1 import chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse
-from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT, keys_of
+from tests.server.coordinator.cases import KEYS, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 
 
 async def hint(cache: Any, action: int = chunk_pb2.HINT_ACTION_PIN, **fields: Any) -> HintResponse:

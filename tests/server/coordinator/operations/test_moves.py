@@ -27,10 +27,11 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import moves
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, LLAMA_FLOAT, PROMPT, keys_of
+from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA_FLOAT, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked, until
 from tests.support.node_stub import registration
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 
 
 class Asker:

@@ -27,10 +27,11 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import PinnedChunks, Position
 from lmkv_server.coordinator.operations import drains
-from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
+from tests.server.coordinator.cases import HYBRID, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, unpacked
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 
 ITEMS = items(4)
 OLDER = [item(WINDOW, 0), item(WINDOW, 1), item(STATE, 1)]

@@ -20,9 +20,10 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.chunk_pb2 import PinnedChunks, Position
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import pins
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA, PROMPT, keys_of
+from tests.server.coordinator.cases import CHUNKS, KEYS, PROMPT, keys_of
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 
 
 async def pin(cache: Any, instance_id: str = "a", **fields: Any) -> PinnedChunks:

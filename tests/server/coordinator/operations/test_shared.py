@@ -28,10 +28,10 @@ from lmkv_server.coordinator.coordinator import Coordinator as CoordinatorServer
 from lmkv_server.coordinator.operations import shared
 from lmkv_server.coordinator.operations.operations import Operation, to_proto
 from lmkv_server.coordinator.operations.shared import RecordSeal
-from tests.server.node.cases import small_spec
 from tests.server.node.engine_client import EngineClient
 from tests.support.nodes import NodeProcesses
 from tests.support.redis_server import RedisServer
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually
 
 SPEC = small_spec()

@@ -11,23 +11,15 @@ import pytest
 from lmkv.errors import BadChunkKey, BadMessage, Full, InstanceNotFound, ResyncRequired, StaleEpoch
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, TierDigest
 from lmkv.keys import ChunkKey, digest, join_keys
-from lmkv.spec import KvSpec
 from lmkv.tiers import HOST
 from lmkv_kernels import ChunkTable
 from lmkv_server.coordinator.core.instances import JoinAdmission
 from lmkv_server.coordinator.core.models import InstanceInfo
 from lmkv_server.coordinator.layout_store.records import MARKER
 from lmkv_server.coordinator.registry.registry import Registry, ReportStream
+from tests.support.specs import make_spec
 
-SPEC = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=256,
-)
+SPEC = make_spec(model_name="llama", model_id="llama@1", kv_dtype="bfloat16", head_size=64, chunk_size=256)
 KEYS = [ChunkKey(sha256(bytes([i])).digest()[:16]) for i in range(8)]
 
 

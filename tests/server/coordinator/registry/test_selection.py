@@ -10,7 +10,7 @@ from lmkv.rpc.messages import by_tokens
 from lmkv_server.coordinator.core.layout_map import LayoutMap
 from lmkv_server.coordinator.core.models import InstanceInfo, Models
 from lmkv_server.coordinator.registry.selection import SHORT_KEYS, Selector
-from tests.server.coordinator.cases import LLAMA
+from tests.support.specs import LLAMA
 
 SPEC = replace(LLAMA, chunk_size=1)
 

@@ -34,9 +34,10 @@ from lmkv_server.coordinator.http.tokenizers import Tokenizers
 from lmkv_server.coordinator.services.layout_watch import MAX_WATCHERS_PER_CLIENT
 from lmkv_server.coordinator.services.services import SERVICE_NAMES, Services, Tenants
 from lmkv_server.http.guard import HostGuard
-from tests.server.coordinator.cases import KEYS, LLAMA
+from tests.server.coordinator.cases import KEYS
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
 from tests.support.node_stub import registration
+from tests.support.specs import LLAMA
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 

@@ -37,9 +37,10 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES
 from lmkv_server.coordinator.services.lookups import MAX_ANSWERS
-from tests.server.coordinator.cases import LLAMA, LLAMA_FLOAT, PROMPT, QWEN, keys_of
+from tests.server.coordinator.cases import LLAMA_FLOAT, PROMPT, QWEN, keys_of
 from tests.support.node_stub import registration
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 
 ROOT = root_key(LLAMA.fingerprint, secret=b"hush")
 

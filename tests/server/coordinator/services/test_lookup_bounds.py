@@ -22,9 +22,10 @@ from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES, MAX_WAITING
-from tests.server.coordinator.cases import HYBRID, KEYS, LLAMA, PROMPT, keys_of
+from tests.server.coordinator.cases import HYBRID, KEYS, PROMPT, keys_of
 from tests.server.coordinator.guarded import Guarded, guarded, token_of
 from tests.support.node_stub import registration
+from tests.support.specs import LLAMA
 
 LONG = LookupRequest(prompt=by_tokens(range(65_000), model_name="attacked"))
 

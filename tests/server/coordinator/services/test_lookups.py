@@ -13,8 +13,9 @@ from lmkv.internal.v1.lookup_service_pb2_grpc import LookupServiceStub
 from lmkv.keys import join_keys
 from lmkv.rpc.error_status import from_rpc_error, from_status
 from lmkv_server.coordinator.services.lookups import MAX_ALTERNATIVES
-from tests.server.coordinator.cases import LLAMA, PROMPT, QWEN, keys_of
+from tests.server.coordinator.cases import PROMPT, QWEN, keys_of
 from tests.server.coordinator.services.test_cache import ROOT, holds
+from tests.support.specs import LLAMA
 
 
 @pytest.fixture

@@ -21,8 +21,9 @@ from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.operations import operations as core
 from lmkv_server.coordinator.operations import operations as operations_module
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
+from tests.server.coordinator.cases import CHUNKS, KEYS
 from tests.server.coordinator.scripted_instance import Make
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, eventually
 
 

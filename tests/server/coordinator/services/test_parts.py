@@ -20,10 +20,11 @@ from lmkv.tiers import DISK, HOST
 from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse, LookupStreamRequest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.registry.selection import MAX_SELECTED_KEYS
-from tests.server.coordinator.cases import HYBRID, LLAMA, MISTRAL, keys_of
+from tests.server.coordinator.cases import HYBRID, MISTRAL, keys_of
 from tests.server.coordinator.parted import FULL, KEYS, PROMPT, STATE, WINDOW, item, items
 from tests.server.coordinator.scripted_instance import Make
 from tests.support.prompts import with_prompt
+from tests.support.specs import LLAMA
 from tests.waiting import eventually
 
 

@@ -55,19 +55,11 @@ from lmkv_server.coordinator.services.registry import (
 from tests.server.coordinator.cases import CHUNKS
 from tests.server.coordinator.scripted_instance import Make
 from tests.support.node_stub import NodeStub, registration
+from tests.support.specs import LLAMA
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 CLOCK_SECONDS = 1.0
 """How far two readings of the clocks may be apart."""
-LLAMA = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=16,
-)
 KEY = b"sixteen bytes id"
 HELD = [ChunkChange(tier=HOST, fingerprint=LLAMA.fingerprint, admitted_keys=KEY)]
 

@@ -36,9 +36,10 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.chunk_pb2 import HINT_ACTION_EVICT, HINT_OUTCOME_ACCEPTED, Position
 from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, ListInstancesRequest
 from lmkv_server.coordinator.services.cache import CacheService
-from tests.server.coordinator.cases import KEYS, LLAMA, PROMPT
+from tests.server.coordinator.cases import KEYS, PROMPT
 from tests.server.coordinator.guarded import ENTRIES, Guarded, guarded, token_of
 from tests.support.node_stub import registration
+from tests.support.specs import LLAMA
 from tests.support.tokens import entry
 
 BY_TOKENS = LookupRequest(prompt=by_tokens(PROMPT))

@@ -16,8 +16,8 @@ from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import CacheEvents, Losses, PartialChunks
 from lmkv_server.node.cache.host import Chunk, HostTier
-from tests.server.node.cases import small_spec
 from tests.server.node.hybrid_engine import HYBRID
+from tests.support.specs import small_spec
 
 SPEC = small_spec(chunk_size=4, block_size=4)
 OTHER = small_spec(chunk_size=4, block_size=4, model_id="other")

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmkv.errors import BadMessage, BadSelection, ChunkNotFound, Full, PinNotFound
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.pins import MAX_ENDED, MAX_ID_BYTES, MAX_PINS, MAX_TTL_SECONDS, Pins
-from tests.server.node.cases import admit, chunk_key, chunk_keys, clear, small_spec
+from tests.server.node.cases import admit, chunk_key, chunk_keys, clear
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CHUNKS = 6

@@ -20,9 +20,10 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.events import CachedChunk
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.commands.runner import OrderRunner
-from tests.server.node.cases import admit, small_spec
+from tests.server.node.cases import admit
 from tests.server.node.ordering import until
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
+from tests.support.specs import small_spec
 
 KEYS = keys_of(16)
 GIVER = "coordinator:9000"

@@ -8,7 +8,7 @@ import grpc
 
 from lmkv_server.node.node import Node
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE
-from tests.server.node.cases import small_spec
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CAPACITY = 30

@@ -21,9 +21,10 @@ from lmkv_server.node.engines import attach_socket, outbox
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
 from tests.attach import events, request
-from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import SPEC
+from tests.support.specs import small_spec
 from tests.waiting import until
 
 SECONDS = 40.0

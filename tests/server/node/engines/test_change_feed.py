@@ -15,9 +15,10 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.engines.outbox import MAX_CHANGES, MAX_KEYS, ChangeFeed, TierKey
 from lmkv_server.node.node import Node
 from tests.attach import events
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import CAPACITY, LIMIT
+from tests.support.specs import small_spec
 from tests.waiting import eventually
 
 

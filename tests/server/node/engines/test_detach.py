@@ -98,7 +98,8 @@ from lmkv import rpc
 from lmkv.pool.socket import attach
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.engine_service_pb2_grpc import EngineServiceStub
-from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.cases import (chunk_keys)
+from tests.support.specs import small_spec
 from lmkv.keys import join_keys
 
 async def main():

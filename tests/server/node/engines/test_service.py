@@ -29,9 +29,10 @@ from lmkv.v1.registry_service_pb2 import SpecConflict
 from lmkv_server.node.engines import service as engine_service
 from lmkv_server.node.node import Node
 from tests.attach import acts, request
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.engine_client import EngineClient, absent_count
 from tests.server.node.engines.pool_checks import CAPACITY, LIMIT, SPEC, is_clean, unlimited
+from tests.support.specs import small_spec
 from tests.waiting import until
 
 

@@ -13,7 +13,7 @@ from lmkv_server.node.engines.stream import ACTS_AT_ONCE, EngineStream
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
-from tests.server.node.cases import small_spec
+from tests.support.specs import small_spec
 
 
 def make_stream() -> EngineStream:

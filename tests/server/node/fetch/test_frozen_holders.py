@@ -19,8 +19,9 @@ from lmkv_client.demo.process import ServerProcess
 from lmkv_kernels import checksum
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.cases import chunk_keys
 from tests.server.node.engine_client import EngineClient
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually, is_listening
 
 SPEC = small_spec(head_size=1024)

@@ -10,7 +10,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.handoff.device_buffer import DeviceBuffers, WorkerRead
 from lmkv_server.node.sessions.sessions import EngineSessions
-from tests.server.node.cases import small_spec
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 SIZE = 16 * SPEC.chunk_bytes

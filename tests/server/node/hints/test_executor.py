@@ -19,8 +19,9 @@ from lmkv.runtime.places import most_of, requester
 from lmkv.v1 import cache_service_pb2_grpc, chunk_pb2
 from lmkv.v1.cache_service_pb2 import HintRequest, HintResponse, ListPinsRequest, UnpinRequest
 from lmkv_server.node.hints.executor import MAX_TASKS, BackgroundTasks, carry_out
-from tests.server.node.cases import chunk_keys, small_spec
+from tests.server.node.cases import chunk_keys
 from tests.server.node.test_node_fleet import TwoNodes
+from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 SPEC = small_spec()

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.hints.retentions import Retentions
-from tests.server.node.cases import admit, chunk_key, small_spec
+from tests.server.node.cases import admit, chunk_key
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CHUNKS = 8

@@ -17,8 +17,9 @@ from lmkv_server.node.cache.events import CacheEvents, Losses
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.lookup.found import Diagnosis, MissedRun
 from lmkv_server.node.tiers.base import SecondaryTier
-from tests.server.node.cases import hashed_keys, small_spec
+from tests.server.node.cases import hashed_keys
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
+from tests.support.specs import small_spec
 
 KEYS = hashed_keys(*range(8))
 NOW = 1_000.0

@@ -24,9 +24,10 @@ from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.fleet import membership
 from lmkv_server.node.node import Node
-from tests.server.node.cases import chunk_key, small_spec
+from tests.server.node.cases import chunk_key
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.whole_nodes import SPEC, store
+from tests.support.specs import small_spec
 from tests.support.tokens import entry, write
 from tests.waiting import WAIT_SECONDS
 

@@ -14,9 +14,10 @@ from lmkv.v1.chunk_pb2 import Extent
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.sessions.session import HOLD_SHARE, MAX_EXTENTS, EngineSession
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE, MAX_CREDITS, EngineSessions
-from tests.server.node.cases import admit, chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import admit, chunk_key, chunk_keys
 from tests.server.node.hybrid_engine import HYBRID, PROMPT, item_key
 from tests.server.node.pool_lookups import open_lookup
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 CAPACITY = 12

@@ -26,16 +26,9 @@ from lmkv.v1 import chunk_pb2
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.proxy.routing import key_lookup
 from lmkv_server.proxy.routing.key_lookup import MAX_NAMESPACES, GrowingChains, Namespaces, ServedNamespace
+from tests.support.specs import make_spec
 
-SPEC = KvSpec(
-    model_name="llama",
-    model_id="llama@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=16,
-)
+SPEC = make_spec(model_name="llama", model_id="llama@1", kv_dtype="bfloat16", head_size=64, chunk_size=16)
 TOKENS = as_tokens(range(40))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from lmkv.spec import KvSpec
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES
 from tests.server.coordinator.cases import keys_of
@@ -19,18 +18,12 @@ from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.pd.test_prefill_decode import CHAT, COMPLETIONS, alone, answer_of, chat, completion
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
+from tests.support.specs import make_spec
 
 __all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
-SPEC = KvSpec(
-    model_name=MODEL,
-    model_id="scripted@1",
-    kv_dtype="bfloat16",
-    layer_count=2,
-    kv_head_count=2,
-    head_size=64,
-    chunk_size=16,
-    vocab_size=257,
+SPEC = make_spec(
+    model_name=MODEL, model_id="scripted@1", kv_dtype="bfloat16", head_size=64, chunk_size=16, vocab_size=257
 )
 PROMPT = "a prompt of which one node holds four chunks already, and more"
 

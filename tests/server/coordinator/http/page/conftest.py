@@ -14,9 +14,10 @@ from lmkv.internal.v1.report_service_pb2 import ChunkChange
 from lmkv.tiers import DISK, HOST
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
+from tests.server.coordinator.cases import CHUNKS, KEYS
 from tests.server.coordinator.http.page.visitor import GIB, Visitor, report
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
+from tests.support.specs import LLAMA
 
 
 def arguments() -> dict[str, Any]:

@@ -25,8 +25,8 @@ from lmkv_server.coordinator.core.history import MAX_SAMPLES, PERIOD_SECONDS
 from lmkv_server.coordinator.core.instances import Instance
 from lmkv_server.coordinator.core.models import InstanceInfo, ReportedStats, ReportedTier, ReportedTraffic
 from lmkv_server.coordinator.services.services import Services
-from tests.server.coordinator.cases import LLAMA
 from tests.server.coordinator.http.page.conftest import arguments
+from tests.support.specs import LLAMA
 
 GIB = 1 << 30
 CHUNK_BYTES = 9 << 20

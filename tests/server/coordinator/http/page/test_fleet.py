@@ -22,7 +22,7 @@ from lmkv_server import http as shared
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.coordinator.core.history import History
 from lmkv_server.coordinator.http.app import STATIC
-from tests.server.coordinator.cases import CHUNKS, HYBRID, KEYS, LLAMA, LLAMA_FLOAT
+from tests.server.coordinator.cases import CHUNKS, HYBRID, KEYS, LLAMA_FLOAT
 from tests.server.coordinator.http.page.visitor import (
     GIB,
     NAMES,
@@ -35,6 +35,7 @@ from tests.server.coordinator.http.page.visitor import (
     start_copy,
 )
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance, until
+from tests.support.specs import LLAMA
 
 
 async def test_every_file_of_the_page_is_served_without_caching(http: httpx.AsyncClient) -> None:

@@ -14,9 +14,10 @@ from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import ClearRequest
 from lmkv.v1.registry_service_pb2 import TierUsage
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.cases import CHUNKS, KEYS, LLAMA
+from tests.server.coordinator.cases import CHUNKS, KEYS
 from tests.server.coordinator.http.page.visitor import GIB, NAMES, Visitor, look_up, report, rounds, start_copy
 from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
+from tests.support.specs import LLAMA
 
 
 async def test_the_page_recovers_when_the_coordinator_comes_back(

@@ -17,7 +17,7 @@ import pytest
 from lmkv_server.node.tiers.disk import folder as disk_folder
 from lmkv_server.node.tiers.disk.folder import PlainIo
 from lmkv_server.node.tiers.disk.tier import DiskTier
-from tests.server.node.cases import chunk_key, chunk_keys, small_spec
+from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import (
     CHUNK_BYTES,
     WAIT_SECONDS,
@@ -28,6 +28,7 @@ from tests.server.node.disk_parts import (
     until,
 )
 from tests.support.small_tmpfs import on_small_tmpfs
+from tests.support.specs import small_spec
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from lmkv_server.node.tiers.remote.store import (
     parse_header,
     spec_root,
 )
-from tests.server.node.cases import chunk_key, small_spec
+from tests.server.node.cases import chunk_key
+from tests.support.specs import small_spec
 
 SPEC = small_spec()
 KEYS = st.binary(min_size=16, max_size=16).map(ChunkKey)
