@@ -193,7 +193,7 @@ class ScriptedNode:
         self.fetches.clear()
         self.unanswered.clear()
 
-    def let_go(self) -> None:
+    def release_orphans(self) -> None:
         """Every worker has let go of the pool that it mapped for an earlier attachment."""
         for ticket in self.orphans:
             self._unhold(ticket)

@@ -212,7 +212,7 @@ class SimulatedEngine:
         results = [self._work(worker, plan, output) for worker in self.workers]
         if plan.attachment != self._attachment and plan.attachment:
             self._attachment = plan.attachment
-            self.node.let_go()
+            self.node.release_orphans()
         self.during_step()
         result = self._aggregator.aggregate(results)
         assert result is not None

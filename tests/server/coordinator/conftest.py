@@ -1,42 +1,18 @@
-"""A coordinator and stubs that call it."""
+"""Stubs that call a coordinator, and a fleet whose coordinator asks for tokens."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from lmkv import rpc
-from lmkv.config import CoordinatorConfig
-from lmkv.config.kinds import OFF
-from lmkv.spec import KvSpec
 from lmkv.v1 import cache_service_pb2_grpc
 from lmkv_server.coordinator.coordinator import Coordinator
-from tests.server.coordinator.scripted_instance import Make, ScriptedInstance
+from tests.server.coordinator.guarded import Guarded, guarded
 from tests.support.node_stub import NodeStub
-from tests.support.specs import LLAMA
-
-
-@pytest.fixture
-def lease_ttl() -> float:
-    """Long enough for any test that does not report; tests of leases parametrize it."""
-    return 30.0
-
-
-@pytest.fixture
-async def coordinator(lease_ttl: float) -> AsyncIterator[Coordinator]:
-    async with Coordinator(
-        CoordinatorConfig(port=0, http_port=OFF, lease_ttl=lease_ttl, cluster_secret="hush")
-    ) as serving:
-        yield serving
-
-
-@pytest.fixture
-async def channel(coordinator: Coordinator) -> AsyncIterator[grpc.aio.Channel]:
-    async with rpc.open_channel(coordinator.address) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -57,13 +33,7 @@ def cache(channel: grpc.aio.Channel) -> Any:
 
 
 @pytest.fixture
-def make(channel: grpc.aio.Channel) -> Make:
-    """Makes instances that know each other; enter them to join."""
-    fleet: dict[str, ScriptedInstance] = {}
-
-    def make_instance(
-        name: str, chunks: Any = (), spec: KvSpec = LLAMA, served: dict[str, str] | None = None
-    ) -> ScriptedInstance:
-        return ScriptedInstance(channel, fleet, name, spec, chunks, served)
-
-    return make_instance
+async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
+    """A coordinator that asks for tokens, with tenants; tests add instances."""
+    async with guarded(tmp_path) as made:
+        yield made

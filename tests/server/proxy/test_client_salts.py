@@ -14,14 +14,11 @@ from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES
 from tests.server.coordinator.cases import keys_of
-from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.routing.test_route import SPEC
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
 from tests.support.tokens import entry, write
-
-__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
 SECRET = "hush"
 TEXT = "the prompt of team a, which is long enough for three chunks of sixteen"

@@ -35,7 +35,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 BODY = {"model": MODEL, "prompt": "Write me a story", "max_tokens": 100, "ignore_eos": True}
 
 
-def said(log: Path) -> str:
+def text_of(log: Path) -> str:
     """What the process has logged so far."""
     return log.read_text(encoding="utf-8")
 
@@ -50,9 +50,9 @@ async def started(log: Path, *arguments: object) -> AsyncIterator[tuple[subproce
     """The process and its URL."""
     process = start(log, *arguments)
     try:
-        await until(lambda: "ready on" in said(log) or process.poll() is not None)
-        ready = re.search(r"lmkv proxy ready on (\S+)", said(log))
-        assert ready, said(log)
+        await until(lambda: "ready on" in text_of(log) or process.poll() is not None)
+        ready = re.search(r"lmkv proxy ready on (\S+)", text_of(log))
+        assert ready, text_of(log)
         yield process, ready[1]
     finally:
         process.kill()
@@ -72,12 +72,12 @@ async def test_the_manuals_command_line_works_and_ends_cleanly(
         started(log, *manual) as (process, url),
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client,
     ):
-        await until(lambda: said(log).count(" is healthy, ") == 2)
+        await until(lambda: text_of(log).count(" is healthy, ") == 2)
         answer = (await client.post("/v1/completions", json=BODY)).json()
         assert answer["usage"]["completion_tokens"] == 100
         process.send_signal(number)
         await until(lambda: process.poll() is not None)
-    lines = said(log)
+    lines = text_of(log)
     assert process.returncode == 0, lines
     assert "Traceback" not in lines
     assert f"stopping: {number.name} from process {os.getpid()} (" in lines
@@ -94,7 +94,7 @@ async def test_it_routes_by_its_flags(tmp_path: Path, prefiller: ScriptedEngine,
         started(log, "--port", 0, *flags) as (_, url),
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client,
     ):
-        await until(lambda: said(log).count(" is healthy, ") == 2)
+        await until(lambda: text_of(log).count(" is healthy, ") == 2)
         for _ in range(4):
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
     assert (len(prefiller.asked), len(decoder.asked)) == (2, 2)

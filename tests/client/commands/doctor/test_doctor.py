@@ -32,7 +32,7 @@ from tests.support.specs import LLAMA
 Capture = pytest.CaptureFixture[str]
 
 
-def the_only(findings: Iterator[Finding]) -> tuple[str, str]:
+def only_finding(findings: Iterator[Finding]) -> tuple[str, str]:
     """Level and text of the one finding there is."""
     (finding,) = findings
     return finding.level, finding.text
@@ -60,16 +60,18 @@ def running_node(node: NodeConfig) -> Iterator[NodeConfig]:
 
 
 def test_a_pool_that_fits_is_fine(node: NodeConfig) -> None:
-    level, text = the_only(check_memory(node))
+    level, text = only_finding(check_memory(node))
     assert level == "ok"
     assert text.startswith("max_local_cpu_size is 10.2 MiB, this machine and its cgroup can give ")
 
 
 def test_a_pool_that_does_not_fit_fails_with_the_key(tmp_path: Path) -> None:
-    level, text = the_only(check_memory(NodeConfig(max_local_cpu_size=1_000_000)))
+    level, text = only_finding(check_memory(NodeConfig(max_local_cpu_size=1_000_000)))
     assert level == "fail"
     assert text.endswith("; set max_local_cpu_size to less")
-    level, text = the_only(check_memory(NodeConfig(max_local_cpu_size=1_000_000, pool_path=str(tmp_path / "a/pool"))))
+    level, text = only_finding(
+        check_memory(NodeConfig(max_local_cpu_size=1_000_000, pool_path=str(tmp_path / "a/pool")))
+    )
     assert level == "fail"
     assert str(tmp_path) in text or "this machine" in text
 
@@ -82,17 +84,20 @@ def test_the_pool_that_an_earlier_life_has_left_is_there_for_the_next(
     path.write_bytes(b"x" * (16 << 20))
     for persist_pool, expected in ((True, "ok"), (False, "fail")):
         kept = NodeConfig(max_local_cpu_size=0.01, pool_path=str(path), persist_pool=persist_pool, instance_id="kept")
-        assert the_only(check_memory(kept))[0] == expected
+        assert only_finding(check_memory(kept))[0] == expected
 
 
 def test_the_memory_and_the_port_of_the_own_node_are_its_own(running_node: NodeConfig) -> None:
-    assert the_only(check_memory(running_node)) == ("ok", "the node lmkv-1 is running and has 10.2 MiB")
-    assert the_only(check_peer_port(running_node)) == ("ok", "the node lmkv-1 is running and has it")
+    assert only_finding(check_memory(running_node)) == ("ok", "the node lmkv-1 is running and has 10.2 MiB")
+    assert only_finding(check_peer_port(running_node)) == ("ok", "the node lmkv-1 is running and has it")
 
 
 def test_a_folder_that_cannot_hold_sockets_fails(tmp_path: Path, node: NodeConfig) -> None:
-    assert the_only(check_folder(node)) == ("ok", f"engine and node connect in {node.runtime_dir}/lmkv-1/engine.sock")
-    level, text = the_only(check_folder(NodeConfig(runtime_dir=str(tmp_path / ("x" * 100)))))
+    assert only_finding(check_folder(node)) == (
+        "ok",
+        f"engine and node connect in {node.runtime_dir}/lmkv-1/engine.sock",
+    )
+    level, text = only_finding(check_folder(NodeConfig(runtime_dir=str(tmp_path / ("x" * 100)))))
     assert level == "fail"
     assert "set a shorter runtime_dir or instance_id" in text
 
@@ -106,8 +111,8 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_port_that_is_taken_fails_with_the_key(node: NodeConfig, taken_port: int) -> None:
-    assert the_only(check_peer_port(node)) == ("ok", "a free port on 127.0.0.1 will be selected")
-    level, text = the_only(check_peer_port(NodeConfig(p2p_port=taken_port)))
+    assert only_finding(check_peer_port(node)) == ("ok", "a free port on 127.0.0.1 will be selected")
+    level, text = only_finding(check_peer_port(NodeConfig(p2p_port=taken_port)))
     assert level == "fail"
     assert text.startswith(
         f"{taken_port} on 127.0.0.1 cannot be bound (Address already in use); set p2p_port to a free"
@@ -115,10 +120,10 @@ def test_a_port_that_is_taken_fails_with_the_key(node: NodeConfig, taken_port: i
 
 
 def test_an_address_of_another_machine_fails_with_the_key() -> None:
-    level, text = the_only(check_peer_port(NodeConfig(p2p_host="192.0.2.1")))
+    level, text = only_finding(check_peer_port(NodeConfig(p2p_host="192.0.2.1")))
     assert level == "fail"
     assert "set p2p_host to an address of this machine" in text
-    level, text = the_only(check_peer_port(NodeConfig(p2p_host="nowhere.invalid")))
+    level, text = only_finding(check_peer_port(NodeConfig(p2p_host="nowhere.invalid")))
     assert level == "fail"
     assert text.endswith("; set p2p_host")
 
@@ -137,17 +142,17 @@ def test_each_port_of_a_coordinator_is_tried(taken_port: int) -> None:
 def test_what_is_not_wanted_is_not_checked() -> None:
     config = NodeConfig(local_cpu=False, enable_p2p=False)
     for check in (check_memory, check_peer_port, check_transfer):
-        level, text = the_only(check(config))
+        level, text = only_finding(check(config))
         assert level == "ok"
         assert text.startswith("not needed")
 
 
 def test_this_host_makes_the_golden_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert the_only(check_keys())[0] == "ok"
+    assert only_finding(check_keys())[0] == "ok"
     vectors = json.loads((Path(__file__).parents[3] / "lmkv/golden_keys.json").read_text())["chains"]
     assert any(vector["keys"] == list(fleet_checks.GOLDEN_KEYS) for vector in vectors)
     monkeypatch.setattr(fleet_checks, "GOLDEN_KEYS", ("00" * 16, "11" * 16))
-    assert the_only(check_keys())[0] == "fail"
+    assert only_finding(check_keys())[0] == "fail"
 
 
 # --- Transfer ----------------------------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ def test_a_backend_that_does_not_start_fails_with_what_nixl_says(
     backends: tuple[str, ...], ucx_tls: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", ucx_tls)
-    level, text = the_only(check_transfer(NodeConfig(transfer_channel="nixl", nixl_backends=backends)))
+    level, text = only_finding(check_transfer(NodeConfig(transfer_channel="nixl", nixl_backends=backends)))
     assert level == "fail"
     assert message in text
 
@@ -191,7 +196,7 @@ def test_a_backend_that_does_not_start_fails_with_what_nixl_says(
 def test_channels_are_tried_where_the_node_would_open_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     monkeypatch.chdir("/proc")  # where no file can be created
-    level, text = the_only(check_transfer(NodeConfig(transfer_channel="tcp", runtime_dir=str(tmp_path))))
+    level, text = only_finding(check_transfer(NodeConfig(transfer_channel="tcp", runtime_dir=str(tmp_path))))
     assert (level, text[:11]) == ("ok", "tcp started")
     assert list(tmp_path.iterdir()) == []
 
@@ -220,7 +225,7 @@ def certificate(folder: Path, days: float) -> CoordinatorConfig:
     ],
 )
 def test_certificates_are_checked_for_their_expiry(days: float, level: str, message: str, tmp_path: Path) -> None:
-    found, text = the_only(check_tls(certificate(tmp_path, days)))
+    found, text = only_finding(check_tls(certificate(tmp_path, days)))
     assert found == level
     assert message in text
 
@@ -233,8 +238,8 @@ def test_certificates_of_the_far_future_and_of_authorities_are_read(tmp_path: Pa
 
 
 def test_no_tls_is_said_and_files_that_are_none_fail(tmp_path: Path) -> None:
-    assert the_only(check_tls(ConnectorConfig())) == ("ok", "not configured: the control plane is not encrypted")
-    level, text = the_only(check_tls(ConnectorConfig(tls_ca=str(tmp_path / "nowhere.pem"))))
+    assert only_finding(check_tls(ConnectorConfig())) == ("ok", "not configured: the control plane is not encrypted")
+    level, text = only_finding(check_tls(ConnectorConfig(tls_ca=str(tmp_path / "nowhere.pem"))))
     assert level == "fail"
     assert text.startswith("tls_ca: cannot read ")
 

@@ -14,7 +14,7 @@ from lmkv_kernels.cuda import NoCompiler, NoCuda, images, nvcc, nvrtc
 from tests.kernels.emulation import emulated_driver
 
 
-def said(config: ConnectorConfig) -> list[tuple[str, str, str]]:
+def findings_of(config: ConnectorConfig) -> list[tuple[str, str, str]]:
     return [(finding.check, finding.level, finding.text) for finding in (*check_pool(config), *check_kernels(config))]
 
 
@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def cuda_lines(folder: Path) -> list[tuple[str, str]]:
-    return [(level, text) for check, level, text in said(config(folder)) if check == "cuda"]
+    return [(level, text) for check, level, text in findings_of(config(folder)) if check == "cuda"]
 
 
 def test_it_says_what_the_host_copies_with_and_why_not_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_it_says_what_the_host_copies_with_and_why_not_a_gpu(tmp_path: Path, mon
         raise NoCuda("no CUDA driver: libcuda.so.1 is missing")
 
     monkeypatch.setattr(cuda, "driver", none)
-    found = {check: (level, text) for check, level, text in said(config(tmp_path, copy_threads=3))}
+    found = {check: (level, text) for check, level, text in findings_of(config(tmp_path, copy_threads=3))}
     assert found["kernels"][1].startswith(f"host copies use {_host.isa()}, threads: up to 3, on ")
     assert found["cuda"] == (
         "ok",

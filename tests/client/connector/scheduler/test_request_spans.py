@@ -63,7 +63,7 @@ def engine(make_engine: MakeEngine, book: Book) -> SimulatedEngine:
     return engine
 
 
-def said(span: ReadableSpan) -> dict[str, object]:
+def attributes_of(span: ReadableSpan) -> dict[str, object]:
     return {name.removeprefix("lmkv."): value for name, value in (span.attributes or {}).items()}
 
 
@@ -71,14 +71,14 @@ def test_a_miss_is_a_lookup_that_found_nothing_and_no_error(make_engine: MakeEng
     engine = make_engine()
     engine.serve("a", PROMPT)
     lookup, store = book.take()
-    assert said(lookup) == {
+    assert attributes_of(lookup) == {
         "asked_tokens": len(PROMPT),
         "own_tokens": 0,
         "peer_instance_id": "",
         "miss_reasons": ("never_stored",),
     }
     assert lookup.status.is_unset
-    assert said(store) == {"stored_tokens": HELD}
+    assert attributes_of(store) == {"stored_tokens": HELD}
     assert store.parent is not None
     assert store.parent.span_id == lookup.get_span_context().span_id  # type: ignore[union-attr]
 
@@ -87,8 +87,8 @@ def test_a_hit_is_a_lookup_and_a_load_that_begins_after_it(engine: SimulatedEngi
     engine.serve("a", PROMPT)
     lookup, load = book.take()
     assert (lookup.name, load.name) == ("lmkv.lookup", "lmkv.load")
-    assert said(lookup)["own_tokens"] == said(load)["loaded_tokens"] == HELD
-    assert "peers_tokens" not in said(load)
+    assert attributes_of(lookup)["own_tokens"] == attributes_of(load)["loaded_tokens"] == HELD
+    assert "peers_tokens" not in attributes_of(load)
     assert load.status.is_unset
     assert load.start_time >= lookup.end_time  # type: ignore[operator]
 
@@ -98,7 +98,7 @@ def test_lookups_and_loads_report_their_sources(engine: SimulatedEngine, book: B
     engine.node.on_disk, engine.node.in_remote = 2, 1
     engine.serve("a", PROMPT)
     for span in (span for span in book.take() if span.name != "lmkv.store"):
-        tokens = [said(span).get(f"{tier}_tokens", 0) for tier in ("disk", "peers", "remote")]
+        tokens = [attributes_of(span).get(f"{tier}_tokens", 0) for tier in ("disk", "peers", "remote")]
         assert (span.name, tokens) == (span.name, [2 * CHUNK, HELD - 3 * CHUNK, CHUNK])
 
 
@@ -106,7 +106,7 @@ def test_a_missing_answer_is_a_timeout(engine: SimulatedEngine, book: Book) -> N
     engine.node.prompt = False
     engine.serve("a", PROMPT)
     (lookup, *_) = book.take()
-    assert said(lookup)["error.type"] == "timeout"
+    assert attributes_of(lookup)["error.type"] == "timeout"
     assert "lookup_timeout" in (lookup.status.description or "")
     engine.settle()
 
@@ -116,7 +116,7 @@ def test_a_request_that_goes_away_ends_its_lookup(engine: SimulatedEngine, book:
     engine.add("a", PROMPT)
     engine.abort("a")
     (lookup,) = book.take()
-    assert said(lookup)["error.type"] == "unanswered"
+    assert attributes_of(lookup)["error.type"] == "unanswered"
     engine.settle()
     assert book.take() == []
 
@@ -129,8 +129,8 @@ def test_a_short_load_is_reported_as_incomplete(engine: SimulatedEngine, book: B
     engine.node.fail()
     engine.run("a")
     lookup, load = (span for span in book.take() if span.name != "lmkv.store")
-    assert said(lookup)["peers_tokens"] == HELD
-    assert said(load)["error.type"] == "incomplete"
+    assert attributes_of(lookup)["peers_tokens"] == HELD
+    assert attributes_of(load)["error.type"] == "incomplete"
 
 
 @pytest.mark.parametrize("silent", [True, False])

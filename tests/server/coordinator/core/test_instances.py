@@ -17,13 +17,13 @@ LLAMA_FLOAT = dataclasses.replace(LLAMA, kv_dtype="float32")
 QWEN = dataclasses.replace(LLAMA, model_name="qwen", model_id="qwen@1")
 
 
-def said(instance_id: str = "a", epoch: int = 1, port: int = 1000, *specs: KvSpec) -> InstanceInfo:
+def info_of(instance_id: str = "a", epoch: int = 1, port: int = 1000, *specs: KvSpec) -> InstanceInfo:
     return InstanceInfo(instance_id=instance_id, epoch=epoch, peer_address=f"host:{port}", specs=specs)
 
 
 def test_an_instance_lives_as_long_as_its_lease() -> None:
     instances = Instances(lease_ttl=3)
-    instance = instances.register(said(), now=10)
+    instance = instances.register(info_of(), now=10)
     assert instances.expire(12.9) == []
     instances.renew(instance, now=12)
     assert instances.next_expiry() == 15
@@ -35,8 +35,8 @@ def test_an_instance_lives_as_long_as_its_lease() -> None:
 
 def test_leases_can_be_postponed_together() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said("a"), now=0)
-    instances.register(said("b"), now=1)
+    instances.register(info_of("a"), now=0)
+    instances.register(info_of("b"), now=1)
     instances.postpone(10)
     assert instances.expire(12.9) == []
     assert [instance.info.instance_id for instance in instances.expire(13)] == ["a"]
@@ -44,8 +44,8 @@ def test_leases_can_be_postponed_together() -> None:
 
 def test_registering_again_renews_and_takes_the_new_specs() -> None:
     instances = Instances(lease_ttl=3)
-    first = instances.register(said("a", 1, 1000, LLAMA), now=0)
-    again = instances.register(said("a", 1, 1000, QWEN), now=2)
+    first = instances.register(info_of("a", 1, 1000, LLAMA), now=0)
+    again = instances.register(info_of("a", 1, 1000, QWEN), now=2)
     assert again is first
     assert first.expire_time == 5
     assert instances.models.specs() == [QWEN]
@@ -54,9 +54,9 @@ def test_registering_again_renews_and_takes_the_new_specs() -> None:
 
 def test_a_newer_epoch_replaces_an_older_one() -> None:
     instances = Instances(lease_ttl=3)
-    old = instances.register(said(epoch=1), now=0)
+    old = instances.register(info_of(epoch=1), now=0)
     old.stream = object()
-    new = instances.register(said(epoch=2), now=0)
+    new = instances.register(info_of(epoch=2), now=0)
     assert new is not old
     assert instances.get("a", 2) is new
     with pytest.raises(StaleEpoch):
@@ -65,9 +65,9 @@ def test_a_newer_epoch_replaces_an_older_one() -> None:
 
 def test_an_older_epoch_is_refused() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said(epoch=2), now=0)
+    instances.register(info_of(epoch=2), now=0)
     with pytest.raises(StaleEpoch) as caught:
-        instances.register(said(epoch=1, port=2000), now=0)
+        instances.register(info_of(epoch=1, port=2000), now=0)
     assert caught.value.metadata["newer_epoch"] == "2"
     assert caught.value.metadata["peer_address"] == "host:1000"
     with pytest.raises(StaleEpoch):
@@ -78,10 +78,10 @@ def test_an_older_epoch_is_refused() -> None:
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_an_id_is_in_use_while_its_node_reports_from_another_address(epoch: int) -> None:
     instances = Instances(lease_ttl=3)
-    living = instances.register(said(epoch=1, port=1000), now=0)
+    living = instances.register(info_of(epoch=1, port=1000), now=0)
     living.stream = object()
     with pytest.raises(InstanceIdInUse) as caught:
-        instances.register(said(epoch=epoch, port=2000), now=1)
+        instances.register(info_of(epoch=epoch, port=2000), now=1)
     assert caught.value.metadata == {
         "instance_id": "a",
         "peer_address": "host:1000",
@@ -93,21 +93,21 @@ def test_an_id_is_in_use_while_its_node_reports_from_another_address(epoch: int)
 
 def test_an_id_can_be_taken_over_once_the_stream_is_gone() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said(epoch=1, port=1000), now=0)
-    assert instances.register(said(epoch=2, port=2000), now=1).info.peer_address == "host:2000"
+    instances.register(info_of(epoch=1, port=1000), now=0)
+    assert instances.register(info_of(epoch=2, port=2000), now=1).info.peer_address == "host:2000"
 
 
 def test_an_id_can_be_taken_over_once_the_lease_has_run_out() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said(epoch=1, port=1000), now=0).stream = object()
-    assert instances.register(said(epoch=2, port=2000), now=3).info.epoch == 2
+    instances.register(info_of(epoch=1, port=1000), now=0).stream = object()
+    assert instances.register(info_of(epoch=2, port=2000), now=3).info.epoch == 2
 
 
 def test_who_is_not_registered_is_not_found() -> None:
     instances = Instances(lease_ttl=3)
     with pytest.raises(InstanceNotFound):
         instances.get("a", 1)
-    instances.register(said(epoch=1), now=0)
+    instances.register(info_of(epoch=1), now=0)
     with pytest.raises(InstanceNotFound):
         instances.get("a", 2)
     instances.deregister("a", 1)
@@ -117,15 +117,15 @@ def test_who_is_not_registered_is_not_found() -> None:
 
 def test_an_expired_epoch_is_forgotten_and_may_come_again() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said(epoch=5), now=0)
+    instances.register(info_of(epoch=5), now=0)
     instances.expire(3)
-    assert instances.register(said(epoch=1), now=4).info.epoch == 1
+    assert instances.register(info_of(epoch=1), now=4).info.epoch == 1
 
 
 def test_fifty_instances_that_all_leave_leave_nothing() -> None:
     instances = Instances(lease_ttl=3)
     for number in range(50):
-        instances.register(said(f"instance-{number}", 1, 1000, LLAMA, QWEN), now=0)
+        instances.register(info_of(f"instance-{number}", 1, 1000, LLAMA, QWEN), now=0)
     for number in reversed(range(50)):
         instances.deregister(f"instance-{number}", 1)
         instances.check()
@@ -135,9 +135,9 @@ def test_fifty_instances_that_all_leave_leave_nothing() -> None:
 
 def test_instances_of_one_model_that_cannot_share_say_why() -> None:
     instances = Instances(lease_ttl=3)
-    a = instances.register(said("a", 1, 1000, LLAMA, QWEN), now=0)
-    b = instances.register(said("b", 1, 2000, LLAMA_FLOAT), now=0)
-    c = instances.register(said("c", 1, 3000, QWEN), now=0)
+    a = instances.register(info_of("a", 1, 1000, LLAMA, QWEN), now=0)
+    b = instances.register(info_of("b", 1, 2000, LLAMA_FLOAT), now=0)
+    c = instances.register(info_of("c", 1, 3000, QWEN), now=0)
     assert instances.models.conflicts(a.info, 10) == [
         SpecConflict(instance_id="b", model_name="llama", field="kv_dtype", own_value="bfloat16", other_value="float32")
     ]
@@ -151,24 +151,24 @@ def test_instances_of_one_model_that_cannot_share_say_why() -> None:
 
 def test_a_divided_fleet_names_a_few_of_the_others() -> None:
     instances = Instances(lease_ttl=3)
-    a = instances.register(said("a", 1, 1000, LLAMA), now=0)
+    a = instances.register(info_of("a", 1, 1000, LLAMA), now=0)
     for number in range(9, 0, -1):
-        instances.register(said(f"b-{number}", 1, 2000, LLAMA_FLOAT), now=0)
+        instances.register(info_of(f"b-{number}", 1, 2000, LLAMA_FLOAT), now=0)
     assert [conflict.instance_id for conflict in instances.models.conflicts(a.info, 3)] == ["b-1", "b-2", "b-3"]
 
 
 def test_instances_that_share_one_of_several_specs_do_not_conflict() -> None:
     instances = Instances(lease_ttl=3)
-    a = instances.register(said("a", 1, 1000, LLAMA), now=0)
-    b = instances.register(said("b", 1, 2000, LLAMA_FLOAT, LLAMA), now=0)
+    a = instances.register(info_of("a", 1, 1000, LLAMA), now=0)
+    b = instances.register(info_of("b", 1, 2000, LLAMA_FLOAT, LLAMA), now=0)
     assert instances.models.conflicts(a.info, 10) == []
     assert instances.models.conflicts(b.info, 10) == []
 
 
 def test_a_model_is_known_while_an_engine_serves_it() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said("a", 1, 1000, LLAMA), now=0)
-    instances.register(said("b", 1, 2000, LLAMA), now=0)
+    instances.register(info_of("a", 1, 1000, LLAMA), now=0)
+    instances.register(info_of("b", 1, 2000, LLAMA), now=0)
     assert instances.models.specs() == [LLAMA]
     assert instances.models.specs("llama") == [LLAMA]
     instances.deregister("a", 1)
@@ -181,8 +181,8 @@ def test_a_model_is_known_while_an_engine_serves_it() -> None:
 
 def test_several_specs_need_a_name() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said("a", 1, 1000, LLAMA), now=0)
-    instances.register(said("b", 1, 2000, QWEN), now=0)
+    instances.register(info_of("a", 1, 1000, LLAMA), now=0)
+    instances.register(info_of("b", 1, 2000, QWEN), now=0)
     with pytest.raises(ModelAmbiguous) as caught:
         instances.models.specs()
     assert caught.value.metadata == {"known_models": "llama, qwen"}
@@ -194,25 +194,25 @@ def test_several_specs_need_a_name() -> None:
 
 def test_one_spec_under_two_names_is_not_ambiguous() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said("a", 1, 1000, LLAMA), now=0)
-    instances.register(said("b", 1, 2000, dataclasses.replace(LLAMA, model_name="alias")), now=0)
+    instances.register(info_of("a", 1, 1000, LLAMA), now=0)
+    instances.register(info_of("b", 1, 2000, dataclasses.replace(LLAMA, model_name="alias")), now=0)
     assert [spec.fingerprint for spec in instances.models.specs()] == [LLAMA.fingerprint]
     assert [spec.fingerprint for spec in instances.models.specs("alias")] == [LLAMA.fingerprint]
 
 
 def test_one_name_for_two_specs_gives_both() -> None:
     instances = Instances(lease_ttl=3)
-    instances.register(said("a", 1, 1000, LLAMA), now=0)
-    instances.register(said("b", 1, 2000, LLAMA_FLOAT), now=0)
+    instances.register(info_of("a", 1, 1000, LLAMA), now=0)
+    instances.register(info_of("b", 1, 2000, LLAMA_FLOAT), now=0)
     assert instances.models.specs("llama") == [LLAMA, LLAMA_FLOAT]
 
 
 def test_a_chunk_size_is_that_of_the_spec_else_of_the_first() -> None:
     other = dataclasses.replace(LLAMA, chunk_size=64)
-    instance = Instances(lease_ttl=3).register(said("a", 1, 1000, LLAMA, other), now=0)
+    instance = Instances(lease_ttl=3).register(info_of("a", 1, 1000, LLAMA, other), now=0)
     assert instance.chunk_size(other.fingerprint) == 64
     assert instance.chunk_size(b"unheard of") == 256
-    assert Instances(lease_ttl=3).register(said(), now=0).chunk_size(b"") == 0
+    assert Instances(lease_ttl=3).register(info_of(), now=0).chunk_size(b"") == 0
 
 
 def test_a_refusal_contains_the_item_its_limit_and_a_delay() -> None:

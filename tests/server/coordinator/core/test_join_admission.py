@@ -27,12 +27,12 @@ LEASE_TTL = 3.0
 LIMIT = 4
 
 
-def said(number: int, epoch: int = 1) -> InstanceInfo:
+def info_of(number: int, epoch: int = 1) -> InstanceInfo:
     return InstanceInfo(instance_id=f"node-{number}", epoch=epoch, peer_address=f"host:{number + 1}")
 
 
 def instance(number: int, now: float = 0.0) -> Instance:
-    return Instance(said(number), now, now + LEASE_TTL)
+    return Instance(info_of(number), now, now + LEASE_TTL)
 
 
 def filled() -> tuple[JoinAdmission, list[Instance]]:
@@ -46,7 +46,7 @@ def filled() -> tuple[JoinAdmission, list[Instance]]:
 
 def joined(registry: Registry, number: int) -> ReportStream:
     """A report that it holds nothing."""
-    registry.register(said(number), 0.0)
+    registry.register(info_of(number), 0.0)
     stream = registry.open_stream(f"node-{number}", 1, 0.0)
     stream.apply(
         ReportRequest(instance_id=f"node-{number}", epoch=1, sequence=1, snapshot=True, snapshot_end=True), 0.0
@@ -111,7 +111,7 @@ def test_what_was_long_ago_does_not_count() -> None:
 
 def put_off_seconds(registry: Registry, number: int, now: float) -> float | None:
     try:
-        registry.register(said(number), now)
+        registry.register(info_of(number), now)
     except Full as full:
         return full.retry_seconds
     return None
@@ -154,22 +154,22 @@ def test_all_of_a_rush_join_and_never_too_many_at_once(count: int, seconds: floa
 def test_an_instance_that_reports_is_not_put_off_when_it_registers_again() -> None:
     registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(LIMIT).of())
     for number in range(LIMIT):
-        registry.register(said(number), 0.0)
+        registry.register(info_of(number), 0.0)
         registry.open_stream(f"node-{number}", 1, 0.0)
-    registry.register(said(0), 0.0)
+    registry.register(info_of(0), 0.0)
     with pytest.raises(Full):
-        registry.register(said(LIMIT), 0.0)
+        registry.register(info_of(LIMIT), 0.0)
     with pytest.raises(Full):
-        registry.register(said(0, epoch=2), 0.0)
+        registry.register(info_of(0, epoch=2), 0.0)
 
 
 def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
     registry = Registry(lease_ttl=0.01, now=-100.0, admission=JoinAdmission(1).of())
     stream = joined(registry, 0)
     stream.close()
-    registry.register(said(1), 0.0)
+    registry.register(info_of(1), 0.0)
     with pytest.raises(Full) as caught:
-        registry.register(said(0), 0.0)
+        registry.register(info_of(0), 0.0)
     back = caught.value.retry_seconds + RETURN_SECONDS
     assert [one.info.instance_id for one in registry.expire(back - 0.001)] == ["node-1"]
     assert [one.info.instance_id for one in registry.expire(back)] == ["node-0"]
@@ -178,17 +178,17 @@ def test_who_is_put_off_is_not_forgotten_meanwhile() -> None:
 def test_a_predecessor_is_not_kept_for_whom_came_after_it() -> None:
     registry = Registry(lease_ttl=0.01, now=-100.0, admission=JoinAdmission(1).of())
     joined(registry, 0).close()
-    registry.register(said(1), 0.0)
+    registry.register(info_of(1), 0.0)
     with pytest.raises(Full):
-        registry.register(said(0, epoch=2), 0.0)
+        registry.register(info_of(0, epoch=2), 0.0)
     assert [one.info.instance_id for one in registry.expire(0.01)] == ["node-0", "node-1"]
 
 
 def test_answers_are_partial_until_those_put_off_have_come_back() -> None:
     registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(1).of())
-    registry.register(said(0), 0.0)
+    registry.register(info_of(0), 0.0)
     with pytest.raises(Full) as caught:
-        registry.register(said(1), 0.0)
+        registry.register(info_of(1), 0.0)
     registry.deregister("node-0", 1)
     back = caught.value.retry_seconds + RETURN_SECONDS
     assert registry.is_partial(back - 0.001)
@@ -198,11 +198,11 @@ def test_answers_are_partial_until_those_put_off_have_come_back() -> None:
 def test_one_bound_holds_for_the_tenants_together() -> None:
     admission = JoinAdmission(2)
     ours, theirs = (Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=admission.of()) for _ in range(2))
-    ours.register(said(0), 0.0)
-    theirs.register(said(0), 0.0)
+    ours.register(info_of(0), 0.0)
+    theirs.register(info_of(0), 0.0)
     for registry in (ours, theirs):
         with pytest.raises(Full):
-            registry.register(said(1), 0.0)
+            registry.register(info_of(1), 0.0)
 
 
 def test_by_default_a_bounded_number_joins() -> None:
@@ -233,12 +233,12 @@ def test_each_tenant_finds_a_place_that_the_others_have_left() -> None:
 def test_an_instance_that_starts_again_and_again_has_one_place() -> None:
     registry = Registry(lease_ttl=LEASE_TTL, now=-100.0, admission=JoinAdmission(2).of())
     for epoch in range(1, 10):
-        registry.register(said(0, epoch), 0.0)
-    registry.register(said(1), 0.0)
+        registry.register(info_of(0, epoch), 0.0)
+    registry.register(info_of(1), 0.0)
     with pytest.raises(Full):
-        registry.register(said(2), 0.0)
+        registry.register(info_of(2), 0.0)
     registry.deregister("node-1", 1)
-    registry.register(said(2), 0.0)
+    registry.register(info_of(2), 0.0)
 
 
 def test_the_first_turns_follow_the_guess() -> None:

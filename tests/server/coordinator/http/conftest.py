@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from lmkv.config import CoordinatorConfig
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.tokenizers import save_tokenizer
 
@@ -21,11 +21,8 @@ def tokenizers(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]
 
 
 @pytest.fixture
-async def coordinator(lease_ttl: float, tokenizers: dict[str, str]) -> AsyncIterator[Coordinator]:
-    async with Coordinator(
-        CoordinatorConfig(port=0, http_port=0, lease_ttl=lease_ttl, cluster_secret="hush", tokenizers=tokenizers)
-    ) as serving:
-        yield serving
+def coordinator_options(tokenizers: dict[str, str]) -> dict[str, Any]:
+    return {"http_port": 0, "tokenizers": tokenizers}
 
 
 @pytest.fixture

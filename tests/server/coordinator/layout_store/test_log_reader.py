@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -18,12 +18,6 @@ from tests.support.redis_server import RedisServer
 
 LOG = f"lmkv:{{{ChunkOwner('', 'a').shard}}}:log"
 HOUR_MS = 3_600_000
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as started:
-        yield started
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,6 @@ from tests.waiting import WAIT_SECONDS
 
 LEASE_SECONDS = 10.0
 Start = Callable[[], Awaitable[Coordinator]]
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with RedisServer() as started:
-        yield started
 
 
 @pytest.fixture

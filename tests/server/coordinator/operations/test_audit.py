@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lmkv.v1.cache_service_pb2 import (
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.operations.audit import logger, redacted, write_audit_to
 from tests.server.coordinator.cases import KEYS, PROMPT
-from tests.server.coordinator.guarded import Guarded, guarded, token_of
+from tests.server.coordinator.guarded import Guarded, token_of
 
 
 @pytest.fixture
@@ -47,11 +47,10 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
-    async with guarded(tmp_path) as fleet:
-        await fleet.instance("a", "n1", KEYS)
-        await fleet.instance("a", "n2")
-        yield fleet
+async def fleet(fleet: Guarded) -> Guarded:
+    await fleet.instance("a", "n1", KEYS)
+    await fleet.instance("a", "n2")
+    return fleet
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -43,12 +42,6 @@ from tests.waiting import WAIT_SECONDS
 
 SERVED = [method for method in ROLES if method.partition("/")[0] in SERVICE_NAMES]
 PATHS = [f"/{method}" for method in SERVED if not method.endswith(("Report", "Register", "LookupStream"))]
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
-    async with guarded(tmp_path) as fleet:
-        yield fleet
 
 
 async def code_of(channel: grpc.aio.Channel, method: str, request: bytes = b"") -> str:

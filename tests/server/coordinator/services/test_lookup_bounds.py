@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -23,17 +22,11 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import Instance
 from lmkv_server.coordinator.registry.selection import MAX_NAMESPACES, MAX_WAITING
 from tests.server.coordinator.cases import HYBRID, KEYS, PROMPT, keys_of
-from tests.server.coordinator.guarded import Guarded, guarded, token_of
+from tests.server.coordinator.guarded import Guarded, token_of
 from tests.support.node_stub import registration
 from tests.support.specs import LLAMA
 
 LONG = LookupRequest(prompt=by_tokens(range(65_000), model_name="attacked"))
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
-    async with guarded(tmp_path) as fleet:
-        yield fleet
 
 
 def specs(count: int, first: int = 0, model_name: str = "attacked") -> list[KvSpec]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,12 +44,6 @@ from tests.support.tokens import entry
 BY_TOKENS = LookupRequest(prompt=by_tokens(PROMPT))
 BY_KEYS = LookupRequest(prompt=by_keys(KEYS))
 UNKNOWN = LookupRequest(prompt=by_keys(KEYS[:0:-1]))
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Guarded]:
-    async with guarded(tmp_path) as fleet:
-        yield fleet
 
 
 async def error_of(call: Any) -> LmkvError:

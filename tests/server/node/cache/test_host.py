@@ -204,7 +204,7 @@ class HostTierAgainstModel(RuleBasedStateMachine):
         held = [record for record in self.records + self.dropped if record.holds > record.pins]
         record = data.draw(st.sampled_from(held))
         self.tier.unhold([record.chunk])
-        self.let_go(record)
+        self.release(record)
 
     @precondition(lambda self: any(record.pins for record in self.records + self.dropped))
     @rule(data=st.data())
@@ -212,9 +212,9 @@ class HostTierAgainstModel(RuleBasedStateMachine):
         record = data.draw(st.sampled_from([record for record in self.records + self.dropped if record.pins]))
         self.tier.unpin([record.chunk])
         record.pins -= 1
-        self.let_go(record)
+        self.release(record)
 
-    def let_go(self, record: Record) -> None:
+    def release(self, record: Record) -> None:
         record.holds -= 1
         if record in self.dropped and not record.holds:
             self.dropped.remove(record)

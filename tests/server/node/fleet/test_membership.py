@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -15,12 +14,6 @@ from lmkv.errors import Unreachable
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, LLAMA, Asker, Shelf, Wire
 from tests.waiting import WAIT_SECONDS, until
-
-
-@pytest.fixture
-async def coordinator() -> AsyncIterator[Coordinator]:
-    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS)) as serving:
-        yield serving
 
 
 @pytest.fixture

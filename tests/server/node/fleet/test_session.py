@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from hashlib import sha256
 
@@ -19,12 +18,6 @@ from tests.server.node.fleet_parts import KEYS, LEASE_SECONDS, Asker, Shelf, Wir
 from tests.waiting import WAIT_SECONDS, eventually, until
 
 SECRET = b"of node a, and a copy of it"
-
-
-@pytest.fixture
-async def coordinator() -> AsyncIterator[Coordinator]:
-    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, lease_ttl=LEASE_SECONDS)) as serving:
-        yield serving
 
 
 @pytest.fixture
@@ -91,10 +84,10 @@ async def test_usage_and_engines_follow_with_the_heartbeat(coordinator: Coordina
         await fleet.started()
         shelf.put(KEYS[:3])
 
-        async def said() -> list[tuple[bool, int, int]]:
+        async def answers() -> list[tuple[bool, int, int]]:
             return [(one.synced, one.tiers[0].chunk_count, one.engine_count) for one in await asker.instances()]
 
-        await eventually(said, [(True, 3, 1)])
+        await eventually(answers, [(True, 3, 1)])
 
 
 async def test_leaving_takes_effect_at_once(coordinator: Coordinator, asker: Asker) -> None:

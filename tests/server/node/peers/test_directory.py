@@ -14,8 +14,7 @@ import pytest
 
 from lmkv import rpc
 from lmkv.auth.credentials import BearerToken, Credentials
-from lmkv.config import CoordinatorConfig, NodeConfig
-from lmkv.config.kinds import OFF
+from lmkv.config import NodeConfig
 from lmkv.errors import InstanceNotFound
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as pb
@@ -45,9 +44,8 @@ def _a_busy_machine_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def coordinator(tokens: str) -> AsyncIterator[Coordinator]:
-    async with Coordinator(CoordinatorConfig(port=0, http_port=OFF, auth_tokens=str(tokens))) as coordinator:
-        yield coordinator
+def coordinator_options(tokens: str) -> dict[str, Any]:
+    return {"auth_tokens": tokens}
 
 
 @pytest.fixture

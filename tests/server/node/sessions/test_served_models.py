@@ -14,12 +14,9 @@ from lmkv.v1.chunk_pb2 import ServedModel as Message
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.node.node import Node
 from lmkv_server.node.sessions.sessions import ServedModels
-from tests.server.coordinator.conftest import coordinator, lease_ttl
 from tests.server.coordinator.scripted_instance import until
 from tests.server.node.engine_client import EngineClient
 from tests.support.specs import small_spec
-
-__all__ = ["coordinator", "lease_ttl"]  # fixtures of the coordinator's tests
 
 SPEC = small_spec()
 

@@ -17,7 +17,6 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.picker import selection
 from lmkv_server.proxy.routing.prompt import ArrivingPrompt
 from tests.server.coordinator.cases import keys_of
-from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.picker.conftest import Front, MakePicker, host_port
@@ -25,8 +24,6 @@ from tests.server.proxy.picker.published import HttpExchange, endpoint_of, split
 from tests.server.proxy.picker.test_picks import looking_up, some
 from tests.server.proxy.routing.test_route import SPEC
 from tests.server.proxy.scripted_engine import MODEL
-
-__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
 TOKENS = list(range(100_000, 120_000))
 KEYS = keys_of(TOKENS, SPEC)

@@ -17,14 +17,11 @@ import pytest
 from lmkv_client.demo.process import free_port
 from lmkv_server.coordinator.coordinator import Coordinator
 from tests.server.coordinator.cases import keys_of
-from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.picker.conftest import Front, MakePicker
 from tests.server.proxy.picker.test_picks import TOKENS, body, looking_up, some
 from tests.server.proxy.routing.test_route import PROMPT, SPEC
-
-__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
 ENVOY = os.environ.get("LMKV_ENVOY", "")
 """The program."""

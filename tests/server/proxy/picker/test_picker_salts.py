@@ -14,7 +14,6 @@ from lmkv.errors import ConfigError
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.picker.picker import Picker
 from tests.server.coordinator.cases import keys_of
-from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.picker.conftest import MakePicker, host_port
@@ -22,8 +21,6 @@ from tests.server.proxy.picker.published import Gateway, HttpExchange
 from tests.server.proxy.picker.test_picks import TOKENS, body, looking_up, some
 from tests.server.proxy.routing.test_route import SPEC
 from tests.support.tokens import bearer, entry, write
-
-__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
 SECRET = "hush"
 A, B = ({"authorization": f"Bearer client-of-team-{name}-token"} for name in "ab")

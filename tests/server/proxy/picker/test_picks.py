@@ -15,7 +15,6 @@ from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import RESPONSES
 from lmkv_server.proxy.routing.key_lookup import Namespaces
 from tests.server.coordinator.cases import keys_of
-from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import MakeEngine
 from tests.server.proxy.pd.test_prefill_decode import CHAT, chat
@@ -23,8 +22,6 @@ from tests.server.proxy.picker.conftest import Front, MakePicker, host_port
 from tests.server.proxy.picker.published import endpoint_of
 from tests.server.proxy.routing.test_route import PROMPT, SPEC, TOKENIZED
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
-
-__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
 TOKENS = tokens_of({"prompt": PROMPT})
 

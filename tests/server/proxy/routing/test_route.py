@@ -13,14 +13,11 @@ import pytest
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES
 from tests.server.coordinator.cases import keys_of
-from tests.server.coordinator.conftest import channel, coordinator, lease_ttl, make
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
 from tests.server.proxy.pd.test_prefill_decode import CHAT, COMPLETIONS, alone, answer_of, chat, completion
 from tests.server.proxy.scripted_engine import MODEL, ScriptedEngine, tokens_of
 from tests.support.specs import make_spec
-
-__all__ = ["channel", "coordinator", "lease_ttl", "make"]  # fixtures of the coordinator's tests
 
 SPEC = make_spec(
     model_name=MODEL, model_id="scripted@1", kv_dtype="bfloat16", head_size=64, chunk_size=16, vocab_size=257
