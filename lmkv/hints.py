@@ -59,7 +59,7 @@ class HintOutcome(StrEnum):
     ACCEPTED = "accepted"
     """It was carried out, or has begun, for all chunks."""
     CLIPPED = "clipped"
-    """As `ACCEPTED`, with a shorter time, a lower priority or fewer chunks than requested."""
+    """The hint was accepted with a shorter time, a lower priority or fewer chunks than requested."""
     DEFERRED = "deferred"
     """It will be carried out for chunks that are not stored yet, or that a request uses."""
     REJECTED = "rejected"

@@ -37,7 +37,7 @@ MAX_PARTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class KvPart:
-    """What all layers of one kind hold of a chunk. The fields are those of the message `lmkv.v1.KvPart`.
+    """The KV of a chunk in all layers of one kind. The fields are those of the message `lmkv.v1.KvPart`.
 
     Raises `BadKvSpec` if the fields contradict each other.
     """
@@ -331,7 +331,7 @@ class KvSpec:
         return any(self.part_bytes(part, token_count) == size_bytes for part in range(len(self.parts)))
 
     def items(self, chunk_count: int, rest_count: int = 0) -> list[PartItem]:
-        """What a hit of `chunk_count` full chunks, and of `rest_count` tokens behind them, needs, part by part."""
+        """Returns the items, part by part, of a hit of `chunk_count` full chunks and `rest_count` further tokens."""
         return items_of_hit(self.parts, chunk_count * self.chunk_size + rest_count, self.chunk_size)
 
     def item_keys(self, items: Sequence[PartItem], chunk_keys: Sequence[ChunkKey]) -> list[ChunkKey]:

@@ -191,7 +191,7 @@ def client_identity(context: Any) -> str:
 
 
 def http_client_identity(host: str) -> str:
-    """As `client_identity`, of a caller over HTTP, whose address is `host`."""
+    """Returns `client_identity` of a caller over HTTP, whose address is `host`."""
     return _token_identity() or f"address:{client_of(host)}"
 
 
@@ -229,7 +229,7 @@ class Callers:
 
     def __init__(self, callers: Sequence[Caller] = (), quotas: Mapping[str, TenantQuota] | None = None) -> None:
         self.quotas = dict(quotas or {})
-        """By tenant."""
+        """Quotas by tenant."""
         # Looked up by a keyed digest, so that the duration of a lookup reveals nothing about a token.
         self._pepper = secrets.token_bytes(32)
         self._callers = {self._lookup_key(caller.digest): caller for caller in callers}

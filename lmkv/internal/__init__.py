@@ -1,4 +1,4 @@
-"""What only coordinators and nodes say to each other: generated messages, and the version that both compare first."""
+"""Messages that only coordinators and nodes send each other (generated), and the version that both compare first."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KEEPALIVE_TIMEOUT_SECONDS = 5.0
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame carries."""
+    """The kind of a frame's content."""
 
     MESSAGE = 0
     """A protobuf message."""

@@ -43,7 +43,7 @@ LIMIT_FRACTION = 4
 """The budget is this part of the memory that the process may have, and at least `MIN_BYTES`."""
 MIN_BYTES = 32 << 20
 CALLER_FRACTION = 2
-"""What one caller may hold, alone: this part of the budget, or one request that is larger."""
+"""Share of the budget that one caller may hold while it is alone; one request may be larger."""
 LONE_FRACTION = 2
 """A request that is alone may take this multiple of the budget: half of the memory that the process may have."""
 SMALL_FRACTION = 64
@@ -51,16 +51,16 @@ SMALL_FRACTION = 64
 SPARE_FRACTION = 4
 """Beside requests that take all of the budget, small ones of all callers may hold up to this part of it."""
 WAIT_SECONDS = 5.0
-"""How long a message waits for its bytes."""
+"""Longest time that a message waits for its bytes."""
 OVERTAKEN_SECONDS = 0.5
 """A request that has waited this long is overtaken no more, for `RESERVED_SECONDS`: no other large one begins."""
 RESERVED_SECONDS = 1.0
 """After that, large requests begin again for as long, so that one that can never be served stops no others."""
 _LOOK_SECONDS = 0.05
 TRIM_FROM_BYTES = 32 << 20
-"""What requests must have taken for memory to be returned to the system."""
+"""Bytes that requests must have taken before memory is returned to the system."""
 TRIM_SECONDS = 1.0
-"""That happens once requests have taken less than that in such a time: returning memory takes some itself."""
+"""Memory is returned once requests have taken less than that in this time: returning it takes time itself."""
 REUSED_BYTES = 64 << 20
 """Freed blocks up to this size are used again, not returned to the system one by one: getting 32 MB of fresh memory
 takes longer than decoding them."""
@@ -80,13 +80,13 @@ class MemoryBudget:
         self.held_bytes = 0
         self._held: dict[str, int] = {}
         self._small: dict[str, int] = {}
-        """What small requests hold, by caller: it does not stand in the way of large ones."""
+        """Bytes that small requests hold, by caller. They do not count against large ones."""
         self._small_bytes = 0
         self._idle: dict[str, int] = {}
-        """What large requests hold that wait for more, by caller: it does not stand in the way of their own turn."""
+        """Bytes that waiting large requests hold, by caller. They do not count against the turns of these requests."""
         self._idle_bytes = 0
         self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
-        """By caller, in the order of their turns."""
+        """Waiting requests by caller, in the order of the callers' turns."""
         self._reserved: Lease | None = None
         """The lease of the request that others do not overtake now."""
         self._reserves_from = 0.0
@@ -102,7 +102,7 @@ class MemoryBudget:
         return lease
 
     async def acquire(self, caller: str, size_bytes: int, wait_seconds: float = WAIT_SECONDS) -> Lease:
-        """As `take`, after a wait of at most `wait_seconds`."""
+        """Takes the bytes as `take` does, after a wait of at most `wait_seconds`."""
         lease = Lease(self, caller)
         try:
             await lease.acquire(size_bytes, wait_seconds)

@@ -25,7 +25,7 @@ _IPV6_CLIENT_BITS = 64
 Holder = TypeVar("Holder", bound=Hashable)
 
 requester: ContextVar[str] = ContextVar("lmkv_requester", default="")
-"""Who has requested what this task does, where no caller of an RPC has: an engine of a node. Tasks inherit it."""
+"""The engine for which this task works, where no caller of an RPC requested the work. Tasks inherit it."""
 
 
 class Places(Generic[Holder]):

@@ -20,17 +20,17 @@ LARGE_BYTES = 64 << 10
 QUIET_SECONDS = 0.0005
 """After a turn, the next one begins once no call has arrived in such a time."""
 REMEMBERED_SECONDS = 1.0
-"""How long a caller counts as one of large messages after one."""
+"""Time for which a caller counts as a sender of large messages after it has sent a large message."""
 MAX_PAUSE_SECONDS = 0.02
 """The next turn begins this long after the last one, whatever arrives."""
 
 
 class _Queue:
-    """Those that wait, callers in turn."""
+    """Waiting tasks; callers take turns."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By caller, in the order of their turns."""
+        """Waiting tasks by caller, in the order of the callers' turns."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))

@@ -65,7 +65,7 @@ CONVENTIONS = {
     "process_virtual_memory_bytes": Convention(name="process.memory.virtual"),
     "process_open_fds": Convention(name="process.unix.file_descriptor.count"),
 }
-"""By the name of the Prometheus metric."""
+"""Conventions by the name of the Prometheus metric."""
 UNITS = {"_seconds": "s", "_bytes": "By"}
 
 

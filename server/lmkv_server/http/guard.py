@@ -88,7 +88,7 @@ DRAIN_SECONDS = 5.0
 DRAIN_BYTES = 256 << 20
 """Limits of what is read and discarded of a body that is too large."""
 PART_BYTES = 64 << 10
-"""What a server reads at a time, at most."""
+"""Most bytes that a server reads at a time."""
 COPIES = 2
 """Copies of a body while it is read: its parts, and the whole that they are joined to."""
 
@@ -98,7 +98,7 @@ class BodyTooLarge(Exception):
 
 
 def caller_of(request: Request) -> str:
-    """Whose share of memory and of turns a request has: its token's, else that of its address."""
+    """Returns the caller that shares of memory and turns are counted for: the token, else the address."""
     return http_client_identity(request.client.host if request.client else "")
 
 

@@ -117,7 +117,7 @@ logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpOptions:
-    """How a server listens, and its limits."""
+    """The address, port and limits of a server."""
 
     host: str
     port: int
@@ -126,7 +126,7 @@ class HttpOptions:
     """The configuration key that sets the port, for errors."""
     host_key: str = "host"
     credentials: Credentials = PLAINTEXT
-    """With a certificate the server serves HTTPS."""
+    """The server serves HTTPS if these have a certificate."""
     name: str = "lmkv-http"
     """Name of the server's task."""
     max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS

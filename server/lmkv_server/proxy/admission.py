@@ -52,12 +52,12 @@ class AdmittedRequest:
     method: str
     path: str
     headers: Mapping[str, str]
-    """As they are forwarded to engines."""
+    """Headers that are forwarded to engines."""
     session: str
     """The value of the session header; empty if there is none."""
     client: Client
     caller: str
-    """Who has shares of the proxy's limits: a token, or an address."""
+    """The caller that shares of the proxy's limits are counted for: a token, or an address."""
     body: bytes
     writer: ResponseWriter
 

@@ -1,4 +1,4 @@
-"""Who sends a request, and the cache salt that follows: `cache_salt_policy` of the proxy and the picker."""
+"""Identifies the client of a request and derives its cache salt: `cache_salt_policy` of the proxy and the picker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Client:
     """The name of its token; empty if it is not known."""
     tenant: str = ""
     user: str | None = None
-    """From the user header; None if users are named by requests."""
+    """The user that the user header names; None if requests name users."""
     salts: CacheSalts | None = None
     """None with the policy `none`."""
     engine_api_key: str = field(default="", repr=False)

@@ -38,9 +38,9 @@ class PrefixHits:
 
     asked_tokens: float
     own_tokens: float
-    """Of these, tokens in the engine's own prefix cache."""
+    """Tokens of these that were in the engine's own prefix cache."""
     external_tokens: float
-    """Of these, tokens that its connector loaded."""
+    """Tokens of these that its connector loaded."""
 
 
 class Engine:
@@ -58,7 +58,7 @@ class Engine:
         self.missing_paths: set[str] = set()
         """Paths that requests since the last probe have shown to be missing."""
         self.hits: PrefixHits | None = None
-        """From its metrics; None if it does not expose them."""
+        """Its prefix hits as its metrics state them; None if it does not expose them."""
         self.first_token_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         """Times from a request to the first token of a stream, or to the response of a prefill."""
         self.in_flight_count = 0

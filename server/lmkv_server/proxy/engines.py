@@ -178,7 +178,7 @@ class Endpoints:
         self._listed = self._file.get() if self._file else ()
         """The endpoints of the file, as last applied."""
         self._added: list[EngineEndpoint] = []
-        """Those that operators have added."""
+        """Engines that operators have added."""
         self._removed: set[str] = set()
         """URLs that operators have removed, though the configuration, the file or DNS still name them."""
         self._addresses: dict[EngineEndpoint, frozenset[str]] = {}

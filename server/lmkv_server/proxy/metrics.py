@@ -118,7 +118,7 @@ class PickerMetrics(Collector):
         self.stream_count = 0
         """Streams of the gateway that are open."""
         self.held_bytes = 0
-        """Of all bodies that are held back until their engine is picked."""
+        """Bytes of all bodies that are held back until their engine is picked."""
         self.registry = CollectorRegistry()
         """Exposed at `/metrics` and exported by OTLP."""
         self.requests = Counter(

@@ -95,7 +95,7 @@ class ResponseWriter:
 
     def __init__(self, send: Send, metrics: ProxyMetrics) -> None:
         self.strategy = "none"
-        """How engines share the request: `continue`, `repeat` or `alone`; `none` before that is decided."""
+        """The way in which engines share a request: `continue`, `repeat` or `alone`; `none` until it is decided."""
         self.status = 0
         """The status that was sent; 0 before the response has started."""
         self._send = send

@@ -22,7 +22,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Additions:
-    """What an engine's pod needs to use lmkv."""
+    """The parts that an engine's pod needs to use lmkv."""
 
     user: int
     """User of the nodes, whose sockets only this user and root can open."""
@@ -71,7 +71,7 @@ class Refusal(Exception):
 
 
 def inject(pod: Object, additions: Mapping[str, Additions]) -> list[Operation]:
-    """What changes a pod with the label `lmkv/inject`; nothing for a pod that was changed before, or without the label.
+    """Returns the patch of a pod with the label `lmkv/inject`; it is empty for other pods and for changed ones.
 
     What the pod sets itself stays: a variable, a volume or a container of the same name. Raises `Refusal` if the engine
     would not use lmkv, or would not start.
@@ -105,7 +105,7 @@ def inject(pod: Object, additions: Mapping[str, Additions]) -> list[Operation]:
 
 
 def refuse(pod: Object, reason: str) -> list[Operation]:
-    """What marks a pod that stays as it is."""
+    """Returns the patch that marks a pod that stays as it is."""
     patch = _Patch(pod)
     patch.annotate(REFUSED_ANNOTATION, reason)
     return patch.operations

@@ -1,4 +1,4 @@
-"""What metrics and the page show of the past: latencies of lookups, and samples of an hour. Pure; time is passed in."""
+"""The past as metrics and the page show it: latencies of lookups, and samples of an hour. Pure; time is passed in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Counts(NamedTuple):
         return Counts(*(one + more for one, more in zip(self, other, strict=True)))
 
     def since(self, earlier: Counts) -> Counts:
-        """What was added since `earlier`; everything, if a counter has started again."""
+        """Returns the growth since `earlier`, or all counts if a counter has started again."""
         added = Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
         return self if min(added) < 0 else added
 
@@ -49,9 +49,9 @@ class Series:
         self.times = array("d")
         """When each sample was taken, in seconds since 1970. A sample covers the period before."""
         self.counts = {name: array("d") for name in Counts._fields}
-        """By counter: what each sample added."""
+        """The growth of each counter per sample, by counter."""
         self.used_bytes: dict[str, array[float]] = {}
-        """By tier: bytes that chunks used at each sample."""
+        """The bytes that chunks used at each sample, by tier."""
 
     def add(self, time: float, counts: Counts, used_bytes: Mapping[str, int]) -> None:
         """Adds a sample, in place of the oldest one if there are `MAX_SAMPLES`."""
@@ -131,5 +131,5 @@ class LatencyHistogram:
         self._buckets[bisect_left(BOUNDS_SECONDS, seconds)] += 1
 
     def cumulative(self) -> list[int]:
-        """For each of `BOUNDS_SECONDS`, the number of events up to it; the last number counts all."""
+        """Returns the number of events up to each of `BOUNDS_SECONDS`; the last number counts all."""
         return list(accumulate(self._buckets))

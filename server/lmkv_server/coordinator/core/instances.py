@@ -122,7 +122,7 @@ class Instance:
         self.layout_map_id = ""
         """Id of the shared layout map at its registration."""
         self.tiers: Sequence[ReportedTier] = ()
-        """How full its tiers are, as last reported."""
+        """Its tiers, with the usage that it reported last."""
         self.pins: dict[str, ReportedPin] = {}
         """Its pins by id, as last reported."""
         self.engine_count = 0
@@ -130,9 +130,9 @@ class Instance:
         self.end_time_ns = 0
         """When it ends unless an engine attaches, in nanoseconds since 1970, as last reported; 0: it stays."""
         self.stats = ReportedStats()
-        """What it has done, as last reported."""
+        """Its statistics, as last reported."""
         self.fetch_serial = 0
-        """How far it has counted its fetch orders, as last reported; see `DropOrder.fetch_serial`."""
+        """Its count of fetch orders, as last reported; see `DropOrder.fetch_serial`."""
         self.leaving_until = 0.0
         """Until when a drain, of any coordinator, has it expect to be stopped, as last reported."""
         self.drained_until = 0.0
@@ -179,7 +179,7 @@ class Instances:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Instance]:
-        """In order of registration."""
+        """Instances in order of registration."""
         return iter(self._by_id.values())
 
     # --- Membership ----------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Instances:
 MAX_JOINING = 64
 """Instances of all tenants that join at a time."""
 MAX_JOINING_OF_TENANT = 32
-"""Those of a tenant that is alone; see `Places`."""
+"""Instances of a tenant that join at a time while no other tenant has any; see `Places`."""
 GUESSED_PACE_SECONDS = 0.02
 """Approximate duration of a snapshot of ten thousand chunks."""
 GUESS_WEIGHT = 8
@@ -329,7 +329,7 @@ class JoinAdmission:
     def __init__(self, limit: int = MAX_JOINING, share: int = MAX_JOINING_OF_TENANT) -> None:
         self._joining = Places[Instance]("places to join", limit, share)
         self._rushes: defaultdict[str, _Rush] = defaultdict(_Rush)
-        """By tenant."""
+        """The current rush of each tenant."""
 
     def check(self, now: float, tenant: str = "") -> None:
         """Raises `Full` if no further instance may join now. Retry delays follow the current duration of joins."""

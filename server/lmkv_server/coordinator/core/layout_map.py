@@ -111,7 +111,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
 
     tier: int
     fingerprint: bytes
-    """Of their spec; empty if it is not known."""
+    """The fingerprint of their spec; empty if it is not known."""
     chunk_size: int
     """Tokens of each admitted chunk, except of those in `partial_token_counts`."""
     admitted: bytes = b""
@@ -119,9 +119,9 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     """The tokens of other chunks, by index in `admitted`."""
     evicted: bytes = b""
     partial_parents: dict[int, bytes] = {}
-    """For chunks in which prompts end, by index in `admitted`: the key of the chunk before, or the root."""
+    """The key of the chunk before, or the root, of each chunk in which prompts end, by its index in `admitted`."""
     prefix_digests: dict[int, bytes] = {}
-    """For chunks in `partial_parents`, by index in `admitted`: `lmkv.keys.prefix_digests`, if they are known."""
+    """The known `lmkv.keys.prefix_digests` of chunks in `partial_parents`, by index in `admitted`."""
 
     def without_parents(self) -> Change:
         """The change of the chunks that are not in `partial_parents`."""
@@ -151,7 +151,7 @@ class Match(NamedTuple):
     chunk_count: int
     token_count: int
     runs: tuple[MatchRun, ...]
-    """In prompt order; they cover the match."""
+    """Runs in prompt order, which cover the match."""
 
 
 class LayoutListener(Protocol):
@@ -336,7 +336,7 @@ class LayoutMap:
         return np.frombuffer(self.held(instance_id, tier, chunk_keys), np.bool_)
 
     def held(self, instance_id: str, tier: int, chunk_keys: bytes) -> bytes:
-        """As `held_mask`, a byte for each chunk, 1 or 0."""
+        """Returns `held_mask` with a byte for each chunk, 1 or 0."""
         slot = self._live.get(instance_id)
         return bytes(len(chunk_keys) // KEY_BYTES) if slot is None else self._table.held(slot, tier, chunk_keys)
 

@@ -28,7 +28,7 @@ class UnpreparedError(Exception):
 
 
 class HeldAt:
-    """What a position holds of a prompt, or what several positions hold together."""
+    """The chunks of a prompt that a position holds, or that several positions hold together."""
 
     def __init__(
         self, layout: LayoutMap, prompt: Prompt, *positions: Position, known_prefix: int | None = None

@@ -1,4 +1,4 @@
-"""What instances register and report, and the index of the names under which they serve models. Pure."""
+"""Values that instances register and report, and the index of the names under which they serve models. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SHOWN = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedTier:
-    """How full a tier is; the fields are those of `lmkv.v1.TierUsage`."""
+    """The usage of a tier; the fields are those of `lmkv.v1.TierUsage`."""
 
     tier: str
     capacity_bytes: int = 0
@@ -32,12 +32,12 @@ class ReportedPin:
     chunk_count: int
     token_count: int
     expire_time_ns: int
-    """By the clock of the time of day."""
+    """The time of expiry by the wall clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedTraffic:
-    """What an instance has fetched from another one; the fields are those of `lmkv.v1.PeerTraffic`."""
+    """Chunks and bytes that an instance has fetched from another one; the fields are those of `lmkv.v1.PeerTraffic`."""
 
     instance_id: str
     chunk_count: int
@@ -46,7 +46,7 @@ class ReportedTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedStats:
-    """What an instance has done since its start; the fields are those of `lmkv.v1.InstanceStats`, times in seconds."""
+    """Statistics of an instance since its start; the fields are those of `lmkv.v1.InstanceStats`, times in seconds."""
 
     asked_chunks: int = 0
     own_chunks: int = 0
@@ -60,7 +60,7 @@ class ReportedStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceInfo:
-    """What a node sends when it registers; the fields are those of `lmkv.v1.Instance`."""
+    """The registration of a node; the fields are those of `lmkv.v1.Instance`."""
 
     instance_id: str
     epoch: int

@@ -247,7 +247,7 @@ RPC_BY_PATH: Mapping[str, str] = {
     "/": VIEW_RPC,
     "/docs": VIEW_RPC,
 }
-"""By path. RPCs have their own paths."""
+"""The RPC of each path. RPCs have their own paths, too."""
 
 
 def rpc_of(path: str) -> str:

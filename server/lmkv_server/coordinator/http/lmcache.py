@@ -45,7 +45,7 @@ class Prompt(Body):
 
     @property
     def selector(self) -> PromptSelector:
-        """What requests of RPCs name the chunks by."""
+        """Returns the selector by which requests of RPCs name the chunks."""
         return by_tokens(
             token_array(self.tokens).tolist(),
             model_name=self.model_name,

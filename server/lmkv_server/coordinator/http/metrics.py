@@ -38,7 +38,7 @@ class CoordinatorMetrics(Collector):
         self._services = services
         self._http_requests: Counter[tuple[str, str]] = Counter()
         self.registry = CollectorRegistry()
-        """What `/metrics` shows."""
+        """The metrics that `/metrics` shows."""
         self.registry.register(self)
         for collector in own:
             self.registry.register(collector)

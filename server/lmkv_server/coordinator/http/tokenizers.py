@@ -35,7 +35,7 @@ class Tokenizers:
         self._loaded: dict[str, Tokenizer] = {}
         self._turn = asyncio.Lock()  # one text at a time: the other processors stay free for lookups
         self._turns_of_tenants: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of each tenant one text at a time waits for that turn, so that tenants have equal shares of it."""
+        """One text of each tenant at a time waits for that turn, so that tenants have equal shares of it."""
 
     @property
     def model_names(self) -> list[str]:

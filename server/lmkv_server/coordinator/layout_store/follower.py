@@ -80,7 +80,7 @@ class InstanceFollower:
         self.needs_resync = False
         """Whether a load did not repair a wrong digest: the instance has to send a new snapshot."""
         self.difference = ""
-        """How the layout map differed from the last wrong digest."""
+        """Describes how the layout map differed from the last wrong digest."""
         self._layout = layout
         self._on_load_request = on_load_request
         self._on_unsynced = on_unsynced

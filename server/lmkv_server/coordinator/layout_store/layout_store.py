@@ -22,7 +22,7 @@ class OwnedRecords:
     age_seconds: float
     """Time since that coordinator wrote last."""
     records: Mapping[str, bytes]
-    """By name of the operation."""
+    """The records by name of their operation."""
 
 
 class LayoutStore(Protocol):

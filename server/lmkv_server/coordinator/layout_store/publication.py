@@ -1,4 +1,4 @@
-"""What a coordinator publishes about an instance that reports to it, and the queue of what is to be written. Pure."""
+"""The publication of an instance that reports to this coordinator, and the queue of entries to write. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shared map stores: the entries of a shard's log, and the chunks of instances. Pure.
+"""The contents of a shared map: the entries of a shard's log, and the chunks of instances. Pure.
 
 A chunk is one record of 37 bytes or more:
 
@@ -48,7 +48,7 @@ def field_prefix(change: Change) -> bytes:
 
 
 def writes(change: Change) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """What is to be written for a change: values, and keys of admitted and of evicted chunks.
+    """Yields the steps that write a change: values, and keys of admitted and of evicted chunks.
 
     The values of a step have the same length; a single one of 4 bytes counts for all chunks.
     """
@@ -178,7 +178,7 @@ class ChunkOwner(NamedTuple):
 
 
 class EntryKind(IntEnum):
-    """What happened to the instance."""
+    """The kind of an event of an instance."""
 
     CHANGES = 1
     """It gained and lost chunks; afterwards its digests were these."""

@@ -133,7 +133,7 @@ class LogReader:
 
     def __init__(self, store: ValkeyClient, shard: int, listener: LogListener) -> None:
         self.position: LogPosition = (0, 0)
-        """Of the last entry that was read."""
+        """The position of the last entry that was read."""
         self._store = store
         self._shard = shard
         self._listener = listener
@@ -274,11 +274,11 @@ class SharedRegistry(Protocol):
 
     @property
     def followers(self) -> Mapping[str, InstanceFollower]:
-        """By instance id: instances that report to another coordinator."""
+        """Followers of the instances that report to another coordinator, by instance id."""
 
     @property
     def publications(self) -> Mapping[str, Publication]:
-        """By instance id: instances that report here."""
+        """Publications of the instances that report here, by instance id."""
 
     def unpublish(self, instance_id: str) -> None:
         """Stops publishing an instance. Idempotent."""
@@ -323,7 +323,7 @@ class Session:
         self._readers = [LogReader(store, shard, self) for shard in range(SHARD_COUNT)]
 
     def stats(self) -> SharedMapStats:
-        """What it has done so far."""
+        """Returns the counts of this connection."""
         return SharedMapStats(
             published_count=self.publisher.published_count,
             followed_count=self._followed_count,

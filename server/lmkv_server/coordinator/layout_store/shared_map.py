@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_SECONDS = 2.0
-"""How long a starting coordinator waits for the map before it serves."""
+"""Longest time for which a starting coordinator waits for the map before it serves."""
 MIN_PAUSE_SECONDS = 0.25
 MAX_PAUSE_SECONDS = 10.0
 STABLE_SECONDS = 60.0
@@ -81,7 +81,7 @@ class SharedMap:
         return f"{self.address}#{self._process_id}"
 
     def stats(self) -> SharedMapStats:
-        """What was done since the process started."""
+        """Returns the counts since the process started."""
         return self._past_stats.plus(self._session.stats()) if self._session else self._past_stats
 
     def of(self, tenant: str) -> TenantLayoutStore:

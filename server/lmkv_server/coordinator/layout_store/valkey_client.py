@@ -44,7 +44,7 @@ from lmkv_server.coordinator.layout_store.records import (
 CALL_SECONDS = 2.0
 """Timeout of a call: less than a lease, because nodes that start to report wait for one."""
 BLOCK_SECONDS = 1.0
-"""How long a read waits for entries."""
+"""Longest time that a read waits for entries."""
 LOG_ENTRIES = 4096
 """Approximate length of a shard's log: a coordinator further behind loads again."""
 LOG_SECONDS = 600.0

@@ -24,7 +24,7 @@ MAX_SHOWN = 256
 BATCH_CHUNKS = 16_384
 """Chunks per order."""
 SETTLE_SECONDS = 10.0
-"""How long a clear of all instances waits at most for those that have not registered yet."""
+"""Longest time that a clear of all instances waits for instances that have not registered yet."""
 POLL_SECONDS = 0.05
 """Time between two looks for such instances."""
 TIMEOUT_SECONDS = 60.0
@@ -32,7 +32,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 class _Drop(NamedTuple):
-    """What each instance is to drop."""
+    """The chunks that each instance is to drop."""
 
     order: report_pb.DropOrder
     has_tokens: bool = True

@@ -47,11 +47,11 @@ ORDER_SECONDS = 60.0
 REPORT_SECONDS = 0.2
 """Time between passes: with a shared layout map, what an instance has gained is known here a little later."""
 SYNC_SECONDS = 10.0
-"""How long a drain waits until the instance has reported what it holds."""
+"""Longest time that a drain waits until the instance has reported what it holds."""
 CONFIRM_SECONDS = 10.0
-"""How long a drain waits at most until all other instances have reported once more."""
+"""Longest time that a drain waits until all other instances have reported once more."""
 SETTLE_SECONDS = 10.0
-"""How long a drain that copies nothing waits at most for instances that have not registered yet."""
+"""Longest time that a drain that copies nothing waits for instances that have not registered yet."""
 ANNOUNCE_SECONDS = 5.0
 """Timeout for the instance to report that it is going to stop, which only needs its memory."""
 LEAVING_SECONDS = 600.0
@@ -345,7 +345,7 @@ class _Drain:
             await asyncio.sleep(0)
 
     async def _count_confirmed(self, operation: Operation) -> int:
-        """As `_count_sole`. 0 means that the holders elsewhere were alive when this was called.
+        """Returns `_count_sole`. 0 means that the holders elsewhere were alive when this was called.
 
         The layout map contains the chunks of an instance that was killed until its lease expires.
         """

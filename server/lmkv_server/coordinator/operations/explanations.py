@@ -49,7 +49,7 @@ class Explanations:
         self._selector = selector
         self._orders = orders
         self._slots: WeakValueDictionary[str, Slots] = WeakValueDictionary()
-        """By instance."""
+        """Places of the callers at each instance."""
 
     async def explain(self, request: pb.ExplainRequest, caller: str) -> pb.ExplainResponse:
         """Asks each instance that serves a spec of the prompt, callers in turn.
@@ -209,5 +209,5 @@ def _hint_id(request_id: str) -> str:
 
 
 def _owner(caller: Caller) -> bytes:
-    """Whose quota a hint takes: that of the caller's name in its tenant."""
+    """Returns the owner of the quota that a hint takes: the caller's name in its tenant."""
     return sha256(f"{caller.tenant}\0{caller.name}".encode()).digest()[:KEY_BYTES]

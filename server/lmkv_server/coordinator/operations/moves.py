@@ -238,7 +238,7 @@ class _Move:
         return arrived
 
     def _fetch_serial(self) -> int:
-        """What the source has reported so far, to be read before the destination fetches."""
+        """Returns the source's count of fetch orders, as last reported; to be read before the destination fetches."""
         source = self._instances.find(self._source.instance_id)
         return source.fetch_serial if source else 0
 

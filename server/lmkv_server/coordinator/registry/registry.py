@@ -182,9 +182,9 @@ class Registry:
         self.instances = Instances(lease_ttl)
         self.layout = LayoutMap(revision)
         self.publications: dict[str, Publication] = {}
-        """With a shared layout map: publications of the instances that report here, by id."""
+        """Publications of the instances that report here, by id, if the layout map is shared."""
         self.followers: dict[str, InstanceFollower] = {}
-        """With a shared layout map: followers of the instances that report to another coordinator, by id."""
+        """Followers of the instances that report to another coordinator, by id, if the layout map is shared."""
         self._complete_time = now + lease_ttl
         self._on_gone = on_gone
         self.admission = admission or JoinAdmission().of()

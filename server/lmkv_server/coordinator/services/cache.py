@@ -126,7 +126,7 @@ class CacheService(pb_grpc.CacheServiceServicer):
     async def lookup_tokens(
         self, tokens: NDArray[np.integer], *, model_name: str = "", cache_salt: str = "", lora_name: str = ""
     ) -> pb.LookupResponse:
-        """As `Lookup`, with the tokens as an array. Raises the errors of `Lookup`."""
+        """Answers a lookup whose tokens are an array. Raises the errors of `Lookup`."""
         begin = time.perf_counter()
         selections = await self._selector.of_tokens(tokens, model_name, cache_salt, lora_name, held_only=True)
         response = pb.LookupResponse()

@@ -46,7 +46,7 @@ class LookupAnswers:
         self._work = 0
         """Since other tasks last ran, as a number of keys to read."""
         self.latencies = LatencyHistogram()
-        """Of the lookups that were answered; a hit found at least one holder."""
+        """Latencies of the lookups that were answered; a hit found at least one holder."""
 
     async def answer(
         self,

@@ -233,7 +233,7 @@ def with_common_hits(first: Mapping[str, Any], usage: Json) -> Json:
 
 
 def _details(response: Mapping[str, Any]) -> Json:
-    """What a response says of its prompt's tokens; empty without `--enable-prompt-tokens-details`."""
+    """Returns a response's details of its prompt's tokens; empty without `--enable-prompt-tokens-details`."""
     usage = response.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     return details if isinstance(details, dict) else {}

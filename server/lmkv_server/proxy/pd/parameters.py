@@ -1,4 +1,4 @@
-"""How two engines share a request, and the parameters of the requests to each of them. Pure.
+"""The ways in which two engines share a request, and the parameters of the request to each of them. Pure.
 
 Continue: the client receives the prefill engine's first token, and the decode engine continues after it. No token is
 generated twice. Requires that each token depends only on the tokens before it, whether they count as prompt or as

@@ -36,11 +36,11 @@ class CompletionRequest:
     body: Json
     """Without handoff parameters, which only the proxy sets."""
     size_bytes: int
-    """That of the body, as the client has sent it."""
+    """Size of the body, as the client has sent it."""
     headers: Mapping[str, str]
-    """As they are forwarded to engines."""
+    """Headers that are forwarded to engines."""
     caller: str
-    """Who has shares of the proxy's limits: a token, or an address."""
+    """The caller that shares of the proxy's limits are counted for: a token, or an address."""
     session: str = ""
 
     @property

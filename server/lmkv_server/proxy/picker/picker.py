@@ -71,7 +71,7 @@ class Picker:
             EnginePool([], cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)), None
         )
         self.engines = self._pools.engines
-        """Those that are known now."""
+        """The engines that are known now."""
         self._metrics = PickerMetrics(self.engines)
         self.metrics = self._metrics.registry
         """The registry of its metrics."""

@@ -79,7 +79,7 @@ class EarlyLookup:
         """The keys of the tokens so far."""
         self._lookup = lookup
         self._match: EarlyMatch | None = None
-        """Of the last lookup that was answered."""
+        """The match of the last lookup that was answered."""
         self._due_count = FIRST_KEYS if self.chains.has_prefix_matches else None
         """Number of keys at which the next lookup is due; None while one is in flight, and if no more is due."""
         self._task: asyncio.Task[None] | None = None
@@ -212,7 +212,7 @@ class EnginePicker:
             count(match.held)
 
     async def _match(self, prompt: PromptRequest, headers: Mapping[str, str], early: EarlyLookup | None) -> PrefixMatch:
-        """What instances hold of the prompt; nothing if that is not known."""
+        """Returns the match of the prompt at each instance; it is empty if that is not known."""
         tokens = prompt.tokens
         if self._lookup is None or (tokens is None and not (prompt.has_text and self._lookup.is_ready)):
             return NO_MATCH
@@ -249,7 +249,7 @@ def _is_looked_up_whole(prompt: PromptRequest) -> bool:
 
 
 def prompt_of(path: str, body: ArrivingBody | bytes | None) -> PromptRequest:
-    """What a body shows of its prompt. Without one, nothing is known of it."""
+    """Returns the prompt that a body shows. Without a body, nothing is known of it."""
     if not body or path not in (COMPLETIONS, CHAT, RESPONSES, MESSAGES):
         return read_prompt(path, _NOTHING)
     try:

@@ -38,7 +38,7 @@ class GrowingKeys:
         salt = "" if spec.has_page_hashes else cache_salt  # which a page's digest has
         self._root = root_key(spec.fingerprint, cache_salt=salt, lora=lora_identity, secret=secret)
         self._before: bytes = page_seed(cache_salt) if spec.has_page_hashes else self._root
-        """What the next full chunk follows: a key, or the digest of a page."""
+        """The key of the chunk, or the digest of the page, that the next full chunk follows."""
         self._keys = bytearray()
         self._rest: list[NDArray[np.uint32]] = []
         self._rest_count = 0
@@ -271,7 +271,7 @@ class KeyLookup:
     async def look_up(
         self, tokens: NDArray[np.uint32], model_name: str, cache_salt: str = "", growing: GrowingChains | None = None
     ) -> PrefixMatch:
-        """What instances hold of a prompt, and will hold soon; after a failure only the latter. Never raises.
+        """Returns how much of a prompt each instance holds, or will hold soon: after a failure only that. Never raises.
 
         `growing` has the prompt's keys if it began with the same name and salt, and has got all tokens.
         """
@@ -291,7 +291,7 @@ class KeyLookup:
         return self.match(chains, held, tokens.size, held)
 
     async def responses(self, chains: Sequence[PromptKeys]) -> list[LookupResponse]:
-        """What instances hold of each chain. Raises the coordinator's error, or `Unreachable`."""
+        """Returns how much of each chain the instances hold. Raises the coordinator's error, or `Unreachable`."""
         requests = (LookupRequest(prompt=by_keys(split_keys(one.keys), fingerprint=one.fingerprint)) for one in chains)
         return await asyncio.gather(*map(self._stream.lookup, requests))
 

@@ -23,7 +23,7 @@ PROMPT_NAME = b'"prompt"'
 TOKENS_BEGIN = re.compile(rb'"prompt"\s*:\s*(?:\[\s*)?(?=\[\s*\d)')
 """Where the token ids of `"prompt": [1, 2]` and `"prompt": [[1, 2]]` begin."""
 _MARK = secrets.token_hex(16)
-"""What replaces token ids that are cut out. Bodies cannot have it: it shows where the list was."""
+"""Replaces token ids that are cut out, to show where the list was. Bodies cannot contain it."""
 _LIFTED: tuple[Any, ...] = (_MARK, [_MARK])
 
 
@@ -133,7 +133,7 @@ MIN_TEXT_BYTES = 8 << 10
 MAX_GAP_BYTES = 8 << 10
 """Maximum size of white space that separates token ids; with more, the whole body is read at the end."""
 _MAYBE_TOKENS = re.compile(rb'"prompt"\s*(?::\s*(?:\[\s*){0,2})?\Z')
-"""What more text could make a beginning of token ids."""
+"""Matches text that further text could make a beginning of token ids."""
 _NO_TOKENS = np.empty(0, np.uint32)
 
 

@@ -82,11 +82,11 @@ def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """How all engines are reached."""
+    """The connections to all engines."""
 
     session: aiohttp.ClientSession
     contexts: Reloadable[ssl.SSLContext]
-    """For engines whose URL is https."""
+    """TLS for engines whose URL is https."""
 
 
 class UpstreamClient:

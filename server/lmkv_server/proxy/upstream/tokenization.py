@@ -1,4 +1,4 @@
-"""What an engine's `/tokenize` must be asked to return the tokens that the engine computes for a request. Pure.
+"""Requests to an engine's `/tokenize` that return the tokens that the engine computes for a request. Pure.
 
 `/tokenize` lacks some parameters of requests, and knows chats only: this follows vLLM's own conversions. A request
 whose tokens would be others is `NotTokenizable`: it is routed without a lookup.
@@ -81,7 +81,7 @@ class Truncation:
 
 
 def truncation(path: str, body: Mapping[str, Any]) -> Truncation | None:
-    """How the engine cuts the prompt; None if it does not."""
+    """Returns the engine's truncation of the prompt; None if it does not cut it."""
     if path == RESPONSES:
         limit = None if body.get("truncation", "disabled") == "disabled" else -1
         max_tokens = body.get("max_output_tokens")
