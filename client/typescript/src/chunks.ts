@@ -8,6 +8,8 @@ import { type PromptSelector, PromptSelectorSchema } from "./gen/lmkv/v1/prompt_
 
 /** Most that a request's chunks may take of a message, which holds a little besides. */
 const MAX_CHUNKS_BYTES = MAX_MESSAGE_BYTES - 512;
+/** Bytes of a token id in a message: they are of fixed width. */
+const TOKEN_BYTES = 4;
 
 /** What names chunks. */
 export interface Chunks {
@@ -45,7 +47,7 @@ export function promptFields(chunks: Chunks): { prompt?: PromptSelector } {
   }
   const { modelName = "", cacheSalt = "", loraName = "", fingerprint = new Uint8Array() } = chunks;
   refuseTooLong([
-    ["tokens", tokenIds.reduce((sum, token) => sum + varintBytes(token), 0)],
+    ["tokens", TOKEN_BYTES * tokenIds.length],
     ["chunk_keys", chunkKeys.reduce((sum, key) => sum + key.length + 2, 0)],
     ["model_name", Buffer.byteLength(modelName)],
     ["cache_salt", Buffer.byteLength(cacheSalt)],
@@ -73,9 +75,4 @@ function refuseTooLong(sizes: [string, number][]): void {
   const message = `${field} has ${bytes} bytes; the limit of a request is ${MAX_CHUNKS_BYTES}: use a prefix`;
   const metadata = { field, size_bytes: String(bytes), limit_bytes: String(MAX_CHUNKS_BYTES) };
   throw new LmkvError(message, "INVALID_ARGUMENT", reason, metadata);
-}
-
-/** Bytes that an int32 takes in a message. */
-function varintBytes(value: number): number {
-  return value < 0 ? 10 : Math.ceil((32 - Math.clz32(value | 1)) / 7);
 }

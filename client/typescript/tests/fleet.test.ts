@@ -93,7 +93,7 @@ test("a question that is longer than a message may be is refused alone", async (
   for (const asks of [stream, coordinator]) {
     await assert.rejects(
       asks.lookup(long),
-      refusal("BAD_TOKENS", { field: "tokens", size_bytes: "2097152", ...limit }),
+      refusal("BAD_TOKENS", { field: "tokens", size_bytes: "4194304", ...limit }),
     );
     await assert.rejects(
       asks.lookup(manyKeys),
@@ -102,7 +102,7 @@ test("a question that is longer than a message may be is refused alone", async (
     await assert.rejects(asks.lookup({ keys, cacheSalt: "x".repeat(1 << 20) }), refusal("BAD_REQUEST"));
   }
   assert.equal((await asked).holders.length, 1);
-  const longest = new Int32Array(((1 << 20) - 512) / 2).fill(999);
+  const longest = new Int32Array(((1 << 20) - 512) / 4).fill(999);
   assert.deepEqual((await stream.lookup({ tokens: longest })).holders, []);
 });
 
@@ -122,7 +122,7 @@ test("a stream of lookups answers each its own", async () => {
 
 test("lookups that are too long together do not share a message", async () => {
   using stream = coordinator.lookupStream();
-  const long = new Int32Array(150_000).fill(999); // 300 kB, four of which are more than a message may have
+  const long = new Int32Array(150_000).fill(999); // 600 kB, two of which are more than a message may have
   const answers = await Promise.all([long, long, long, long].map((tokens) => stream.lookup({ tokens })));
   assert.deepEqual(
     answers.map((answer) => answer.holders),

@@ -165,11 +165,12 @@ async def test_a_stream_answers_prompts_with_and_without_parts(make: Make, cache
 
 async def test_the_limits_of_a_request_count_the_keys_of_all_parts(make: Make, cache: Any) -> None:
     limit = MAX_SELECTED_KEYS // 3
-    async with make("a", items(1), HYBRID):
+    short = dataclasses.replace(HYBRID, model_name="short", chunk_size=4)  # a message has less than 262,144 tokens
+    async with make("a", items(1), HYBRID), make("b", items(1), short):
         error = await refusal(cache, [*KEYS[:1], *[ChunkKey(bytes(16))] * limit], fingerprint=HYBRID.fingerprint)
         assert isinstance(error, BadChunkKey)
         assert f"at most {limit} are allowed" in str(error)
-        error = await refusal(cache, tokens=[1] * 16 * (limit + 1))
+        error = await refusal(cache, tokens=[1] * 4 * (limit + 1), model_name="short")
         assert isinstance(error, BadTokens)
         assert f"make {3 * limit + 3} keys" in str(error)
 
