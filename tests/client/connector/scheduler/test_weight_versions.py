@@ -100,6 +100,11 @@ def test_what_is_being_written_during_an_update_is_not_committed(make_engine: Ma
     engine.during_step = change
     engine.run("a")
     assert not engine.node.commits
+    forget_pages(engine)
+    engine.side.pages_cleared()
+    assert engine.serve("b", PROMPT) == COLD
+    forget_pages(engine)
+    assert engine.serve("c", PROMPT) == HIT, "what is written to the same extents later is committed"
     engine.check_nothing_is_left()
 
 
