@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from google.protobuf import duration_pb2, timestamp_pb2
@@ -193,29 +193,8 @@ class Node:
         )
 
     def _make_engine_service(self) -> EngineService:
-        config, side = self.config, self._peer_side
-        return EngineService(
-            tier=self.tier,
-            sessions=self.engines,
-            stack=self._tier_stack,
-            senders=side.senders if side else None,
-            welcome=engine_service_pb2.Welcome(
-                instance_id=config.instance_id,
-                epoch=self.epoch,
-                pool_socket=str(config.pool_socket),
-                pool_size_bytes=self.pool.size_bytes,
-                node_pid=os.getpid(),
-                peer_address=self.peer_address,
-            ),
-            config=configuration.to_comparison(config),
-            on_attach=self._engines_changed,
-            on_detach=self._engines_changed,
-            on_replace=self._replace if self._started_by_connector else None,
-            on_served=self._served_changed,
-            conflicts=lambda: self.fleet.conflicts,
-            snapshot=self.snapshot,
-            hints=self.hints,
-        )
+        senders = self._peer_side.senders if self._peer_side else None
+        return EngineService(self, self.engines, self._tier_stack, self.hints, senders)
 
     def _make_tier_stack(self) -> TierStack:
         receiver = self._peer_side.receiver if self._peer_side else None
@@ -309,11 +288,38 @@ class Node:
 
     # --- Engines -------------------------------------------------------------------------------------------------
 
-    def _engines_changed(self) -> None:
+    def welcome(self) -> engine_service_pb2.Welcome:
+        """The message that every engine receives first."""
+        config = self.config
+        return engine_service_pb2.Welcome(
+            instance_id=config.instance_id,
+            epoch=self.epoch,
+            pool_socket=str(config.pool_socket),
+            pool_size_bytes=self.pool.size_bytes,
+            node_pid=os.getpid(),
+            peer_address=self.peer_address,
+        )
+
+    def comparison(self) -> Mapping[str, str]:
+        """The configuration, to compare with what an engine expects."""
+        return configuration.to_comparison(self.config)
+
+    @property
+    def conflicts(self) -> Sequence[registry_service_pb2.SpecConflict]:
+        """The instances of the same models that share nothing with this one."""
+        return self.fleet.conflicts
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether an engine may end the node in favor of its own: one that an engine has started."""
+        return self._started_by_connector
+
+    def engines_changed(self) -> None:
+        """An engine has attached or detached."""
         self._restart_linger()
         self.fleet.refresh()
 
-    def _served_changed(self) -> None:
+    def served_changed(self) -> None:
         """Registers again once for all model names that engines announce within `SERVED_PAUSE_SECONDS`."""
         if self._served_timer is None:
             self._served_timer = asyncio.get_running_loop().call_later(SERVED_PAUSE_SECONDS, self._register_served)
@@ -337,7 +343,8 @@ class Node:
         await asyncio.shield(self._populating)
         await asyncio.get_running_loop().create_future()
 
-    def _replace(self, reason: str) -> None:
+    def replace(self, reason: str) -> None:
+        """Ends the node in favor of one that an engine starts."""
         logger.info("ending: %s", reason)
         self._replaced.set()
 

@@ -43,7 +43,7 @@ class TierStack:
 
         `partial_chunks` has those of the pool and of the disk; `losses` are those of the pool and all tiers.
         """
-        self._tier = tier
+        self.tier = tier
         self._tiers = tiers
         self._receiver = receiver
         self._partial_chunks = PartialChunks() if partial_chunks is None else partial_chunks
@@ -81,7 +81,7 @@ class TierStack:
 
     def begin(self, prompt: Prompt, most_bytes: int) -> PromptLookup:
         """Begins a lookup of a prompt, in the pool; the items of its hit are to have at most `most_bytes`."""
-        return PromptLookup(self._tier, self._partial_chunks, prompt, most_bytes)
+        return PromptLookup(self.tier, self._partial_chunks, prompt, most_bytes)
 
     async def ask(self, lookup: PromptLookup, tokens_per_second: float = 0.0, *, deadline: float | None = None) -> None:
         """Asks the tiers for items of longer hits than the pool has.
@@ -97,7 +97,7 @@ class TierStack:
 
         Of a hit that is only of use as a whole: one that an engine can load.
         """
-        most_bytes = self._tier.size_bytes // HOLD_SHARE
+        most_bytes = self.tier.size_bytes // HOLD_SHARE
         lookup = self.begin(prompt, UNBOUNDED_BYTES if prompt.spec.matches_prefixes else most_bytes)
         if not lookup.is_complete and self.usable:
             await self.ask(lookup)
@@ -119,7 +119,7 @@ class TierStack:
         began = time.monotonic()
         items = found.items
         keys = items.keys if wanted.stop >= len(items) else items.keys[: wanted.stop]
-        progress = Progress(self._tier, items.spec, keys, wanted.start, on_chunks, items=items)
+        progress = Progress(self.tier, items.spec, keys, wanted.start, on_chunks, items=items)
         error: LmkvError | None = None
         try:
             if handoff_id and self._receiver:
@@ -147,9 +147,9 @@ class TierStack:
         The result is the number of chunks that the node itself held; it is known once its own tiers have dropped them.
         `shared`: also from stores that nodes share.
         """
-        dropped = {chunk.key for chunk in self._tier if chunk.fingerprint == fingerprint and not chunk.pins}
-        kept = {chunk.key for chunk in self._tier if chunk.pins}
-        self._tier.drop(dropped, MissReason.CLEARED)
+        dropped = {chunk.key for chunk in self.tier if chunk.fingerprint == fingerprint and not chunk.pins}
+        kept = {chunk.key for chunk in self.tier if chunk.pins}
+        self.tier.drop(dropped, MissReason.CLEARED)
         self._clearing[fingerprint] += 1
         selection = Selection(fingerprint=fingerprint, kept=kept, counted=dropped)
         return self._clear_tiers(selection, len(dropped), shared=shared)

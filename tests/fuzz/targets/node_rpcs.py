@@ -165,6 +165,31 @@ class _Peer:
         raise Unreachable("no such peer")
 
 
+class _Host:
+    """The node of the engines."""
+
+    conflicts = ()
+    is_replaceable = False
+
+    def welcome(self) -> engine_pb.Welcome:
+        return engine_pb.Welcome(instance_id="node", epoch=EPOCH, pool_size_bytes=POOL_BYTES)
+
+    def comparison(self) -> dict[str, str]:
+        return {"LMKV_CHUNK_SIZE": "256"}
+
+    def engines_changed(self) -> None:
+        """Nothing follows."""
+
+    def served_changed(self) -> None:
+        """Nothing follows."""
+
+    def replace(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def snapshot(self) -> tuple[()]:
+        return ()
+
+
 class _Peers:
     """Directory and connections: every peer is known."""
 
@@ -216,16 +241,7 @@ async def _run(source: Input) -> None:
             receiver=receiver,
         )
         async with hints, peer_service:
-            engine_service = EngineService(
-                tier=tier,
-                sessions=sessions,
-                stack=stack,
-                hints=hints,
-                welcome=engine_pb.Welcome(instance_id="node", epoch=EPOCH, pool_size_bytes=POOL_BYTES),
-                config={"LMKV_CHUNK_SIZE": "256"},
-                on_attach=lambda: None,
-                on_detach=lambda: None,
-            )
+            engine_service = EngineService(_Host(), sessions, stack, hints)
             await _call(source, {SERVICES[0]: engine_service, SERVICES[1]: peer_service}, tier)
             table.check()
     sessions.detach(own)

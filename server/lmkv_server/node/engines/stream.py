@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -16,16 +17,18 @@ from lmkv.hints import HintAction, HintReason, HintResult, reject
 from lmkv.keys import KEY_BYTES, ChunkKey, split_keys
 from lmkv.misses import MissReason
 from lmkv.rpc.messages import to_proto
-from lmkv.spec import KvSpec
-from lmkv.v1 import chunk_pb2
+from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
+from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookups import EngineLoads, EngineLookups, LookupCounters
-from lmkv_server.node.engines.outbox import ChangeFeed, Outbox, RequestTasks
+from lmkv_server.node.engines.outbox import ChangeFeed, Outbox, RequestTasks, TierKey
+from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.handoff.sender import HandoffResult, HandoffSenders
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.hints.prompt_hint import MAX_ID_BYTES, PromptHint
 from lmkv_server.node.sessions.session import EngineSession
+from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
 
 logger = logging.getLogger(__name__)
@@ -35,17 +38,13 @@ class EngineHandoffs:
     """One engine's handoffs. They end with its stream: no engine computes their chunks any more."""
 
     def __init__(
-        self,
-        spec: Callable[[], KvSpec],
-        senders: HandoffSenders | None,
-        answer: Callable[[pb.Event], None],
-        drop_here: Callable[[str], None] = lambda _: None,
+        self, session: EngineSession, stack: TierStack, outbox: Outbox, senders: HandoffSenders | None
     ) -> None:
-        """`spec` is the engine's at the moment. `drop_here` ends a handoff that was to come to this node."""
-        self._drop_here = drop_here
-        self._spec = spec
+        """`stack` has the handoffs to this node; `senders` are those from it, None without peers."""
+        self._session = session
+        self._stack = stack
+        self._outbox = outbox
         self._senders = senders
-        self._answer = answer
         self._running: dict[str, str] = {}
         """The engine's id of the request, by handoff."""
 
@@ -60,7 +59,7 @@ class EngineHandoffs:
             self._ended(HandoffResult(handoff_id=handoff.handoff_id, error=alone))
             return
         self._senders.start(
-            self._spec(),
+            self._session.spec,
             handoff_id=handoff.handoff_id,
             decode_instance_id=handoff.decode_instance_id,
             keys=keys,
@@ -77,7 +76,7 @@ class EngineHandoffs:
     def drop(self, dropped: pb.DropHandoff) -> None:
         """No request will load it: of the prefill's side if it names the decode's instance, else of the decode's."""
         if not dropped.decode_instance_id:
-            self._drop_here(dropped.handoff_id)
+            self._stack.drop_handoff(dropped.handoff_id)
         elif self._senders is not None:
             self._senders.drop(dropped.handoff_id, dropped.decode_instance_id)
 
@@ -97,7 +96,7 @@ class EngineHandoffs:
             transfer_duration=Duration(seconds=int(handed.seconds), nanos=int(handed.seconds % 1 * 1e9)),
             status=rpc.to_status(handed.error) if handed.error else None,
         )
-        self._answer(pb.Event(handed=message))
+        self._outbox.put(pb.Event(handed=message))
 
 
 MAX_LOOKUPS = 64
@@ -147,41 +146,96 @@ ACTS_AT_ONCE = 64
 """Acts that are carried out before other engines, peers and coordinators have their turn."""
 
 
+class EngineHost(Protocol):
+    """The node as engines' streams see it. Its implementation, `Node`, imports this package: the floor stays."""
+
+    @property
+    def conflicts(self) -> Sequence[registry_service_pb2.SpecConflict]:
+        """The instances of the same models that share nothing with this one."""
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether an engine may end a node without engines in favor of its own."""
+
+    def welcome(self) -> pb.Welcome:
+        """The message that every engine receives first, without what differs by engine."""
+
+    def comparison(self) -> Mapping[str, str]:
+        """The configuration, to compare with what an engine expects of its node."""
+
+    def engines_changed(self) -> None:
+        """An engine has attached or detached."""
+
+    def served_changed(self) -> None:
+        """The names under which engines serve have changed, or the version of their weights."""
+
+    def replace(self, reason: str) -> None:
+        """Ends the node in favor of one that an engine starts."""
+
+    def snapshot(self) -> Iterable[HeldChunk]:
+        """Every chunk that the node holds now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineContext:
+    """Shared by the streams of all engines of a node."""
+
+    host: EngineHost
+    sessions: EngineSessions
+    stack: TierStack
+    hints: HintExecutor
+    senders: HandoffSenders | None
+    """The handoffs from this node; None without peers."""
+    counters: LookupCounters
+    explainer: PromptExplainer
+
+    def serve(self, session: EngineSession, messages: Sequence[chunk_pb2.ServedModel]) -> None:
+        """Registers further names under which an engine serves. Raises `BadKvSpec`."""
+        if self.sessions.served.announce(session.engine_id, served_models(messages, session.spec)):
+            self.host.served_changed()
+
+    def change_weights(self, session: EngineSession, version: str) -> None:
+        """An engine has other weights now. Raises `BadKvSpec`."""
+        self.sessions.change_weights(session, version)
+        self.forget_old_versions(session.spec)
+        logger.info("engine %s has weights of version %s", session.engine_id, version)
+        self.host.served_changed()
+
+    def forget_old_versions(self, spec: KvSpec) -> None:
+        """Begins to drop the chunks of earlier weights of the model that no engine has any more."""
+        for old in self.sessions.drop_old_versions(spec):
+            self.stack.forget(old)
+
+    def held(self, session: EngineSession) -> Iterator[TierKey]:
+        """The chunks of an engine's spec that the node holds now."""
+        fingerprint = session.spec.fingerprint
+        return ((held.tier, held.key) for held in self.host.snapshot() if held.fingerprint == fingerprint)
+
+
+def served_models(messages: Sequence[chunk_pb2.ServedModel], spec: KvSpec) -> list[ServedModel]:
+    """The last names that an engine of a spec sends in a message. Raises `BadKvSpec` if one is empty or too long."""
+    return [
+        ServedModel(name=message.name, fingerprint=spec.fingerprint, lora_identity=message.lora_identity)
+        for message in messages[-MAX_SERVED_MODELS:]
+    ]
+
+
 class EngineStream:
     """Carries out acts in the order in which they arrive."""
 
-    def __init__(
-        self,
-        tier: HostTier,
-        session: EngineSession,
-        stack: TierStack,
-        hints: HintExecutor,
-        counters: LookupCounters,
-        senders: HandoffSenders | None = None,
-        *,
-        on_served: Callable[[Sequence[chunk_pb2.ServedModel]], None] = lambda _: None,
-        on_weights: Callable[[str], None] = lambda _: None,
-        on_report: Callable[[chunk_pb2.RequestReport], None] = lambda _: None,
-        changes: ChangeFeed | None = None,
-    ) -> None:
-        """`on_served` is called with further names under which the engine serves, `on_weights` with the version of its
-        weights when they have changed, and `on_report` with what it reports of a request.
-
-        `changes` are sent to the engine.
-        """
-        self.outbox = Outbox(changes)
-        self._tier = tier
-        self._counters = counters
+    def __init__(self, context: EngineContext, session: EngineSession, *, wants_tier_changes: bool = False) -> None:
+        stack = context.stack
+        self.outbox = Outbox(ChangeFeed(lambda: context.held(session)) if wants_tier_changes else None)
+        self._context = context
         self._session = session
         self._stack = stack
         self._tasks = RequestTasks()
-        self._lookups = EngineLookups(session, stack, counters, self.outbox, self._tasks)
+        self._lookups = EngineLookups(session, stack, context.counters, self.outbox, self._tasks)
         self._loads = EngineLoads(session, stack, self._lookups, self.outbox, self._tasks)
-        self._handoffs = EngineHandoffs(lambda: session.spec, senders, self.outbox.put, stack.drop_handoff)
-        self._on_weights = on_weights
-        self._hints = EngineHints(session, hints, self.outbox)
+        self._handoffs = EngineHandoffs(session, stack, self.outbox, context.senders)
+        self._hints = EngineHints(session, context.hints, self.outbox)
         self._handlers: dict[str, Callable[[Any], object]] = {
-            "serve_models": lambda act: on_served(act.served_models),
+            "serve_models": lambda act: context.serve(session, act.served_models),
             "release": self._release,
             "commit": self._commit_all,
             "drop_damaged": self._drop_damaged,
@@ -194,7 +248,7 @@ class EngineStream:
             "drop_handoff": self._handoffs.drop,
             "reset": self._reset,
             "change_weights": self._change_weights,
-            "report": on_report,
+            "report": context.explainer.note,
             "hint": self._hints.hint,
         }
         """Carries out each kind of act but `hello`."""
@@ -237,7 +291,7 @@ class EngineStream:
         self._lookups.release(release.lookup_id)
         self._session.release(release.lookup_id)
         if release.HasField("avoided_prefill_duration"):
-            self._counters.add_load(
+            self._context.counters.add_load(
                 load_seconds=release.load_duration.ToNanoseconds() / 1e9,
                 avoided_prefill_seconds=release.avoided_prefill_duration.ToNanoseconds() / 1e9,
             )
@@ -267,7 +321,7 @@ class EngineStream:
             self.outbox.put(pb.Event(rejected_commit=rejected))
 
     def _drop_damaged(self, damaged: pb.DropDamagedChunks) -> None:
-        dropped_count = self._tier.drop(split_keys(damaged.chunk_keys), MissReason.DAMAGED)
+        dropped_count = self._stack.tier.drop(split_keys(damaged.chunk_keys), MissReason.DAMAGED)
         logger.warning("engine %s found %d chunks damaged; they are dropped", self._session.engine_id, dropped_count)
 
     def _return_credits(self, returned: pb.ReturnCredits) -> None:
@@ -279,7 +333,7 @@ class EngineStream:
 
     def _change_weights(self, change: pb.ChangeWeights) -> None:
         self._handoffs.close()  # their chunks are of the old version
-        self._on_weights(change.weight_version)
+        self._context.change_weights(self._session, change.weight_version)
         self.outbox.restart_changes()
 
     def _reset(self, _: pb.ResetChunks) -> None:

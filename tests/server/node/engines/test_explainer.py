@@ -12,7 +12,7 @@ from lmkv.keys import join_keys
 from lmkv.misses import reason_name
 from lmkv.prompt import Prompt
 from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
-from lmkv_server.node.engines.service import MAX_LISTED, MAX_REPORTS, MAX_RUNNING
+from lmkv_server.node.engines.explainer import MAX_LISTED, MAX_REPORTS, MAX_RUNNING
 from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.node import Node
 from tests.server.node.cases import hashed_keys

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import cast
 
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookups import LookupCounters
-from lmkv_server.node.engines.stream import ACTS_AT_ONCE, EngineStream
+from lmkv_server.node.engines.stream import ACTS_AT_ONCE, EngineContext, EngineHost, EngineStream
 from lmkv_server.node.hints.executor import HintExecutor
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
@@ -18,9 +18,17 @@ from tests.support.specs import small_spec
 
 def make_stream() -> EngineStream:
     tier = HostTier(1 << 20)
-    stack = cast(TierStack, SimpleNamespace(drop_handoff=lambda _: None))
-    hints = cast(HintExecutor, None)
-    return EngineStream(tier, EngineSessions(tier).attach("engine", small_spec()), stack, hints, LookupCounters())
+    sessions, stack = EngineSessions(tier), TierStack(tier, [])
+    context = EngineContext(
+        host=cast(EngineHost, None),
+        sessions=sessions,
+        stack=stack,
+        hints=cast(HintExecutor, None),
+        senders=None,
+        counters=LookupCounters(),
+        explainer=PromptExplainer(sessions, stack, 0),
+    )
+    return EngineStream(context, sessions.attach("engine", small_spec()))
 
 
 def test_every_act_but_hello_has_a_handler() -> None:

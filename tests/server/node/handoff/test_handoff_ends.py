@@ -18,14 +18,23 @@ from lmkv.errors import (
 )
 from lmkv.keys import join_keys
 from lmkv.v1 import engine_service_pb2 as engine_pb
+from lmkv_server.node.engines.outbox import Outbox
 from lmkv_server.node.engines.stream import EngineHandoffs
 from lmkv_server.node.handoff.state import HandoffState
+from lmkv_server.node.sessions.sessions import EngineSessions
+from lmkv_server.node.stack import TierStack
 from tests.server.node.handoff_parts import finish, follow, is_committed, state_of
 from tests.server.node.peer_parts import LARGE, SMALL, Parts, Remote, keys_of
 from tests.waiting import WAIT_SECONDS, until
 
 KEYS = keys_of(8)
 FOREVER = 10_000.0
+
+
+def engine_of(side: Parts, outbox: Outbox) -> EngineHandoffs:
+    """The handoffs of an engine that has attached at a node."""
+    session = EngineSessions(side.tier).attach("engine", SMALL)
+    return EngineHandoffs(session, TierStack(side.tier, [], side.receiver), outbox, side.senders)
 
 
 async def test_a_refused_handoff_is_known_to_the_decode_at_once(
@@ -55,7 +64,7 @@ async def test_a_handoff_that_is_too_large_is_known_to_the_decode_at_once(prefil
 async def test_a_handoff_that_is_dropped_leaves_nothing_however_far_it_was(
     prefill: Parts, decode: Parts, arrived: int
 ) -> None:
-    engine = EngineHandoffs(lambda: SMALL, prefill.senders, lambda _: None)
+    engine = engine_of(prefill, Outbox())
     engine.begin(
         engine_pb.HandChunks(
             handoff_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
@@ -89,7 +98,7 @@ async def test_a_handoff_ends_if_its_connection_is_replaced_by_another(prefill: 
 
 
 async def test_a_decode_may_drop_a_handoff_before_it_is_announced(prefill: Parts, decode: Parts) -> None:
-    engine = EngineHandoffs(lambda: SMALL, None, lambda _: None, decode.receiver.drop)
+    engine = engine_of(decode, Outbox())
     engine.drop(engine_pb.DropHandoff(handoff_id="r"))
     prefill.put(KEYS[0])
     assert isinstance((await prefill.hand("r", "decode", KEYS[:1])).error, GrantNotFound)
@@ -127,19 +136,21 @@ async def test_a_name_is_one_handoff_of_one_engine_however_often_it_asks(prefill
     message = engine_pb.HandChunks(
         handoff_id="r", decode_instance_id="decode", chunk_keys=join_keys(KEYS), token_count=8 * SMALL.chunk_size
     )
-    answers: list[engine_pb.Event] = []
-    refusals: list[engine_pb.Event] = []
-    engine = EngineHandoffs(lambda: SMALL, prefill.senders, answers.append)
-    other = EngineHandoffs(lambda: SMALL, prefill.senders, refusals.append)
+    answers, refusals = Outbox(), Outbox()
+    engine, other = engine_of(prefill, answers), engine_of(prefill, refusals)
     for each in (engine, engine, other):
         each.begin(message)
-    assert [answer.handed.status.code for answer in refusals] == [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
+    refusal = await refusals.take()
+    assert refusal is not None
+    assert [event.handed.status.code for event in refusal.events] == [grpc.StatusCode.INVALID_ARGUMENT.value[0]]
     other.end(engine_pb.EndHandoff(handoff_id="r"))
     other.close()
     for key in KEYS:
         prefill.put(key)
-    await until(lambda: bool(answers))
-    (handed,) = (answer.handed for answer in answers)
+    async with asyncio.timeout(WAIT_SECONDS):
+        answer = await answers.take()
+    assert answer is not None
+    (handed,) = (event.handed for event in answer.events)
     assert (handed.chunk_count, handed.status.code) == (8, 0)
 
 
