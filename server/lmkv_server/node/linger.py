@@ -1,4 +1,4 @@
-"""How long a node without engines keeps its pool: the engine may be restarting, which may take minutes."""
+"""Keeps the pool of a node without engines for a time: the engine may be restarting, which may take minutes."""
 
 from __future__ import annotations
 

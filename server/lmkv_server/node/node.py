@@ -70,7 +70,7 @@ class Node:
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
         self.warm: WarmStart | None = None
-        """What an earlier process has left in the pool, if `persist_pool` is on."""
+        """Brings back the chunks that an earlier process has left in the pool, if `persist_pool` is on."""
         self.stores: list[ConfiguredTier] = []
         """The secondary tiers that keep chunks for this node."""
         self.tiers: list[SecondaryTier] = []
@@ -80,7 +80,7 @@ class Node:
         self._partial_chunks = PartialChunks()
         self._losses = Losses()
         self.events = CacheEvents(self._partial_chunks, self._losses)
-        """What the tiers store and remove."""
+        """The events of all tiers: chunks that they store and remove."""
         self._linger: Linger | None = None
         """The countdown to its end, if it ends without engines."""
         self._served_timer: asyncio.TimerHandle | None = None

@@ -33,7 +33,7 @@ class HostCache:
     pool: Pool
     tier: HostTier
     warm: WarmStart | None
-    """What an earlier process has left in the pool, if `persist_pool` is on."""
+    """Brings back the chunks that an earlier process has left in the pool, if `persist_pool` is on."""
 
 
 async def open_host_cache(config: NodeConfig, events: CacheEvents, stack: AsyncExitStack) -> HostCache:

@@ -21,7 +21,7 @@ from lmkv.spec import KvSpec
 
 
 class CachedChunk(Protocol):
-    """What all tiers know of a chunk. Events of the host tier carry a `host.Chunk`."""
+    """A chunk with the properties that all tiers know. Events of the host tier carry a `host.Chunk`."""
 
     @property
     def key(self) -> ChunkKey: ...

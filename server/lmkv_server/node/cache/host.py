@@ -163,7 +163,7 @@ class HostTier:
         return found
 
     def prefix_length(self, keys: Sequence[ChunkKey], fingerprint: bytes) -> int:
-        """How many of the keys are held, as chunks of one spec, from the first on without a gap. Does not count as a
+        """Counts the keys that are held, as chunks of one spec, from the first on without a gap. Does not count as a
         use."""
         chunks = self._chunks
         for count, key in enumerate(keys):

@@ -50,7 +50,7 @@ Counts = NDArray[np.float64]
 
 
 class Record:
-    """What is known of a chunk that is held or remembered."""
+    """A record of a chunk that is held or remembered."""
 
     __slots__ = ("bits", "group", "size", "slot", "used_at", "uses")
 

@@ -190,7 +190,7 @@ BATCH_BYTES = 64 << 20
 """Bytes that a thread sums before it reports to the loop: about 10 ms."""
 BATCH_CHUNKS = 256
 LOOK_SECONDS = 0.1
-"""How often it looks whether workers of an earlier life have let go of the pool."""
+"""The interval at which it checks whether workers of an earlier life have let go of the pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,7 +87,7 @@ class Arrivals:
 
 @dataclass(kw_only=True, slots=True)
 class OrderProgress:
-    """What an order has done so far. Updated while it runs, so that the outcome of a stopped order is exact."""
+    """The progress of one order. Updated while it runs, so that the outcome of a stopped order is exact."""
 
     wanted: Sequence[ChunkKey] = ()
     """Chunks to fetch: in the end each is in `fetched` or in `failures`."""
@@ -98,7 +98,7 @@ class OrderProgress:
     """Answer to an `ExplainOrder`."""
     failures: dict[ChunkKey, LmkvError] = field(default_factory=dict)
     hint: chunk_pb2.HintResult | None = None
-    """How a hint ended."""
+    """The result of a hint."""
     _chunk_count: int = field(default=0, init=False)
     _token_count: int = field(default=0, init=False)
     _pinned_count: int = field(default=0, init=False)

@@ -212,7 +212,7 @@ class EngineLookups:
             self._outbox.put(pb.Event(granted=self._grant(needed, settled=wanted)))
 
     def found(self, lookup_id: str) -> Found | None:
-        """What the request's lookup found; None if that was nothing, or it was released."""
+        """The hit that the request's lookup found; None if that was nothing, or it was released."""
         return self._found.get(lookup_id)
 
     def release(self, lookup_id: str) -> None:

@@ -255,7 +255,7 @@ class EngineStream:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the engine's spec at the moment."""
+        """The fingerprint of the engine's spec now."""
         return self._session.spec.fingerprint
 
     async def read(self, first: pb.AttachRequest, rest: AsyncIterator[pb.AttachRequest]) -> None:

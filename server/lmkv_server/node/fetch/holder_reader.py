@@ -35,7 +35,7 @@ MIN_SECONDS = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchStats:
-    """What went wrong in fetches since the start; `TransferStats` has the transfers."""
+    """Counts the failures of fetches since the start; `TransferStats` has the transfers."""
 
     failure_count: int = 0
     """Times that a peer failed."""
@@ -79,7 +79,7 @@ class FetchState:
         return self.is_full or self.seconds_left() < MIN_SECONDS
 
     def stats(self) -> FetchStats:
-        """What went wrong so far."""
+        """Returns the failures so far."""
         return FetchStats(failure_count=self._failure_count, hedge_count=self._hedge_count)
 
     def seconds_left(self) -> float:

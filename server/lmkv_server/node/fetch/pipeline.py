@@ -141,7 +141,7 @@ MAX_TRAFFIC = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerTraffic:
-    """What was transferred from one peer since the start."""
+    """Counts the transfers from one peer since the start."""
 
     instance_id: str
     chunk_count: int = 0
@@ -150,7 +150,7 @@ class PeerTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferStats:
-    """What was transferred since the start."""
+    """Counts all transfers since the start."""
 
     chunk_count: int
     """Chunks that were read, verified and committed."""
@@ -167,7 +167,7 @@ class TransferStats:
 
 
 class Transfer(Protocol):
-    """What the pipeline moves chunks for: one holder of a fetch, or one `Commit` of a handoff."""
+    """The work that the pipeline moves chunks for: one holder of a fetch, or one `Commit` of a handoff."""
 
     @property
     def tier(self) -> HostTier:

@@ -313,7 +313,7 @@ class PeerTier:
         return None
 
     def stats(self) -> TierStats:
-        """What fetches and handoffs have read."""
+        """Counts the reads of fetches and handoffs."""
         transfers, fetches = self._fetcher.transfers(), self._fetcher.stats()
         return TierStats(
             read_chunks=transfers.chunk_count,

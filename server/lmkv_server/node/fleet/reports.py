@@ -165,7 +165,7 @@ def _shared(parts: Iterable[pb.OrderOutcome]) -> Iterator[list[pb.OrderOutcome]]
 
 
 def usages(tier: HostTier, tiers: Iterable[SecondaryTier]) -> list[TierUsage]:
-    """How full host memory is, and each of the secondary tiers that knows it."""
+    """Returns the usage of host memory, and of each secondary tier that knows it."""
     host = TierUsage(
         tier=HOST,
         capacity_bytes=tier.size_bytes,

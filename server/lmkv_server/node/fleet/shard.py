@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class StreamRole(NamedTuple):
-    """What a report stream was opened for."""
+    """The purpose of a report stream."""
 
     map_id: str
     """The layout map that its coordinator shares with others; empty if it keeps its own."""

@@ -145,12 +145,12 @@ def _offered(
 
 MAX_KEYS = 4096
 ANNOUNCE_SECONDS = 1.0
-"""How long a request that arrives before its handoff is announced waits for that."""
+"""The time that a request that arrives before its handoff is announced waits for the announcement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiverStats:
-    """What handoffs to this node have transferred since the start."""
+    """Counts the transfers of handoffs to this node since the start."""
 
     chunk_count: int = 0
     """Chunks that were read, verified and committed."""

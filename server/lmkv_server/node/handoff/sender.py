@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 10.0
 """Timeout of a call to the decode's node."""
 ADMISSION_SECONDS = 30.0
-"""How long the announcement is repeated while the decode's node has no room."""
+"""The time for which the announcement is repeated while the decode's node has no room."""
 COMMIT_BYTES = 256 << 20
 """Approximate bytes that one `Commit` names."""
 
@@ -61,7 +61,7 @@ class HandoffResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SenderContext:
-    """What all handoffs from one node share."""
+    """The collaborators that all handoffs from one node share."""
 
     instance_id: str
     """The prefill's node: this one."""

@@ -80,7 +80,7 @@ class Handoff:
         prompt = Prompt(spec, chunk_keys, token_count=min(token_count, len(chunk_keys) * spec.chunk_size))
         self._items = prompt.items(Hit(len(prompt)))
         self.keys = list(self._items.keys)
-        """Of what is transferred."""
+        """The keys of the items that are transferred."""
         self.token_count = token_count
         self.destination = destination
         self.state = HandoffState.ALLOCATED

@@ -136,7 +136,7 @@ IN_USE = "other prompts continue all of it, or it is pinned"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPrompt:
-    """What the pool holds of a hint's prompt."""
+    """The part of a hint's prompt that the pool holds."""
 
     chunks: Sequence[Chunk] = ()
     """The first chunks of the prompt; if chunks have several parts, the items of the longest hit, part by part."""
@@ -307,7 +307,7 @@ class HintExecutor:
     # --- The pool ------------------------------------------------------------------------------------------------
 
     def _held(self, hint: PromptHint) -> HeldPrompt:
-        """What the pool holds of the prompt, from its beginning on."""
+        """Returns the part of the prompt that the pool holds, from its beginning on."""
         lookup = self._stack.begin(hint.prompt(self._tier), self._tier.size_bytes)
         found = lookup.result(is_use=False)
         return HeldPrompt(chunks=found.own, prompt_chunks=found.chunk_count)

@@ -49,7 +49,7 @@ class Retentions:
         return self._owner_bytes.total()
 
     def room(self, chunks: Sequence[Chunk], owner: bytes) -> int:
-        """How many of the first of these chunks the quota has room for."""
+        """Counts the first of these chunks that the quota has room for."""
         room = min(self._limit_bytes - self.size_bytes, self._limit_bytes // 2 - self._owner_bytes[owner])
         for count, chunk in enumerate(chunks):
             room -= 0 if chunk.key in self._retained else align(chunk.size_bytes)

@@ -288,7 +288,7 @@ class PromptLookup:
         return [self._asked[source - 1][0].name if source else OWN for source in grid.sources_of_chunks(start, stop)]
 
     def _expected_seconds(self, grid: _Grid, hit: Hit) -> float:
-        """How long bringing the items of a hit is expected to take, of tiers where that is known."""
+        """Estimates the seconds that bringing the items of a hit takes, of tiers where that is known."""
         sizes = [grid.size_bytes(number, hit) for number in range(1, len(self._asked) + 1)]
         return sum(
             tier.expected_seconds(presence, size_bytes) or 0.0
@@ -450,7 +450,7 @@ class PromptLookup:
         return found
 
     def _answers(self, hit: Hit) -> dict[str, Presence]:
-        """What each tier has answered, about the tail of the hit too."""
+        """Returns the answer of each tier, about the tail of the hit too."""
         tail = self._grid.tier_tail if self._grid else None
         answers = {tier.name: presence for tier, presence in self._asked}
         if tail and tail.tail is hit.tail:

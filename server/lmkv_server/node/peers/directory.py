@@ -29,7 +29,7 @@ LOCK_TRIES = 100
 MAX_KNOWN = 256
 """Instances whose registration is cached."""
 FRESH_SECONDS = 5.0
-"""How long a cached registration is used; while no coordinator answers it is used for longer."""
+"""The time for which a cached registration is used; while no coordinator answers it is used for longer."""
 
 Locate = Callable[[str], Awaitable[Holder | None]]
 """Finds an instance at the coordinators; None if it is not registered. Raises `Unreachable` if none answers."""

@@ -34,7 +34,7 @@ PEER_SERVICE = "lmkv.v1.PeerService"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerSide:
-    """What a node with peers has besides its tiers."""
+    """The objects that a node with peers has besides its tiers."""
 
     address: str
     """`host:port` of `PeerService`."""

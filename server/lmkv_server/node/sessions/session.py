@@ -72,7 +72,7 @@ HOLD_SHARE = 2
 
 
 class _Credit(NamedTuple):
-    """What a write credit is for."""
+    """The kind of chunk that a write credit is for."""
 
     part: int
     is_partial: bool = False

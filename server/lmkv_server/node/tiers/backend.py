@@ -51,7 +51,7 @@ class BackendHealth:
         After `stall_seconds` a call is late; None: only where `run_within` says so.
         """
         self.backend = backend
-        """What logs and errors call the backend."""
+        """The name of the backend in logs and errors."""
         self.is_open = False
         self.attempted = asyncio.Event()
         """Set after the first attempt to open the backend."""
@@ -209,7 +209,7 @@ def _text(error: OSError) -> str:
 
 
 class WriteResult(Enum):
-    """What became of a chunk that was to be written."""
+    """The result of writing a chunk."""
 
     WRITTEN = "written"
     PRESENT = "present"

@@ -47,7 +47,7 @@ class TierWriter:
         self._skipped_count = 0
 
     def stats(self) -> TierStats:
-        """What was written, and what waits to be."""
+        """Counts the chunks that were written, and those that wait."""
         return TierStats(
             written_chunks=self._written_chunks,
             written_bytes=self._written_bytes,
@@ -224,11 +224,11 @@ class BackendTier(Generic[C]):
         return None
 
     def expected_seconds(self, _presence: Presence, size_bytes: int, /) -> float | None:
-        """How long a read of `size_bytes` is expected to take; None if that is not known."""
+        """Estimates the seconds that a read of `size_bytes` takes; None if that is not known."""
         return self.reader.expected_seconds(size_bytes)
 
     def stats(self) -> TierStats:
-        """What the tier has done since the start."""
+        """Returns the tier's counters since the start."""
         now = TierStats(
             undecryptable_chunks=self._encryption.rejected_count if self._encryption else 0,
             down_backends=sum(not (backend.usable and backend.health.usable) for backend in self._backends),

@@ -168,7 +168,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a hit needs of the tiers: any set of the keys of one prompt."""
+    """The items that a hit needs of the tiers: any set of the keys of one prompt."""
 
     spec: KvSpec
     keys: Sequence[ChunkKey]
@@ -197,7 +197,7 @@ class Needs:
         return [part_key(key, part) for part in range(len(self.spec.parts))] if self.any_of else (key,)
 
     def seconds(self, least: float) -> float:
-        """How long a tier whose own timeout is `least` may take."""
+        """The time that a tier whose own timeout is `least` may take."""
         return least if self.deadline is None else max(least, self.deadline - time.monotonic())
 
 
@@ -266,7 +266,7 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierUsage:
-    """How full a tier is."""
+    """The usage of a tier."""
 
     capacity_bytes: int
     """Bytes that chunks may take now; 0 if there is no limit."""
@@ -341,16 +341,16 @@ class SecondaryTier(Protocol):
         """
 
     def expected_seconds(self, presence: Presence, size_bytes: int, /) -> float | None:
-        """How long a read of `size_bytes` is expected to take; None if that is not known."""
+        """Estimates the seconds that a read of `size_bytes` takes; None if that is not known."""
 
     async def drop(self, selection: Selection, /) -> Dropped:
         """Removes chunks; a read of them that runs does not commit them. Raises `Unreachable` if a backend fails."""
 
     def usage(self) -> TierUsage | None:
-        """How full the tier is; None if the node does not know."""
+        """Returns the tier's usage; None if the node does not know."""
 
     def stats(self) -> TierStats:
-        """What the tier has done."""
+        """Returns the tier's counters."""
 
 
 def deadline_at(tiers: Sequence[SecondaryTier], at: int, deadline: float | None) -> float | None:

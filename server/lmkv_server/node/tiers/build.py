@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierContext:
-    """What a tier is made of."""
+    """The collaborators of which a tier is made."""
 
     config: NodeConfig
     tier: HostTier

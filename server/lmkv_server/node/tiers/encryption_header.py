@@ -1,4 +1,4 @@
-"""What stands before the bytes of an encrypted chunk, and what is authenticated with them. Pure.
+"""The header before the bytes of an encrypted chunk, and the data that is authenticated with them. Pure.
 
     magic, version | key id | nonce | checksum, encrypted | tag
 

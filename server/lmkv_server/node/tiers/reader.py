@@ -58,11 +58,11 @@ class TierReader(Generic[C]):
         self._damaged_count = 0
 
     def stats(self) -> TierStats:
-        """What was read, and what was damaged or gone."""
+        """Counts the chunks that were read, and those that were damaged or gone."""
         return TierStats(read_chunks=self._read_chunks, read_bytes=self._read_bytes, damaged_chunks=self._damaged_count)
 
     def expected_seconds(self, size_bytes: int) -> float | None:
-        """How long a read of `size_bytes` is expected to take; None if that is not known."""
+        """Estimates the seconds that a read of `size_bytes` takes; None if that is not known."""
         return self._bandwidth.seconds(size_bytes, time.monotonic())
 
     async def read(self, fingerprint: bytes, keys: Sequence[ChunkKey], timeout_seconds: float, on_read: OnRead) -> None:

@@ -91,7 +91,7 @@ class EncryptedFiles:
 
 NAME = "disk"
 OPEN_SECONDS = 5.0
-"""How long a node that starts waits for its folders to be indexed; the rest is indexed later."""
+"""The time that a node that starts waits for its folders to be indexed; the rest is indexed later."""
 DROPPED_AT_ONCE = 4096
 """Chunks that a drop looks at before other tasks run: a few milliseconds."""
 
@@ -244,11 +244,11 @@ class DiskTier(BackendTier[DiskChunk]):
         await asyncio.gather(*(volume.settle() for volume in self.volumes))
 
     def usage(self) -> TierUsage:
-        """How full the folders are."""
+        """Returns the usage of the folders."""
         return TierUsage(capacity_bytes=self.capacity_bytes, used_bytes=self.used_bytes, chunk_count=self.chunk_count)
 
     def stats(self) -> TierStats:
-        """What the tier has done since the start."""
+        """Returns the tier's counters since the start."""
         return replace(super().stats(), evicted_chunks=self._evicted_count)
 
     def _readable(self, key: ChunkKey, fingerprint: bytes) -> bool:

@@ -50,7 +50,7 @@ class ObjectFormat(Protocol):
 
     @property
     def header_bytes(self) -> int:
-        """How much longer objects are than their chunks."""
+        """The bytes that objects have besides those of their chunks."""
 
     def put(self, store: RemoteStore, chunk: RemoteObject, memory: memoryview) -> bool:
         """Puts a chunk of which `memory` has the bytes; False if the store has it already."""
@@ -123,7 +123,7 @@ READ_THREADS = 8
 WRITE_THREADS = 2
 LOOKUP_THREADS = 2
 KNOWN_SECONDS = 10.0
-"""How long the answer that the store holds a chunk is used: from a lookup to its load."""
+"""The time for which the answer that the store holds a chunk is used: from a lookup to its load."""
 MAX_KNOWN = 65_536
 REMOVED_AT_ONCE = 1000
 

@@ -33,7 +33,7 @@ class RemoteStore(Protocol):
 
     @property
     def shown(self) -> str:
-        """What logs and errors call it."""
+        """The name of the store in logs and errors."""
 
     @property
     def one_per_request(self) -> bool:
@@ -86,7 +86,7 @@ class RemoteObject:
 
     @property
     def header(self) -> bytes:
-        """What stands before the bytes."""
+        """The header before the bytes."""
         fields = _FIELDS.pack(
             _MAGIC,
             self.fingerprint,

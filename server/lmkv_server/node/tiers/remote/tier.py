@@ -33,7 +33,7 @@ PROBES = 4
 """The same, where each chunk takes a request of its own."""
 _NO_SIZES: Mapping[ChunkKey, int] = {}
 OPEN_SECONDS = 2.0
-"""How long a node that starts waits for the store."""
+"""The time that a node that starts waits for the store."""
 
 
 class RemoteTier(BackendTier[RemoteChunk]):
@@ -125,7 +125,7 @@ class RemoteTier(BackendTier[RemoteChunk]):
     async def _find_run(
         self, spec: KvSpec, keys: Sequence[ChunkKey], deadline: float, exact: Mapping[ChunkKey, int] = _NO_SIZES
     ) -> int:
-        """How many of the chunks the store holds, from the first on without a gap; `exact` has known sizes."""
+        """Counts the chunks that the store holds, from the first on without a gap; `exact` has known sizes."""
         stop = 0
         while stop < len(keys) and self.has(keys[stop]):
             stop += 1
