@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 
 from lmkv.config import ConnectorConfig
 from lmkv.errors import BadKvSpec, ConfigError
-from lmkv.keys import HASH_SCHEMES, PAGE_HASH_SCHEME
+from lmkv.keys import HASH_SCHEME, MEDIA_HASH_SCHEME, PAGE_HASH_SCHEME
 from lmkv.spec import DTYPE_BYTES, NATIVE_TILES, TOKEN_MAJOR, KvPart, KvSpec
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END, PART_RULE_LAST, PART_RULE_SINCE_MULTIPLE
 from lmkv_client.connector.engine_kv import (
@@ -158,7 +158,10 @@ def test_what_engines_of_other_kinds_share_has_no_engine_in_it(tiny_config: Vllm
 
 
 def test_the_scheme_of_keys_is_part_of_the_spec_and_pages_have_one_part(tiny_config: VllmConfig) -> None:
-    assert {ConnectorConfig(hash_scheme=scheme).hash_scheme for scheme in HASH_SCHEMES} == set(HASH_SCHEMES)
+    of_tokens = {HASH_SCHEME, PAGE_HASH_SCHEME}
+    assert {ConnectorConfig(hash_scheme=scheme).hash_scheme for scheme in of_tokens} == of_tokens
+    with pytest.raises(ConfigError, match="hash_scheme"):
+        ConnectorConfig(hash_scheme=MEDIA_HASH_SCHEME)
     pages = spec_of(tiny_config, share_across_engines=True, hash_scheme=PAGE_HASH_SCHEME)
     shared = spec_of(tiny_config, share_across_engines=True)
     assert pages.first_difference(shared) == "hash_scheme"
