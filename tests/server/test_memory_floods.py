@@ -30,6 +30,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.cache_service_pb2_grpc import CacheServiceStub
 from lmkv.v1.peer_service_pb2 import AcquireRequest
 from lmkv.v1.peer_service_pb2_grpc import PeerServiceStub
+from lmkv.v1.prompt_pb2 import KeyPrompt, PromptSelector
 from tests.server.webhook.pods import HOST
 from tests.support.certificates import issue
 from tests.support.tokens import entry, write
@@ -39,6 +40,8 @@ DEADLINE_SECONDS = 120.0
 FLOOD = 400
 HONEST = 20
 PART_BYTES = 60_000
+VALUES = b"{}," * 125_000 + b"1234," * 650_000
+"""Nearly half of the values, and of the objects among them, that a body may have."""
 
 
 @contextmanager
@@ -68,7 +71,11 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
     tokens = write(tmp_path / "tokens.yaml", entry("reader", "a"), entry("reader", "b"))
     port, log = free_port(), tmp_path / "log"
     arguments = ("coordinator", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_port()))
-    large, small = LookupRequest(prompt=by_tokens([1] * 1_000_000)), LookupRequest(prompt=by_tokens(range(100)))
+    large = [  # of the size of a message: tokens are decoded to the same, keys without bytes to eight times that
+        LookupRequest(prompt=by_tokens([1] * 250_000)),
+        LookupRequest(prompt=PromptSelector(keys=KeyPrompt(chunk_keys=[b""] * 500_000))),
+    ]
+    small = LookupRequest(prompt=by_tokens(range(100)))
     with server("coordinator", *arguments, "--auth-tokens", tokens, log=log) as process:
         async with (
             rpc.open_channel(f"127.0.0.1:{port}", Credentials(token=BearerToken(text="reader-of-a-token"))) as hog,
@@ -77,7 +84,7 @@ async def test_lookups_of_one_tenant_leave_memory_and_answers_to_another(
             lookup = CacheServiceStub(honest).Lookup
             await lookup(small, timeout=DEADLINE_SECONDS, wait_for_ready=True)
             before = memory(process, "VmRSS")
-            calls = [CacheServiceStub(hog).Lookup(large, timeout=DEADLINE_SECONDS) for _ in range(FLOOD)]
+            calls = [CacheServiceStub(hog).Lookup(large[call % 2], timeout=DEADLINE_SECONDS) for call in range(FLOOD)]
             for _ in range(HONEST):
                 await lookup(small, timeout=DEADLINE_SECONDS)
             codes = [await call.code() for call in calls]
@@ -174,8 +181,8 @@ async def gives_back(process: subprocess.Popen[bytes], before: int) -> None:
 @pytest.mark.parametrize(
     ("component", "path", "body", "count"),
     [
-        ("webhook", "/mutate", b"[" + b"{}," * 1_300_000 + b"1]", 8),
-        ("proxy", "/v1/completions", b'{"model": "m", "prompt": [' + b"{}," * 10_000_000 + b"1]}", 8),
+        ("webhook", "/mutate", b"[" + VALUES + b"1]", 8),
+        ("proxy", "/v1/completions", b'{"model": "m", "prompt": [' + 2 * VALUES + b"1]}", 8),
     ],
     ids=("webhook", "proxy"),
 )
