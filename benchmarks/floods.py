@@ -183,7 +183,7 @@ def cases(folder: Path) -> Iterator[Case]:
         command=coordinator,
         ports=("--port", "--http-port"),
         flood=partial(
-            unary, stub=CacheServiceStub, method="Lookup", message=LookupRequest(prompt=by_tokens([1] * 1_000_000))
+            unary, stub=CacheServiceStub, method="Lookup", message=LookupRequest(prompt=by_tokens([1] * 250_000))
         ),
         concurrency=100,
         honest=partial(

@@ -280,3 +280,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def forget_frames(error: BaseException) -> None:
+    """Removes the frames of an error and the errors that led to it: what is in them would stay in memory, often in a
+    cycle, until Python looks for cycles."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None

@@ -23,7 +23,7 @@ from grpc_status import rpc_status
 
 from lmkv.auth.authenticator import Authenticator
 from lmkv.auth.caller import check_caller, client_identity
-from lmkv.errors import BadMessage, BadPageToken, LmkvError
+from lmkv.errors import BadMessage, BadPageToken, LmkvError, forget_frames
 from lmkv.rpc.error_status import to_status
 from lmkv.runtime import turns
 from lmkv.runtime.memory_budget import DECODED_PROTOBUF_FACTOR, Lease, of_process
@@ -290,7 +290,7 @@ class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, LmkvError):
-            error.__traceback__ = error.__context__ = error.__cause__ = None
+            forget_frames(error)
             return error
         self._log.error("%s failed unexpectedly", method, exc_info=error)
         return LmkvError(f"{method} failed unexpectedly: {error!r}; see the server's log")

@@ -40,6 +40,8 @@ DEADLINE_SECONDS = 120.0
 FLOOD = 400
 HONEST = 20
 PART_BYTES = 60_000
+TEXT_BYTES = 30 << 20
+JSON = {"content-type": "application/json"}
 VALUES = b"{}," * 125_000 + b"1234," * 650_000
 """Nearly half of the values, and of the objects among them, that a body may have."""
 
@@ -194,10 +196,7 @@ async def test_bodies_of_one_address_leave_memory_and_answers_to_another(
     with server(component, *arguments, log=log) as process:
         async with httpx.AsyncClient(base_url=url, verify=verify, timeout=DEADLINE_SECONDS) as hog:
             await until(lambda: listens(port), timeout_seconds=DEADLINE_SECONDS)
-            flood = [
-                asyncio.create_task(hog.post(path, content=body, headers={"content-type": "application/json"}))
-                for _ in range(count)
-            ]
+            flood = [asyncio.create_task(hog.post(path, content=body, headers=JSON)) for _ in range(count)]
             transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2", verify=verify)
             async with httpx.AsyncClient(base_url=url, transport=transport, timeout=DEADLINE_SECONDS) as honest:
                 for _ in range(HONEST):
@@ -231,3 +230,17 @@ def memory(process: subprocess.Popen[bytes], field: str) -> int:
     """The memory of a process: `VmRSS`, or `VmHWM`, the most that it has had."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+async def test_bodies_that_no_engine_takes_are_not_kept(free_port: Callable[[], int], tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    arguments, url, verify = server_of("proxy", port, tmp_path)
+    body = b'{"model": "m", "prompt": "' + b"x" * TEXT_BYTES + b'"}'
+    with server("proxy", *arguments, log=log) as process:
+        async with httpx.AsyncClient(base_url=url, verify=verify, timeout=DEADLINE_SECONDS) as client:
+            await until(lambda: listens(port), timeout_seconds=DEADLINE_SECONDS)
+            before = memory(process, "VmRSS")
+            for _ in range(10):
+                answer = await client.post("/v1/completions", content=body, headers=JSON)
+                assert answer.status_code in (502, 503)
+        assert memory(process, "VmHWM") - before < 6 * TEXT_BYTES, "each was kept"

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from lmkv import telemetry
 from lmkv.config import ProxyConfig
-from lmkv.errors import Full, TooManyRequests
+from lmkv.errors import Full, TooManyRequests, forget_frames
 from lmkv.runtime.memory_budget import Lease, of_process
 from lmkv.runtime.places import Places, most_of
 from lmkv.telemetry.spans import TRACEPARENT
@@ -97,22 +97,11 @@ class Admission:
     async def _run(self, serve: Serve, request: Request, writer: ResponseWriter, traceparent: str) -> str:
         """Returns the outcome, a label of the metric."""
         try:
-            self._check_open()
-            with self._salts.client(request.headers) as client, Lease(self._memory, caller_of(request)) as lease:
-                async with asyncio.timeout(self._timeout_seconds):
-                    headers = client.headers(forwarded_headers(request.headers))
-                    admitted = AdmittedRequest(
-                        method=request.method,
-                        path=request.url.path,
-                        headers=headers | ({TRACEPARENT: traceparent} if traceparent else {}),
-                        session=request.headers.get(self._session_header, ""),
-                        client=client,
-                        caller=lease.caller,
-                        body=await self._read(request, lease),
-                        writer=writer,
-                    )
-                    with self._place(lease.caller, writer):
-                        await _while_connected(partial(serve, admitted), request.receive)
+            try:
+                await self._admit(serve, request, writer, traceparent)
+            except BaseException as error:
+                forget_frames(error)  # they have the body, whose memory has been given back
+                raise
         except ClientDisconnected:
             return "cancelled"
         except TimeoutError:
@@ -140,6 +129,25 @@ class Admission:
             await writer.fail(503, "no engine is available to serve the request", RETRY_AFTER)
             return "failed"
         return "ok"
+
+    async def _admit(self, serve: Serve, request: Request, writer: ResponseWriter, traceparent: str) -> None:
+        """Reads a request and serves it."""
+        self._check_open()
+        with self._salts.client(request.headers) as client, Lease(self._memory, caller_of(request)) as lease:
+            async with asyncio.timeout(self._timeout_seconds):
+                headers = client.headers(forwarded_headers(request.headers))
+                admitted = AdmittedRequest(
+                    method=request.method,
+                    path=request.url.path,
+                    headers=headers | ({TRACEPARENT: traceparent} if traceparent else {}),
+                    session=request.headers.get(self._session_header, ""),
+                    client=client,
+                    caller=lease.caller,
+                    body=await self._read(request, lease),
+                    writer=writer,
+                )
+                with self._place(lease.caller, writer):
+                    await _while_connected(partial(serve, admitted), request.receive)
 
     def _check_open(self) -> None:
         if self.is_closed:
