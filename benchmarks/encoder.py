@@ -1,4 +1,4 @@
-"""What an encoder's output in the node saves: `python -m benchmarks.encoder`, docs/performance/encoder.md.
+"""Measures how much TTFT a stored encoder output saves: `python -m benchmarks.encoder`, docs/performance/encoder.md.
 
 Each prompt has a picture. One engine encodes all of them; then an engine at the same node and an engine at another node
 see the same pictures for the first time. Every system runs with vLLM's own caches on, which have none of them.
@@ -52,7 +52,7 @@ ENGINE: Mapping[str, Any] = {"transfer_config": None, "max_model_len": 1024, "bl
 
 @dataclass(kw_only=True)
 class Times:
-    """What an engine answered to the pictures."""
+    """One engine's answers to the pictures, and how long each took."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[tuple[int, ...]] = field(default_factory=list)

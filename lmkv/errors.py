@@ -283,6 +283,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Removes the frames of an error and the errors that led to it: what is in them would stay in memory, often in a
-    cycle, until Python looks for cycles."""
+    """Removes the traceback of an error, and the errors that led to it.
+
+    A traceback keeps the local variables of its functions in memory. Often these refer to the error again, and then
+    they stay until the garbage collector runs.
+    """
     error.__traceback__ = error.__context__ = error.__cause__ = None

@@ -1,4 +1,4 @@
-"""What the connector of the encoder cache imports from vLLM, beside `vllm_api`.
+"""The names of vLLM that only the connector of the encoder cache imports; `vllm_api` has the others.
 
 | name | from (under `vllm`) | for |
 |---|---|---|

@@ -92,7 +92,7 @@ class LMKVECConnector(ECConnectorBase):
         self.worker.save(encoder_cache, mm_hash, self._step_plan())
 
     def build_connector_worker_meta(self) -> EncoderReport | None:
-        """What the worker has counted."""
+        """The counts of the worker since its last report."""
         return self.worker.report()
 
     def _step_plan(self) -> EncoderPlan:

@@ -101,7 +101,7 @@ class OutputName:
 
     @classmethod
     def of(cls, engine: Engine, digest: bytes, place_count: int, embeddings: int, *, salt: str) -> OutputName:
-        """The name of the output for a medium of this digest, among those of requests with this cache salt."""
+        """Names the output of a medium by the digest of its content. Another cache salt gives another name."""
         shape = place_count.to_bytes(8, "little") + embeddings.to_bytes(8, "little")
         names = [
             sha256(b"lmkv.encoder" + digest + shape + index.to_bytes(8, "little")).digest()
@@ -123,7 +123,7 @@ class LoadedOutput:
 
 @dataclass(kw_only=True)
 class EncoderPlan(ECConnectorMetadata):
-    """What the workers do in a step, by vLLM's names of the media."""
+    """The outputs that the workers load and store in a step, by vLLM's names of the media."""
 
     loads: dict[str, LoadedOutput] = field(default_factory=dict)
     """Outputs that take the place of a run of the encoder."""
@@ -135,7 +135,7 @@ class EncoderPlan(ECConnectorMetadata):
 
 @dataclass
 class EncoderReport(ECConnectorWorkerMetadata):
-    """What a worker has counted since its last report."""
+    """The counts of a worker since its last report."""
 
     counts: dict[str, int]
 

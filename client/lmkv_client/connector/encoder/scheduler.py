@@ -46,7 +46,7 @@ class OutputLookup:
         return bool(self._extents)
 
     def poll(self) -> bool:
-        """Continues the lookup by what has been answered; whether it is done. Never blocks."""
+        """Handles the answers that have arrived. Returns whether the lookup is done. Never blocks."""
         if self.is_done:
             return True
         if self._held is None:
@@ -95,7 +95,7 @@ class RequestMedia:
     computed_count: int = 0
     """Tokens that were computed when vLLM last asked."""
     names: dict[str, OutputName] = field(default_factory=dict)
-    """Of those whose content is known."""
+    """Names of the outputs of media whose content is known."""
     lookups: dict[str, OutputLookup] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
     """Names of outputs that are loaded or encoded."""
@@ -117,7 +117,7 @@ class RequestMedia:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderRoles:
-    """What an engine does with outputs."""
+    """Whether an engine loads outputs, stores them, or both."""
 
     may_load: bool
     """Whether its workers need them: `ec_consumer` or `ec_both`."""
@@ -147,7 +147,7 @@ class EncoderScheduler:
         self._weights_changed = False
 
     def admit(self, request: Request, computed_count: int) -> bool:
-        """Whether all lookups for a request have ended; begins those of media behind its computed tokens."""
+        """Begins lookups for the media behind a request's computed tokens. Returns whether all of them have ended."""
         engine = self._engine.engine
         self._admitted = None
         if engine is None or self._weights_changed:
@@ -229,7 +229,7 @@ class EncoderScheduler:
         self._counts.update(counts)
 
     def take_stats(self) -> EncoderStats | None:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counts, self._counts = self._counts, Counter()
         data = {name: count for name, count in counts.items() if count}
         return EncoderStats(data=data) if data else None

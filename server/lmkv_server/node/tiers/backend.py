@@ -19,6 +19,7 @@ from lmkv.keys import ChunkKey
 from lmkv.misses import MissReason
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.tiers.base import TierStats
+from lmkv_server.node.tiers.encryption_header import ChunkDescription
 
 logger = logging.getLogger(__name__)
 
@@ -238,23 +239,6 @@ class ListedChunk(Protocol):
         """As `host.Chunk`; empty if the backend does not know them."""
 
 
-class ChunkHeader(Protocol):
-    """A chunk that was read, as the backend describes it."""
-
-    @property
-    def key(self) -> ChunkKey: ...
-    @property
-    def parent(self) -> ChunkKey | None: ...
-    @property
-    def fingerprint(self) -> bytes: ...
-    @property
-    def token_count(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def checksum(self) -> int: ...
-
-
 C = TypeVar("C", bound=ListedChunk)
 
 
@@ -281,7 +265,7 @@ class Backend(Protocol[C]):
     def holds(self, chunk: C) -> bool:
         """Whether the chunk that `find` returned has not been dropped or replaced since."""
 
-    async def read(self, chunk: C, memory: memoryview, is_intact: Callable[[Any], bool]) -> ChunkHeader | None:
+    async def read(self, chunk: C, memory: memoryview, is_intact: Callable[[Any], bool]) -> ChunkDescription | None:
         """Reads a chunk; None if it is absent, incomplete, or not what `is_intact`, called on a thread, accepts.
 
         The memory is written to until this returns, and, if it is cancelled, longer.

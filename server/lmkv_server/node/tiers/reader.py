@@ -23,8 +23,9 @@ from lmkv.telemetry.logs import LimitedLogger
 from lmkv.transfer.bandwidth import Bandwidth
 from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier, Reservation
-from lmkv_server.node.tiers.backend import Backend, C, ChunkHeader
+from lmkv_server.node.tiers.backend import Backend, C
 from lmkv_server.node.tiers.base import TierStats
+from lmkv_server.node.tiers.encryption_header import ChunkDescription
 
 logger = logging.getLogger(__name__)
 
@@ -169,5 +170,5 @@ class TierReader(Generic[C]):
         )
         return committed or self._tier.get(chunk.key)
 
-    def _is_intact(self, reserved: Reservation, header: ChunkHeader) -> bool:
+    def _is_intact(self, reserved: Reservation, header: ChunkDescription) -> bool:
         return checksum(self._pool.buffer, reserved.offset, header.size_bytes) == header.checksum
