@@ -25,6 +25,7 @@ from lmkv.errors import BadMessage, LmkvError, OperationNotFound
 from lmkv.packing import pack_fields
 from lmkv.rpc.error_status import from_status
 from lmkv.rpc.requests import check_times
+from lmkv.telemetry.logs import LimitedLogger
 from lmkv.v1 import cache_service_pb2 as pb
 from lmkv_server.coordinator.layout_store.layout_store import LayoutStore, OwnedRecords
 from lmkv_server.coordinator.operations.operations import Operation, Operations, Progress
@@ -148,11 +149,12 @@ class SharedOperations:
         self._own = own
         self._store = store
         self._seal = seal
+        self._log = LimitedLogger(logger)
         self._map_id = ""
         """The map that has `_written`."""
         self._written: dict[str, bool] = {}
         """The operations whose records are in the map, and whether those are final."""
-        # Without a name in a shared map there is none.
+        # A coordinator without a shared map has no name in one, and writes nothing.
         self._task = asyncio.create_task(self._run(), name="lmkv-shared-operations") if store.owner else None
 
     async def get(self, name: str) -> Operation:
@@ -213,7 +215,7 @@ class SharedOperations:
             try:
                 is_written = await self._write()
             except Exception:
-                logger.exception("operations could not be written into the shared layout map")
+                self._log.exception("operations could not be written into the shared layout map")
             if is_written and not self._own.running():
                 await self._own.changed.wait()
             else:
@@ -259,7 +261,7 @@ class SharedOperations:
             try:
                 operation = self._seal.decode(owned.owner, name, data)
             except (ValueError, LmkvError) as error:
-                logger.warning("cannot show the operation %.100s of another coordinator: %s", name, error)
+                self._log.warning("cannot show the operation %.100s of another coordinator: %s", name, error)
                 continue
             if not operation.done and owned.age_seconds >= LOST_SECONDS:
                 operation.error = OperationNotFound(
