@@ -74,6 +74,7 @@ OUTER = (
 """Tests without engines that `make test-all` runs: charts, wheels, browsers, SDKs, linters, all transfer channels."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
 SHARED_MEMORY_WATCH = pytest.StashKey[SharedMemoryWatch]()
+SOCKETS = pytest.StashKey[str]()
 
 
 # A busy host is not a failure: Hypothesis's own deadline is 200 ms for each example.
@@ -81,6 +82,7 @@ hypothesis.settings.register_profile("lmkv", deadline=None, suppress_health_chec
 hypothesis.settings.load_profile("lmkv")
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before the first import of gRPC: broken connections are expected
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the first import of PyTorch: idle threads of it spin
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,17 +106,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Marks the processes that this run starts, among them those of pytest-xdist, and watches their shared memory."""
+    """Marks the processes that this run starts, among them those of pytest-xdist, and watches their shared memory.
+
+    The sockets of vLLM's processes, which those that are killed leave behind, get a folder that goes with the run.
+    """
     outer = os.environ.get(RUN_VARIABLE)
     os.environ[RUN_VARIABLE] = f"{outer}/{uuid.uuid4().hex}" if outer else uuid.uuid4().hex
     if not hasattr(session.config, "workerinput"):
         session.config.stash[SHARED_MEMORY_WATCH] = SharedMemoryWatch(os.environ[RUN_VARIABLE])
+        session.config.stash[SOCKETS] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-", dir="/tmp")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails the run if it leaves shared memory of lmkv or of engines behind: once, after the last of its processes."""
     if hasattr(session.config, "workerinput"):
         return
+    shutil.rmtree(session.config.stash[SOCKETS], ignore_errors=True)
     if left := session.config.stash[SHARED_MEMORY_WATCH].close():
         session.config.get_terminal_writer().line(f"\ntests left shared memory behind: {left}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
