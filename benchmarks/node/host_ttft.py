@@ -8,13 +8,11 @@ nodes say to each other crosses the network.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from benchmarks.node.hosts import Host, NoHosts, this_host_and_another
+from benchmarks.node.hosts import Host, HostNode, NoHosts, this_host_and_another
 from benchmarks.support import engines, timing
 from benchmarks.support.command import BenchmarkRun
 from benchmarks.support.engines import Prompts
@@ -22,9 +20,7 @@ from benchmarks.support.rows import compare
 from lmkv.errors import LmkvError
 from lmkv_client.demo.cluster import Cluster, CoordinatorProcess
 from lmkv_client.demo.engine import EngineProcess
-from lmkv_client.demo.process import CheckedServer
 from tests.support.proxy import ProxyProcess
-from tests.waiting import is_listening
 
 TOKENS = 4000
 OUTPUT_TOKENS = 4
@@ -32,19 +28,6 @@ ROUNDS = 5
 STORE_SECONDS = 20.0
 FIRST, SAME, OTHER = "first", "same", "other"
 SAME_HOST = "same host"
-
-
-class _NodeProcess(CheckedServer):
-    """An `lmkv node` on another host."""
-
-    def __init__(self, host: Host, name: str, folder: Path, logs: Path, settings: Mapping[str, str]) -> None:
-        self._socket = folder / name / "engine.sock"
-        command = [*host.prefix, sys.executable, "-m", "lmkv", "node"]
-        super().__init__(f"node-{name}", command, logs / f"node-{name}.log", settings)
-
-    def is_ready(self) -> bool:
-        """Whether it takes engines."""
-        return is_listening(self._socket)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +68,7 @@ def _fleet(run: BenchmarkRun, dtype: str, here: Host, there: Host) -> Iterator[_
             for name in (FIRST, SAME, OTHER):
                 extra = own if name == OTHER else {}
                 cluster.add_engine(name, settings=extra, **engines.options(dtype, context_tokens))
-            with _NodeProcess(there, OTHER, folder, run.logs, settings | own) as node:
+            with HostNode(there, OTHER, folder, run.logs, settings | own) as node:
                 cluster.start_engines(lambda engine: run.say(f"{engine.name} is ready"))
                 yield _Fleet(coordinator=coordinator, engines=cluster.engines)
                 if "by channel shm" in node.log():

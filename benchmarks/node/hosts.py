@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lmkv.errors import LmkvError
+from lmkv_client.demo.process import CheckedServer
+from tests.waiting import is_listening
 
+BURST = "1mb"
+"""What a shaped link passes at once: 0.8 ms at 10 Gbit/s."""
 NETWORK = "198.18.77"
 OWN_NETWORK = "198.18.78"
 """Of the addresses that are set aside for benchmarks; the second one is for networks with this host."""
@@ -53,9 +59,25 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _remove(name)
 
 
+class HostNode(CheckedServer):
+    """An `lmkv node` on another host."""
+
+    def __init__(self, host: Host, name: str, folder: Path, logs: Path, settings: Mapping[str, str]) -> None:
+        self._socket = folder / name / "engine.sock"
+        command = [*host.prefix, sys.executable, "-m", "lmkv", "node"]
+        super().__init__(f"node-{name}", command, logs / f"node-{name}.log", settings)
+
+    def is_ready(self) -> bool:
+        """Whether it takes engines."""
+        return is_listening(self._socket)
+
+
 @contextmanager
-def this_host_and_another() -> Iterator[tuple[Host, Host]]:
-    """This host with an address for another one, which is made and removed. Raises `NoHosts` as `two_hosts` does."""
+def this_host_and_another(gbit_per_s: float = 0) -> Iterator[tuple[Host, Host]]:
+    """This host with an address for another one, which is made and removed. Raises `NoHosts` as `two_hosts` does.
+
+    The link between them carries no more than `gbit_per_s` in each direction; 0: what the kernel does.
+    """
     name, cards = f"lmkv-{os.getpid()}", [f"lm{os.getpid()}-{number}" for number in (1, 2)]
     here = Host(address=f"{OWN_NETWORK}.1")
     there = Host(address=f"{OWN_NETWORK}.2", prefix=("ip", "netns", "exec", name, "unshare", "--ipc", "--uts"))
@@ -64,6 +86,10 @@ def this_host_and_another() -> Iterator[tuple[Host, Host]]:
         _ip("link", "add", cards[0], "type", "veth", "peer", "name", cards[1], "netns", name)
         _start(cards[0], here)
         _start(cards[1], there, "-n", name)
+        if gbit_per_s:
+            shape = ("root", "tbf", "rate", f"{gbit_per_s:g}gbit", "burst", BURST, "latency", "50ms")
+            _call("tc", "qdisc", "add", "dev", cards[0], *shape)
+            _call("tc", "-n", name, "qdisc", "add", "dev", cards[1], *shape)
         yield here, there
     finally:
         _remove(name)
@@ -81,9 +107,13 @@ def _remove(name: str) -> None:
 
 
 def _ip(*words: str) -> None:
+    _call("ip", *words)
+
+
+def _call(*words: str) -> None:
     try:
-        subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
+        subprocess.run(words, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise NoHosts("network namespaces need the program `ip`") from None
+        raise NoHosts(f"network namespaces need the program `{words[0]}`") from None
     except subprocess.CalledProcessError as error:
-        raise NoHosts(f"ip {' '.join(words)}: {error.stderr.strip()}") from None
+        raise NoHosts(f"{' '.join(words)}: {error.stderr.strip()}") from None

@@ -9,8 +9,29 @@ _SGLANG_SYSTEMS = "sglang_(lmkv|file|mooncake|linker|plain)"
 _TRACES = "(conversation|tool_agent|api|scan|loop|mooncake_conversation|mooncake_synthetic|coding_agents)"
 _POLICIES = "(learned|arc|s3_fifo|sieve|two_queues|gdsf|opt)"
 _WAYS = "(bare|tier|encrypted|nixl)"
+_CELLS = "(own|misses|shm|tcp10|tcp1|tcp|disk|redis|behind)"
+_CELL = rf"{_CELLS}_(alone|lmkv|vllm_offload|lmcache)"
+_LEVELS = (
+    (r"c(\d+)", "{} clients"),
+    (r"o(\d+)", "requests at {} % of the rate that the engine alone can serve"),
+    ("streams", "4 clients beside 2 requests that decode"),
+)
+_CONCURRENT = (
+    (r"ttft_p(\d+)_ms", "TTFT, p{}"),
+    (r"itl_p(\d+)_ms", "time between tokens, p{}"),
+    (r"stream_gap_p(\d+)_ms", "time between tokens of the other requests, p{}"),
+    ("requests_per_s", "throughput"),
+    ("hit_rate", "hit rate in tokens"),
+    ("engine_cpu_ms", "processor time of the engine per request"),
+    ("identical", "answers equal to those of the engine alone"),
+)
 _HOST_CHANNELS = "(tcp|nixl|ucx|mooncake|auto)"
 _MEANINGS = {
+    **{
+        f"{_CELL}_{level}_{what}": f"{{}}, {{}}, {words}: {meaning}"
+        for level, words in _LEVELS
+        for what, meaning in _CONCURRENT
+    },
     r"(peer|own)_ttft_ratio": "TTFT of a hit in {}, over the TTFT of a miss",
     r"ttft_cold_ms": "TTFT of a miss",
     r"ttft_prefix_hit_ms": "TTFT of a hit in vLLM's prefix cache",
@@ -207,6 +228,10 @@ _WORDS = {
     "lmcache": "LMCache",
     "alone": "engine alone",
     "vllm_offload": "vLLM's offloading",
+    "misses": "new prompts",
+    "behind": "documents elsewhere",
+    "tcp10": "a peer over TCP at 10 Gbit/s",
+    "tcp1": "a peer over TCP at 1 Gbit/s",
     "picker": "endpoint picker",
     "session_affinity": "session affinity",
     "in_turn": "round robin",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,9 +81,11 @@ def alone(plan: ChatPlan) -> Iterator[EngineProcess]:
 
 
 @contextmanager
-def lmkv(plan: ChatPlan, name: str = "lmkv", *, disk_bytes: int = 0) -> Iterator[EngineProcess]:
-    """lmkv's node beside the engine, without a coordinator. Each needs a name of its own."""
-    settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
+def lmkv(
+    plan: ChatPlan, name: str = "lmkv", *, disk_bytes: int = 0, more: Mapping[str, str] | None = None
+) -> Iterator[EngineProcess]:
+    """lmkv's node beside the engine, without a coordinator. Each needs a name of its own; `more` are its settings."""
+    settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes) | dict(more or {})
     run = plan.run
     if disk_bytes:
         settings |= {
@@ -97,16 +99,24 @@ def lmkv(plan: ChatPlan, name: str = "lmkv", *, disk_bytes: int = 0) -> Iterator
 
 
 @contextmanager
-def offloading(plan: ChatPlan, chunk_tokens: int = engines.CHUNK_SIZE) -> Iterator[EngineProcess]:
-    """vLLM's `OffloadingConnector`, its copies by NumPy."""
-    options = plan.options_for(chunk_tokens)
+def offloading(
+    plan: ChatPlan, chunk_tokens: int = engines.CHUNK_SIZE, *, tiers: Sequence[Mapping[str, object]] = ()
+) -> Iterator[EngineProcess]:
+    """vLLM's `OffloadingConnector`, its copies by NumPy. `tiers` are those behind its memory."""
+    options = plan.options_for(chunk_tokens) | {"tiers": tiers}
     with offloading_engine(plan.run, plan.model, plan.pool_bytes, chunk_tokens=chunk_tokens, **options) as engine:
         yield engine
 
 
 @contextmanager
 def offloading_engine(
-    run: BenchmarkRun, model: Path, pool_bytes: int, *, chunk_tokens: int = engines.CHUNK_SIZE, **options: Any
+    run: BenchmarkRun,
+    model: Path,
+    pool_bytes: int,
+    *,
+    chunk_tokens: int = engines.CHUNK_SIZE,
+    tiers: Sequence[Mapping[str, object]] = (),
+    **options: Any,
 ) -> Iterator[EngineProcess]:
     """An engine of any model; by default with the chunk size of the benchmarks."""
     engine = EngineProcess(
@@ -121,6 +131,7 @@ def offloading_engine(
                 "block_size": chunk_tokens,
                 "spec_name": "MemcpyOffloadingSpec",
                 "spec_module_path": "benchmarks.systems.memcpy_offload",
+                **({"secondary_tiers": list(tiers)} if tiers else {}),
             },
         },
         environment={"PYTHONPATH": str(ROOT)},
@@ -133,13 +144,20 @@ def offloading_engine(
 
 
 @contextmanager
-def lmcache(plan: ChatPlan, python: Path, chunk_tokens: int = engines.CHUNK_SIZE) -> Iterator[EngineProcess]:
-    """LMCache's in-process connector, its copies between pages by torch."""
+def lmcache(
+    plan: ChatPlan,
+    python: Path,
+    chunk_tokens: int = engines.CHUNK_SIZE,
+    *,
+    more: Mapping[str, object] | None = None,
+) -> Iterator[EngineProcess]:
+    """LMCache's in-process connector, its copies between pages by torch. `more` is added to its configuration."""
     config = plan.run.folder / f"lmcache-{chunk_tokens}.yaml"
     values = {
         "chunk_size": chunk_tokens,
         "local_cpu": True,
         "max_local_cpu_size": round(plan.pool_bytes / (1 << 30), 2),
+        **(more or {}),
     }
     config.write_text(json.dumps(values))  # JSON is YAML
     engine = EngineProcess(

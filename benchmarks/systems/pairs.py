@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,27 +53,38 @@ class PairPlan:
     model: Path
     context_tokens: int
     dtype: str
+    prompts_in_pool: int = 5
+    prompts_in_second_pool: int = 0
+    """The same of the second engine, if it has another number."""
+    prompts_in_cache: int = 3
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of lmkv's nodes."""
 
     @property
     def pool_bytes(self) -> int:
         """Host memory for each engine's chunks."""
-        return 5 * self.context_tokens * engines.token_bytes(self.dtype)
+        return self.prompts_in_pool * self.context_tokens * engines.token_bytes(self.dtype)
+
+    @property
+    def second_pool_bytes(self) -> int:
+        """The same of the second engine."""
+        return self.pool_bytes // self.prompts_in_pool * (self.prompts_in_second_pool or self.prompts_in_pool)
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of the engines."""
-        return engines.options(self.dtype, self.context_tokens)
+        return engines.options(self.dtype, self.context_tokens, self.prompts_in_cache)
 
 
 @contextmanager
 def lmkv_pair(plan: PairPlan) -> Iterator[EnginePair]:
     """lmkv, with a coordinator."""
-    settings = engines.PATIENCE | engines.pool_setting(plan.pool_bytes)
+    settings = engines.PATIENCE | dict(plan.settings)
     with Cluster(plan.run.folder, plan.model, logs=plan.run.logs, settings=settings) as cluster:
         coordinator = cluster.coordinator
         assert coordinator is not None
-        for name in ("engine-1", "engine-2"):
-            cluster.add_engine(name, **plan.options)
+        for name, pool_bytes in (("engine-1", plan.pool_bytes), ("engine-2", plan.second_pool_bytes)):
+            cluster.add_engine(name, settings=engines.pool_setting(pool_bytes), **plan.options)
         cluster.start_engines(lambda engine: plan.run.say(f"{engine.name} is ready"))
         first, second = cluster.engines.values()
 
@@ -95,7 +107,7 @@ def offloading_pair(plan: PairPlan) -> Iterator[EnginePair]:
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
-                    "cpu_bytes_to_use": plan.pool_bytes,
+                    "cpu_bytes_to_use": plan.pool_bytes if number == 1 else plan.second_pool_bytes,
                     "block_size": engines.CHUNK_SIZE,
                     "spec_name": "MemcpyOffloadingSpec",
                     "spec_module_path": "benchmarks.systems.memcpy_offload",
@@ -107,12 +119,10 @@ def offloading_pair(plan: PairPlan) -> Iterator[EnginePair]:
         )
         for number, port in enumerate(ports, 1)
     ]
-    count = 0
+    numbers = itertools.count(1)
 
     def direction() -> Mapping[str, object]:
-        nonlocal count
-        count += 1
-        source = {"kv_request_id": f"r{count}", "remote_host": "127.0.0.1", "remote_port": ports[0]}
+        source = {"kv_request_id": f"r{next(numbers)}", "remote_host": "127.0.0.1", "remote_port": ports[0]}
         return {"kv_transfer_params": {"remote_kv_source": source}}
 
     with running(plan.run, pair), ExitStack() as stack:
@@ -177,7 +187,7 @@ def _lmcache_config(plan: PairPlan, number: int, pull: int, reply: int) -> dict[
     return {
         "chunk_size": engines.CHUNK_SIZE,
         "local_cpu": True,
-        "max_local_cpu_size": round(plan.pool_bytes / (1 << 30), 2),
+        "max_local_cpu_size": round((plan.pool_bytes if number == 1 else plan.second_pool_bytes) / (1 << 30), 2),
         "enable_async_loading": True,
         "enable_p2p": True,
         "p2p_host": "127.0.0.1",

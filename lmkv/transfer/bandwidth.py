@@ -6,6 +6,7 @@ Unknown values are None, never estimates. Because measurements expire, a peer th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 DECAY = 0.8
 """Weight of the earlier measurements at each new one."""
@@ -21,6 +22,15 @@ LEAST_BYTES = 1 << 20
 """Smaller reads measure latency rather than bandwidth, and are ignored."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BusyTime:
+    """What one of several reads that ran at once adds to the time in which their source was busy."""
+
+    seconds: float
+    share: float
+    """Of the read's own time."""
+
+
 class Bandwidth:
     """Bandwidth and latency of reads from one peer, or from several at once. Times are in seconds on any one clock."""
 
@@ -28,17 +38,31 @@ class Bandwidth:
         self._bytes = 0.0
         self._seconds = 0.0
         self._latency_seconds = 0.0
-        self._read_at = self._answered_at = float("-inf")
+        self._read_at = self._answered_at = self._busy_until = float("-inf")
         self._connected = False
+        self.reading_bytes = 0
+        """Bytes of the reads that run."""
 
-    def record_read(self, size_bytes: int, seconds: float, now: float) -> None:
-        """Records a read. The first one is ignored, because it includes connecting."""
-        if size_bytes < LEAST_BYTES or seconds <= 0:
+    def busy(self, began: float, now: float) -> BusyTime:
+        """The time of a read that ends now in which no other read of the source has ended: reads that run at once
+        share its bandwidth, and these times together are the time in which it was busy."""
+        seconds = now - max(began, self._busy_until)
+        self._busy_until = now
+        return BusyTime(seconds=seconds, share=seconds / (now - began) if now > began else 0.0)
+
+    def record_read(self, size_bytes: int, seconds: float, now: float, share: float = 1.0) -> None:
+        """Records a read. The first one is ignored, because it includes connecting.
+
+        `share`: the part of the read's time that `seconds` are. The earlier measurements lose weight by that: reads
+        that end together count as one.
+        """
+        if size_bytes < LEAST_BYTES or seconds < 0 or (not seconds and share):
             return
         if not self._connected:
             self._connected = True
+            self._busy_until = float("-inf")
             return
-        weight = DECAY if now < self._read_at + EXPIRY_SECONDS else 0.0
+        weight = DECAY**share if now < self._read_at + EXPIRY_SECONDS else 0.0
         self._bytes = weight * self._bytes + size_bytes
         self._seconds = weight * self._seconds + seconds
         self._read_at = now
@@ -67,14 +91,17 @@ class Bandwidth:
         rate = self._bytes / self._seconds if self._seconds else LATE_RATE
         return max(LATE_LEAST_SECONDS, LATE_FACTOR * (self._latency_seconds + size_bytes / rate))
 
-    def seconds(self, size_bytes: int, now: float) -> float | None:
-        """Expected duration of a read of `size_bytes`; None if unknown."""
+    def seconds(self, size_bytes: float, now: float) -> float | None:
+        """Expected duration of a read of `size_bytes`, what is queued before it included; None if unknown."""
         rate = self.rate(now)
         return None if rate is None else self.latency_seconds(now) + size_bytes / rate
 
 
-def shortest_seconds(bandwidths: Iterable[Bandwidth], size_bytes: int, now: float) -> float | None:
-    """Expected duration of a read from the fastest source; None if one is unknown, because that may be faster."""
-    seconds = [bandwidth.seconds(size_bytes, now) for bandwidth in bandwidths]
+def shortest_seconds(sources: Iterable[tuple[Bandwidth, float]], size_bytes: int, now: float) -> float | None:
+    """Expected duration of a read from the source that is done first; None if one is unknown, because that may be it.
+
+    Each source has a number of bytes that it is to bring before.
+    """
+    seconds = [bandwidth.seconds(size_bytes + queued_bytes, now) for bandwidth, queued_bytes in sources]
     known = [each for each in seconds if each is not None]
     return min(known) if known and len(known) == len(seconds) else None

@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from lmkv.errors import LmkvError, Unreachable
@@ -224,6 +225,8 @@ class Completion:
     """Prompt tokens that the engine did not compute: from its prefix cache or from lmkv."""
     logprobs: tuple[float, ...] = ()
     """Log probability of each token, if the request has `logprobs`."""
+    gaps: tuple[float, ...] = ()
+    """Seconds between the events of a stream that brought tokens."""
 
 
 def read_token(choice: Mapping[str, Any], seconds: float) -> CompletionToken:
@@ -248,4 +251,5 @@ def make_completion(
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=details.get("cached_tokens") or 0,
         logprobs=tuple(value for token in tokens for value in token.logprobs),
+        gaps=tuple(later.seconds - token.seconds for token, later in pairwise(tokens)),
     )

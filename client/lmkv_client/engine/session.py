@@ -26,7 +26,7 @@ from lmkv_client.engine.hit_sources import HitSources
 from lmkv_client.engine.log import logger
 from lmkv_client.engine.node.client import Identified, NodeClient, NodeLost
 from lmkv_client.engine.prompt_account import PromptAccount, PromptAccounts
-from lmkv_client.engine.speeds import PrefillRate
+from lmkv_client.engine.speeds import PrefillQueue, PrefillRate
 from lmkv_client.engine.write_credits import KEPT_WHEN_IDLE, PartCredits
 
 MAX_ASKED_KEYS = MAX_MESSAGE_BYTES // 2 // KEY_BYTES
@@ -199,6 +199,7 @@ class Session(Generic[L]):
         self.counters = counters
         self.accounts = PromptAccounts(counters)
         self.prefill = PrefillRate(spec.chunk_size)
+        self.queue = PrefillQueue()
         self.attachment: Attachment | None = None
         self.welcome = pb.Welcome()
         """The latest welcome of a node."""
@@ -229,6 +230,12 @@ class Session(Generic[L]):
     def worth_of(self, token_count: int) -> float:
         """The seconds that a lookup is worth which may save computing this number of tokens."""
         return worth_seconds(token_count, self.prefill.tokens_per_second, self._config.max_lookup_timeout)
+
+    def computing_seconds(self, request_id: str, token_count: int) -> float:
+        """The seconds until the engine, which computes the prompts that came before first, would have computed this
+        number of the request's tokens; 0 if its rate is not known."""
+        rate = self.prefill.tokens_per_second
+        return (self.queue.tokens_before(request_id) + token_count) / rate if rate else 0.0
 
     def look_up(self, lookup: L, now: float, *, traceparent: str | None = "", wanted: Sequence[int] = ()) -> bool:
         """Sends a lookup with a request for as many write credits as are missing of those `wanted`, by part.

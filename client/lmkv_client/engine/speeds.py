@@ -1,8 +1,11 @@
-"""Measured speeds: how fast an engine computes prompts, how long loads take, and which is faster. Pure."""
+"""Measured speeds: how fast an engine computes prompts, how long loads take, and which is faster. Pure.
+
+docs/concepts/load-or-compute.md explains the choice."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 KEPT = 0.8
 """Factor by which each new load or step reduces the weight of earlier loads or steps in the average."""
@@ -53,6 +56,66 @@ class PrefillRate:
             self._seconds = KEPT * self._seconds + seconds
 
 
+class PrefillQueue:
+    """The tokens that requests have still to compute of their prompts, in the order in which the requests came."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, request_id: str, token_count: int) -> None:
+        """A request has come; all of its prompt is to be computed until `expect` says less."""
+        self._tokens[request_id] = token_count
+
+    def expect(self, request_id: str, token_count: int) -> None:
+        """This number of tokens is to be computed of a request; ignored if its turn was already."""
+        if request_id in self._tokens:
+            self._tokens[request_id] = token_count
+
+    def planned(self, token_counts: Mapping[str, int]) -> None:
+        """These requests compute in the next step: they wait for no other any more. What is left of a prompt that does
+        not fit into one step still counts for those behind it."""
+        for request_id in self._tokens.keys() & token_counts.keys():
+            left = self._tokens[request_id] - token_counts[request_id]
+            if left > 0:
+                self._tokens[request_id] = left
+            else:
+                del self._tokens[request_id]
+
+    def remove(self, request_id: str) -> None:
+        """The request is over."""
+        self._tokens.pop(request_id, None)
+
+    def tokens_before(self, request_id: str) -> int:
+        """Tokens of the requests that came before this one; of all, if it is not known."""
+        ahead = 0
+        for other, count in self._tokens.items():
+            if other == request_id:
+                break
+            ahead += count
+        return ahead
+
+
+def seconds_left(waited_seconds: float, arrived_count: int, missing_count: int) -> float:
+    """The expected seconds until the rest of a load is there, by the pace of what has arrived.
+
+    While nothing has, as long again as it has taken: the longer a load has been silent, the longer it is silent still.
+    """
+    return waited_seconds * missing_count / arrived_count if arrived_count else waited_seconds
+
+
+def is_too_late(waited_seconds: float, arrived_count: int, missing_count: int, computing_seconds: float) -> bool:
+    """Whether computing the missing tokens now, in `computing_seconds`, is faster than to wait for them.
+
+    Only after a wait as long as that: so a load that is judged too early costs nothing, and one that hangs costs no
+    more than twice what computing takes.
+    """
+    left = seconds_left(waited_seconds, arrived_count, missing_count)
+    return waited_seconds >= computing_seconds and left > computing_seconds
+
+
 class LoadTimes:
     """The time of a load: a part that every load takes, and a part for each token, fitted to the measured loads.
 
@@ -99,6 +162,10 @@ class LoadCosts:
     def __init__(self) -> None:
         self.own = LoadTimes()
         self.fetched = LoadTimes()
+
+    def seconds(self, own_count: int, fetched_count: int) -> float:
+        """The expected time of a load; 0 if none like it has been measured."""
+        return self.fetched.seconds(own_count + fetched_count) if fetched_count else self.own.seconds(own_count)
 
     def choose(self, own_count: int, fetched_count: int, tokens_per_second: int) -> int:
         """Tokens to load: all, those in the own pool, or none, whichever is expected to be over first with the rest

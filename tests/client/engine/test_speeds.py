@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv_client.engine.speeds import DOUBT, KEPT, MAX_STEPS, LoadCosts, LoadTimes, PrefillRate
+from lmkv_client.engine.speeds import (
+    DOUBT,
+    KEPT,
+    MAX_STEPS,
+    LoadCosts,
+    LoadTimes,
+    PrefillQueue,
+    PrefillRate,
+    is_too_late,
+    seconds_left,
+)
 
 
 def test_nothing_is_known_before_the_first_step_has_ended() -> None:
@@ -194,3 +204,74 @@ def test_what_is_not_fetched_lowers_only_the_expectation_of_fetches() -> None:
 def test_loads_of_nearly_one_size_are_taken_for_proportional() -> None:
     times = times_of((10_000, 2.0), (10_001, 1.0))
     assert times.seconds(1) == pytest.approx(times.seconds(10_000) / 10_000)
+
+
+# ---- what prompts wait for
+
+
+def test_a_prompt_waits_for_those_that_came_before_it_until_their_turn() -> None:
+    queue = PrefillQueue()
+    for request_id, count in (("a", 1000), ("b", 500), ("c", 200)):
+        queue.add(request_id, count)
+    assert [queue.tokens_before(request_id) for request_id in ("a", "b", "c", "new")] == [0, 1000, 1500, 1700]
+    queue.expect("b", 100)  # the rest of it is held
+    assert queue.tokens_before("c") == 1100
+    queue.planned({"a": 600})  # the rest of it is for another step
+    assert queue.tokens_before("b") == 400
+    queue.planned({"a": 400, "b": 100})
+    assert queue.tokens_before("c") == 0
+    queue.remove("c")
+    assert len(queue) == 0
+    queue.expect("gone", 5)
+    queue.planned({"gone": 5})
+    queue.remove("gone")
+    assert len(queue) == 0
+
+
+@pytest.mark.parametrize(
+    ("waited", "arrived", "missing", "computing", "is_late"),
+    [
+        (0.1, 0, 1000, 0.5, False),  # silent, but not for as long as computing takes
+        (0.6, 0, 1000, 0.5, True),
+        (0.6, 500, 500, 0.25, True),  # at this pace the rest takes 0.6 s
+        (0.6, 900, 100, 0.5, False),  # nearly done
+        (0.2, 100, 900, 0.5, False),  # slow, but a slow beginning proves nothing yet
+        (5.0, 0, 1000, 10.0, False),  # the engine computes others first: waiting is free
+    ],
+)
+def test_a_load_is_too_late_once_computing_its_rest_beats_its_pace(
+    waited: float, arrived: int, missing: int, computing: float, is_late: bool
+) -> None:
+    assert is_too_late(waited, arrived, missing, computing) is is_late
+
+
+@pytest.mark.parametrize("pace", [0.01, 0.1, 0.3, 0.9, 1.1, 3.0, 20.0])
+@pytest.mark.parametrize("silence", [0.0, 0.3, 2.0, 50.0])
+def test_waiting_costs_no_more_than_twice_the_better_of_loading_and_computing(pace: float, silence: float) -> None:
+    """A load of 1,000 tokens at `pace` times the engine's rate, after a silence; computing all takes a second."""
+    rate, count, now = 1000.0, 1000, 0.0
+    loading = silence + 1 / pace
+    while True:
+        arrived = min(count, max(0, int((now - silence) * rate * pace)))
+        if arrived == count:
+            took = now
+            break
+        if is_too_late(now, arrived, count - arrived, (count - arrived) / rate):
+            took = now + (count - arrived) / rate
+            break
+        now += 0.001
+    assert took <= 2.01 * min(1.0, loading) or took <= 1.01 * loading
+    assert took <= 2.01
+
+
+def test_the_pace_of_what_has_arrived_says_when_the_rest_comes() -> None:
+    assert seconds_left(2.0, 100, 300) == 6.0
+    assert seconds_left(2.0, 0, 300) == 2.0
+
+
+def test_the_expected_time_of_a_load_depends_on_whether_it_is_fetched() -> None:
+    costs = LoadCosts()
+    assert costs.seconds(100, 0) == costs.seconds(100, 100) == 0
+    costs.own.add(100, 1.0)
+    costs.fetched.add(100, 5.0)
+    assert (costs.seconds(100, 0), costs.seconds(0, 100), costs.seconds(50, 50)) == (1.0, 5.0, 5.0)

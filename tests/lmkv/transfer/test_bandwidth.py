@@ -81,8 +81,8 @@ def test_the_average_stays_between_what_was_measured_and_follows_what_comes(rate
 
 def test_the_fastest_counts_only_if_all_bandwidths_are_known() -> None:
     slow, fast = known(1e6), known(1e9)
-    assert shortest_seconds([slow, fast], 1_000_000, 0) == pytest.approx(0.001)
-    assert shortest_seconds([slow, Bandwidth(), fast], 1_000_000, 0) is None
+    assert shortest_seconds([(slow, 0), (fast, 0)], 1_000_000, 0) == pytest.approx(0.001)
+    assert shortest_seconds([(slow, 0), (Bandwidth(), 0), (fast, 0)], 1_000_000, 0) is None
     assert shortest_seconds([], 1_000_000, 0) is None
 
 
@@ -118,3 +118,24 @@ def test_a_second_read_counts_together_with_the_earlier_one() -> None:
     for seconds in (9.0, 1.0, 2.0):
         bandwidth.record_read(LEAST_BYTES, seconds, 0.0)
     assert bandwidth.rate(0.0) == pytest.approx(LEAST_BYTES * (DECAY + 1) / (DECAY * 1.0 + 2.0))
+
+
+def test_a_source_that_is_to_bring_much_before_may_be_later_than_a_slow_one() -> None:
+    slow, fast = known(1e8), known(1e9)
+    assert shortest_seconds([(slow, 0), (fast, 300 * MB)], 10_000_000, 0) == pytest.approx(0.1)
+    assert shortest_seconds([(slow, 0), (fast, 40 * MB)], 10_000_000, 0) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+@pytest.mark.parametrize("together", [True, False])
+def test_reads_that_run_at_once_are_measured_as_what_the_source_brings_in_all(count: int, together: bool) -> None:
+    bandwidth, seconds = Bandwidth(), 0.1
+    began = [0.0] * count if together else [-seconds * count * at / (count + 1) for at in range(count)]
+    for _ in range(20):  # each reader begins again when it is done; the source brings 1 GB/s to all of them
+        for at in range(count):
+            now = began[at] + seconds * count
+            busy = bandwidth.busy(began[at], now)
+            bandwidth.record_read(round(100 * MB), busy.seconds, now, busy.share)
+            began[at] = now
+        began.sort()
+    assert bandwidth.rate(max(began)) == pytest.approx(1e9, rel=0.25)

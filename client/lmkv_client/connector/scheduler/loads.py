@@ -20,7 +20,7 @@ from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
 from lmkv_client.engine.hit_sources import describe
 from lmkv_client.engine.prompt_account import PromptAccount, failure_reason
 from lmkv_client.engine.session import LookupState, Session
-from lmkv_client.engine.speeds import LoadCosts
+from lmkv_client.engine.speeds import LoadCosts, is_too_late, seconds_left
 from lmkv_kernels import ChunkCopy
 
 POOL = 0
@@ -53,6 +53,10 @@ class LoadState:
         """The span of the load; `Loads` begins and ends it."""
         self.failure = MissReason.LOAD_FAILED
         """The reason why items have not arrived."""
+        self.expected_seconds = 0.0
+        """How long it was expected to take; 0 if that was not known."""
+        self.is_abandoned = False
+        """Whether its rest is computed because that is faster than to wait for it."""
         self.arrived_tokens = 0
         self.final_sent = False
         self.copied = LoadResult()
@@ -99,6 +103,11 @@ class LoadState:
     def close(self) -> None:
         """Ends the wait: what has not arrived counts as lost."""
         self._closed = True
+
+    def abandon(self) -> None:
+        """Ends the wait, because computing what has not arrived is faster."""
+        self.failure, self.is_abandoned = MissReason.SLOWER, True
+        self.close()
 
     def node_lost(self) -> None:
         """Ends the wait, and discards extents that are not yet in a plan: they are not valid in the next pool."""
@@ -202,6 +211,8 @@ class Loads:
         )
         self._load_states[state.request_id] = load_state
         load_state.add_chunks(0, lookup.chunks)
+        own_count = planned[OWN]
+        load_state.expected_seconds = self.costs.seconds(own_count, token_count - own_count)
         if lookup.state is not LookupState.FOUND:  # the node was lost since the match
             load_state.close()
         elif load_state.waits:
@@ -235,11 +246,14 @@ class Loads:
         return sources
 
     def plan(self) -> list[LoadPlan]:
-        """The copies of this step for the workers. Ends loads that have reached their deadline."""
+        """The copies of this step for the workers. Ends loads that have reached their deadline, and those whose rest is
+        computed faster than it comes."""
         now = self._clock()
         for load_state in self._load_states.values():
             if now > load_state.deadline:
                 load_state.close()
+            elif load_state.waits and self._is_too_late(load_state, now):
+                self._abandon(load_state, now)
         return [load for load_state in self._load_states.values() if (load := load_state.take())]
 
     def handle_result(self, request_id: str, loaded: LoadResult, state: RequestState | None, *, is_alone: bool) -> bool:
@@ -266,6 +280,24 @@ class Loads:
             self._measure(load_state, loaded)
         self._end(load_state, loaded, complete=complete)
         return complete
+
+    def _is_too_late(self, load_state: LoadState, now: float) -> bool:
+        """Whether what has not arrived is to be computed. A handoff is waited for: its prefill engine computes it."""
+        lookup = load_state.lookup
+        if not self._config.refuse_slow_fetches or load_state.sync or lookup.handoff_id:
+            return False
+        missing_count = load_state.token_count - load_state.arrived_tokens
+        seconds = self._session.computing_seconds(load_state.request_id, missing_count)
+        waited_seconds = now - load_state.started_at
+        return seconds > 0 and is_too_late(waited_seconds, load_state.arrived_tokens, missing_count, seconds)
+
+    def _abandon(self, load_state: LoadState, now: float) -> None:
+        """Ends the wait of a load, and records the time that it would have taken: the next one is judged by it."""
+        waited, arrived = now - load_state.started_at, load_state.arrived_tokens
+        missing_count = load_state.token_count - arrived
+        self.costs.fetched.add(load_state.token_count, waited + seconds_left(waited, arrived, missing_count))
+        self._session.counters.add("abandoned_tokens", missing_count)
+        load_state.abandon()
 
     def _measure(self, load_state: LoadState, loaded: LoadResult) -> None:
         """Records the time of a load. The workers measure synchronous loads: their step computes tokens, too."""
@@ -313,7 +345,11 @@ class Loads:
             avoided_seconds = tokens / rate  # of a handoff, a prefill engine has computed the tokens
         counters.add("avoided_prefill_seconds", avoided_seconds)
         session.release(lookup, load_seconds=lookup.waited_seconds + seconds, avoided_seconds=avoided_seconds)
-        counters.add("load_failures", int(not complete))
+        counters.add("load_failures", int(not complete and not load_state.is_abandoned))
+        if load_state.expected_seconds:
+            took = lookup.waited_seconds + seconds if load_state.sync else seconds
+            counters.add("expected_load_seconds", load_state.expected_seconds)
+            counters.add("load_error_seconds", abs(took - load_state.expected_seconds))
         counters.add("loaded_tokens", tokens)
         counters.add("loaded_bytes", loaded.size_bytes)
         counters.add("load_seconds", seconds)

@@ -11,6 +11,7 @@ from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, Pro
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.engine.prompt_account import failure_reason
 from lmkv_client.engine.session import LookupState, Session
+from lmkv_client.engine.speeds import is_too_late
 
 HOLD_SECONDS = 10.0
 """A request that waits longer for pages releases its chunks at the node, and is looked up again."""
@@ -38,7 +39,7 @@ class RequestLookups:
 
     def start(self, state: RequestState, wanted: Sequence[int]) -> None:
         """Looks a request up, and asks for write credits for absent chunks: `wanted` are to be available, by part."""
-        config, session = self._config, self._session
+        session = self._session
         lookup = state.lookup = RequestLookup(
             request=state,
             account=state.account,
@@ -48,12 +49,20 @@ class RequestLookups:
             extras=state.extras,
             handoff_id=state.handoff_id,
             worth_seconds=self._worth_seconds(state),
-            prefill_tokens_per_second=session.prefill.tokens_per_second if config.refuse_slow_fetches else 0,
+            prefill_tokens_per_second=self._tokens_per_second(state),
         )
         if session.look_up(lookup, self._clock(), traceparent=state.traceparent, wanted=wanted):
             session.counters.add("lookups")
             # The first span of a request is the root of the others.
             state.traceparent = state.traceparent or lookup.span.traceparent
+
+    def _tokens_per_second(self, state: RequestState) -> int:
+        """The rate at which the engine would compute the prompt, the wait for the prompts before it included: what is
+        loaded meanwhile is free. 0 if that is not known, or does not matter."""
+        seconds = self._session.computing_seconds(state.request_id, state.token_count)
+        if not seconds or not self._config.refuse_slow_fetches:
+            return 0
+        return max(1, round(state.token_count / seconds))
 
     def postpone(self, state: RequestState) -> None:
         """Has the request wait for a lookup that `start` sends later."""
@@ -69,6 +78,7 @@ class RequestLookups:
         counters.add("lookup_seconds", lookup.waited_seconds)
         counters.add("refused_fetch_tokens", found.refused_chunk_count * state.chunk_size)
         state.mark_held(lookup.hit_count(pool_only=True))
+        self._session.queue.expect(state.request_id, state.token_count - lookup.tokens_in(lookup.sources.chunk_count))
         hit_count = lookup.sources.chunk_count
         self._refine(state, lookup.partial.index if lookup.partial else hit_count, found.missed)
         state.account.answered(lookup.tokens_in(hit_count), found.missed)
@@ -99,11 +109,26 @@ class RequestLookups:
             self._session.time_out(lookup, seconds, now)
         elif lookup.state is LookupState.LOADING:
             if now < lookup.found_at + state.load_timeout:
-                return True
-            self._session.counters.add("load_failures")
+                if not (absent_count := self._absent_if_too_late(state, now)):
+                    return True
+                self._session.counters.add("abandoned_tokens", absent_count)
+                lookup.account.unused = MissReason.SLOWER
+            else:
+                self._session.counters.add("load_failures")
             lookup.state = LookupState.FOUND  # what arrives later is not used
             self._fetched(lookup)
         return False
+
+    def _absent_if_too_late(self, state: RequestState, now: float) -> int:
+        """The tokens of a fetch that are computed faster than they come; 0: the request waits for it."""
+        lookup = state.lookup
+        if not self._config.refuse_slow_fetches or state.handoff_id:
+            return 0
+        held_count = len(lookup.chunks)
+        absent_count = lookup.tokens_in(held_count + lookup.absent_count) - lookup.tokens_in(held_count)
+        seconds = self._session.computing_seconds(state.request_id, absent_count)
+        is_late = seconds > 0 and is_too_late(now - lookup.found_at, 0, absent_count, seconds)
+        return absent_count if is_late else 0
 
     def grace_seconds(self, state: RequestState, *, is_alone: bool) -> float:
         """Returns how long this step may wait for the answer, 0 or less: not at all. The next step may be far away."""

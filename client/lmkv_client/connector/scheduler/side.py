@@ -127,6 +127,7 @@ class SchedulerSide:
         if request.mm_features:
             self._follow_media()
         if state is None:
+            self._session.queue.add(request.request_id, request.num_tokens)
             account = PromptAccount(request.num_tokens, self._session.spec.chunk_size)
             account.take(0, {})
             self._session.accounts.close(request.request_id, account)
@@ -136,6 +137,7 @@ class SchedulerSide:
             self._events.follow(request, state.chain.keys[: state.full_count])
         if not request.skip_reading_prefix_cache:
             self._look_up(state)
+        self._session.queue.add(request.request_id, state.token_count)
         return state
 
     def _follow_media(self) -> None:
@@ -188,7 +190,9 @@ class SchedulerSide:
         """Begins the load of `extra_count` tokens: vLLM has given the request pages."""
         state = self._states.get(request.request_id)
         if state is None:
+            self._session.queue.expect(request.request_id, 0)
             return
+        self._session.queue.expect(request.request_id, state.token_count - state.computed_count - extra_count)
         if extra_count > 0:
             self._hit_choice.begin(state)
             self._loads.begin(state, extra_count, blocks.get_block_ids())
@@ -208,6 +212,8 @@ class SchedulerSide:
             self._weights.computed()
         if token_count := output.total_num_scheduled_tokens:
             self._session.prefill.planned(token_count, self._clock())
+        if self._session.queue:
+            self._session.queue.planned(output.num_scheduled_tokens)
         self._note_session_media(output)
         self._step_loads.end_step()
         self._session.send_reports()
@@ -278,6 +284,7 @@ class SchedulerSide:
         """
         self.drain_events()
         state = self._states.pop(request.request_id, None)
+        self._session.queue.remove(request.request_id)
         if state is None:
             return False
         self._session.accounts.close(request.request_id, state.account)

@@ -105,6 +105,13 @@ class FetchState:
         holder.failed = True
         self._failure_count += not isinstance(error, KvSpecMismatch)
 
+    def queued_bytes(self, instance_id: str) -> float:
+        """Bytes that are missing and expected from this instance: holders are taken to bring equal shares."""
+        others = [peer.instance_id for holder, peer in self.connections.items() if not holder.failed]
+        if instance_id not in others:
+            return 0.0
+        return len(self.progress.missing) * self.progress.mean_bytes / len(others)
+
     def mark_late(self, holder: HolderState) -> int:
         """Asks other holders for what is assigned to an overdue one; the number of these chunks."""
         count = self.plan.mark_late(holder)
@@ -155,12 +162,9 @@ class HolderReader:
         self._damaged: set[int] = set()
         """Chunks of this window that were damaged on arrival."""
         self._releasing: asyncio.Task[None] | None = None
-        self._last_read_end = 0.0
-        """When the last read ended: the next one had the channel for itself from then on."""
         self._task: asyncio.Task[None] | None = None
         self._reads: dict[asyncio.Task[None], set[int]] = {}
         """Running reads, and those of their chunks that no other holder has delivered since."""
-        self._reading_bytes = 0
         self._waiting_count = 0
         """Steps that wait for the holder."""
 
@@ -213,9 +217,8 @@ class HolderReader:
             del self._reads[task]
         self._record_answer()
         now = time.monotonic()
-        seconds = now - max(started, self._last_read_end)
-        self._last_read_end = now
-        self._plan.record_read(self._holder, size_bytes, seconds)
+        busy = self._holder.bandwidth.busy(started, now)
+        self._plan.record_read(self._holder, size_bytes, busy.seconds, busy.share)
         return checksums
 
     def is_missing(self, index: int) -> bool:
@@ -317,17 +320,18 @@ class HolderReader:
 
     @contextmanager
     def _watched(self, size_bytes: int = 0) -> Iterator[None]:
-        """Runs one step; marks the holder as late if this takes longer than expected, earlier reads included."""
-        self._reading_bytes += size_bytes
+        """Runs one step; marks the holder as late if this takes longer than expected, with all reads that run there."""
+        bandwidth = self._holder.bandwidth
+        bandwidth.reading_bytes += size_bytes
         self._waiting_count += 1
-        seconds = self._fetch.late_seconds(self._holder, self._reading_bytes)
+        seconds = self._fetch.late_seconds(self._holder, bandwidth.reading_bytes)
         timer = asyncio.get_running_loop().call_later(seconds, self._mark_late)
         try:
             yield
         finally:
             timer.cancel()
             self._waiting_count -= 1
-            self._reading_bytes -= size_bytes
+            bandwidth.reading_bytes -= size_bytes
 
     def _mark_late(self) -> None:
         self._peer.mark_late()

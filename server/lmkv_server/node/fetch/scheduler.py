@@ -234,18 +234,18 @@ class FetchPlan:
         for holder in tuple(self.active):
             self.deactivate(holder)
 
-    def record_read(self, holder: HolderState, size_bytes: int, seconds: float) -> None:
-        """Updates the bandwidths after a read.
+    def record_read(self, holder: HolderState, size_bytes: int, seconds: float, share: float = 1.0) -> None:
+        """Updates the bandwidths after a read; `share` is the part of its time that `seconds` are.
 
         With several active holders a read measures this node's side. The holder's own bandwidth is then updated only
         if it is lower than an even share of this node's bandwidth explains.
         """
         now, count = self._clock(), max(1, len(self._on_time()))
         if count > 1:
-            self._combined.record_read(size_bytes, seconds / count, now)
+            self._combined.record_read(size_bytes, seconds / count, now, share)
         known = holder.bandwidth.rate(now)
-        if count == 1 or known is None or size_bytes / seconds < known / count:
-            holder.bandwidth.record_read(size_bytes, seconds, now)
+        if count == 1 or known is None or size_bytes < seconds * known / count:
+            holder.bandwidth.record_read(size_bytes, seconds, now, share)
 
     def _window_count(self, holder: HolderState) -> int:
         rate = holder.bandwidth.rate(self._clock())

@@ -62,9 +62,13 @@ class PeerFetcher:
         return progress.result(fetch.error)
 
     def expected_seconds(self, holders: Sequence[Holder], size_bytes: int) -> float | None:
-        """The expected time to fetch this many bytes from the best of the holders; None if one of them is unknown."""
-        bandwidths = [self._connections.bandwidth(holder.instance_id) for holder in holders]
-        return shortest_seconds(bandwidths, size_bytes, time.monotonic())
+        """The expected time to fetch this many bytes from the best of the holders, behind what other fetches wait for
+        there; None if one of them is unknown."""
+        ids = [holder.instance_id for holder in holders]
+        queued = [sum(fetch.queued_bytes(instance_id) for fetch in self._running) for instance_id in ids]
+        return shortest_seconds(
+            zip(map(self._connections.bandwidth, ids), queued, strict=True), size_bytes, time.monotonic()
+        )
 
     def _begin(self, progress: Progress, holders: Sequence[Holder], deadline: float) -> FetchState:
         """Selects the holders that may be asked."""

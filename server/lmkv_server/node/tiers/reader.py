@@ -49,6 +49,8 @@ class TierReader(Generic[C]):
         self._tier = tier
         self._pool = pool
         self._bandwidth = Bandwidth()
+        self._queued_bytes = 0
+        """Bytes that the reads which run are still to bring."""
         self._log = LimitedLogger(logger)
         self._reading: dict[ChunkKey, list[_OnEnd]] = {}
         self._places = Places[ChunkKey]("chunks to read", MAX_WAITING, most_of(MAX_WAITING))
@@ -63,8 +65,8 @@ class TierReader(Generic[C]):
         return TierStats(read_chunks=self._read_chunks, read_bytes=self._read_bytes, damaged_chunks=self._damaged_count)
 
     def expected_seconds(self, size_bytes: int) -> float | None:
-        """Estimates the seconds that a read of `size_bytes` takes; None if that is not known."""
-        return self._bandwidth.seconds(size_bytes, time.monotonic())
+        """Estimates the seconds that a read of `size_bytes` takes behind those that run; None if that is not known."""
+        return self._bandwidth.seconds(size_bytes + self._queued_bytes, time.monotonic())
 
     async def read(self, fingerprint: bytes, keys: Sequence[ChunkKey], timeout_seconds: float, on_read: OnRead) -> None:
         """Reads those of the chunks that a backend holds into the host tier, in order, a few at a time.
@@ -75,11 +77,18 @@ class TierReader(Generic[C]):
         """
         ahead = asyncio.Semaphore(READS_AHEAD)
         began, size_bytes, listening = time.monotonic(), 0, True
+        sizes = [found[1].size_bytes if (found := self._find(key, fingerprint)) else 0 for key in keys]
+        left_bytes = sum(sizes)
+        self._queued_bytes += left_bytes
 
         def ended(index: int, chunk: Chunk | None) -> None:
-            nonlocal size_bytes
+            nonlocal size_bytes, left_bytes
             ahead.release()
-            if chunk and listening:
+            if not listening:
+                return
+            left_bytes -= sizes[index]
+            self._queued_bytes -= sizes[index]
+            if chunk:
                 size_bytes += chunk.size_bytes
                 on_read(index, chunk)
 
@@ -94,8 +103,10 @@ class TierReader(Generic[C]):
             logger.debug("a read of %d chunks takes more than %.3g s", len(keys), timeout_seconds)
         finally:
             listening = False
+            self._queued_bytes -= left_bytes
         now = time.monotonic()
-        self._bandwidth.record_read(size_bytes, now - began, now)
+        busy = self._bandwidth.busy(began, now)
+        self._bandwidth.record_read(size_bytes, busy.seconds, now, busy.share)
 
     async def aclose(self) -> None:
         """Ends every read. The backends must be closed, so that nothing writes to the pool. Idempotent."""

@@ -84,6 +84,7 @@ def test_a_release_reports_how_long_the_load_took_and_computing_would_have_taken
 ) -> None:
     engine = with_peer(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True))
     engine.serve("measured", [7] * len(PROMPT))
+    engine.side._session.prefill.add(100 * CHUNK, 1000.0)  # slow enough for a load to take half a second
     engine.node.fetches_at_once = False
     engine.add("a", PROMPT)
     until(engine, lambda: bool(engine.node.fetches))
@@ -300,4 +301,105 @@ def test_the_node_keeps_a_chunk_until_the_slowest_rank_has_read_it(
         worker.steps_per_load = steps
     engine.during_step = engine.node.evict  # damages all chunks that are not held
     assert engine.serve("a", PROMPT) == HIT
+    engine.check_nothing_is_left()
+
+
+# ---- loads that come too late
+
+
+def computing_slowly(engine: SimulatedEngine) -> SimulatedEngine:
+    """The engine, for which three chunks take a fifth of a second."""
+    engine.side._session.prefill.add(1500 * CHUNK, 100.0)
+    return engine
+
+
+def waiting(engine: SimulatedEngine) -> SimulatedEngine:
+    """The engine, while a request waits for a fetch."""
+    computing_slowly(engine).node.fetches_at_once = False
+    engine.add("a", PROMPT)
+    until(engine, lambda: bool(engine.node.fetches))
+    return engine
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_fetch_that_is_silent_for_as_long_as_computing_takes_is_abandoned_and_judges_the_next_one(
+    make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    engine = waiting(with_peer(make_engine(enable_async_loading=asynchronous, refuse_slow_fetches=True)))
+    computing = engine.side._session.computing_seconds("a", 3 * CHUNK)
+    assert 0 < computing < engine.side._lookups._config.load_timeout / 4
+    engine.clock.now += 0.9 * computing
+    engine.step()
+    assert engine.count("abandoned_tokens") == 0
+    engine.clock.now += 0.2 * computing
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == COLD
+    assert (engine.count("abandoned_tokens"), engine.count("load_failures")) == (3 * CHUNK, 0)
+    assert engine.count("miss_tokens:slower") == 3 * CHUNK
+    engine.node.fetches_at_once = True
+    if asynchronous:
+        forget_pages(engine)
+        engine.node.move_to_peer()
+        assert engine.serve("b", PROMPT) == COLD, "the next one is expected to be as slow"
+        assert engine.count("refused_fetch_tokens") == 3 * CHUNK
+    engine.check_nothing_is_left()
+
+
+def test_of_a_load_that_becomes_slow_what_has_arrived_is_used(make_engine: MakeEngine) -> None:
+    engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
+    engine.node.deliver(1, done=False)
+    engine.step()
+    engine.clock.now += 3 * engine.side._session.computing_seconds("a", 3 * CHUNK)
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.scheduled_tokens["a"] == COLD - CHUNK
+    assert engine.count("abandoned_tokens") == 2 * CHUNK
+    assert engine.count("tier_tokens:peers") == CHUNK
+    engine.check_nothing_is_left()
+
+
+def test_a_load_waits_while_the_engine_would_compute_other_prompts_first(make_engine: MakeEngine) -> None:
+    engine = waiting(with_peer(make_engine(refuse_slow_fetches=True)))
+    engine.clock.now += 1.5 * engine.side._session.computing_seconds("a", 3 * CHUNK)
+    queue = engine.side._session.queue
+    own = queue._tokens.pop("a")
+    queue.add("before", 100 * CHUNK)
+    queue.add("a", own)
+    engine.step()
+    assert engine.count("abandoned_tokens") == 0
+    queue.remove("before")
+    engine.run("a")
+    engine.check_answer("a")
+    assert engine.count("abandoned_tokens") == 3 * CHUNK
+    engine.check_nothing_is_left()
+
+
+def test_the_node_learns_that_prompts_wait_for_others(make_engine: MakeEngine) -> None:
+    engine = filled(make_engine(refuse_slow_fetches=True))
+    engine.serve("alone", PROMPT)
+    alone = engine.node.lookups[-1].prefill_tokens_per_second
+    engine.add("first", [7] * len(PROMPT))
+    engine.add("second", [8] * len(PROMPT))
+    first, second = engine.node.lookups[-2:]
+    assert first.prefill_tokens_per_second == pytest.approx(alone, rel=0.3)
+    assert second.prefill_tokens_per_second == pytest.approx(first.prefill_tokens_per_second / 2, rel=0.1)
+    engine.run()
+    engine.add("third", [9] * len(PROMPT))
+    assert engine.node.lookups[-1].prefill_tokens_per_second >= first.prefill_tokens_per_second / 1.3
+    engine.run()
+    assert len(engine.side._session.queue) == 0
+    engine.check_nothing_is_left()
+
+
+def test_the_error_of_what_loads_were_expected_to_take_is_counted(make_engine: MakeEngine) -> None:
+    engine = computing_slowly(with_peer(make_engine(refuse_slow_fetches=True)))
+    engine.serve("measured", PROMPT)
+    assert engine.count("expected_load_seconds") == 0
+    forget_pages(engine)
+    engine.node.move_to_peer()
+    engine.serve("a", PROMPT)
+    expected, error = engine.count("expected_load_seconds"), engine.count("load_error_seconds")
+    assert expected > 0
+    assert error <= expected
     engine.check_nothing_is_left()
