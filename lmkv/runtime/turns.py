@@ -17,8 +17,11 @@ from weakref import WeakKeyDictionary
 
 LARGE_BYTES = 64 << 10
 """Size from which on a message waits for its turn."""
-QUIET_SECONDS = 0.0005
-"""After a turn, the next one begins once no call has arrived in such a time."""
+QUIET_SECONDS = 0.001
+"""After a turn, the next one begins once no call has arrived in such a time, and the loop was not busy. gRPC needs
+several iterations of the loop to accept a call, and libuv's timers count milliseconds: half of one would be no time."""
+LARGE_BYTES_PER_SECOND = 512 << 20
+"""Large messages have turns at such a rate at most: the larger one is, the longer the loop is left to others then."""
 REMEMBERED_SECONDS = 1.0
 """Time for which a caller counts as a sender of large messages after it has sent a large message."""
 MAX_PAUSE_SECONDS = 0.02
@@ -142,7 +145,8 @@ class Turns:
         try:
             yield
         finally:
-            self._pause(time.monotonic() + MAX_PAUSE_SECONDS)
+            quiet_seconds = max(size_bytes / LARGE_BYTES_PER_SECOND, QUIET_SECONDS)
+            self._pause(time.monotonic() + MAX_PAUSE_SECONDS, min(quiet_seconds, MAX_PAUSE_SECONDS))
 
     async def read(self, caller: str) -> None:
         """Must be awaited before a part of a large message is read: there is one in an iteration of the event loop."""
@@ -164,17 +168,19 @@ class Turns:
         while now - next(iter(self._last_large.values())) >= REMEMBERED_SECONDS:
             self._last_large.popitem(last=False)
 
-    def _pause(self, until: float) -> None:
-        """Gives the next turn once calls have ceased to arrive."""
-        arrival_count = self._arrival_count
+    def _pause(self, until: float, quiet_seconds: float) -> None:
+        """Gives the next turn once calls have ceased to arrive, and others to keep the loop busy."""
+        arrival_count, begin = self._arrival_count, time.monotonic()
 
         def look() -> None:
-            if self._arrival_count != arrival_count and time.monotonic() < until:
-                self._pause(until)
-            else:
+            now = time.monotonic()
+            is_quiet = self._arrival_count == arrival_count and now - begin < 2 * quiet_seconds
+            if is_quiet or now >= until:
                 self._give()
+            else:
+                self._pause(until, QUIET_SECONDS)
 
-        asyncio.get_running_loop().call_later(QUIET_SECONDS, look)
+        asyncio.get_running_loop().call_later(quiet_seconds, look)
 
     def _give(self) -> None:
         """Gives the turn to the next caller's first message, or leaves it to the first that comes."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
+import uvloop
 
 from lmkv.runtime import turns
 from lmkv.runtime.turns import LARGE_BYTES, Slots, Turns
@@ -34,26 +36,63 @@ async def test_small_messages_wait_for_no_turn() -> None:
             small.send(None)
 
 
-async def test_calls_that_arrive_are_accepted_between_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MAX_PAUSE_SECONDS", WAIT_SECONDS)
-    shared = Turns()
-    accepted = 0
-    is_over = asyncio.Event()
+ACCEPT_ITERATIONS = 6
+"""Iterations of the loop in which gRPC accepts a call."""
 
-    async def arrive() -> None:
+
+def test_calls_that_arrive_are_accepted_between_two_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the loop of servers, whose timers count milliseconds."""
+    monkeypatch.setattr(turns, "MAX_PAUSE_SECONDS", WAIT_SECONDS)
+    accepted = 0
+
+    async def arrive(shared: Turns) -> None:
         nonlocal accepted
         for _ in range(200):
             shared.count_arrival()
             accepted += 1
+            for _ in range(ACCEPT_ITERATIONS):
+                await asyncio.sleep(0)
+
+    async def flood() -> None:
+        shared = Turns()
+        async with asyncio.timeout(WAIT_SECONDS):
+            async with shared.take("hog", LARGE_BYTES):
+                arriving = asyncio.create_task(arrive(shared))
+            async with shared.take("hog", LARGE_BYTES):
+                assert accepted > 20, "its turn has come before those that arrived were accepted"
+            await arriving
+
+    uvloop.run(flood())
+
+
+async def test_the_next_turn_comes_once_the_loop_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that works for long after a turn leaves the loop to others, too."""
+    monkeypatch.setattr(turns, "MAX_PAUSE_SECONDS", WAIT_SECONDS)
+    shared = Turns()
+
+    async def handle() -> None:
+        for _ in range(10):
+            end = time.monotonic() + 3 * turns.QUIET_SECONDS
+            while time.monotonic() < end:
+                pass
             await asyncio.sleep(0)
-        is_over.set()
 
     async with asyncio.timeout(WAIT_SECONDS):
         async with shared.take("hog", LARGE_BYTES):
-            arriving = asyncio.create_task(arrive())
+            handling = asyncio.create_task(handle())
         async with shared.take("hog", LARGE_BYTES):
-            assert is_over.is_set()
-        await arriving
+            assert handling.done()
+
+
+async def test_the_pause_after_a_turn_is_as_long_as_the_message_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LARGE_BYTES_PER_SECOND", LARGE_BYTES)
+    monkeypatch.setattr(turns, "MAX_PAUSE_SECONDS", WAIT_SECONDS)
+    shared = Turns()
+    async with shared.take("hog", 2 * LARGE_BYTES):
+        pass
+    begin = time.monotonic()
+    async with shared.take("honest", LARGE_BYTES):
+        assert time.monotonic() - begin > 1.0
 
 
 async def test_a_turn_comes_whatever_arrives() -> None:
