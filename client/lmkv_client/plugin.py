@@ -13,13 +13,13 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, LmkvError
+from lmkv_client import preflight, startup_error
 from lmkv_client import processors as processors  # reads them before vLLM pins its threads to some of them
-from lmkv_client import startup_error
+from lmkv_client.preflight import ENCODER_CONNECTOR as ENCODER_NAME
+from lmkv_client.preflight import KV_CONNECTOR as NAME
 
-NAME = "LMKVConnector"
 MODULE = "lmkv_client.connector.vllm_connector"
-ENCODER_NAME = "LMKVECConnector"
 ENCODER_MODULE = "lmkv_client.connector.encoder.ec_connector"
 OLDEST_VLLM = (0, 31)
 """The first supported minor version of vLLM; docs/reference/compatibility.md lists what was tested."""
@@ -44,7 +44,7 @@ def register() -> None:
         from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
         _register(ECConnectorFactory, ENCODER_NAME, ENCODER_MODULE)
-    _keep_served_names()
+    _follow_command_line()
     startup_error.print_at_exit()
 
 
@@ -111,15 +111,15 @@ def _load_if_compatible(version: str, name: str, module: str) -> type:
     return connector
 
 
-def _refuse(error: ConfigError) -> NoReturn:
-    """Ends the start of an engine whose vLLM cannot work with the connector."""
+def _refuse(error: LmkvError) -> NoReturn:
+    """Ends the start of an engine whose vLLM or configuration cannot work with the connector."""
     startup_error.record(error)
     raise error
 
 
-def _keep_served_names() -> None:
-    """Has vLLM's command line pass all served names, and the time, on to the engine, where it makes the model's
-    configuration."""
+def _follow_command_line() -> None:
+    """Has vLLM's command line check the connectors' configuration first, before a model is loaded, and pass all served
+    names and the time on to the engine, where it makes the model's configuration."""
     arg_utils = sys.modules.get("vllm.engine.arg_utils")  # only where there is a command line
     engine_args: Any = getattr(arg_utils, "EngineArgs", None)
     create = getattr(engine_args, "create_model_config", None)
@@ -128,6 +128,7 @@ def _keep_served_names() -> None:
 
     @functools.wraps(create)
     def create_model_config(self: Any, *args: Any, **options: Any) -> Any:
+        _check(getattr(self, "kv_transfer_config", None), getattr(self, "ec_transfer_config", None))
         began = time.time()
         model = create(self, *args, **options)
         setattr(model, CONFIGURED_AT, began)
@@ -136,3 +137,18 @@ def _keep_served_names() -> None:
 
     setattr(create_model_config, SERVED_NAMES, True)
     engine_args.create_model_config = create_model_config
+
+
+def _check(kv_transfer_config: Any, ec_transfer_config: Any) -> None:
+    """Ends the start of an engine whose connectors, or the node that they would start, are configured wrongly."""
+    try:
+        for config in preflight.configs(kv_transfer_config, ec_transfer_config):
+            preflight.check(config)
+            if path := preflight.waits_for_node(config):
+                from vllm.logger import init_logger
+
+                init_logger("vllm.lmkv").warning(
+                    "node_address: no node listens at %s yet; everything is computed until one does", path
+                )
+    except LmkvError as error:
+        _refuse(error)

@@ -36,19 +36,47 @@ def cluster(tiny_model: Path, tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize(("environment", "is_forked"), [({}, True), (SEVERAL_PROCESSES, False)])
-def test_a_refused_configuration_is_the_last_line_of_an_engine(
-    cluster: Cluster, environment: dict[str, str], is_forked: bool, monkeypatch: pytest.MonkeyPatch
+TOO_LARGE = "max_local_cpu_size is 900.00 TiB, this machine and its cgroup can give "
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "is_forked", "error"),
+    [
+        (
+            {"chunk_sise": 256},
+            {},
+            True,
+            "unknown key chunk_sise in kv_connector_extra_config; did you mean chunk_size?",
+        ),
+        ({"chunk_size": "many"}, SEVERAL_PROCESSES, False, "chunk_size must be a number of tokens above 0"),
+        ({"max_local_cpu_size": "900TiB"}, SEVERAL_PROCESSES, True, TOO_LARGE),
+        (
+            {"transfer_channel": "nixl", "nixl_backends": "CARRIER"},
+            SEVERAL_PROCESSES,
+            True,
+            "nixl_backends: CARRIER did not start",
+        ),
+    ],
+)
+def test_a_refused_configuration_is_the_last_line_of_an_engine_that_has_loaded_nothing(
+    cluster: Cluster,
+    extra: dict[str, object],
+    environment: dict[str, str],
+    is_forked: bool,
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not is_forked:
         monkeypatch.setattr(ServerProcess, "launch", staticmethod(launch))
-    config = {**LMKV_TRANSFER_CONFIG, "kv_connector_extra_config": {"chunk_sise": 256}}
+    config = {**LMKV_TRANSFER_CONFIG, "kv_connector_extra_config": extra}
     engine = cluster.add_engine("engine-1", transfer_config=config, environment=environment, kv_cache_bytes=64 << 20)
     engine.ready_timeout_seconds = READY_TIMEOUT_SECONDS
     with pytest.raises(LmkvError):
         cluster.start_engines()
-    last = engine.log().rstrip("\n").splitlines()[-1]
-    assert last == "lmkv: error: unknown key chunk_sise in kv_connector_extra_config; did you mean chunk_size?"
+    log = engine.log()
+    assert log.rstrip("\n").splitlines()[-1].startswith(f"lmkv: error: {error}")
+    assert "Traceback" not in log
+    assert "Initializing a V1 LLM engine" not in log, "the model would be loaded next"
 
 
 def test_notices_appear_once_in_an_engine_of_several_ranks(cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from lmkv import config as configuration
 from lmkv import telemetry
 from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
@@ -47,6 +46,7 @@ from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_client.engine.key_space import ServedNames
 from lmkv_client.engine.log import join_log
 from lmkv_client.engine.node.client import NodeClient
+from lmkv_client.preflight import connector_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +69,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             raise
 
     def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        config = self._config()
+        config = connector_config(self._kv_transfer_config.kv_connector_extra_config)
         if role is KVConnectorRole.SCHEDULER:  # an engine has one scheduler side, and a worker side for each rank
             for notice in config.notices:
                 logger.warning("%s", notice)
@@ -138,11 +138,6 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if config.pd_buffer_device == "cuda" and device != "cuda" and rank == 0:
             logger.warning("pd_buffer_device: the KV cache is on %s, so handoffs are read into the pool", device)
         return config.pd_buffer_device == device == "cuda" and bool(self._kv_transfer_config.is_kv_consumer)
-
-    def _config(self) -> ConnectorConfig:
-        """The configuration; `kv_connector_extra_config` has precedence."""
-        extra = dict(self._kv_transfer_config.kv_connector_extra_config or {})
-        return configuration.load(ConnectorConfig, flags=extra, flags_place="kv_connector_extra_config")
 
     @property
     def requires_kv_delivery(self) -> bool:

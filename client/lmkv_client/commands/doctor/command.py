@@ -28,6 +28,7 @@ from lmkv_client.commands.doctor.host import (
     check_folder,
     check_kernels,
     check_memory,
+    check_metrics_port,
     check_peer_port,
     check_pool,
 )
@@ -70,6 +71,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield from check_kernels(config)
     yield from check_folder(config)
     yield from check_peer_port(config)
+    yield from check_metrics_port(config)
     yield from check_transfer(config)
     yield from check_remote(config)
     yield from check_encryption(config)

@@ -98,8 +98,8 @@ def check_encryption(config: NodeConfig) -> Iterator[Finding]:
 CONNECT_SECONDS = 3.0
 
 
-def check_remote(config: NodeConfig) -> Iterator[Finding]:
-    """Nothing, where no store is configured."""
+def check_remote_package(config: NodeConfig) -> Iterator[Finding]:
+    """Whether the client of the remote store is missing; nothing, where it is installed or no store is configured."""
     if not config.remote_url:
         return
     url = parse_remote_url(config.remote_url)
@@ -109,7 +109,16 @@ def check_remote(config: NodeConfig) -> Iterator[Finding]:
             "remote_url",
             f"{url.shown} needs {package}, which is not installed; pip install '.[{extra}]' in a clone of lmkv",
         )
+
+
+def check_remote(config: NodeConfig) -> Iterator[Finding]:
+    """Nothing, where no store is configured."""
+    if not config.remote_url:
         return
+    if missing := list(check_remote_package(config)):
+        yield from missing
+        return
+    url = parse_remote_url(config.remote_url)
     host, port = url.host, url.port
     if url.bucket:
         endpoint = urlsplit(config.remote_endpoint_url or "https://s3.amazonaws.com")

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lmkv.config import ConnectorConfig, CoordinatorConfig, NodeConfig
+from lmkv.config.kinds import OFF
 from lmkv.errors import ConfigError
-from lmkv.pool.memory import available_bytes, huge_pages, node_for, node_of_pci
+from lmkv.pool.memory import HugePages, available_bytes, huge_pages, node_for, node_of_pci
 from lmkv.units import format_bytes
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 
@@ -38,6 +39,9 @@ def check_memory(config: NodeConfig) -> Iterator[Finding]:
         yield ok("memory", f"the node {config.instance_id} is running and has {format_bytes(wanted)}")
         return
     available, where = available_bytes(), "this machine and its cgroup"
+    if _fits_huge_pages(config, huge_pages()):
+        yield ok("memory", f"max_local_cpu_size is {format_bytes(wanted)}, which reserved huge pages have room for")
+        return
     if config.pool_file:
         folder = existing_folder(config.pool_file.absolute().parent)
         system = os.statvfs(folder)
@@ -86,6 +90,16 @@ def check_peer_port(config: NodeConfig) -> Iterator[Finding]:
         yield warn("p2p_host", "is 127.0.0.1, which other hosts cannot reach; set p2p_host to this host's address")
 
 
+def check_metrics_port(config: NodeConfig) -> Iterator[Finding]:
+    """Whether the node can serve its metrics; nothing, where it does not or runs already."""
+    if config.metrics_port is None or config.metrics_port == OFF:
+        return
+    if node_runs(config):
+        yield ok("metrics_port", f"the node {config.instance_id} is running and has it")
+    else:
+        yield from _try_port(config.p2p_host, config.metrics_port, "p2p_host", "metrics_port")
+
+
 def check_coordinator_ports(config: CoordinatorConfig) -> Iterator[Finding]:
     """Whether a coordinator can bind its ports."""
     for key, port in {**config.grpc_ports, **config.http_ports}.items():
@@ -102,6 +116,10 @@ def _try_port(host: str, port: int, host_key: str, port_key: str) -> Iterator[Fi
     except socket.gaierror as error:
         yield fail(host_key, f"{host} is unknown ({error.strerror}); set {host_key}")
     except OSError as error:
+        if not port:
+            fix = f"set {host_key} to an address of this machine"
+            yield fail(host_key, f"{host} cannot be bound ({error.strerror}); {fix}")
+            return
         stop = f"set {port_key} to a free port, or stop the process that uses it"
         fix = f"{stop}; set {host_key} to an address of this machine"
         yield fail(port_key, f"{port} on {host} cannot be bound ({error.strerror}); {fix}")
@@ -168,18 +186,17 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
         return
     there = huge_pages()
     wanted = config.pool_bytes
-    enough = there.page_bytes and there.page_bytes <= wanted <= there.free_bytes + there.page_bytes - 1
     free = f"{format_bytes(there.free_bytes)} of huge pages are free"
     if config.pool_file:
         yield ok("pool", f"its pages are those of the file system of pool_path, {config.pool_file}")
     elif config.pool_huge_pages == "never":
         yield ok("pool", "uses small pages (pool_huge_pages: never)")
-    elif enough:
+    elif _fits_huge_pages(config, there):
         yield ok("pool", f"uses huge pages of {format_bytes(there.page_bytes)}: {free}")
     elif config.pool_huge_pages == "always":
         yield fail(
             "pool",
-            f"{free}, not {format_bytes(wanted)}; raise vm.nr_hugepages, lower max_local_cpu_size, "
+            f"pool_huge_pages: {free}, not {format_bytes(wanted)}; raise vm.nr_hugepages, lower max_local_cpu_size, "
             "or set pool_huge_pages to auto",
         )
     else:
@@ -190,3 +207,10 @@ def check_pool(config: NodeConfig) -> Iterator[Finding]:
         yield fail("pool", str(error))
         return
     yield ok("pool", f"its memory will be on NUMA node {node}" if node is not None else "no NUMA node is preferred")
+
+
+def _fits_huge_pages(config: NodeConfig, there: HugePages) -> bool:
+    """Whether the pool will be made of the reserved huge pages."""
+    if config.pool_file or config.pool_huge_pages == "never" or not there.page_bytes:
+        return False
+    return there.page_bytes <= config.pool_bytes <= there.free_bytes + there.page_bytes - 1

@@ -19,11 +19,14 @@ from lmkv.config import NodeConfig
 from lmkv.errors import LmkvError
 from lmkv.pool.pool import Pool
 from lmkv.transfer import ChannelEnd, names_of, open_channel
+from lmkv.transfer.channels import AUTO
 from lmkv.transfer.choice import find_links, missing_link
 from lmkv.units import format_duration
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import existing_folder
 
+OWN_NAMES = ("shm", "tcp")
+"""Channels that need no library, and start wherever a node does."""
 START_SECONDS = 60.0
 MEMORY_BYTES = 1 << 20
 _MARK = "lmkv: error: "
@@ -50,6 +53,12 @@ def check_transfer(config: NodeConfig) -> Iterator[Finding]:
         if finding.level == "fail" and others:
             finding = warn("transfer", f"{finding.text}; without it chunks are transferred by {' or '.join(others)}")
         yield finding
+
+
+def check_library(config: NodeConfig) -> Iterator[Finding]:
+    """Whether the one channel that is configured starts, if it is a library's; with `auto` another one is used."""
+    if config.enable_p2p and config.transfer_channel not in (AUTO, *OWN_NAMES):
+        yield from check_transfer(config)
 
 
 def _check(name: str, backends: Sequence[str], folder: Path) -> Finding:

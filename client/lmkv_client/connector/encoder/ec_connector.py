@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from lmkv import config as configuration
-from lmkv.config import ConnectorConfig
 from lmkv.errors import LmkvError
 from lmkv_client import startup_error
 from lmkv_client.connector.encoder.ec_api import ECConnectorBase, ECConnectorOutput, ECConnectorRole
@@ -32,7 +30,7 @@ from lmkv_client.connector.vllm_api import (
 from lmkv_client.connector.vllm_connector import scheduler_sides
 from lmkv_client.connector.weight_updates import watch
 from lmkv_client.engine.log import join_log
-from lmkv_client.plugin import NAME as KV_CONNECTOR
+from lmkv_client.preflight import encoder_config
 
 logger = init_logger("vllm.lmkv")
 join_log(logger)
@@ -53,7 +51,7 @@ class LMKVECConnector(ECConnectorBase):
             raise
 
     def _start(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
-        config = _config(vllm_config)
+        config = encoder_config(vllm_config.kv_transfer_config, vllm_config.ec_transfer_config)
         if role is ECConnectorRole.SCHEDULER:
             for notice in config.notices:
                 logger.warning("%s", notice)
@@ -162,12 +160,3 @@ class LMKVECConnector(ECConnectorBase):
     ) -> EncoderPromMetrics:
         """The exporter of the statistics at `/metrics`."""
         return EncoderPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _config(vllm_config: VllmConfig) -> ConnectorConfig:
-    """The configuration: that of the engine's `LMKVConnector`, if it has one, and `ec_connector_extra_config`."""
-    flags: dict[str, Any] = {}
-    if (kv := vllm_config.kv_transfer_config) is not None and kv.kv_connector == KV_CONNECTOR:
-        flags |= kv.kv_connector_extra_config or {}
-    flags |= vllm_config.ec_transfer_config.ec_connector_extra_config or {}
-    return configuration.load(ConnectorConfig, flags=flags, flags_place="ec_connector_extra_config")
