@@ -305,7 +305,7 @@ class ProxyConfig(RouterConfig):
         SECONDS_OR_ZERO, 5.0, "Time that requests in flight have to finish when the proxy is stopped, in seconds."
     )
     stats_interval: float = key(
-        SECONDS, 5.0, "Time between two tables of latencies in the log while there is traffic, in seconds."
+        SECONDS, 5.0, "Time between two lines with latencies in the log while there is traffic, in seconds."
     )
     engine_tls_ca: str = key(
         PATH,

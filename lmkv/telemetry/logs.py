@@ -102,14 +102,15 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
     return error is None or (error.__module__, error.__name__) != ("grpc._cython.cygrpc", "ExecuteBatchError")
 
 
-def set_up_logging(level: str, log_format: str, text: str, **always: str) -> None:
-    """Logs to standard error: by the pattern `text`, or as JSON with the fields `always` in each record.
+def set_up_logging(level: str, log_format: str, *, service: str, **always: str) -> None:
+    """Logs to standard error: as text lines that name the service, or as JSON with it and the fields `always` in each.
 
     A later call replaces the setup of an earlier one.
     """
+    text = f"%(asctime)s {service.replace('-', ' ')} %(levelname)s %(message)s"
     handler = logging.StreamHandler()
     handler.addFilter(_is_of_interest)
-    handler.setFormatter(JsonFormatter(**always) if log_format == "json" else SafeFormatter(text))
+    handler.setFormatter(JsonFormatter(service=service, **always) if log_format == "json" else SafeFormatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 

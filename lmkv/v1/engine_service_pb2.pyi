@@ -202,6 +202,7 @@ class Event(_message.Message):
     HANDED_FIELD_NUMBER: _builtins.int
     TIER_CHANGE_FIELD_NUMBER: _builtins.int
     HINTED_FIELD_NUMBER: _builtins.int
+    PEER_CONNECTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to `hello`; the first event of the first message."""
@@ -242,6 +243,10 @@ class Event(_message.Message):
     def hinted(self) -> Global___HintedChunks:
         """Answer to `hint`, in any order."""
 
+    @_builtins.property
+    def peer_connected(self) -> Global___PeerConnected:
+        """The node can read from a peer now, whose chunks the engine may load; for its log."""
+
     def __init__(
         self,
         *,
@@ -255,16 +260,47 @@ class Event(_message.Message):
         handed: Global___HandedChunks | None = ...,
         tier_change: Global___TierChange | None = ...,
         hinted: Global___HintedChunks | None = ...,
+        peer_connected: Global___PeerConnected | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "peer_connected", b"peer_connected", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conflicts", b"conflicts", "event", b"event", "found", b"found", "granted", b"granted", "handed", b"handed", "hinted", b"hinted", "loaded", b"loaded", "peer_connected", b"peer_connected", "rejected_commit", b"rejected_commit", "reset", b"reset", "tier_change", b"tier_change", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "found", "loaded", "granted", "rejected_commit", "reset", "conflicts", "handed", "tier_change", "hinted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "found", "loaded", "granted", "rejected_commit", "reset", "conflicts", "handed", "tier_change", "hinted", "peer_connected"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class PeerConnected(_message.Message):
+    """A connection of the node to a peer that has chunks of the engine's spec."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
+    CHANNEL_FIELD_NUMBER: _builtins.int
+    peer_instance_id: _builtins.str
+    """The instance of the peer."""
+    peer_address: _builtins.str
+    """`host:port` of its `PeerService`."""
+    channel: _builtins.str
+    """The transfer channel: `shm`, `nixl`, `tcp`, or that of a plug-in."""
+    def __init__(
+        self,
+        *,
+        peer_instance_id: _builtins.str = ...,
+        peer_address: _builtins.str = ...,
+        channel: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel", b"channel", "peer_address", b"peer_address", "peer_instance_id", b"peer_instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerConnected: _TypeAlias = PeerConnected  # noqa: Y015
 
 @_typing.final
 class ServeModels(_message.Message):

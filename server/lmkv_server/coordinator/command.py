@@ -53,9 +53,7 @@ def _keep_freed_memory() -> None:
 
 
 def _set_up_logging(config: CoordinatorConfig) -> None:
-    telemetry.set_up_logging(
-        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
-    )
+    telemetry.set_up_logging(config.log_level, config.log_format, service=SERVICE_NAME)
 
 
 async def serve(config: CoordinatorConfig, args: argparse.Namespace) -> None:

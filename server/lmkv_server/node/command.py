@@ -32,13 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _set_up_logging(config: NodeConfig) -> None:
-    telemetry.set_up_logging(
-        config.log_level,
-        config.log_format,
-        "%(asctime)s lmkv node %(levelname)s %(message)s",
-        service=SERVICE_NAME,
-        instance_id=config.instance_id,
-    )
+    telemetry.set_up_logging(config.log_level, config.log_format, service=SERVICE_NAME, instance_id=config.instance_id)
 
 
 async def serve(config: NodeConfig, args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from lmkv.auth.credentials import CertificateEnd
 from lmkv.config import NodeConfig
 from lmkv.pool.socket import PoolSocket
 from lmkv.runtime.memory_budget import budget_bytes, of_process
+from lmkv.spec import KvSpec
 from lmkv.telemetry.calls import BuildInfo, ServerCalls
 from lmkv.tiers import DISK, HOST
 from lmkv.units import format_bytes
@@ -36,6 +37,7 @@ from lmkv_server.node.hints.executor import HintExecutor, carry_out
 from lmkv_server.node.instance_lock import InstanceLock, instance_secret
 from lmkv_server.node.linger import Linger
 from lmkv_server.node.metrics import NodeMetrics, serve_metrics
+from lmkv_server.node.peers.connection import PeerConnection
 from lmkv_server.node.serving.build import PeerSide, open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.stack import TierStack
@@ -131,6 +133,8 @@ class Node:
         self.hints = await stack.enter_async_context(self._make_hints())
         self.events.subscribe(self.hints.retentions)
         self._service = self._make_engine_service()
+        if self._peer_side:
+            self._peer_side.connections.on_connected = self._report_peer
         self.metrics = self._make_metrics()
         self.metrics_port = await serve_metrics(config, self.metrics.registry, stack)
         await stack.enter_async_context(self.fleet)
@@ -191,6 +195,12 @@ class Node:
             on_worker=self.engines.worker_connected,
             on_worker_gone=self._worker_detached,
         )
+
+    def _report_peer(self, peer: PeerConnection, spec: KvSpec) -> None:
+        connected = engine_service_pb2.PeerConnected(
+            peer_instance_id=peer.instance_id, peer_address=peer.address, channel=peer.channel
+        )
+        self._service.report_peer(connected, spec.fingerprint)
 
     def _make_engine_service(self) -> EngineService:
         senders = self._peer_side.senders if self._peer_side else None

@@ -1,4 +1,4 @@
-"""Composition of the proxy: HTTP server, request handler, health monitor, and the table of latencies in the log."""
+"""Composition of the proxy: HTTP server, request handler, health monitor, and the line of latencies in the log."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Proxy:
             group.create_task(self._log_latencies_periodically())
 
     async def _log_latencies_periodically(self) -> None:
-        """Logs the table of latencies periodically while there are requests, and once at the end."""
+        """Logs the latencies periodically while there are requests, and once at the end."""
         logged = 0
         try:
             while True:
@@ -170,10 +170,7 @@ class Proxy:
                 self._log_latencies()
 
     def _log_latencies(self) -> None:
-        """Logs each line of the table as a record, since a record is one line."""
-        logger.info("latencies")
-        for line in self._metrics.latencies.table().splitlines():
-            logger.info("%s", line)
+        logger.info("latencies of %s", self._metrics.latencies.line())
 
 
 def _refusal(config: ProxyConfig, authenticator: Authenticator) -> str:

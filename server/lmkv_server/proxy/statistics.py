@@ -66,17 +66,14 @@ class LatencyStatistics:
         """Summary per kind, of the kinds with samples."""
         return {kind: summarize(seconds) for kind, seconds in self._kinds.items() if seconds}
 
-    def table(self) -> str:
-        """All summaries as a table for the log."""
-        lines = ["=" * 31, f"Num requests: {self.request_count}"]
-        for kind, summary in self.summaries().items():
-            lines += [
-                f"{kind} stats:",
-                f"- Average (ms): {summary.average_ms:.2f}",
-                f"- Median (ms): {summary.median_ms:.2f}",
-                f"- 99th Percentile (ms): {summary.p99_ms:.2f}",
-            ]
-        return "\n".join([*lines, "=" * 31])
+    def line(self) -> str:
+        """All summaries in one line for the log."""
+        kinds = [
+            f"{kind} {summary.average_ms:.2f} / {summary.median_ms:.2f} / {summary.p99_ms:.2f} ms"
+            for kind, summary in self.summaries().items()
+        ]
+        count = "1 request" if self.request_count == 1 else f"{self.request_count} requests"
+        return "; ".join([f"{count}, average / median / 99th percentile", *kinds])
 
 
 def _rank(ordered: Sequence[float], share: float) -> float:

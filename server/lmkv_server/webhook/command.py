@@ -30,9 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _set_up_logging(config: WebhookConfig) -> None:
-    telemetry.set_up_logging(
-        config.log_level, config.log_format, "%(asctime)s %(levelname)s %(message)s", service=SERVICE_NAME
-    )
+    telemetry.set_up_logging(config.log_level, config.log_format, service=SERVICE_NAME)
 
 
 async def serve(config: WebhookConfig, args: argparse.Namespace) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from lmkv.keys import ChunkKey
 from lmkv_client.demo.cluster import CoordinatorProcess
 from lmkv_client.engine import Engine
+from lmkv_client.engine.log import logger
 from tests.client.engine.engines import Attach, content, load, prompt, store, words
 from tests.client.engine.nodes import connector_config, kill, node_pid, until
 from tests.waiting import WAIT_SECONDS
@@ -51,7 +55,10 @@ def test_chunks_on_disk_are_loaded_in_order(attach: Attach, runtime_dir: Path) -
     assert engine.counters.failed_loads == 0
 
 
-def test_chunks_of_another_node_are_fetched(attach: Attach, runtime_dir: Path, tmp_path: Path) -> None:
+def test_chunks_of_another_node_are_fetched_and_the_log_names_it_once(
+    attach: Attach, runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger.name)
     with CoordinatorProcess(tmp_path) as coordinator:
         one, other = (
             attach(instance_id=name, enable_p2p=True, coordinator_address=(coordinator.address,))
@@ -70,6 +77,8 @@ def test_chunks_of_another_node_are_fetched(attach: Attach, runtime_dir: Path, t
         assert load(other, keys) == 6
         assert own_count(other, keys) == 6
         assert one.counters.loaded_chunks == 0
+        (connected,) = (line for line in caplog.messages if line.startswith("Connected to peer "))
+        assert re.fullmatch(r"Connected to peer one at 127\.0\.0\.1:\d+, channel \w+", connected)
 
 
 def test_a_load_that_fails_yields_what_came_before(attach: Attach, runtime_dir: Path, tmp_path: Path) -> None:

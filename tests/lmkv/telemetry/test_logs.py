@@ -86,12 +86,15 @@ def test_a_record_inside_a_span_carries_its_ids(written: StringIO, exporting: Re
 
 @pytest.mark.parametrize(
     ("log_format", "line"),
-    [("text", "INFO hello\n"), ("json", '"level": "info", "logger": "root", "message": "hello", "service": "s"}\n')],
+    [
+        ("text", " lmkv node INFO hello\n"),
+        ("json", '"level": "info", "logger": "root", "message": "hello", "service": "lmkv-node"}\n'),
+    ],
 )
 def test_a_process_logs_in_the_configured_format(log_format: str, line: str) -> None:
     program = (
         "import logging; from lmkv import telemetry\n"
-        f"telemetry.set_up_logging('info', '{log_format}', '%(levelname)s %(message)s', service='s')\n"
+        f"telemetry.set_up_logging('info', '{log_format}', service='lmkv-node')\n"
         "logging.debug('quiet'); logging.info('hello')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -102,7 +105,7 @@ def test_a_process_logs_in_the_configured_format(log_format: str, line: str) -> 
 def test_a_caller_that_has_gone_before_its_answer_is_not_logged_as_a_failure() -> None:
     program = (
         "import logging; from lmkv import telemetry; from grpc._cython import cygrpc\n"
-        "telemetry.set_up_logging('info', 'text', '%(message)s')\n"
+        "telemetry.set_up_logging('info', 'text', service='lmkv-node')\n"
         "for error in (cygrpc.ExecuteBatchError('gone'), ValueError('wrong')):\n"
         "    try: raise error\n"
         "    except Exception: logging.getLogger('grpc._cython.cygrpc').exception('raised in core')\n"

@@ -26,17 +26,22 @@ def test_nothing_is_zero() -> None:
     assert summarize([]) == LatencySummary(average_ms=0.0, median_ms=0.0, p99_ms=0.0)
 
 
-def test_the_table_is_in_the_unit_that_it_names() -> None:
+def test_the_line_for_the_log_has_the_unit_that_it_names_and_no_kind_without_samples() -> None:
     statistics = LatencyStatistics()
-    for seconds in (0.1, 0.2, 0.3):
+    statistics.record_prefill(0.1)
+    statistics.record_first_token(0.101)
+    assert statistics.line() == (
+        "1 request, average / median / 99th percentile; Prefill node TTFT 100.00 / 100.00 / 100.00 ms; "
+        "TTFT 101.00 / 101.00 / 101.00 ms"
+    )
+    for seconds in (0.2, 0.3):
         statistics.record_prefill(seconds)
         statistics.record_first_token(seconds + 0.001)
     statistics.record_inter_token(0.004)
-    table = statistics.table()
-    assert "Num requests: 3" in table
-    assert "Prefill node TTFT stats:\n- Average (ms): 200.00\n- Median (ms): 200.00\n" in table
-    assert "ITL stats:\n- Average (ms): 4.00\n" in table
-    assert "Total" not in table, "of which there is nothing"
+    assert statistics.line() == (
+        "3 requests, average / median / 99th percentile; Prefill node TTFT 200.00 / 200.00 / 300.00 ms; "
+        "TTFT 201.00 / 201.00 / 301.00 ms; ITL 4.00 / 4.00 / 4.00 ms"
+    )
 
 
 def test_the_number_of_samples_is_limited() -> None:
@@ -51,11 +56,3 @@ def test_percentiles_are_samples_by_nearest_rank() -> None:
     summary = summarize(number / 1000 for number in range(200, 0, -1))
     assert (summary.median_ms, summary.p99_ms) == (100.0, 198.0)
     assert summarize([0.25]) == LatencySummary(average_ms=250.0, median_ms=250.0, p99_ms=250.0)
-
-
-def test_the_table_of_each_kind_has_the_same_lines() -> None:
-    statistics = LatencyStatistics()
-    statistics.record_total(0.5)
-    frame = "=" * 31
-    lines = ["Total stats:", "- Average (ms): 500.00", "- Median (ms): 500.00", "- 99th Percentile (ms): 500.00"]
-    assert statistics.table() == "\n".join([frame, "Num requests: 0", *lines, frame])

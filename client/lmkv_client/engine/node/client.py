@@ -255,6 +255,11 @@ class NodeClient:
         for event in message.events:
             if event.HasField("handed"):
                 log_handoff(event.handed)
+            elif event.HasField("peer_connected"):
+                peer = event.peer_connected
+                logger.info(
+                    "Connected to peer %s at %s, channel %s", peer.peer_instance_id, peer.peer_address, peer.channel
+                )
 
     def _translate(self, error: LmkvError) -> LmkvError:
         """The error to raise: a conflict with a running node is a `ConfigError`, unless that node ends now."""

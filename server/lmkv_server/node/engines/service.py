@@ -71,6 +71,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         for stream in self._streams:
             stream.outbox.put(pb.Event(conflicts=pb.SpecConflicts(conflicts=conflicts)))
 
+    def report_peer(self, connected: pb.PeerConnected, fingerprint: bytes) -> None:
+        """Reports a connected peer to the engines of the spec that it shares."""
+        for stream in self._streams:
+            if stream.fingerprint == fingerprint:
+                stream.outbox.put(pb.Event(peer_connected=connected))
+
     # --- `CacheListener` -----------------------------------------------------------------------------------------
 
     def stored(self, tier: str, chunk: CachedChunk) -> None:

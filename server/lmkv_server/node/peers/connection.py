@@ -64,6 +64,10 @@ class PeerConnection:
         """Its name on the transfer channel."""
         self.mismatches: dict[bytes, KvSpecMismatch] = {}
         """By fingerprint: the specs that it does not share, and why. Does not change within an epoch."""
+        self.on_connected: Callable[[KvSpec], object] = lambda _: None
+        """Called when chunks of a spec can be read from it."""
+        self.channel = ""
+        """The transfer channel of reads from it, once connected."""
         self.regions: Sequence[pb.Region] = ()
         """Its registered memory, once connected."""
         self.nixl_metadata = b""
@@ -147,8 +151,10 @@ class PeerConnection:
                 wanted = others
                 logger.debug("cannot read from %s by channel %s: %s", self.name, response.channel, error)
         logger.info("reading from %s by channel %s", self.name, response.channel)
+        self.channel = response.channel
         self.regions = tuple(response.regions)
         self._connected.add(spec.fingerprint)
+        self.on_connected(spec)
 
     async def compare_specs(self, spec: KvSpec, timeout_seconds: float) -> None:
         """Ensures that the peer shares chunks of this spec, before a handoff to it."""

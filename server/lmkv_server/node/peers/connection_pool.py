@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from lmkv import rpc
@@ -40,6 +40,8 @@ class PeerConnectionPool:
         self._channels = channels
         self._host = host
         self._credentials = credentials
+        self.on_connected: Callable[[PeerConnection, KvSpec], object] = lambda *_: None
+        """Called when a peer's memory can be read, once per connection and spec."""
         self._by_instance: OrderedDict[str, PeerConnection] = OrderedDict()  # least recently used first
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,6 +70,7 @@ class PeerConnectionPool:
         connection = PeerConnection(
             self._instance_id, self._epoch, self._channels, holder, _log_mismatch, self._credentials
         )
+        connection.on_connected = lambda spec: self.on_connected(connection, spec)
         self._by_instance[holder.instance_id] = connection
         if len(self._by_instance) > MAX_CONNECTIONS:
             self._close(self._by_instance.popitem(last=False)[1])
