@@ -1,4 +1,4 @@
-"""Grafana's dashboard over a real Prometheus and fleet: every query has series, with the labels of its legend."""
+"""Grafana's dashboards, and the queries of a page, over a real Prometheus and fleet: every query has series."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ from tests.engines.faults import eventually
 from tests.engines.llm import make_prompt
 from tests.engines.pd import OUTPUT_TOKENS, SETTINGS
 from tests.helm.chart import CHART
+from tests.promises.conftest import ROOT
 from tests.support.prometheus import PrometheusProcess
 from tests.support.proxy import ProxyProcess
 
 DASHBOARD: dict[str, Any] = json.loads((CHART / "files" / "dashboard.json").read_text())
+PAYS: dict[str, Any] = json.loads((CHART / "files" / "dashboard-pays.json").read_text())
 TARGETS: dict[str, dict[str, Any]] = {
-    f"{panel['title']} {target['refId']}": target
-    for panel in DASHBOARD["panels"]
+    f"{board['title']}: {panel['title']} {target['refId']}": target
+    for board in (DASHBOARD, PAYS)
+    for panel in board["panels"]
     for target in panel.get("targets", ())
 }
+PAGE = (ROOT / "docs/operate/monitoring.md").read_text().partition("## PromQL you will want")[2].partition("\n## ")[0]
+QUERIES = re.findall(r"^\| .* \| `(.*)` \|$", PAGE, re.MULTILINE)
+TARGETS |= {query: {"expr": query, "legendFormat": ""} for query in QUERIES}
 VARIABLES = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
 LABEL_VALUES = re.compile(r"label_values\((.*), (\w+)\)")
 PROMPT_TOKENS = 1100

@@ -1,4 +1,4 @@
-"""Grafana's dashboard: Prometheus understands every panel, and every queried metric exists."""
+"""Grafana's dashboards: Prometheus understands every panel, and every queried metric exists."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from tests.server.test_prometheus_rules import measured, plain
 DASHBOARD = CHART / "files" / "dashboard.json"
 
 
+PAYS = CHART / "files" / "dashboard-pays.json"
+
+
 @pytest.fixture(scope="module")
 def panels() -> list[dict[str, Any]]:
-    """Panels with something to show."""
-    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+    """Panels of both dashboards with something to show."""
+    everything = [panel for file in (DASHBOARD, PAYS) for panel in json.loads(file.read_text())["panels"]]
+    return [panel for panel in everything if panel["type"] != "row"]
 
 
 def expressions(panels: list[dict[str, Any]]) -> list[str]:
@@ -55,9 +59,15 @@ def test_rows_cover_tiers_disaggregated_prefill_and_coordinators() -> None:
     assert {"Engines", "Nodes", "Tiers", "Disaggregated prefill", "Coordinators", "Proxy"} <= set(rows)
 
 
-def test_panels_have_names_and_places_of_their_own(panels: list[dict[str, Any]]) -> None:
-    assert len({panel["title"] for panel in panels}) == len(panels) > 15
-    everything = json.loads(DASHBOARD.read_text())["panels"]
+def test_the_second_one_shows_what_is_saved_before_what_it_costs() -> None:
+    rows = [panel["title"] for panel in json.loads(PAYS.read_text())["panels"] if panel["type"] == "row"]
+    assert rows == ["Does it pay?", "What it brings", "What it costs"]
+
+
+@pytest.mark.parametrize("file", [DASHBOARD, PAYS], ids=lambda file: file.stem)
+def test_panels_have_names_and_places_of_their_own(file: Path) -> None:
+    everything = json.loads(file.read_text())["panels"]
+    assert len({panel["title"] for panel in everything}) == len(everything) > 10
     assert len({panel["id"] for panel in everything}) == len(everything)
     cells = [
         (x, y)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Route, sync_playwright
@@ -111,6 +115,52 @@ def test_every_page_with_a_diagram_shows_it_without_a_network(site: Path) -> Non
         browser.close()
     # The theme also asks GitHub for the repository's stars, and shows none without an answer.
     assert [one for one in refused if "https://api.github.com/repos/" not in one] == []
+
+
+ANSWERS = {
+    "How do I size the pool?": "operate/sizing",
+    "How do I see the hit rate per model?": "operate/monitoring",
+    "How do I use my own router?": "guides/kv-events",
+    "What happens when the coordinator dies?": "operate/troubleshooting",
+    "How do I upgrade vLLM, and do caches survive?": "operate/upgrades",
+    "How do I use it with SGLang?": "guides/sglang",
+    "Why did my prompt miss?": "operate/misses",
+    "How do I limit the disk?": "reference/limits",
+    "How do I separate tenants?": "guides/multi-tenancy",
+    "What does it cost when nothing hits (GPU, CPU)?": "operate/sizing",
+    "How much CPU does a node need?": "operate/sizing",
+    "Can I keep my LMCache configuration?": "guides/migrate-from-lmcache",
+    "troubleshooting": "operate/troubleshooting",
+    "limits": "reference/limits",
+    "promql": "operate/monitoring",
+}
+"""Questions that users bring, as they type them, and the page that answers each."""
+
+
+@pytest.mark.timeout(600)
+def test_the_first_result_of_the_search_answers_a_question(site: Path) -> None:
+    handler = functools.partial(QuietHandler, directory=str(site / "main"))
+    found = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = playwright.chromium.launch(**arguments())
+        visited = browser.new_page()
+        root = f"http://127.0.0.1:{server.server_port}/"
+        for question in ANSWERS:
+            visited.goto(f"{root}?q={quote(question)}")
+            first = visited.wait_for_selector("a.md-search-result__link", state="attached")
+            assert first
+            found[question] = str(first.get_attribute("href")).removeprefix(root).partition("/?")[0]
+        browser.close()
+        server.shutdown()
+    assert found == ANSWERS
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files without a log."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # its name in the base class
+        """Logs nothing."""
 
 
 @pytest.mark.timeout(600)
