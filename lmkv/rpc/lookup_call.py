@@ -172,6 +172,8 @@ class LookupCall(Generic[Request, Response]):
                     continue
                 self.has_ended = True
                 return
+            if self._reader.done():
+                return
             message = self._message()
             take_batch(self._requests, self._pending, message)
             if not self._requests:
@@ -211,6 +213,7 @@ class LookupCall(Generic[Request, Response]):
         end = None if reader.cancelled() or reader.exception() else reader.result()
         end = end or Unreachable(f"the coordinator at {self.address} ended the lookups", address=self.address)
         self.has_ended = True
+        self._has_requests.set()  # gRPC ends the sender of a call that is cancelled, but not of one that has failed
         for answer in (*self._pending, *(answer for _, answer in self._requests)):
             if not answer.done():
                 answer.set_exception(end)
