@@ -28,7 +28,6 @@ from benchmarks.support.command import Benchmark, BenchmarkRun
 from benchmarks.support.rows import Row, compare
 from benchmarks.systems import picks
 from benchmarks.systems.dynamo_selector import DynamoSelector, dynamo_problem, dynamo_version
-from lmkv.config import PickerConfig
 
 EXCERPT = Path(__file__).parent / "replay" / "data" / "conversation_excerpt.jsonl.gz"
 ENGINE_COUNTS = (8, 16, 64)
@@ -78,11 +77,10 @@ def _measure_placements(run: BenchmarkRun) -> None:
         "sessions": len(set(sessions)),
     }
     run.say(f"{len(trace.requests)} requests of {len(set(sessions))} sessions, caches of {engine_tokens} tokens each")
-    load_tokens = PickerConfig().load_tokens
 
     def replay(placement: str, engine_count: int, policy: str, other: OtherRouter | None = None) -> Outcome:
         kind = OTHER if other else placement
-        fleet = Fleet(trace, kind, engine_count, engine_tokens, policy=policy, load_tokens=load_tokens, other=other)
+        fleet = Fleet(trace, kind, engine_count, engine_tokens, policy=policy, other=other)
         outcome = fleet.replay(sessions, speed=engine_count / ENGINE_COUNTS[0])
         run.say(f"{engine_count} engines, {policy}, {placement}: {outcome.hit_rate:.2f} %")
         return outcome

@@ -18,8 +18,8 @@ from typing import Protocol
 from benchmarks.replay.traces import Request, Trace, found_tokens
 from lmkv.keys import ChunkKey
 from lmkv_server.node.cache.eviction import POLICIES, EvictionQueue
-from lmkv_server.proxy.engine import BOTH, Engine
-from lmkv_server.proxy.routing.pools import EnginePool, RecentPicks, SessionAffinity, cost_by
+from lmkv_server.proxy.engine import BOTH, Engine, QueuedPrompt
+from lmkv_server.proxy.routing.pools import EnginePool, HeldTokens, RecentPicks, SessionAffinity, cost_by
 
 PREFILL_RATE = 10_000.0
 """Tokens per second of one engine."""
@@ -35,7 +35,7 @@ PICKER, ROUND_ROBIN, SESSIONS, ORACLE = "picker", "in_turn", "session_affinity",
 PLACEMENTS = (PICKER, ROUND_ROBIN, SESSIONS, ORACLE)
 OTHER = "other"
 """
-- `picker`: policy kv_aware of `lmkv picker` and `lmkv proxy`, with its default weight of load.
+- `picker`: policy kv_aware of `lmkv picker` and `lmkv proxy`, which sees when prompts are computed.
 - `in_turn`: their policy `round_robin`.
 - `session_affinity`: a session stays with its engine, and begins at the least loaded one.
 - `oracle`: all engines share one cache of the size of all caches together, and it holds a prompt from the moment of its
@@ -154,6 +154,7 @@ class _Arrival:
     request: Request
     hit_count: int | None
     """If it is known on arrival."""
+    queued: QueuedPrompt
 
 
 class _SimulatedEngine:
@@ -175,10 +176,13 @@ class Fleet:
         engine_tokens: int,
         *,
         policy: str,
-        load_tokens: int,
+        rates: Mapping[int, float] | None = None,
         other: OtherRouter | None = None,
     ) -> None:
-        """`other` is for the placement `other`; it knows the engines by the ids `0`, `1`, ..."""
+        """`other` is for the placement `other`; it knows the engines by the ids `0`, `1`, ...
+
+        `rates` are the tokens per second of engines that do not compute `PREFILL_RATE`, by number.
+        """
         assert (placement == OTHER) == (other is not None)
         self._trace = trace
         self._placement = placement
@@ -189,9 +193,10 @@ class Fleet:
             engine = Engine(f"http://{number}", BOTH)
             engine.instance_id = str(number)
             engine.mark_healthy()
+            engine.queue.tokens_per_second = (rates or {}).get(number, PREFILL_RATE)
             self._engines[engine] = _SimulatedEngine(engine, shared or Cache(capacity, policy))
         name = {PICKER: "kv_aware", ROUND_ROBIN: "round_robin"}.get(placement, "least_loaded")
-        self._pool = EnginePool(list(self._engines), cost_by(name, load_tokens), SessionAffinity(SESSION_TTL))
+        self._pool = EnginePool(list(self._engines), cost_by(name), SessionAffinity(SESSION_TTL))
         self._view = LayoutView()
         self._other = other
         self._recent = RecentPicks()
@@ -213,10 +218,11 @@ class Fleet:
         self._event_count += 1
         heapq.heappush(self._events, (seconds, self._event_count, act))
 
-    def _choose(self, name: str, request: Request, session: str) -> Engine:
+    def _choose(self, name: str, request: Request, session: str) -> tuple[Engine, int]:
+        """The engine, and the number of tokens that it has to compute, as it is known now."""
         if self._other:
             instance = self._other.choose(name, request.keys)
-            return next(engine for engine in self._engines if engine.instance_id == instance)
+            return next(engine for engine in self._engines if engine.instance_id == instance), 0
         cached: Mapping[str, int] = {}
         if self._placement == PICKER:
             matches = self._view.matches(request.keys)
@@ -224,14 +230,16 @@ class Fleet:
                 matches[instance] = max(count, matches.get(instance, 0))
             cached = {instance: found_tokens(self._trace, request, count) for instance, count in matches.items()}
         affinity = session if self._placement == SESSIONS else ""
-        engine = self._pool.choose(self._now, session=affinity, cached=cached)
+        engine = self._pool.choose(self._now, session=affinity, cached=cached, token_count=request.token_count)
         assert engine is not None
-        return engine
+        return engine, HeldTokens(cached, request.token_count).uncached_by(engine)
 
     def _arrive(self, request: Request, session: str) -> None:
         name = str(self._outcome.counts.total())
-        engine = self._choose(name, request, session)
+        engine, uncached_count = self._choose(name, request, session)
         engine.in_flight_count += 1
+        queued = engine.queue.add(uncached_count, self._now)
+        queued.is_followed = True
         if self._placement == PICKER:
             self._recent.add(b"".join(request.keys), engine.instance_id, self._now)
         self._outcome.counts[engine.url] += 1
@@ -240,7 +248,9 @@ class Fleet:
         if self._placement == ORACLE:
             hit_count = simulated.cache.use(request.keys)
             simulated.cache.store(request.stored)
-        simulated.waiting.append(_Arrival(name=name, seconds=self._now, request=request, hit_count=hit_count))
+        simulated.waiting.append(
+            _Arrival(name=name, seconds=self._now, request=request, hit_count=hit_count, queued=queued)
+        )
         self._start(simulated)
 
     def _start(self, simulated: _SimulatedEngine) -> None:
@@ -254,13 +264,14 @@ class Fleet:
         hit = found_tokens(self._trace, request, hit_count)
         self._outcome.asked_tokens += request.token_count
         self._outcome.hit_tokens += hit
-        end = self._now + (request.token_count - hit) / PREFILL_RATE
+        end = self._now + (request.token_count - hit) / simulated.engine.queue.tokens_per_second
         self._outcome.waits.append(end - arrival.seconds)
         self._at(end, lambda: self._computed(simulated, arrival))
 
     def _computed(self, simulated: _SimulatedEngine, arrival: _Arrival) -> None:
         simulated.is_busy = False
         engine = simulated.engine
+        engine.queue.remove(arrival.queued, self._now)
         new, evicted = simulated.cache.store(arrival.request.stored)
         change = self._other.change if self._other else self._view.change
         if self._placement in (PICKER, OTHER):

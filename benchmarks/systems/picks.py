@@ -57,7 +57,7 @@ from lmkv_kernels import chunk_keys
 from lmkv_server.http.server import HttpOptions, HttpServer
 from lmkv_server.proxy.client_salts import ClientSalts
 from lmkv_server.proxy.engine import BOTH, Engine
-from lmkv_server.proxy.engines import Endpoints, resolve
+from lmkv_server.proxy.engines import Endpoints, EngineEndpoint, resolve
 from lmkv_server.proxy.metrics import PickerMetrics
 from lmkv_server.proxy.picker.selection import EnginePicker
 from lmkv_server.proxy.picker.service import SERVICE, ExternalProcessorService
@@ -197,10 +197,7 @@ async def _service(
     address: str, urls: list[str], fleet: list[SimulatedInstance]
 ) -> AsyncIterator[ExternalProcessorService]:
     """The picker's service, in this process."""
-    engines = [Engine(url, BOTH) for url in urls]
-    for engine, instance in zip(engines, fleet, strict=True):
-        engine.instance_id = instance.instance_id
-        engine.mark_healthy()
+    engines: list[Engine] = []
     metrics = PickerMetrics(engines)
     client = CoordinatorClient([address], Credentials(), 5.0)
     lookup = KeyLookup(client, metrics)
@@ -208,10 +205,13 @@ async def _service(
     session = open_session()
     try:
         monitor = HealthMonitor(interval_seconds=1.0, timeout_seconds=1.0)
-        pool = EnginePool(engines, cost_by("kv_aware", 0), SessionAffinity(0))
-        endpoints = Endpoints(
-            (), Upstream(session, Credentials().client_contexts()), monitor, EnginePools(pool, None), resolve
-        )
+        pool = EnginePool(engines, cost_by("kv_aware"), SessionAffinity(0))
+        named = [EngineEndpoint(url=url, role=BOTH) for url in urls]
+        upstream = Upstream(session, Credentials().client_contexts())
+        endpoints = Endpoints(named, upstream, monitor, EnginePools(pool, None), resolve)
+        for engine, instance in zip(engines, fleet, strict=True):
+            engine.instance_id = instance.instance_id
+            engine.mark_healthy()
         yield ExternalProcessorService(
             EnginePicker(pool, endpoints.clients, lookup, metrics, "x-session-id"),
             endpoints,

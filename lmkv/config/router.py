@@ -115,11 +115,6 @@ class RouterConfig(Config):
         "Maximum time that a request waits for a lookup, in seconds.",
         Alias(name="lookup_timeout_ms", convert=lambda raw: MILLISECONDS.read(raw) / 1000),
     )
-    load_tokens: int = key(
-        whole(0, 1 << 20, "a number of tokens"),
-        512,
-        "Tokens of the prompt that an engine must hold to outweigh one more request in flight; for kv_aware.",
-    )
     session_header: str = key(
         HEADER_NAME,
         "x-session-id",
@@ -191,8 +186,8 @@ class PickerConfig(RouterConfig):
     policy: str = key(
         POLICY,
         "kv_aware",
-        "How the engine of a request is picked: round_robin, least_loaded, or kv_aware (the engine that holds most of "
-        "the prompt).",
+        "How the engine of a request is picked: round_robin, least_loaded, or kv_aware (least expected "
+        "time to the first token).",
     )
     request_timeout: float = key(SECONDS, 600.0, "Maximum time of one stream of the gateway, in seconds.")
     max_concurrent_requests: int = key(
@@ -288,8 +283,8 @@ class ProxyConfig(RouterConfig):
     policy: str = key(
         POLICY,
         "least_loaded",
-        "How the engine of a request is selected: round_robin, least_loaded, or kv_aware (the engine that holds "
-        "most of the prompt).",
+        "How the engine of a request is selected: round_robin, least_loaded, or kv_aware (least expected "
+        "time to the first token).",
     )
     request_timeout: float = key(
         SECONDS, 600.0, "Maximum time for one request, including its whole answer, in seconds."

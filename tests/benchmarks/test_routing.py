@@ -60,7 +60,7 @@ class Recorder:
 
 def replay(placement: str, requests: Sequence[Request], engine_count: int = 2, engine_tokens: int = 10_000) -> Outcome:
     trace = Trace(requests=requests, chunk_tokens=100)
-    fleet = Fleet(trace, placement, engine_count, engine_tokens, policy="lru", load_tokens=512)
+    fleet = Fleet(trace, placement, engine_count, engine_tokens, policy="lru")
     return fleet.replay(sessions_of(trace), speed=1.0)
 
 
@@ -127,7 +127,7 @@ def test_no_placement_finds_more_than_the_oracle_where_nothing_is_evicted() -> N
     sessions = sessions_of(trace)
     rates = {}
     for placement in PLACEMENTS:
-        outcome = Fleet(trace, placement, 8, 1_000_000, policy="lru", load_tokens=512).replay(sessions, speed=1.0)
+        outcome = Fleet(trace, placement, 8, 1_000_000, policy="lru").replay(sessions, speed=1.0)
         assert outcome.asked_tokens == sum(one.token_count for one in trace.requests)
         assert outcome.counts.total() == 600
         rates[placement] = outcome.hit_rate
@@ -140,7 +140,7 @@ def test_another_router_receives_what_the_picker_knows() -> None:
     assert seconds < REPORT_SECONDS
     recorder = Recorder("1")
     trace = Trace(requests=[request(0, 1, 2), request(1, 1, 2, 3)], chunk_tokens=100)
-    fleet = Fleet(trace, OTHER, 2, 10_000, policy="lru", load_tokens=512, other=recorder)
+    fleet = Fleet(trace, OTHER, 2, 10_000, policy="lru", other=recorder)
     outcome = fleet.replay(["", ""], speed=1.0)
     assert outcome.counts == {"http://1": 2}
     assert outcome.hit_tokens == 200

@@ -41,6 +41,75 @@ class PrefixHits:
     """Tokens of these that were in the engine's own prefix cache."""
     external_tokens: float
     """Tokens of these that its connector loaded."""
+    prefill_seconds: float = 0.0
+    """Time in which its requests computed their prompts; of those that were computed at once, each counts."""
+
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens of these that it has computed."""
+        return self.asked_tokens - self.own_tokens - self.external_tokens
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class QueuedPrompt:
+    """A prompt that an engine was given."""
+
+    token_count: int
+    """Tokens that it has to compute."""
+    is_followed: bool = False
+    """Whether its first token will be seen; until then it counts, however long that takes."""
+
+
+class PromptQueue:
+    """The prompts that an engine was given and has not computed, in their order. Pure: time is passed in."""
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0
+        """How fast the engine computes prompts; 0 if that is not known."""
+        self._prompts: dict[QueuedPrompt, None] = {}
+        self._begun_at = 0.0
+        """When it began with the first one."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, token_count: int, now: float) -> QueuedPrompt:
+        """The engine is given a prompt of which it has to compute this number of tokens."""
+        self._drain(now)
+        if not self._prompts:
+            self._begun_at = now
+        prompt = QueuedPrompt(token_count=token_count)
+        self._prompts[prompt] = None
+        return prompt
+
+    def remove(self, prompt: QueuedPrompt, now: float) -> None:
+        """The prompt is computed, or its request is over. Idempotent."""
+        self._drain(now)
+        if prompt in self._prompts:
+            is_first = prompt is next(iter(self._prompts))
+            del self._prompts[prompt]
+            if is_first:
+                self._begun_at = now
+
+    def tokens_ahead(self, now: float) -> float:
+        """Tokens that a new prompt waits for. Of one that is overdue, as many as could have been computed meanwhile:
+        the longer an engine is silent, the longer it is silent still."""
+        self._drain(now)
+        if not self._prompts:
+            return 0.0
+        first = next(iter(self._prompts)).token_count
+        done = max(0.0, now - self._begun_at) * self.tokens_per_second
+        return sum(prompt.token_count for prompt in self._prompts) - first + abs(first - done)
+
+    def _drain(self, now: float) -> None:
+        """Removes the prompts whose first token will not be seen, when they should be computed."""
+        while self._prompts and self.tokens_per_second:
+            first = next(iter(self._prompts))
+            end = self._begun_at + first.token_count / self.tokens_per_second
+            if first.is_followed or end > now:
+                return
+            del self._prompts[first]
+            self._begun_at = end
 
 
 class Engine:
@@ -62,6 +131,7 @@ class Engine:
         self.first_token_seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         """Times from a request to the first token of a stream, or to the response of a prefill."""
         self.in_flight_count = 0
+        self.queue = PromptQueue()
         self.handoff_count = 0
         """Handoffs that it has sent and the decode engine may still read from its node."""
         self.is_draining = False
@@ -109,8 +179,22 @@ class Engine:
         self._health_timeout_count += 1
         return self._health_timeout_count >= MAX_HEALTH_TIMEOUTS
 
-    def time_first_token(self, has_token: Callable[[], bool]) -> Callable[[], None]:
-        """Starts to time a request. To be called after each event: records the first one that `has_token`."""
+    def take_hits(self, hits: PrefixHits | None) -> None:
+        """Takes what its metrics state, and how fast it has computed prompts since they were read last."""
+        before = self.hits or PrefixHits(asked_tokens=0, own_tokens=0, external_tokens=0)
+        self.hits = hits
+        if hits is None:
+            return
+        seconds = hits.prefill_seconds - before.prefill_seconds
+        tokens = hits.computed_tokens - before.computed_tokens
+        if seconds > 0 and tokens > 0:
+            self.queue.tokens_per_second = tokens / seconds
+
+    def time_first_token(
+        self, has_token: Callable[[], bool], recorded: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
+        """Starts to time a request. To be called after each event: records the first one that `has_token`, and calls
+        `recorded` then."""
         begin = time.perf_counter()
         is_recorded = False
 
@@ -119,14 +203,17 @@ class Engine:
             if not is_recorded and has_token():
                 is_recorded = True
                 self.first_token_seconds.append(time.perf_counter() - begin)
+                recorded()
 
         return check
 
     @contextmanager
-    def count_request(self) -> Iterator[None]:
-        """Counts a request as in flight."""
+    def count_request(self, token_count: int = 0) -> Iterator[QueuedPrompt]:
+        """Counts a request as in flight, and its prompt, of which it has to compute `token_count` tokens, as queued."""
         self.in_flight_count += 1
+        prompt = self.queue.add(token_count, time.monotonic())
         try:
-            yield
+            yield prompt
         finally:
             self.in_flight_count -= 1
+            self.queue.remove(prompt, time.monotonic())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,10 +14,9 @@ from lmkv_server.proxy.engine import PREFILL, Engine
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES, Json, error_body
 from lmkv_server.proxy.pd.parameters import ALONE, without_handoff
-from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.health import EngineFailover, NoHealthyEngine
 from lmkv_server.proxy.routing.lookup import PrefixLookup
-from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.routing.pools import EnginePool, EnginePools, HeldTokens, SessionAffinity, cost_by
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, HttpResponse, UpstreamClient
 
 GENERATING = frozenset({RESPONSES, MESSAGES})
@@ -52,10 +51,10 @@ class PassThrough:
         config: ProxyConfig,
         metrics: ProxyMetrics,
     ) -> None:
-        cost = cost_by("least_loaded" if lookup is None else config.policy, config.load_tokens)
+        cost = cost_by("least_loaded" if lookup is None else config.policy)
 
-        def cost_of(engine: Engine, cached: Mapping[str, int]) -> int:
-            return cost(engine, cached) + (_PREFILL_COST if engine.role == PREFILL else 0)
+        def cost_of(engine: Engine, uncached_count: int, now: float, usual_rate: float) -> float:
+            return cost(engine, uncached_count, now, usual_rate) + (_PREFILL_COST if engine.role == PREFILL else 0)
 
         self._pool = EnginePool(pools.engines, cost_of, SessionAffinity(config.session_ttl))
         self._clients = clients
@@ -81,7 +80,7 @@ class PassThrough:
         async def attempt(engine: Engine) -> None:
             try:
                 if body.get("stream"):
-                    await self._relay_events(engine, request, content, writer)
+                    await self._relay_events(engine, request, content, engines.follow())
                 else:
                     response = await self._clients[engine].request(
                         request.method, request.path, request.headers, content
@@ -108,11 +107,11 @@ class PassThrough:
                 message = f"no engine serves {request.path}"
                 raise EngineRejected(HttpResponse(status=404, body=error_body(404, message))) from None
 
-    async def _cached_tokens(self, request: AdmittedRequest, body: Json) -> Mapping[str, int]:
+    async def _cached_tokens(self, request: AdmittedRequest, body: Json) -> HeldTokens:
         """The number of prompt tokens that each instance holds; empty if the policy does not use it."""
         engine = self._pool.least_loaded()
         if self._lookup is None or engine is None or request.path not in GENERATING:
-            return {}
+            return HeldTokens()
         return await self._lookup.cached_tokens(self._clients[engine], request.path, body, request.headers)
 
     def _unfit(self, path: str, model: object) -> list[Engine]:
@@ -122,10 +121,11 @@ class PassThrough:
         return [engine for engine in self._pool.engines if engine not in (with_model or fit)]
 
     async def _relay_events(
-        self, engine: Engine, request: AdmittedRequest, content: bytes | None, writer: ResponseWriter
+        self, engine: Engine, request: AdmittedRequest, content: bytes | None, has_first: Callable[[], None]
     ) -> None:
         assert content is not None, "only requests with a body are streamed"
-        timed = engine.time_first_token(lambda: writer.has_token)
+        writer = request.writer
+        timed = engine.time_first_token(lambda: writer.has_token, has_first)
         try:
             async with self._clients[engine].stream(request.path, request.headers, content) as events:
                 async for event in events:

@@ -182,7 +182,7 @@ def _refusal(config: ProxyConfig, authenticator: Authenticator) -> str:
 
 def _engine_pools(config: ProxyConfig) -> EnginePools:
     def pool(engines: list[Engine], reserve: Sequence[Engine] = ()) -> EnginePool:
-        cost, affinity = cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)
+        cost, affinity = cost_by(config.policy), SessionAffinity(config.session_ttl)
         return EnginePool(engines, cost, affinity, reserve=reserve)
 
     if config.mode == "route":

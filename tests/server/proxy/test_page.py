@@ -160,7 +160,9 @@ CUT = """() => [...document.querySelectorAll(".scroll, .figures > div, .top")]
 
 
 def test_hits_are_summed_over_engine_cores() -> None:
-    assert prefix_hits(VLLM_METRICS.encode()) == PrefixHits(asked_tokens=2000, own_tokens=800, external_tokens=440)
+    assert prefix_hits(VLLM_METRICS.encode()) == PrefixHits(
+        asked_tokens=2000, own_tokens=800, external_tokens=440, prefill_seconds=2.5
+    )
     assert prefix_hits(b"vllm:num_requests_running 1\n") is None
 
 
@@ -168,7 +170,7 @@ def test_tokens_that_a_prefill_engine_has_computed_are_not_hits_of_the_decode_en
     lines = 'lmkv:tier_tokens_total{engine="0",model_name="m",tier="peers"} 40.0\n'
     lines += 'lmkv:tier_tokens_total{engine="0",model_name="m",tier="handoff"} 400.0\n'
     hits = prefix_hits((VLLM_METRICS + lines).encode())
-    assert hits == PrefixHits(asked_tokens=1600, own_tokens=800, external_tokens=40)
+    assert hits == PrefixHits(asked_tokens=1600, own_tokens=800, external_tokens=40, prefill_seconds=2.5)
 
 
 VLLM_METRICS = """# TYPE vllm:prefix_cache_queries_total counter
@@ -178,6 +180,10 @@ vllm:prefix_cache_hits_total{engine="0",model_name="m"} 8e+02
 vllm:external_prefix_cache_queries_total{engine="0",model_name="m"} 1200.0
 vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 440.0
 vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.79e+09
+vllm:request_prefill_time_seconds_bucket{engine="0",le="1.0",model_name="m"} 3.0
+vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0
+vllm:request_prefill_time_seconds_sum{engine="1",model_name="m"} 0.5
+vllm:request_prefill_time_seconds_count{engine="0",model_name="m"} 3.0
 """
 """Of an engine with two cores."""
 

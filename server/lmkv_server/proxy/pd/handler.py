@@ -28,7 +28,7 @@ from lmkv_server.proxy.pd.prefill import CompletionRequest, HandoffIssuer, Prefi
 from lmkv_server.proxy.response import ResponseWriter
 from lmkv_server.proxy.routing.health import EngineFailover, update_instance
 from lmkv_server.proxy.routing.lookup import PrefixLookup
-from lmkv_server.proxy.routing.pools import EnginePools
+from lmkv_server.proxy.routing.pools import EnginePools, HeldTokens
 from lmkv_server.proxy.upstream.client import EngineFailed, HttpResponse, UpstreamClient, json_of
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class DecodeStage:
 
     async def _relay_events(self, engine: Engine, body: Json, prefill: PrefillResult | None) -> None:
         last = b""
-        timed = engine.time_first_token(lambda: self._writer.has_token)
+        timed = engine.time_first_token(lambda: self._writer.has_token, self._decoders.follow())
         try:
             async with self._stream(engine, body) as events:
                 async for last in events:
@@ -250,11 +250,11 @@ class RequestHandler:
             self._metrics.repeats.labels(reason if reason in REASONS else OTHER).inc()
             await decode.relay(prefill)
 
-    async def _cached_tokens(self, request: CompletionRequest) -> Mapping[str, int]:
+    async def _cached_tokens(self, request: CompletionRequest) -> HeldTokens:
         """The number of prompt tokens that each instance holds; empty if the policy does not use it."""
         engine = self._pools.decode.least_loaded()
         if self._lookup is None or engine is None or needs_one_engine(request.body):
-            return {}
+            return HeldTokens()
         return await self._lookup.cached_tokens(self._clients[engine], request.path, request.body, request.headers)
 
 

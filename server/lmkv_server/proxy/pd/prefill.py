@@ -22,7 +22,7 @@ from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
 from lmkv_server.proxy.pd.parameters import prefill_body, token_limit, with_handoff
 from lmkv_server.proxy.routing.health import EngineFailover, NoHealthyEngine, update_instance
-from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.routing.pools import EnginePool, HeldTokens
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, json_of
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class PrefillStage:
         self._metrics = metrics
 
     async def run(
-        self, request: CompletionRequest, cached: Mapping[str, int], decoder: Engine, *, with_tokens: bool
+        self, request: CompletionRequest, cached: HeldTokens, decoder: Engine, *, with_tokens: bool
     ) -> PrefillResult | None:
         """Computes the prompt and sends its KV cache to the node of `decoder`; None if no prefill engine succeeds.
 

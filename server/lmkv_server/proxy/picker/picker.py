@@ -67,9 +67,7 @@ class Picker:
         """The bound gRPC port once it is entered."""
         self.metrics_port: int | None = None
         """The bound HTTP port once it is entered, if there is one."""
-        self._pools = EnginePools(
-            EnginePool([], cost_by(config.policy, config.load_tokens), SessionAffinity(config.session_ttl)), None
-        )
+        self._pools = EnginePools(EnginePool([], cost_by(config.policy), SessionAffinity(config.session_ttl)), None)
         self.engines = self._pools.engines
         """The engines that are known now."""
         self._metrics = PickerMetrics(self.engines)

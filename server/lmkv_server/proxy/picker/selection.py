@@ -29,7 +29,7 @@ from lmkv_server.proxy.openai import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from lmkv_server.proxy.routing.health import NoHealthyEngine
 from lmkv_server.proxy.routing.key_lookup import NO_MATCH, KeyLookup, PrefixMatch, PromptKeys
 from lmkv_server.proxy.routing.lookup import cut_tokens, tokenize
-from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.routing.pools import EnginePool, HeldTokens
 from lmkv_server.proxy.routing.prompt import ArrivingPrompt, NotJson, PromptRequest, read_prompt
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient, forwarded_headers
 from lmkv_server.proxy.upstream.tokenization import NotTokenizable
@@ -139,6 +139,15 @@ def _key_count(chains: Sequence[PromptKeys]) -> int:
 _NOTHING = msgspec.json.encode({})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picked:
+    """The engine of a request."""
+
+    engine: Engine
+    uncached_count: int
+    """Tokens of the prompt that it has to compute; 0 if that is not known."""
+
+
 class EnginePicker:
     """Picks engines of a pool. `lookup` is None for policies that do not look up prompts."""
 
@@ -166,7 +175,7 @@ class EnginePicker:
         headers: Mapping[str, str],
         early: EarlyLookup | None,
         subset: Collection[str] | None,
-    ) -> Engine:
+    ) -> Picked:
         """The engine of a request; `early` is the lookup that has begun while its body arrived.
 
         Raises `NoHealthyEngine` if none of the subset, or none at all, is healthy.
@@ -187,15 +196,23 @@ class EnginePicker:
             is_early = found is not None and (
                 not found.is_open
                 or self._pool.is_certain(
-                    time.monotonic(), session=session, cached=found.cached, at_most=found.at_most, excluded=excluded
+                    time.monotonic(),
+                    session=session,
+                    cached=found.cached,
+                    at_most=found.at_most,
+                    token_count=found.token_count,
+                    excluded=excluded,
                 )
             )
             match = found if found is not None and is_early else await self._match(prompt, headers, early)
-        engine = self._pool.choose(time.monotonic(), session=session, cached=match.cached, excluded=excluded)
+        held = HeldTokens(match.cached, match.token_count)
+        engine = self._pool.choose(
+            time.monotonic(), session=session, cached=held, token_count=held.token_count, excluded=excluded
+        )
         if engine is None:
             raise NoHealthyEngine
         self._count(match, engine.instance_id, is_early=is_early)
-        return engine
+        return Picked(engine=engine, uncached_count=held.uncached_by(engine))
 
     def _count(self, match: PrefixMatch, instance_id: str, *, is_early: bool) -> None:
         """Records where a prompt goes, and counts what is held of it there."""

@@ -137,7 +137,7 @@ class ExternalProcessorService(ExternalProcessorServicer):
                 prompt = prompt_of(exchange.path, known)
             headers = client.headers(exchange.headers)
             early = body.early if known is body else None
-            engine = await self._picker.pick(prompt, headers, early, exchange.subset)
+            picked = await self._picker.pick(prompt, headers, early, exchange.subset)
         except NotAdmitted as error:
             self._metrics.requests.labels("refused").inc()
             return [exchange.refuse(error.status, str(error), error.headers)]
@@ -146,9 +146,9 @@ class ExternalProcessorService(ExternalProcessorServicer):
             return [exchange.refuse(ServiceUnavailable, "no engine is available to serve the request")]
         self._metrics.pick_seconds.observe(time.perf_counter() - begin)
         self._metrics.requests.labels("picked").inc()
-        load.enter_context(engine.count_request())
+        load.enter_context(picked.engine.count_request(picked.uncached_count))
         changed = {HEADER: headers.get(HEADER, "")} if headers.get(HEADER) != exchange.headers.get(HEADER) else {}
-        return exchange.pick(address_of(engine), body=salted, headers=changed)
+        return exchange.pick(address_of(picked.engine), body=salted, headers=changed)
 
     async def _hold(self, lease: Lease, exchange: Exchange, body: ArrivingBody, held_bytes: int) -> None:
         """Takes memory for what an exchange holds, and for what its body is decoded to. Raises `TooManyRequests`."""

@@ -13,9 +13,9 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from lmkv.tiers import HANDOFF
-from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel, PrefixHits
+from lmkv_server.proxy.engine import MAX_HEALTH_TIMEOUTS, Engine, EngineModel, PrefixHits, QueuedPrompt
 from lmkv_server.proxy.metrics import ProxyMetrics
-from lmkv_server.proxy.routing.pools import EnginePool
+from lmkv_server.proxy.routing.pools import EnginePool, HeldTokens
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,14 @@ PROBE_INTERVAL_SECONDS = 30.0
 """Time between probes of a healthy engine: its node may have restarted with another instance."""
 
 
-_HIT_METRICS = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
+_HIT_METRICS = (
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "external_prefix_cache_hits_total",
+    "request_prefill_time_seconds_sum",
+)
 _HIT_METRIC = re.compile(
-    rf"^vllm:(?P<name>{'|'.join(_HIT_METRICS)})_total(?:\{{[^\n]*\}})? (?P<value>[0-9.eE+]+)$".encode(), re.MULTILINE
+    rf"^vllm:(?P<name>{'|'.join(_HIT_METRICS)})(?:\{{[^\n]*\}})? (?P<value>[0-9.eE+]+)$".encode(), re.MULTILINE
 )
 """A line of vLLM's metrics: there is one for each engine core."""
 _HANDED_METRIC = re.compile(
@@ -94,10 +99,11 @@ class HealthMonitor:
 
     async def _read_hits(self, client: UpstreamClient) -> None:
         """Reads the engine's metrics. An engine may expose none."""
-        client.engine.hits = None
+        hits = None
         with suppress(TimeoutError, EngineFailed, EngineRejected):
             async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
-                client.engine.hits = prefix_hits((await client.request("GET", "/metrics", self._headers)).body)
+                hits = prefix_hits((await client.request("GET", "/metrics", self._headers)).body)
+        client.engine.take_hits(hits)
 
     async def _probe(self, client: UpstreamClient) -> None:
         """Asks for the engine's models and instance. An engine that does not report them serves nevertheless."""
@@ -124,9 +130,11 @@ def prefix_hits(metrics: bytes) -> PrefixHits | None:
         sums[line["name"].decode()] += float(line["value"])
     if not lines:
         return None
-    asked, own, external = sums.values()
+    asked, own, external, seconds = sums.values()
     handed = min(sum(float(line["value"]) for line in _HANDED_METRIC.finditer(metrics)), external)
-    return PrefixHits(asked_tokens=asked - handed, own_tokens=own, external_tokens=external - handed)
+    return PrefixHits(
+        asked_tokens=asked - handed, own_tokens=own, external_tokens=external - handed, prefill_seconds=seconds
+    )
 
 
 def update_instance(engine: Engine, response: Mapping[str, Any]) -> None:
@@ -164,7 +172,7 @@ class EngineFailover:
         self,
         pool: EnginePool,
         session: str,
-        cached: Mapping[str, int],
+        cached: HeldTokens,
         metrics: ProxyMetrics,
         *,
         excluded: Sequence[Engine] = (),
@@ -176,6 +184,7 @@ class EngineFailover:
         self._excluded = excluded
         self._tried: list[Engine] = []
         self._load = ExitStack()
+        self._queued: QueuedPrompt | None = None
 
     @property
     def first(self) -> Engine:
@@ -188,6 +197,13 @@ class EngineFailover:
 
     def __exit__(self, *_: object) -> None:
         self._load.close()
+
+    def follow(self) -> Callable[[], None]:
+        """To be called before a stream of the engine begins; the result, at its first token: the prompt is computed."""
+        engine, queued = self._tried[-1], self._queued
+        assert queued
+        queued.is_followed = True
+        return lambda: engine.queue.remove(queued, time.monotonic())
 
     async def run(self, attempt: Callable[[Engine], Awaitable[T]]) -> T:
         """Runs `attempt` on the engine; on `EngineFailed`, on another one. Raises what the last attempt raised."""
@@ -207,9 +223,12 @@ class EngineFailover:
 
     def _choose(self) -> None:
         excluded = (*self._excluded, *self._tried)
-        engine = self._pool.choose(time.monotonic(), session=self._session, cached=self._cached, excluded=excluded)
+        cached = self._cached
+        engine = self._pool.choose(
+            time.monotonic(), session=self._session, cached=cached, token_count=cached.token_count, excluded=excluded
+        )
         if engine is None:
             raise NoHealthyEngine
         self._load.close()
-        self._load.enter_context(engine.count_request())
+        self._queued = self._load.enter_context(engine.count_request(cached.uncached_by(engine)))
         self._tried.append(engine)

@@ -21,6 +21,7 @@ from lmkv.v1.cache_service_pb2 import LookupRequest, LookupResponse
 from lmkv_kernels import token_ids
 from lmkv_server.proxy.metrics import ProxyMetrics
 from lmkv_server.proxy.openai import COMPLETIONS, Json
+from lmkv_server.proxy.routing.pools import HeldTokens
 from lmkv_server.proxy.upstream.client import EngineFailed, EngineRejected, UpstreamClient
 from lmkv_server.proxy.upstream.tokenization import (
     NotTokenizable,
@@ -108,7 +109,7 @@ class PrefixLookup:
 
     async def cached_tokens(
         self, client: UpstreamClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> Mapping[str, int]:
+    ) -> HeldTokens:
         """The number of leading prompt tokens that each instance holds; empty on a miss or a failure.
 
         `client` tokenizes text. The lookup uses the model or LoRA adapter and the cache salt of the request, under
@@ -116,22 +117,24 @@ class PrefixLookup:
         """
         engine = client.engine
         model_name = body.get("model") or engine.model(None).name
+        token_count = 0
         try:
             tokens = await tokens_of(client, path, body, headers)
+            token_count = len(tokens)
             salt = body.get("cache_salt") or ""
             request = LookupRequest(prompt=by_tokens(tokens, model_name=model_name, cache_salt=salt))
             response = await self._look_up(request)
         except NotTokenizable as e:
             logger.debug("routed without a lookup: %s", e)
             self._metrics.lookups.labels("skipped").inc()
-            return {}
+            return HeldTokens()
         except ModelNotFound as e:
             is_adapter = bool(engine.model(model_name).parent)  # the coordinator learns of an adapter at its first use
             if not is_adapter:
-                return self._failed(e)
+                return self._failed(e, token_count)
             logger.debug("routed without a lookup: %s", e)
             self._metrics.lookups.labels("miss").inc()
-            return {}
+            return HeldTokens(token_count=token_count)
         except (
             LmkvError,
             EngineFailed,
@@ -142,15 +145,16 @@ class PrefixLookup:
             TypeError,
             ValueError,
         ) as e:
-            return self._failed(e)
+            return self._failed(e, token_count)
         self._failures.clear()
         self._metrics.asked_tokens.inc(len(tokens))
         self._metrics.lookups.labels("hit" if response.holders else "miss").inc()
-        return {holder.instance_id: holder.matched_token_count for holder in response.holders}
+        held = {holder.instance_id: holder.matched_token_count for holder in response.holders}
+        return HeldTokens(held, token_count)
 
-    def _failed(self, error: Exception) -> Mapping[str, int]:
+    def _failed(self, error: Exception, token_count: int) -> HeldTokens:
         self._failures.add(error)
-        return {}
+        return HeldTokens(token_count=token_count)
 
     async def _look_up(self, request: LookupRequest) -> LookupResponse:
         deadline = time.monotonic() + self._client.timeout_seconds

@@ -103,7 +103,7 @@ async def test_where_the_end_of_the_prompt_decides_it_is_looked_up(
         return [key for of_one in keys for key in of_one[: len(of_one) - count]]
 
     async with make("i-0", all_but(9), SPEC), make("i-1", all_but(0), SPEC), make("i-2", all_but(10), SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address)
         for prompt in prompts:  # with equal costs the engine would be picked whose turn it is
             body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
             async with arriving(front, split(body, 12)) as (_, end):
@@ -135,7 +135,7 @@ async def test_salt_and_model_after_the_prompt_make_what_was_looked_up_void(
     salted = keys_of(TOKENS, SPEC, cache_salt="salt")
     body = split(json.dumps({"prompt": TOKENS, "model": MODEL, "cache_salt": "salt"}).encode(), 12)
     async with make("i-0", KEYS, SPEC), make("i-1", salted, SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address)
         async with arriving(front, body) as (_, end):
             assert front.client.key_counts, "without a model the only spec is taken"
             assert await end() == host_port(engines[1])
@@ -146,7 +146,7 @@ async def test_lookups_that_fail_while_a_prompt_arrives_are_no_error(
 ) -> None:
     engines = await some(make_engine, 2)
     async with make("i-1", KEYS, SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address)
         front.client.error = Unreachable("it is lost")
         async with arriving(front) as (_, end):
             assert len(front.client.key_counts) == 1, "after a failure none is due"

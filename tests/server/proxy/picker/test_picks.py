@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,6 +16,7 @@ from lmkv.v1.registry_service_pb2_grpc import RegistryServiceStub
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import RESPONSES
 from lmkv_server.proxy.routing.key_lookup import Namespaces
+from lmkv_server.proxy.routing.pools import HOLD_FACTOR, REQUEST_TOKENS
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import MakeEngine
@@ -146,7 +149,7 @@ async def test_a_prompt_that_arrives_in_parts_has_the_keys_of_its_salt_and_model
         make("i-1", keys_of(tokens, SPEC, cache_salt="salt"), SPEC, served),
         make("i-2", keys_of(tokens, SPEC), SPEC, served),
     ):
-        front = await looking_up(make_picker, engines, coordinator.address, "tuned", load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address, "tuned")
         for fields, engine in (
             ({"model": "tuned", "prompt": tokens}, engines[0]),
             ({"prompt": tokens, "model": "tuned"}, engines[0]),
@@ -169,11 +172,15 @@ async def test_token_ids_that_are_not_the_prompt_are_not_looked_up(
     engines = await some(make_engine, 2)
     others = list(range(len(TOKENS)))
     async with make("i-0", keys_of(others, SPEC), SPEC), make("i-1", keys_of(TOKENS, SPEC), SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address)
         for parts in (1, 9):
             sent = json.dumps({"model": MODEL, "x": {"prompt": others}, "prompt": PROMPT}).encode()
             async with front.gateway.exchange() as exchange:
                 assert endpoint_of(await exchange.pick(sent, parts)) == host_port(engines[1])
+
+
+def _has_in_flight(front: Front, engine: ScriptedEngine, count: int) -> bool:
+    return front.in_flight(engine) == count
 
 
 async def test_load_outweighs_held_tokens(
@@ -181,14 +188,16 @@ async def test_load_outweighs_held_tokens(
 ) -> None:
     engines = await some(make_engine, 2)
     async with make("i-1", keys_of(TOKENS, SPEC)[:3], SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=40)
-        async with front.gateway.exchange() as first:
-            await first.pick(body())
-            await until(lambda: front.in_flight(engines[1]) == 1)
-            assert await front.gateway.pick(body()) == host_port(engines[1]), "48 tokens outweigh one request"
-            async with front.gateway.exchange() as second:
-                await second.pick(body())
-                assert await front.gateway.pick(body()) == host_port(engines[0])
+        front = await looking_up(make_picker, engines, coordinator.address)
+        async with AsyncExitStack() as stack:
+            most = 2 + (HOLD_FACTOR + 1) * len(TOKENS) // REQUEST_TOKENS
+            for count in range(most + 1):
+                await until(partial(_has_in_flight, front, engines[1], count))
+                if await front.gateway.pick(body()) == host_port(engines[0]):
+                    break
+                await until(partial(_has_in_flight, front, engines[1], count))
+                await (await stack.enter_async_context(front.gateway.exchange())).pick(body())
+        assert 1 < count <= most, "48 tokens outweigh some requests"
 
 
 async def test_a_session_stays_with_its_engine(make_engine: MakeEngine, make_picker: MakePicker) -> None:
@@ -287,7 +296,7 @@ async def test_lookups_in_flight_do_not_mix(
         make("i-1", keys_of(prompts[1], SPEC)[:2], SPEC),
         make("i-2", keys_of(prompts[2], SPEC)[:2], SPEC),
     ):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address)
         picked = await asyncio.gather(*(front.gateway.pick(body(prompt=prompts[at % 3])) for at in range(30)))
     assert picked == [host_port(engines[at % 3]) for at in range(30)]
 
@@ -297,7 +306,7 @@ async def test_requests_that_follow_at_once_go_where_their_prompt_is_computed(
 ) -> None:
     engines = await some(make_engine)
     async with make("i-0", [], SPEC), make("i-1", [], SPEC), make("i-2", [], SPEC):
-        front = await looking_up(make_picker, engines, coordinator.address, load_tokens=0)
+        front = await looking_up(make_picker, engines, coordinator.address)
         first = await front.gateway.pick(body())
         assert {await front.gateway.pick(body(prompt=[*TOKENS, number])) for number in range(5)} == {first}
         other = await front.gateway.pick(body(prompt=[1] * 64))

@@ -5,15 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmkv_server.proxy.engine import BOTH, MAX_HEALTH_TIMEOUTS, Engine, EngineModel
-from lmkv_server.proxy.routing.pools import OVERLOAD, EnginePool, EnginePools, SessionAffinity, cost_by
+from lmkv_server.proxy.engine import BOTH, MAX_HEALTH_TIMEOUTS, Engine, EngineModel, PrefixHits
+from lmkv_server.proxy.routing.pools import (
+    HOLD_FACTOR,
+    OVERLOAD,
+    REQUEST_TOKENS,
+    EnginePool,
+    EnginePools,
+    HeldTokens,
+    SessionAffinity,
+    cost_by,
+)
 
 POLICIES = ("round_robin", "least_loaded", "kv_aware")
 
 
-def pool(
-    policy: str, loads: list[int], *, affinity: SessionAffinity | None = None, load_tokens: int = 100
-) -> EnginePool:
+def pool(policy: str, loads: list[int], *, affinity: SessionAffinity | None = None) -> EnginePool:
     engines = []
     for number, load in enumerate(loads):
         engine = Engine(f"http://e-{number}", BOTH)
@@ -21,7 +28,7 @@ def pool(
         engine.in_flight_count = load
         engine.instance_id = f"i-{number}"
         engines.append(engine)
-    return EnginePool(engines, cost_by(policy, load_tokens), affinity or SessionAffinity(60.0))
+    return EnginePool(engines, cost_by(policy), affinity or SessionAffinity(60.0))
 
 
 LOADS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -47,7 +54,6 @@ def test_only_healthy_engines_are_selected(policy: str, loads: list[int], held: 
     shares=st.lists(st.floats(0, 1), min_size=8, max_size=8),
     turns=st.integers(0, 4),
     session=st.sampled_from(["", "one"]),
-    load_tokens=st.integers(0, 1000),
 )
 def test_a_choice_is_certain_only_if_what_may_be_held_besides_does_not_change_it(
     policy: str,
@@ -57,17 +63,16 @@ def test_a_choice_is_certain_only_if_what_may_be_held_besides_does_not_change_it
     shares: list[float],
     turns: int,
     session: str,
-    load_tokens: int,
 ) -> None:
     at_most = {**least, **{one: least.get(one, 0) + count for one, count in more.items()}}
     names = [f"i-{number}" for number in range(8)]
     held = {one: least.get(one, 0) + round(more.get(one, 0) * shares[at]) for at, one in enumerate(names)}
-    pools = pool(policy, loads, load_tokens=load_tokens)
+    pools = pool(policy, loads)
     for _ in range(turns):
         pools.choose(0.0, cached={}, session=session)
     excluded = pools.engines[:1] if len(loads) > 1 else ()
     if pools.is_certain(0.0, session=session, cached=least, at_most=at_most, excluded=excluded):
-        other = pool(policy, loads, load_tokens=load_tokens)
+        other = pool(policy, loads)
         for _ in range(turns):
             other.choose(0.0, cached={}, session=session)
         chosen = pools.choose(0.0, cached=least, session=session, excluded=excluded)
@@ -78,18 +83,18 @@ def test_a_choice_is_certain_only_if_what_may_be_held_besides_does_not_change_it
 
 
 def test_a_choice_is_certain_if_no_other_engine_can_hold_as_much() -> None:
-    pools = pool("kv_aware", [0, 0, 1], load_tokens=100)
+    pools = pool("kv_aware", [0, 0, 1])
     first, second, _ = pools.engines
     cached = {"i-0": 500, "i-1": 300}
-    assert pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-1": 499, "i-2": 599})
+    assert pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-1": 499, "i-2": 512})
     assert not pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-1": 500})
-    assert not pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-2": 600})
+    assert not pools.is_certain(0.0, cached=cached, at_most={"i-0": 900, "i-2": 513})
     assert pools.is_certain(0.0, cached=cached, at_most={"i-2": 600}, excluded=[first, second])
     assert pools.choose(0.0, cached={}, session="one") is first
     assert pools.is_certain(0.0, session="one", cached=cached, at_most={"i-1": 900})
     first.mark_unhealthy("test")
     assert not pools.is_certain(0.0, session="one", cached=cached, at_most={"i-2": 900})
-    assert EnginePool([], cost_by("kv_aware", 1), SessionAffinity(0.0)).is_certain(0.0, cached={}, at_most={})
+    assert EnginePool([], cost_by("kv_aware"), SessionAffinity(0.0)).is_certain(0.0, cached={}, at_most={})
 
 
 @given(loads=LOADS, turns=st.integers(1, 20))
@@ -106,10 +111,12 @@ def test_least_loaded_selects_an_engine_with_the_least_load(loads: list[int], he
     assert chosen.in_flight_count == min(loads)
 
 
-@given(loads=LOADS, held=HELD, load_tokens=st.integers(0, 1000))
-def test_kv_aware_weighs_cached_tokens_against_load(loads: list[int], held: dict[str, int], load_tokens: int) -> None:
-    chosen = pool("kv_aware", loads, load_tokens=load_tokens).choose(0.0, cached=held)
-    gains = [held.get(f"i-{number}", 0) - load * load_tokens for number, load in enumerate(loads)]
+@given(loads=LOADS, held=HELD)
+def test_kv_aware_weighs_cached_tokens_against_load(loads: list[int], held: dict[str, int]) -> None:
+    chosen = pool("kv_aware", loads).choose(0.0, cached=held)
+    gains = [
+        (HOLD_FACTOR + 1) * held.get(f"i-{number}", 0) - load * REQUEST_TOKENS for number, load in enumerate(loads)
+    ]
     assert chosen is not None
     assert gains[int(chosen.url.rpartition("-")[2])] == max(gains)
 
@@ -205,7 +212,7 @@ def test_prefill_engines_are_listed_first_and_their_failures_refuse_no_request()
 def test_the_reserve_is_used_only_while_no_other_engine_can_be() -> None:
     prefill = pool("round_robin", [0, 0]).engines
     decode = pool("round_robin", [5, 5]).engines
-    engines = EnginePool(decode, cost_by("least_loaded", 0), SessionAffinity(60.0), reserve=prefill)
+    engines = EnginePool(decode, cost_by("least_loaded"), SessionAffinity(60.0), reserve=prefill)
     assert {engines.choose(0.0, cached={}) for _ in range(4)} == set(decode)
     assert engines.choose(0.0, cached={}, excluded=decode) in prefill
     for engine in decode:
@@ -270,3 +277,83 @@ def test_expired_sessions_are_removed_with_the_next_request() -> None:
     assert len(sessions) == 2
     sessions.assign("u", "x", 1.5)
     assert len(sessions) == 2, "the first one has just expired"
+
+
+# ---- the expected time to the first token
+
+
+def rated(*rates: float) -> EnginePool:
+    """Engines that compute prompts at these rates, in tokens per second; 0: not known."""
+    pools = pool("kv_aware", [0] * len(rates))
+    for engine, rate in zip(pools.engines, rates, strict=True):
+        engine.queue.tokens_per_second = rate
+    return pools
+
+
+def test_a_prompt_goes_where_it_is_computed_first_though_another_engine_holds_some_of_it() -> None:
+    pools = rated(1000, 1000)
+    holder, other = pools.engines
+    held = {"i-0": 500}
+    assert pools.choose(0.0, cached=held, token_count=1000) is holder
+    holder.queue.add((HOLD_FACTOR + 1) * 500 + 100, 0.0)
+    assert pools.choose(0.0, cached=held, token_count=1000) is other
+    assert pools.choose(0.5, cached=held, token_count=1000) is holder, "it has computed some meanwhile"
+
+
+def test_a_slow_engine_gets_fewer_prompts_and_an_unknown_one_is_taken_for_a_usual_one() -> None:
+    pools = rated(1000, 4000, 0)
+    slow, fast, unknown = pools.engines
+    assert pools.choose(0.0, cached={"i-0": 100}, token_count=1000) is fast
+    assert pools.choose(0.0, cached={"i-0": 900}, token_count=1000) is slow
+    assert pools.choose(0.0, cached={"i-2": 900}, token_count=1000) is unknown
+    fast.mark_unhealthy("test")
+    assert pools.choose(0.0, cached={}, token_count=1000) is slow, "it was selected less recently"
+
+
+def test_a_stalled_engine_gets_no_prompts_until_it_answers() -> None:
+    pools = rated(1000, 1000)
+    stalled, other = pools.engines
+    queued = stalled.queue.add(100, 0.0)
+    queued.is_followed = True
+    held = {"i-0": 400}
+    assert pools.choose(0.1, cached=held, token_count=1000) is stalled
+    assert pools.choose(5.0, cached=held, token_count=1000) is other
+    stalled.queue.remove(queued, 5.0)
+    assert pools.choose(5.0, cached=held, token_count=1000) is stalled
+
+
+def test_prompts_whose_first_token_is_not_seen_are_taken_for_computed_in_time() -> None:
+    queue = Engine("http://a", BOTH).queue
+    first, second = queue.add(1000, 0.0), queue.add(500, 0.0)
+    assert queue.tokens_ahead(100.0) == 1500, "how fast it is is not known"
+    queue.tokens_per_second = 1000.0
+    assert queue.tokens_ahead(0.5) == 1000
+    assert queue.tokens_ahead(1.25) == 250
+    queue.remove(first, 1.25)  # it has left before
+    assert queue.tokens_ahead(1.25) == 250
+    assert queue.tokens_ahead(2.0) == len(queue) == 0
+    queue.remove(second, 2.0)
+    third = queue.add(200, 5.0)
+    assert queue.tokens_ahead(5.0) == 200
+    queue.remove(third, 5.1)
+    assert len(queue) == 0
+
+
+def test_an_engines_rate_is_what_it_has_computed_since_its_metrics_were_read_last() -> None:
+    engine = Engine("http://a", BOTH)
+    engine.take_hits(PrefixHits(asked_tokens=5000, own_tokens=1000, external_tokens=2000, prefill_seconds=2.0))
+    assert engine.queue.tokens_per_second == 1000
+    engine.take_hits(PrefixHits(asked_tokens=6000, own_tokens=1000, external_tokens=2000, prefill_seconds=4.0))
+    assert engine.queue.tokens_per_second == 500
+    for hits in (engine.hits, None, PrefixHits(asked_tokens=10, own_tokens=10, external_tokens=0)):
+        engine.take_hits(hits)
+        assert engine.queue.tokens_per_second == 500, "nothing was computed"
+
+
+def test_a_request_counts_the_tokens_that_its_engine_does_not_hold() -> None:
+    engine = pool("kv_aware", [0]).engines[0]
+    assert HeldTokens({"i-0": 300}, 1000).uncached_by(engine) == 700
+    assert HeldTokens({"i-0": 300}).uncached_by(engine) == 0, "its length is not known"
+    with engine.count_request(700) as queued:
+        assert (engine.in_flight_count, len(engine.queue), queued.token_count) == (1, 1, 700)
+    assert (engine.in_flight_count, len(engine.queue)) == (0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 
 from lmkv_server.coordinator.coordinator import Coordinator
 from lmkv_server.proxy.openai import MESSAGES, RESPONSES
+from lmkv_server.proxy.routing.pools import HOLD_FACTOR, REQUEST_TOKENS
 from tests.server.coordinator.cases import keys_of
 from tests.server.coordinator.scripted_instance import Make, until
 from tests.server.proxy.conftest import Front, MakeEngine, MakeProxy
@@ -112,18 +114,24 @@ async def test_the_engine_with_the_longest_cached_prefix_is_selected(
     await front.counts("lmkv_proxy_lookup_asked_tokens_total", 3 * len(PROMPT))
 
 
+def _have_all(engines: list[ScriptedEngine], requests: list[asyncio.Task[Any]]) -> bool:
+    return any(request.done() for request in requests) or engines[2].waiting_count == len(requests)
+
+
 async def test_load_outweighs_cached_tokens(holders: str, make_engine: MakeEngine, make_proxy: MakeProxy) -> None:
     engines = await three(make_engine)
-    front = await make_proxy(
-        engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=20, load_tokens=40
-    )
+    front = await make_proxy(engines=engines, policy="kv_aware", coordinator_address=holders, lookup_timeout=20)
     engines[2].going.clear()
-    first = asyncio.create_task(front.ask(COMPLETIONS, completion(PROMPT)))
-    await until(lambda: engines[2].waiting_count == 1)
-    await front.ask(COMPLETIONS, completion(PROMPT))
-    assert counts(engines) == [1, 0, 1]
+    most = 2 + (HOLD_FACTOR + 1) * len(PROMPT) // REQUEST_TOKENS
+    waiting = []
+    for _ in range(most):
+        waiting.append(asyncio.create_task(front.ask(COMPLETIONS, completion(PROMPT))))
+        await until(partial(_have_all, engines, waiting))
+        if counts(engines)[2] + engines[2].waiting_count < len(waiting):
+            break
+    assert 1 < engines[2].waiting_count < most, "48 tokens outweigh some requests"
     engines[2].going.set()
-    await first
+    await asyncio.gather(*waiting)
 
 
 async def test_chats_are_looked_up_as_the_engine_renders_them(
