@@ -146,7 +146,7 @@ def measure(run: BenchmarkRun) -> None:
     if problem := lmcache_problem(lmcache):
         run.note(problem)
         lmcache = None
-    engines.check_memory(2 * (engines.ENGINE_BYTES + plan.bytes_of(plan.all_prompts + IN_CACHE)))
+    engines.check_memory(2 * engines.ENGINE_BYTES + plan.bytes_of(plan.all_prompts + IN_POOL + 2 * IN_CACHE))
     alone: dict[str, dict[str, Measured]] = {}
     for place in dict.fromkeys(OWN if cell == MISSES else cell for cell in cells):
         of_place = [cell for cell in cells if cell == place or (place == OWN and cell == MISSES)]

@@ -49,8 +49,8 @@ class PlacePlan:
 
     @property
     def all_prompts(self) -> int:
-        """Prompts that have room where nothing is to be evicted: a document's end is stored with each question, too."""
-        return 2 * self.document_count + self.prompts_in_cache
+        """Prompts that have room where nothing is to be evicted: the end of each question is stored, too."""
+        return self.document_count + self.document_count // 4 + self.prompts_in_cache
 
     def chats(self, pool_prompts: int) -> ChatPlan:
         """The plan of one engine."""

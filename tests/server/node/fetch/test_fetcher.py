@@ -339,3 +339,30 @@ async def test_a_peer_that_grants_other_chunks_has_failed_and_its_grant_is_relea
     assert (fetched.chunk_count, reader.fetcher.stats().failure_count) == (0, 1)
     assert isinstance(fetched.error, BadMessage)
     await no_grants(owner)
+
+
+async def test_a_fetch_is_expected_to_wait_for_what_others_wait_for_at_the_same_holder(large_reader: Parts) -> None:
+    fetcher, other = large_reader.fetcher, Holder(instance_id="other")
+    with Remote("owner") as owner:
+        for _ in range(2):  # the first one connects
+            taken = Taken(large_reader)
+            await large_reader.fetch(LARGE, KEYS, [owner.holder], LONG, taken)
+            taken.let_go()
+            large_reader.tier.drop(KEYS)
+        await lets_go(owner)
+        alone = fetcher.expected_seconds([owner.holder], 1 << 20)
+        all_bytes = len(KEYS) * LARGE.chunk_bytes
+        behind = fetcher.expected_seconds([owner.holder], (1 << 20) + all_bytes)
+        assert alone is not None
+        owner.signal(signal.SIGSTOP)
+        taken = Taken(large_reader)
+        fetching = asyncio.create_task(large_reader.fetch(LARGE, KEYS, [owner.holder], LONG, taken))
+        while not fetcher._running:  # noqa: ASYNC110  # nothing of it has come
+            await asyncio.sleep(0)
+        assert fetcher.expected_seconds([owner.holder], 1 << 20) == pytest.approx(behind)
+        assert fetcher.expected_seconds([owner.holder, other], 1 << 20) is None
+        owner.signal(signal.SIGCONT)
+        await fetching
+        taken.let_go()
+        assert not fetcher._running
+        await lets_go(owner)

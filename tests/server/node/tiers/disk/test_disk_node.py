@@ -28,6 +28,7 @@ from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, engine_service_pb
 from lmkv.v1.cache_service_pb2 import MoveRequest, MoveResult
 from lmkv.v1.chunk_pb2 import Position
 from lmkv_server.coordinator.coordinator import Coordinator
+from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.node import Node
 from tests.server.node.cases import chunk_key, chunk_keys
 from tests.server.node.disk_parts import files, until
@@ -149,6 +150,30 @@ async def test_what_disk_would_take_longer_for_than_computing_is_refused(runtime
         assert (absent_count(found), found.refused_chunk_count) == (0, 2)
         found = await engine.lookup("2", chunk_keys(0, 1), prefill_tokens_per_second=1)
         assert (absent_count(found), found.refused_chunk_count) == (2, 0)
+
+
+async def test_a_read_is_expected_to_wait_for_those_that_run(runtime_dir: Path) -> None:
+    async with engine_at_node(runtime_dir) as (node, engine):
+        await store(engine, node.pool, 0, 1)
+        await written(node, 2)
+        node.tier.drop(chunk_keys(0, 1))
+        assert node.disk
+        reader = node.disk.reader
+        for _ in range(2):  # a measured disk: 1 MiB takes a second
+            reader._bandwidth.record_read(1 << 20, 1.0, time.monotonic())
+        alone = reader.expected_seconds(1 << 20)
+        during: list[float | None] = []
+        keys, sizes = chunk_keys(0, 1), [0, 0]
+
+        def came(index: int, chunk: Chunk) -> None:
+            sizes[index] = chunk.size_bytes
+            during.append(reader.expected_seconds(1 << 20))
+
+        await reader.read(engine.spec.fingerprint, keys, 10.0, came)
+        assert alone == pytest.approx(1.0)
+        assert during[0] == pytest.approx(1.0 + min(sizes) / (1 << 20)), "the other chunk is still to come"
+        assert during[1] == alone
+        assert reader.expected_seconds(1 << 20) == alone
 
 
 async def test_metrics_describe_the_disk(runtime_dir: Path) -> None:
