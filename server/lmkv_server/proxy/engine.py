@@ -67,6 +67,7 @@ class PromptQueue:
         self.tokens_per_second = 0.0
         """How fast the engine computes prompts; 0 if that is not known."""
         self._prompts: dict[QueuedPrompt, None] = {}
+        self._token_count = 0
         self._begun_at = 0.0
         """When it began with the first one."""
 
@@ -80,6 +81,7 @@ class PromptQueue:
             self._begun_at = now
         prompt = QueuedPrompt(token_count=token_count)
         self._prompts[prompt] = None
+        self._token_count += token_count
         return prompt
 
     def remove(self, prompt: QueuedPrompt, now: float) -> None:
@@ -87,7 +89,7 @@ class PromptQueue:
         self._drain(now)
         if prompt in self._prompts:
             is_first = prompt is next(iter(self._prompts))
-            del self._prompts[prompt]
+            self._drop(prompt)
             if is_first:
                 self._begun_at = now
 
@@ -99,7 +101,7 @@ class PromptQueue:
             return 0.0
         first = next(iter(self._prompts)).token_count
         done = max(0.0, now - self._begun_at) * self.tokens_per_second
-        return sum(prompt.token_count for prompt in self._prompts) - first + abs(first - done)
+        return self._token_count - first + abs(first - done)
 
     def _drain(self, now: float) -> None:
         """Removes the prompts whose first token will not be seen, when they should be computed."""
@@ -108,8 +110,12 @@ class PromptQueue:
             end = self._begun_at + first.token_count / self.tokens_per_second
             if first.is_followed or end > now:
                 return
-            del self._prompts[first]
+            self._drop(first)
             self._begun_at = end
+
+    def _drop(self, prompt: QueuedPrompt) -> None:
+        del self._prompts[prompt]
+        self._token_count -= prompt.token_count
 
 
 class Engine:
