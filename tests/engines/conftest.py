@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
 from lmkv_client.demo.process import RunningProcess, ServerProcess
+from lmkv_client.startup_error import VARIABLE
 from tests.engines.faults import FaultyPair
 from tests.engines.llm import CALM, Nursery
 from tests.engines.pd import Trio
@@ -44,6 +46,12 @@ def forked_servers(nursery: Nursery) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProcess, "launch", launch)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_print_their_errors() -> None:
+    """Engines are no part of this process, which may have loaded vLLM's plugins for tests of the connector."""
+    os.environ.pop(VARIABLE, None)
 
 
 @pytest.fixture(scope="session")
