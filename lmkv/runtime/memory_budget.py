@@ -93,7 +93,8 @@ class MemoryBudget:
         """When the next request may stop others."""
         self._taken_bytes = 0
         """Since the last look at whether memory can be returned."""
-        self._looks_at = 0.0
+        self._looks_at = -TRIM_SECONDS
+        """When it is due. One on a loop that has ended never comes."""
 
     def take(self, caller: str, size_bytes: int) -> Lease:
         """Takes bytes for a caller. Raises `TooManyRequests` if the budget or the caller's share lacks them."""
@@ -249,6 +250,7 @@ class MemoryBudget:
         if max(self._taken_bytes, self.held_bytes) >= TRIM_FROM_BYTES:
             self._look_later()
         else:
+            self._looks_at = -TRIM_SECONDS  # requests that begin in the next second have their own look
             asyncio.get_running_loop().run_in_executor(None, _trim)
 
 

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,8 @@ from tests.waiting import until
 
 DEADLINE_SECONDS = 120.0
 FLOOD = 400
+AT_ONCE = 100
+"""Calls of a flood that waits for their answers."""
 HONEST = 20
 PART_BYTES = 60_000
 TEXT_BYTES = 30 << 20
@@ -119,15 +122,23 @@ async def test_refused_calls_to_a_node_leave_memory_and_answers_to_another(
             ask = PeerServiceStub(honest).Acquire
             refused = await code_of(ask(small, timeout=DEADLINE_SECONDS, wait_for_ready=True))
             before = memory(process, "VmRSS")
-            calls = [PeerServiceStub(hog).Acquire(large, timeout=DEADLINE_SECONDS) for _ in range(2 * FLOOD)]
-            assert await code_of(ask(small, timeout=DEADLINE_SECONDS)) == refused
-            first = sum(call.done() for call in calls)
-            assert first < len(calls)
-            for _ in range(HONEST - 1):
+            codes: Counter[grpc.StatusCode] = Counter()
+            is_over = False
+
+            async def repeat() -> None:
+                while not is_over:
+                    codes[await code_of(PeerServiceStub(hog).Acquire(large, timeout=DEADLINE_SECONDS))] += 1
+
+            flood = [asyncio.create_task(repeat()) for _ in range(AT_ONCE)]
+            await until(lambda: codes.total() > AT_ONCE, timeout_seconds=DEADLINE_SECONDS)
+            first = codes.total()
+            for _ in range(HONEST):
                 assert await code_of(ask(small, timeout=DEADLINE_SECONDS)) == refused
-            passed = sum(call.done() for call in calls) - first
-            assert passed < 5 * HONEST, "calls of another caller waited behind those of the flood"
-            assert {await code_of(call) for call in calls} <= {refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            passed = codes.total() - first
+            is_over = True
+            await asyncio.gather(*flood)
+            assert passed < HONEST * AT_ONCE / 2, "calls of another caller waited behind those of the flood"
+            assert codes.keys() <= {refused, grpc.StatusCode.RESOURCE_EXHAUSTED}
             await gives_back(process, before)
         assert memory(process, "VmHWM") < memory_limit("node")
 

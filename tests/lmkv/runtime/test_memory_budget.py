@@ -30,6 +30,7 @@ from lmkv.runtime.memory_budget import (
     MIN_BYTES,
     SMALL_FRACTION,
     SPARE_FRACTION,
+    TRIM_FROM_BYTES,
     JsonSize,
     JsonValues,
     Lease,
@@ -439,3 +440,14 @@ def test_a_process_in_a_nested_cgroup_has_the_limit_of_that(nested_cgroup: Path)
     code += "from lmkv.runtime.memory_budget import memory_limit; print(memory_limit())"
     command = [sys.executable, "-c", code, str(nested_cgroup / "cgroup.procs")]
     assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) == limit
+
+
+async def test_memory_is_returned_after_requests_that_begin_right_after_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(memory_budget, "_trim", lambda: trimmed.append(1))
+    monkeypatch.setattr(memory_budget, "TRIM_SECONDS", 0.5)
+    budget = MemoryBudget(4 * TRIM_FROM_BYTES)
+    budget.take("caller", TRIM_FROM_BYTES).close()
+    await until(lambda: len(trimmed) == 1)
+    budget.take("caller", TRIM_FROM_BYTES).close()
+    await until(lambda: len(trimmed) == 2)
