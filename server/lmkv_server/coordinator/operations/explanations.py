@@ -35,7 +35,7 @@ MAX_KEYS = 32_768
 MAX_ASKED = 64
 """Orders of one call that run at a time."""
 MAX_ASKED_OF_INSTANCE = 2
-"""Prompts that one instance explains at a time for this coordinator, callers in turn: half of what it accepts."""
+"""Prompts that one instance explains at a time for this coordinator, callers in turn: half of what it explains."""
 ANY_TIER = 0
 ANSWER_BYTES = rpc.MAX_MESSAGE_BYTES // 2
 """Size of the explanations in one answer."""

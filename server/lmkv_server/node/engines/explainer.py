@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from lmkv.errors import Full, KvSpecMismatch
+from lmkv.errors import KvSpecMismatch
 from lmkv.internal.v1.report_service_pb2 import ExplainOrder
 from lmkv.keys import ChunkKey, split_keys
 from lmkv.prompt import Prompt
+from lmkv.runtime.turns import Slots
 from lmkv.tiers import HOST, OWN
 from lmkv.v1.chunk_pb2 import PromptExplanation, PromptSpan, RequestReport
 from lmkv_server.node.engines.lookups import missed_span
@@ -23,7 +24,8 @@ MAX_REPORT_BYTES = 2048
 MAX_LISTED = 20
 """Requests in one answer."""
 MAX_RUNNING = 4
-"""Explanations of prompts at a time: each may ask tiers for thousands of chunks."""
+"""Explanations of prompts at a time: each may ask tiers for thousands of chunks. Others wait, as few of each
+coordinator as it asks for at a time."""
 
 
 class PromptExplainer:
@@ -35,7 +37,7 @@ class PromptExplainer:
         self._stack = stack
         self._start_time_ns = start_time_ns
         self._reports: deque[RequestReport] = deque(maxlen=MAX_REPORTS)
-        self._running_count = 0
+        self._slots = Slots(MAX_RUNNING)
 
     def note(self, report: RequestReport) -> None:
         """Keeps what an engine reports of a request, unless that is too large."""
@@ -45,19 +47,13 @@ class PromptExplainer:
     async def explain(self, order: ExplainOrder) -> PromptExplanation:
         """The spans of the order's chunks, or the requests that it names.
 
-        Raises `BadChunkKey`, `KvSpecMismatch` if no engine of the chunks' spec has attached, and `Full` if others are
-        explained now.
+        Raises `BadChunkKey`, and `KvSpecMismatch` if no engine of the chunks' spec has attached.
         """
         found = PromptExplanation()
         found.start_time.FromNanoseconds(self._start_time_ns)
         if order.chunk_keys:
-            if self._running_count >= MAX_RUNNING:
-                raise Full(f"{MAX_RUNNING} prompts are being explained here already", limit=MAX_RUNNING)
-            self._running_count += 1
-            try:
+            async with self._slots.take(""):  # orders do not say which coordinator they are of
                 found.spans.extend(await self._spans(order.fingerprint, split_keys(order.chunk_keys)))
-            finally:
-                self._running_count -= 1
         elif order.engine_request_id:
             named = [
                 report for report in reversed(self._reports) if order.engine_request_id in report.engine_request_id
