@@ -136,14 +136,14 @@ def authenticated(route: BaseRoute, authenticator: Authenticator, rpc: str = VIE
 def _completion_request(request: AdmittedRequest) -> CompletionRequest:
     """Decodes a completion request. Raises `InvalidRequest` if the body is not a JSON object."""
     try:
-        body = msgspec.json.decode(request.body)
+        sent = msgspec.json.decode(request.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
+    if not isinstance(sent, dict):
         raise InvalidRequest(400, "the body must be a JSON object")
-    user = body.get("user")
+    user = sent.get("user")
     session = request.session or (user if isinstance(user, str) else "")
-    body = request.client.salted(request.path, without_handoff(body))
+    body = request.client.salted(request.path, without_handoff(sent))
     return CompletionRequest(
         path=request.path,
         body=body,
@@ -151,6 +151,7 @@ def _completion_request(request: AdmittedRequest) -> CompletionRequest:
         headers=request.headers,
         caller=request.caller,
         session=session,
+        sent=request.body if body == sent else b"",
     )
 
 

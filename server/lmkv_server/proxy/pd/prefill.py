@@ -42,6 +42,8 @@ class CompletionRequest:
     caller: str
     """The caller that shares of the proxy's limits are counted for: a token, or an address."""
     session: str = ""
+    sent: bytes = b""
+    """The body as the client has sent it, if nothing in it was replaced."""
 
     @property
     def is_streamed(self) -> bool:
@@ -49,7 +51,9 @@ class CompletionRequest:
         return bool(self.body.get("stream"))
 
     async def encode(self, body: Json) -> bytes:
-        """The body that an engine receives, made of the client's. A large one waits for its turn."""
+        """The body that an engine receives, made of the client's. A large one that differs waits for its turn."""
+        if self.sent and body == self.body:  # values are the same objects: they are not compared
+            return self.sent
         async with turns.of_loop().take(self.caller, self.size_bytes):
             return msgspec.json.encode(body)
 

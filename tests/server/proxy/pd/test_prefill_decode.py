@@ -74,6 +74,21 @@ WITH_RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
+async def test_a_body_in_which_nothing_is_replaced_passes_as_it_was_sent(
+    make_engine: MakeEngine, make_proxy: MakeProxy
+) -> None:
+    """Writing a text of 31 MB again would take longer than reading it; nothing else is served meanwhile."""
+    engine = await make_engine()
+    front = await make_proxy(engines=[engine])
+    sent = json.dumps(completion(PLAIN, max_tokens=1), indent=8).encode()
+    forged = sent.replace(b"{", b'{"kv_transfer_params": {"lmkv": {"handoff_id": "mine"}},', 1)
+    for body in (sent, forged):
+        answer = await front.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+    lengths = [int(headers["content-length"]) for _, _, headers in engine.asked]
+    assert lengths[0] == len(sent) > lengths[1]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
