@@ -239,19 +239,25 @@ class MemoryBudget:
                     first.served.set_result(None)
                 has_served = True
 
-    def _look_later(self) -> None:
+    def _look_later(self, *, is_last: bool = False) -> None:
         self._taken_bytes = 0
         with suppress(RuntimeError):  # the event loop has ended
-            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._look)
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._look, is_last)
             self._looks_at = time.monotonic() + TRIM_SECONDS
 
-    def _look(self) -> None:
-        """Returns memory to the system, unless requests still take much."""
+    def _look(self, is_last: bool) -> None:
+        """Returns memory to the system, unless requests still take much.
+
+        It does so again while others wait, and once more after that: gRPC holds what has arrived of their messages, and
+        frees it when they are refused.
+        """
         if max(self._taken_bytes, self.held_bytes) >= TRIM_FROM_BYTES:
             self._look_later()
-        else:
-            self._looks_at = -TRIM_SECONDS  # requests that begin in the next second have their own look
-            asyncio.get_running_loop().run_in_executor(None, _trim)
+            return
+        self._looks_at = -TRIM_SECONDS
+        asyncio.get_running_loop().run_in_executor(None, _trim)
+        if self._waiting or not is_last:
+            self._look_later(is_last=not self._waiting)
 
 
 class _Waiter(NamedTuple):

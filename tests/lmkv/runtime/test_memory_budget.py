@@ -442,12 +442,19 @@ def test_a_process_in_a_nested_cgroup_has_the_limit_of_that(nested_cgroup: Path)
     assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) == limit
 
 
-async def test_memory_is_returned_after_requests_that_begin_right_after_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_returned_until_no_request_waits_and_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has arrived of a request that waits is in memory, too, until it is refused."""
     trimmed: list[int] = []
     monkeypatch.setattr(memory_budget, "_trim", lambda: trimmed.append(1))
-    monkeypatch.setattr(memory_budget, "TRIM_SECONDS", 0.5)
-    budget = MemoryBudget(4 * TRIM_FROM_BYTES)
+    monkeypatch.setattr(memory_budget, "TRIM_SECONDS", 0.05)
+    budget = MemoryBudget(2 * TRIM_FROM_BYTES)
     budget.take("caller", TRIM_FROM_BYTES).close()
-    await until(lambda: len(trimmed) == 1)
-    budget.take("caller", TRIM_FROM_BYTES).close()
-    await until(lambda: len(trimmed) == 2)
+    held = budget.take("caller", TRIM_FROM_BYTES - 1)
+    waiting = asyncio.create_task(budget.acquire("caller", TRIM_FROM_BYTES, WAIT_SECONDS))
+    await until(lambda: len(trimmed) > 3)
+    assert budget.waiting_count == 1
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    count = len(trimmed)
+    await until(lambda: len(trimmed) > count)
+    held.close()
