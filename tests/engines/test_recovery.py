@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import tempfile
 import threading
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkv import cli
 from lmkv.errors import LmkvError
 from lmkv.rpc.frames import KEEPALIVE_SECONDS
 from lmkv_client.demo.engine import EngineProcess
@@ -49,6 +52,23 @@ def pair(healed: FaultyPair) -> FaultyPair:
 
 def test_engines_do_without_a_coordinator_until_it_appears(pair: FaultyPair) -> None:
     assert pair.early_tokens == {"from peer": 0, "from own pool": HELD_TOKENS, "known afterwards": HELD_TOKENS}
+
+
+def test_the_bench_shows_what_the_second_engine_gets_from_the_first(
+    pair: FaultyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [word for engine in pair.engines for word in ("--url", f"http://127.0.0.1:{engine.port}")]
+    sizes = ["--documents", "2", "--document-tokens", "1000", "--chats", "2", "--turns", "2", "--output-tokens", "2"]
+    assert cli.main(["bench", *urls, *sizes, "--json"]) == 0
+    rounds = {one["name"]: one for one in json.loads(capsys.readouterr().out)["rounds"]}
+    assert list(rounds) == ["documents, first time", "documents, again", "chats, first turn", "chats, later turns"]
+    assert {one["requests"] for one in rounds.values()} == {2}
+    assert rounds["documents, first time"]["cached_tokens"] == 0
+    assert rounds["documents, again"]["loaded_tokens"] >= rounds["documents, again"]["prompt_tokens"] * 0.8
+    assert cli.main(["bench", *urls, *sizes, "--chats", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^documents, again +2 +[\d,]+ +9\d% +9\d% ", shown, re.MULTILINE), shown
+    assert "documents: median TTFT " in shown
 
 
 def test_a_frozen_coordinator_costs_lookups_only(pair: FaultyPair) -> None:

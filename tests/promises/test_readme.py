@@ -30,6 +30,16 @@ def test_the_readme_fits_on_a_few_screens(root: Path) -> None:
     assert len((root / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
+def test_make_help_lists_few_targets_and_all_of_them_on_request() -> None:
+    listed = {line.split()[1] for line in make("help").stdout.splitlines() if line.startswith("make ")}
+    assert {"setup", "demo", "test", "nightly", "verify"} <= listed
+    assert len(listed) <= 16
+    everything = {
+        line.split()[1] for line in make("help", "ARGS=--all").stdout.splitlines() if line.startswith("make ")
+    }
+    assert {"chaos", "soak", "fuzz", "verify-lint", *listed} <= everything
+
+
 def test_every_reason_not_to_run_a_block_is_about_one() -> None:
     blocks = [(page, block) for page in PAGES for block in bash_blocks(page)]
     for name, words in NOT_RUN:

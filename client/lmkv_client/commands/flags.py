@@ -574,6 +574,11 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file to check (default: $LMKV_CONFIG_FILE)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="the coordinator, whatever the configuration says")
+    parser.add_argument(
+        "--fleet",
+        action="store_true",
+        help="check the coordinators and every registered instance instead of this host",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
 
 
@@ -585,6 +590,7 @@ doctor = Command(
   lmkv doctor                                  a host with engines, as $LMKV_CONFIG_FILE and LMKV_... set it up
   lmkv doctor --config lmkv.yaml               the same, by this file
   lmkv doctor coordinator --config head.yaml   a host that is to run a coordinator
+  lmkv doctor --fleet --coordinator head:9000  coordinators and all instances, from any host that reaches them
   lmkv doctor --json | jq '.[] | select(.level != "ok")'
 
 Nothing is changed, but the fleet sees an instance doctor-... come and go: it tries clock and keys.
@@ -628,5 +634,47 @@ demo = Command(
 Each prompt is measured three times: computed by engine 1 (cold), loaded by engine 2 from engine 1's node (from peer),
 and loaded by engine 1 from its own node (own host pool). In float32 the three answers are the same, token by token.
 SGLang and vLLM share KV by share_across_engines and hash_scheme (docs/guides/across-engines.md); the demo sets both.
+""",
+)
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `lmkv bench`."""
+    parser.add_argument(
+        "--url",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="an engine or proxy, http://HOST:PORT; may be repeated: a repeated prompt goes to the next one",
+    )
+    parser.add_argument("--model", metavar="NAME", help="the served model (default: the first one of the first URL)")
+    parser.add_argument("--documents", type=int, default=10, metavar="N", help="documents; 0: none (10)")
+    parser.add_argument(
+        "--document-tokens",
+        type=int,
+        default=4000,
+        metavar="N",
+        help="tokens of a document, and of a chat (4000)",
+    )
+    parser.add_argument("--chats", type=int, default=5, metavar="N", help="chats; 0: none (5)")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of each chat (4)")
+    parser.add_argument("--output-tokens", type=int, default=16, metavar="N", help="tokens of each answer (16)")
+    parser.add_argument("--in-flight", type=int, default=4, metavar="N", help="requests at a time (4)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the texts (default: new texts in each run)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+bench = Command(
+    name="bench",
+    add_arguments=_add_bench_arguments,
+    run="lmkv_client.demo.bench:run",
+    examples="""\
+  lmkv bench --url http://10.0.0.7:8000                                  one engine
+  lmkv bench --url http://10.0.0.7:8000 --url http://10.0.0.8:8000       repeated prompts go to the other engine
+  lmkv bench --url http://proxy:9100 --chats 0 --document-tokens 10000   long documents only, through the proxy
+
+Documents are sent twice, with another question; turns of a chat repeat the turns before them. The table compares the
+first time with the others: tokens that were cached, by whom, and the time to the first token. Endpoints are called with
+the token in $OPENAI_API_KEY, if it is set. Nothing but requests is sent; the fleet serves others meanwhile.
 """,
 )

@@ -102,6 +102,10 @@ class Endpoint:
                         values[name] = values.get(name, 0.0) + sample.value
         return values
 
+    def models(self) -> list[str]:
+        """The names of the models that it serves. Raises as `complete`."""
+        return [str(one["id"]) for one in json.loads(self._request("GET", "/v1/models"))["data"]]
+
     def answers(self, path: str) -> bool:
         """Whether a GET of this path returns 200."""
         try:
@@ -141,7 +145,7 @@ class Endpoint:
             usage = event.get("usage") or usage
             for choice in event["choices"]:
                 last = choice
-                if choice.get("token_ids"):
+                if choice.get("token_ids") or ("token_ids" not in choice and choice.get("text")):  # not vLLM's
                     tokens.append(read_token(choice, seconds))
         return make_completion(tokens, last, usage, time.perf_counter() - begin)
 
@@ -233,7 +237,7 @@ def read_token(choice: Mapping[str, Any], seconds: float) -> CompletionToken:
     """The tokens in one choice of a response or an event."""
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
     return CompletionToken(
-        token_ids=tuple(choice["token_ids"]), text=choice["text"], seconds=seconds, logprobs=tuple(logprobs)
+        token_ids=tuple(choice.get("token_ids") or ()), text=choice["text"], seconds=seconds, logprobs=tuple(logprobs)
     )
 
 

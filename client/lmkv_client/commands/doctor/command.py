@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from lmkv.config import Config, ConnectorConfig, CoordinatorConfig, load
+from lmkv.config import ClientConfig, Config, ConnectorConfig, CoordinatorConfig, load
 from lmkv.errors import ConfigError
 from lmkv_client.commands.doctor.finding import (
     Finding,
@@ -22,7 +22,7 @@ from lmkv_client.commands.doctor.finding import (
     ok,
     warn,
 )
-from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
+from lmkv_client.commands.doctor.fleet import check_fleet, check_instances, check_keys
 from lmkv_client.commands.doctor.host import (
     check_coordinator_ports,
     check_folder,
@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Yields the findings of the role; only one if the configuration is invalid."""
+    if args.fleet:
+        yield from _examine_fleet(args)
+        return
     kind: type[Config] = CoordinatorConfig if args.role == "coordinator" else ConnectorConfig
     flags = {"coordinator": args.coordinator} if kind is ConnectorConfig else {}
     try:
@@ -81,6 +84,14 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         yield finding
     if not trouble:  # else there is no way to speak to it
         yield from asyncio.run(_collect(config))
+
+
+def _examine_fleet(args: argparse.Namespace) -> Iterator[Finding]:
+    try:
+        config = load(ClientConfig, file=args.config, flags={"coordinator": args.coordinator})
+        yield from asyncio.run(check_instances(config))
+    except ConfigError as error:
+        yield fail("config", str(error))
 
 
 def show(finding: Finding) -> None:

@@ -5,6 +5,7 @@ Clock and keys are tried by a visit: the doctor registers as an instance for a m
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 import grpc
 
 from lmkv import __version__
-from lmkv.config import ConnectorConfig
+from lmkv.config import ClientConfig, ConnectorConfig
 from lmkv.errors import BadKvSpec, LmkvError, PermissionDenied, Unreachable
 from lmkv.internal import OWN_BUILD, PROTOCOL_VERSION, Build, check_builds
 from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest
@@ -30,6 +31,8 @@ from lmkv.v1.registry_service_pb2 import DeregisterRequest, Instance, RegisterRe
 from lmkv_client import Coordinator
 from lmkv_client.commands.doctor.finding import Finding, fail, ok, warn
 from lmkv_client.commands.doctor.host import node_runs
+from lmkv_client.commands.fleet import conflicts
+from lmkv_client.commands.output import count, engines, format_fill
 
 CLOCK_SECONDS = 1.0
 """Operations and pins expire by the clock; an offset of a second matters."""
@@ -47,6 +50,64 @@ def check_keys() -> Iterator[Finding]:
         yield ok("keys", "this host computes the expected keys")
     else:
         yield fail("keys", "this host computes unexpected keys and cannot share chunks; reinstall lmkv")
+
+
+CONNECT_SECONDS = 3.0
+MOST_AT_ONCE = 64
+"""Instances that are connected to at the same time."""
+
+
+async def check_instances(config: ClientConfig) -> list[Finding]:
+    """Checks the coordinators and every instance that they know, from this host."""
+    findings: list[Finding] = []
+    known: dict[str, set[str]] = {}
+    instances: dict[str, Instance] = {}
+    for address in config.coordinator_address:
+        begin = time.monotonic()
+        try:
+            async with Coordinator(
+                address, credentials=config.credentials, timeout_seconds=ANSWER_SECONDS
+            ) as coordinator:
+                listed = await coordinator.instances()
+        except LmkvError as error:
+            findings.append(fail("coordinator", f"{address}: {error}"))
+            continue
+        took = format_duration(time.monotonic() - begin)
+        findings.append(ok("coordinator", f"{address} responded in {took}; {count(len(listed), 'instance')}"))
+        known[address] = {one.instance_id for one in listed}
+        instances |= {one.instance_id: one for one in listed}
+    for address, names in known.items():
+        if absent := sorted(instances.keys() - names):
+            fix = "set coordinator_address to the same coordinators at all nodes"
+            findings.append(warn("coordinator", f"{address} does not know {', '.join(absent[:5])}; {fix}"))
+    if not instances:
+        return findings
+    findings.append(check_versions(list(instances.values())))
+    findings += [warn("specs", f"{line}; make it equal") for line in conflicts(instances.values())]
+    places = asyncio.Semaphore(MOST_AT_ONCE)
+    ordered = [instances[name] for name in sorted(instances)]
+    return findings + list(await asyncio.gather(*(_check_instance(one, places) for one in ordered)))
+
+
+async def _check_instance(instance: Instance, places: asyncio.Semaphore) -> Finding:
+    """Whether this host reaches an instance as its peers must, and whether it has reported its chunks."""
+    usage = ", ".join(f"{tier.tier} {format_fill(tier)}" for tier in instance.tiers)
+    state = ", ".join(filter(None, (f"engines: {engines(instance)}", usage)))
+    name = instance.instance_id
+    if not instance.synced:
+        return warn(name, f"still reports its chunks, so that lookups may miss them; {state}")
+    if not instance.peer_address:
+        return warn(name, f"shares nothing: enable_p2p is false; {state}")
+    host, _, port = instance.peer_address.rpartition(":")
+    try:
+        async with places, asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+    except (OSError, TimeoutError) as error:
+        why = getattr(error, "strerror", None) or f"no answer within {CONNECT_SECONDS:.0f} s"
+        fix = "set its p2p_host to an address that other hosts reach, and open its p2p_port"
+        return fail(name, f"{instance.peer_address} cannot be reached ({why}), so that no host can load from it; {fix}")
+    return ok(name, f"{instance.peer_address} responds; {state}")
 
 
 async def check_fleet(config: ConnectorConfig) -> AsyncIterator[Finding]:
@@ -79,8 +140,7 @@ async def _check_at(address: str, config: ConnectorConfig) -> AsyncIterator[Find
                 "auth_token_file to an admin's token for that",
             )
         else:
-            count = len(instances)
-            yield ok("coordinator", f"{address} responded in {took}; {count} instance{'' if count == 1 else 's'}")
+            yield ok("coordinator", f"{address} responded in {took}; {count(len(instances), 'instance')}")
             yield check_instance_id(config, instances)
             yield check_versions(instances)
         async for finding in _visit(config, coordinator, instances):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -24,10 +25,12 @@ from lmkv_client.commands.doctor.finding import Finding, check_tls
 from lmkv_client.commands.doctor.fleet import check_fleet, check_keys
 from lmkv_client.commands.doctor.host import check_coordinator_ports, check_folder, check_memory, check_peer_port
 from lmkv_client.commands.doctor.transfer import check_transfer
+from lmkv_server.node.node import Node
 from tests.client.conftest import Fleet, RunCommand
 from tests.server.coordinator.guarded import guarded, token_of
 from tests.support.certificates import issue
 from tests.support.specs import LLAMA
+from tests.waiting import until
 
 Capture = pytest.CaptureFixture[str]
 
@@ -357,6 +360,27 @@ async def test_a_failure_is_exit_code_1(fleet: Fleet, run_command: RunCommand, c
     assert await run_command("doctor", "--coordinator", "127.0.0.1:1", "--json") == 1
     findings = json.loads(capsys.readouterr().out)
     assert [finding["check"] for finding in findings if finding["level"] == "fail"] == ["coordinator"]
+
+
+async def test_the_fleet_is_checked_instance_by_instance(
+    fleet: Fleet, node: NodeConfig, run_command: RunCommand, capsys: Capture
+) -> None:
+    config = dataclasses.replace(node, coordinator_address=(fleet.address,))
+    async with Node(config) as real:
+        await until(lambda: real.fleet.connected, "the node is registered")
+        assert await run_command("doctor", "--fleet", "--coordinator", fleet.address, "--json") == 1
+    findings = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
+    assert findings["coordinator"]["text"].endswith("; 3 instances")
+    assert findings["a"]["level"] == findings["b"]["level"] == "fail"
+    assert "cannot be reached" in findings["a"]["text"]
+    assert findings["lmkv-1"]["level"] == "ok", findings["lmkv-1"]
+    assert findings["lmkv-1"]["text"].startswith(f"{real.peer_address} responds; engines: 0")
+
+
+async def test_a_fleet_without_a_coordinator_fails_with_its_address(run_command: RunCommand, capsys: Capture) -> None:
+    assert await run_command("doctor", "--fleet", "--coordinator", "127.0.0.1:1") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("fail  coordinator  127.0.0.1:1: ")
 
 
 def test_a_configuration_that_cannot_be_read_is_all_there_is_to_say(tmp_path: Path, capsys: Capture) -> None:
