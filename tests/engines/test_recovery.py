@@ -64,10 +64,10 @@ def test_the_bench_shows_what_the_second_engine_gets_from_the_first(
     assert list(rounds) == ["documents, first time", "documents, again", "chats, first turn", "chats, later turns"]
     assert {one["requests"] for one in rounds.values()} == {2}
     assert rounds["documents, first time"]["cached_tokens"] == 0
-    assert rounds["documents, again"]["loaded_tokens"] >= rounds["documents, again"]["prompt_tokens"] * 0.8
+    assert rounds["documents, again"]["loaded_tokens"] >= 2 * 768, "the whole chunks of both"
     assert cli.main(["bench", *urls, *sizes, "--chats", "0"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^documents, again +2 +[\d,]+ +9\d% +9\d% ", shown, re.MULTILINE), shown
+    assert re.search(r"^documents, again +2 +[\d,]+ +[7-9]\d% +[7-9]\d% ", shown, re.MULTILINE), shown
     assert "documents: median TTFT " in shown
 
 

@@ -55,9 +55,13 @@ def test_the_readmes_engine_starts_and_vllms_benchmark_runs_against_it(with_mode
     assert counted(shown, "lmkv:stored_tokens_total") > 0
 
 
-def test_the_readmes_fleet_lists_its_engine(with_model: Path, nursery: Nursery) -> None:
+def test_the_readmes_fleet_shows_what_the_second_engine_loads_from_the_first(
+    with_model: Path, nursery: Nursery
+) -> None:
     _, fleet, _ = blocks_to_run(README)
-    assert "engine-1" in Shell(with_model, nursery).run([fleet])
+    shown = Shell(with_model, nursery).run([fleet])
+    assert re.search(r"^documents, first time +3 +[\d,]+ +0% +0% ", shown, re.MULTILINE), shown
+    assert re.search(r"^documents, again +3 +[\d,]+ +[89]\d% +[89]\d% ", shown, re.MULTILINE), shown
 
 
 def test_the_readmes_prefill_and_decode_engines_answer_through_the_proxy(with_model: Path, nursery: Nursery) -> None:
