@@ -643,9 +643,8 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         action="append",
-        required=True,
         metavar="URL",
-        help="an engine or proxy, http://HOST:PORT; may be repeated: a repeated prompt goes to the next one",
+        help="an engine or proxy; may be repeated: a repeated prompt goes to the next one (http://127.0.0.1:8000)",
     )
     parser.add_argument("--model", metavar="NAME", help="the served model (default: the first one of the first URL)")
     parser.add_argument("--documents", type=int, default=10, metavar="N", help="documents; 0: none (10)")

@@ -30,6 +30,8 @@ from lmkv_client.demo.endpoint import Completion, Endpoint
 
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the token of the endpoints."""
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where vLLM serves by default."""
 CALIBRATION_WORDS = 200
 SETTLE_SECONDS = 30.0
 """Longest wait for what the engines still store when the first round has ended."""
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
     if args.documents + args.chats == 0:
         raise ConfigError("--documents and --chats are both 0: there is nothing to measure")
-    endpoints = [make_endpoint(url, args.model) for url in args.url]
+    endpoints = [make_endpoint(url, args.model) for url in args.url or [DEFAULT_URL]]
     if not args.model:
         for endpoint in endpoints:
             endpoint.model_name = endpoints[0].models()[0]
