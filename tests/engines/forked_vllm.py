@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[2])
 
-from tests.support.fork_server import Request, connected, fork  # noqa: E402 # behind its path
+from tests.support.fork_server import Request, connected_when_ready, fork  # noqa: E402 # behind its path
 
 
 def main(path: str, arguments: list[str]) -> int:
@@ -20,7 +20,7 @@ def main(path: str, arguments: list[str]) -> int:
         environment=dict(os.environ),
         folder=str(Path.cwd()),
     )
-    process = fork(connected(path), request, [0, 1, 2])
+    process = fork(connected_when_ready(path), request, [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: os.kill(process.pid, number))
     status = process.wait()

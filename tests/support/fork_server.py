@@ -251,7 +251,7 @@ def connected(path: str) -> socket.socket:
     return connection
 
 
-def _connected_when_ready(path: str, has_ended: Callable[[], bool] = lambda: False) -> socket.socket:
+def connected_when_ready(path: str, has_ended: Callable[[], bool] = lambda: False) -> socket.socket:
     """Waits until the server is ready. Raises `TimeoutError` if it is not in time, or has ended."""
     deadline = time.monotonic() + READY_TIMEOUT_SECONDS
     while time.monotonic() < deadline and not has_ended():
@@ -283,7 +283,7 @@ def start_module(
         environment=dict(environment),
         folder=str(Path.cwd()),
     )
-    connection = _connected_when_ready(os.environ[PATH_VARIABLE])
+    connection = connected_when_ready(os.environ[PATH_VARIABLE])
     if log:
         return _fork_with_log(connection, request, log)
     theirs, stdin = os.pipe()
@@ -326,7 +326,7 @@ class ForkServer:
         """A connection for `fork`. Waits until the server is ready."""
         self.start()
         try:
-            return _connected_when_ready(self.path, self._has_ended)
+            return connected_when_ready(self.path, self._has_ended)
         except TimeoutError as error:
             raise AssertionError(f"the fork server is not ready:\n{self._log.read_text()}") from error
 
