@@ -56,9 +56,11 @@ class BenchRound:
         return sum(one.prompt_tokens for one in self.completions)
 
     @property
-    def cached_tokens(self) -> int:
-        """Of these, tokens that no engine computed."""
-        return sum(one.cached_tokens for one in self.completions)
+    def cached_tokens(self) -> int | None:
+        """Of these, tokens that no engine computed; None if the engines do not report them in their answers, as vLLM
+        without `--enable-prompt-tokens-details`."""
+        count = sum(one.cached_tokens for one in self.completions)
+        return None if not count and self.loaded_tokens else count
 
     def ttft_seconds(self, percent: int) -> float:
         """A percentile of the time to the first token, by nearest rank."""
@@ -235,18 +237,20 @@ def show(rounds: Sequence[BenchRound]) -> None:
         before, after = first.ttft_seconds(50), again.ttft_seconds(50)
         kind = first.name.partition(",")[0]
         print(f"{kind}: median TTFT {format_duration(after)} instead of {format_duration(before)}")
-        if not again.cached_tokens:
+        if not again.cached_tokens and not again.loaded_tokens:
             print("  no prompt token was cached: `lmkv explain` says why, docs/operate/troubleshooting.md what to do")
 
 
 def _cells(one: BenchRound) -> tuple[str, ...]:
-    loaded = "-" if one.loaded_tokens is None else f"{one.loaded_tokens / max(1, one.prompt_tokens):.0%}"
+    def share(tokens: float | None) -> str:
+        return "-" if tokens is None else f"{tokens / max(1, one.prompt_tokens):.0%}"
+
     return (
         one.name,
         str(len(one.completions)),
         f"{one.prompt_tokens:,}",
-        f"{one.cached_tokens / max(1, one.prompt_tokens):.0%}",
-        loaded,
+        share(one.cached_tokens),
+        share(one.loaded_tokens),
         format_duration(one.ttft_seconds(50)),
         format_duration(one.ttft_seconds(99)),
         format_duration(one.seconds),
