@@ -5,7 +5,8 @@ Unknown values are None, never estimates. Because measurements expire, a peer th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 DECAY = 0.8
@@ -42,6 +43,15 @@ class Bandwidth:
         self._connected = False
         self.reading_bytes = 0
         """Bytes of the reads that run."""
+
+    @contextmanager
+    def reading(self, size_bytes: int) -> Iterator[None]:
+        """Counts a read in `reading_bytes` while it runs."""
+        self.reading_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self.reading_bytes -= size_bytes
 
     def busy(self, began: float, now: float) -> BusyTime:
         """The time of a read that ends now in which no other read of the source has ended: reads that run at once

@@ -321,17 +321,15 @@ class HolderReader:
     @contextmanager
     def _watched(self, size_bytes: int = 0) -> Iterator[None]:
         """Runs one step; marks the holder as late if this takes longer than expected, with all reads that run there."""
-        bandwidth = self._holder.bandwidth
-        bandwidth.reading_bytes += size_bytes
-        self._waiting_count += 1
-        seconds = self._fetch.late_seconds(self._holder, bandwidth.reading_bytes)
-        timer = asyncio.get_running_loop().call_later(seconds, self._mark_late)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self._waiting_count -= 1
-            bandwidth.reading_bytes -= size_bytes
+        with self._holder.bandwidth.reading(size_bytes):
+            self._waiting_count += 1
+            seconds = self._fetch.late_seconds(self._holder, self._holder.bandwidth.reading_bytes)
+            timer = asyncio.get_running_loop().call_later(seconds, self._mark_late)
+            try:
+                yield
+            finally:
+                timer.cancel()
+                self._waiting_count -= 1
 
     def _mark_late(self) -> None:
         self._peer.mark_late()
