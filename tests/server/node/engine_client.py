@@ -67,8 +67,12 @@ class EngineClient:
             expected_config=self._config,
             wants_tier_changes=self._wants_tier_changes,
         )
-        await self.say(hello=hello)
-        self.welcomed = await self.welcome()
+        try:
+            await self.say(hello=hello)
+            self.welcomed = await self.welcome()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(

@@ -37,10 +37,12 @@ class IncomingChunk:
 class PendingWrites:
     """The reserved extents of one batch. Each is committed, or released once no transfer can write to it any more."""
 
-    def __init__(self, tier: HostTier) -> None:
-        """`tier` has the extents: the node's tier, or that of a device buffer."""
+    def __init__(self, tier: HostTier, quarantine: set[PendingWrites] | None = None) -> None:
+        """`tier` has the extents: the node's tier, or that of a device buffer. `quarantine` has this while
+        `is_quarantined`."""
         self.chunks: list[IncomingChunk] = []
         self._tier = tier
+        self._quarantine = quarantine if quarantine is not None else set()
         self._open: dict[int, Reservation] = {}  # by offset: neither committed nor released
         self._is_writing = False
         self._is_closed = False
@@ -86,11 +88,14 @@ class PendingWrites:
     def close(self) -> None:
         """Releases what was not committed: now, or when the transfer has stopped."""
         self._is_closed = True
-        if not self._is_writing:
+        if self._is_writing:
+            self._quarantine.add(self)
+        else:
             self._release()
 
     def _stopped(self) -> None:
         self._is_writing = False
+        self._quarantine.discard(self)
         if self._is_closed:
             self._release()
 
@@ -234,13 +239,12 @@ class TransferPipeline:
 
     def stats(self) -> TransferStats:
         """The counters as they are now."""
-        quarantined = [writes for writes in self._quarantine if writes.is_quarantined]
         return TransferStats(
             chunk_count=self._chunk_count,
             transferred_bytes=self._transferred_bytes,
             checksum_mismatches=self._mismatch_count,
-            quarantined_batches=len(quarantined),
-            quarantined_bytes=sum(writes.open_bytes for writes in quarantined),
+            quarantined_batches=len(self._quarantine),
+            quarantined_bytes=sum(writes.open_bytes for writes in self._quarantine),
             traffic=tuple(self._traffic.values()),
         )
 
@@ -282,7 +286,7 @@ class TransferPipeline:
     async def _run_batch(
         self, transfer: Transfer, batch: Sequence[PeerChunk], ahead: asyncio.Semaphore, failures: list[LmkvError]
     ) -> None:
-        writes = PendingWrites(transfer.tier)
+        writes = PendingWrites(transfer.tier, self._quarantine)
         try:
             try:
                 for chunk in batch:
@@ -298,8 +302,6 @@ class TransferPipeline:
         finally:
             transfer.end_batch([chunk.index for chunk in batch])
             writes.close()
-            if writes.is_quarantined:
-                self._quarantine = {*filter(lambda earlier: earlier.is_quarantined, self._quarantine), writes}
 
     async def _commit(self, transfer: Transfer, writes: PendingWrites, checksums: Sequence[int] | None) -> None:
         """Commits the chunks that are intact and still missing."""
