@@ -78,6 +78,19 @@ async def test_an_order_repeated_by_its_request_id_is_carried_out_once(coordinat
     assert other.name != moves[0].name
 
 
+async def test_times_are_seconds_and_the_longest_ones_are_those_of_durations(
+    coordinator: Coordinator, fleet: Fleet
+) -> None:
+    drain = await coordinator.drain("a", deadline_seconds=100.0)
+    assert drain.progress
+    lasts_seconds = drain.progress.expire_time.ToSeconds() - drain.progress.create_time.ToSeconds()
+    assert 90 < lasts_seconds < 110
+    await drain.cancel()
+    await coordinator.hint("pin", PROMPT, instance="b", ttl_seconds=1e300)
+    (order,) = [one for one in fleet.b.orders if one.HasField("hint")]
+    assert order.hint.ttl.seconds > 0
+
+
 async def start_paused(coordinator: Coordinator, fleet: Fleet) -> MoveOperation:
     fleet.pause()
     move = await coordinator.move(PROMPT, source="a", destination="b")

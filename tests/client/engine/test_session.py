@@ -109,6 +109,7 @@ def test_what_was_granted_ends_with_the_node_and_nothing_of_it_is_sent_to_the_ne
     assert asked.is_over
     assert (talk.session.attachment, len(talk.session.credits[0])) == (None, 0)
     assert reason(asked) == MissReason.NODE_LOST
+    assert talk.session.lose() == [], "nothing is lost twice"
     talk.node.attach()
     talk.events()
     talk.session.release(held)

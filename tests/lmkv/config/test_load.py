@@ -16,6 +16,7 @@ from lmkv.config import (
     as_written,
     load,
 )
+from lmkv.config.sources import MAX_VALUES
 from lmkv.errors import ConfigError
 from tests.lmkv.config.files import EMPTY, refusal, written
 
@@ -41,6 +42,13 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     env = {"LMKV_CHUNK_SIZE": "2", "LMKV_LOAD_TIMEOUT": "2500ms"}
     config = load(ConnectorConfig, file=file, env=env, flags={"chunk_size": "3", "p2p_port": None})
     assert (config.chunk_size, config.load_timeout, config.node_linger, config.grant_ttl) == (3, 2.5, 2.0, 30.0)
+
+
+@pytest.mark.parametrize(("count", "reason"), [(MAX_VALUES - 1, "must hold keys"), (MAX_VALUES, "has more than")])
+def test_a_file_has_a_bounded_number_of_values(tmp_path: Path, count: int, reason: str) -> None:
+    file = written(tmp_path, f"[{', '.join('0' * count)}]\n")
+    with pytest.raises(ConfigError, match=reason):
+        load(NodeConfig, file=file, env=EMPTY)
 
 
 def test_an_alias_wins_over_the_key_of_a_weaker_place(tmp_path: Path) -> None:

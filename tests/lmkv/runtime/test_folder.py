@@ -219,6 +219,7 @@ def test_only_plain_files_of_this_user_are_opened(tmp_path: Path) -> None:
         os.mkfifo(folder.path / "pipe")
         (folder.path / "open").touch()
         (folder.path / "open").chmod(0o666)
+        file_count = len(list(Path("/proc/self/fd").iterdir()))
         for name, reason in (
             ("link", "is a symbolic link: remove it"),
             ("hard", "has another name"),
@@ -227,6 +228,7 @@ def test_only_plain_files_of_this_user_are_opened(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=f"^local_disk: {folder.path / name} {reason}.*, or set local_disk"):
                 folder.open(name, os.O_RDWR | os.O_CREAT)
+        assert len(list(Path("/proc/self/fd").iterdir())) == file_count, "what is refused is closed"
         with pytest.raises(FileNotFoundError):
             folder.open("none", os.O_RDONLY)
         folder.unlink("none")

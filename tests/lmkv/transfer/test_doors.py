@@ -45,6 +45,26 @@ async def test_a_wrong_token_opens_nothing(
     await owner.aclose()
 
 
+def file_count() -> int:
+    """Files that this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_an_end_of_shared_memory_that_comes_again_replaces_the_one_before(short_folder: Path) -> None:
+    own, other = Memory(MIB), Memory(MIB)
+    reader = await other.open("shm", "reader:1", short_folder)
+    owner = await own.open("shm", "owner:1", short_folder)
+    await reader.add_peer("owner:1", owner.metadata_for(own.admit()))
+    before = file_count()
+    await owner.aclose()
+    await owner.aclose()
+    owner = await own.open("shm", "owner:1", short_folder)
+    await reader.add_peer("owner:1", owner.metadata_for(own.admit()))
+    await until(lambda: file_count() <= before, "what it had of the first one is closed")
+    await reader.aclose()
+    await owner.aclose()
+
+
 async def test_shared_memory_is_handed_out_to_be_read_only(short_folder: Path) -> None:
     own = Memory(MIB)
     owner = await ShmChannel.open(own.end("owner:1", short_folder))

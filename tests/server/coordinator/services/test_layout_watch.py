@@ -116,6 +116,15 @@ async def test_a_node_that_restarts_is_seen_as_gone_and_back(make: Make, cache: 
             assert any(gone)
 
 
+async def test_what_an_instance_has_lost_while_it_reported_nothing_is_seen_as_lost(make: Make, cache: Any) -> None:
+    async with make("a", CHUNKS) as a, watching(cache) as watcher:
+        await watcher.until({"a": set(KEYS)})
+        await a.leave()
+        a.chunks = {KEYS[0]: CHUNKS[KEYS[0]]}
+        await a.join()
+        await watcher.until({"a": {KEYS[0]}})
+
+
 async def test_only_one_spec_may_be_watched(make: Make, cache: Any) -> None:
     qwen = keys_of(range(64), QWEN)
     async with make("a", CHUNKS), make("q", qwen, QWEN) as q, watching(cache, fingerprint=QWEN.fingerprint) as watcher:

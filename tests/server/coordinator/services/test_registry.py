@@ -20,8 +20,9 @@ from lmkv.internal.v1.report_service_pb2 import ChunkChange, ReportRequest, Tier
 from lmkv.keys import KEY_BYTES, MAX_KEYS, split_keys
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.messages import by_keys
-from lmkv.spec import KvSpec
+from lmkv.spec import MAX_PARTS, KvSpec
 from lmkv.tiers import HOST
+from lmkv.v1 import chunk_pb2
 from lmkv.v1 import registry_service_pb2 as pb
 from lmkv.v1.cache_service_pb2 import LookupRequest
 from lmkv.v1.registry_service_pb2 import (
@@ -124,6 +125,13 @@ async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> 
     assert lease == pytest.approx(30e9, abs=1e8)
 
 
+def spec_of_parts(count: int) -> chunk_pb2.KvSpec:
+    """A spec of as many parts."""
+    spec = LLAMA.to_proto()
+    spec.more_parts.extend(chunk_pb2.KvPart() for _ in range(count - 1))
+    return spec
+
+
 @pytest.mark.parametrize(
     "instance",
     [
@@ -136,6 +144,7 @@ async def test_registering_returns_the_instance_and_its_lease(registry: Any) -> 
         Instance(instance_id="two\nlines", epoch=1, peer_address="host:1"),
         Instance(instance_id="a", epoch=1, peer_address="two\nlines:1"),
         Instance(instance_id="a", epoch=1, peer_address="host:" + 5000 * "1"),
+        Instance(instance_id="a", epoch=1, peer_address="host:1", specs=[spec_of_parts(MAX_PARTS + 1)]),
     ],
 )
 async def test_a_bad_instance_is_refused(registry: Any, instance: Instance) -> None:

@@ -88,6 +88,16 @@ def test_beyond_its_limit_it_keeps_nothing() -> None:
     assert len(changes) == 0
 
 
+def test_digests_of_prefixes_are_reported_with_their_chunk() -> None:
+    changes = ChunkChanges()
+    changes.admitted(HeldChunk(HOST, ONE, key(2), 12, key(1), b"digests"))
+    changes.admitted(HeldChunk(HOST, ONE, key(1), 256))
+    (report,) = changes.reports(SIZES)
+    (change,) = report.changes
+    assert split_keys(change.admitted_keys) == [key(2), key(1)]
+    assert (dict(change.partial_parent_keys), dict(change.prefix_digests)) == ({0: key(1)}, {0: b"digests"})
+
+
 def test_digests_cover_every_tier_that_is_asked_for() -> None:
     changes = ChunkChanges(HeldChunk(tier=HOST, fingerprint=ONE, key=key(i), token_count=256) for i in range(3))
     found = {part.tier: (part.chunk_count, part.key_sum) for part in changes.digests([HOST, DISK])}

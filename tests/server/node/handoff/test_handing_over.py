@@ -66,6 +66,17 @@ async def test_early_chunks_arrive_while_later_ones_are_still_computed(prefill: 
     assert (await ended).chunk_count == 8
 
 
+async def test_a_handoff_opens_the_session_again_that_the_decode_has_dropped(prefill: Parts, decode: Parts) -> None:
+    for key in KEYS:
+        prefill.put(key)
+    for handoff_id in ("r0", "r1"):
+        handed = await prefill.hand(handoff_id, decode.instance_id, KEYS)
+        assert handed.error is None
+        for own in list(decode.service.sessions._by_identity.values()):
+            for session in list(own.values()):
+                decode.service.sessions._drop(session)
+
+
 async def test_every_prefill_hands_to_every_decode_at_once() -> None:
     async with AsyncExitStack() as stack:
         prefills = [await stack.enter_async_context(Parts(f"prefill-{number}")) for number in range(2)]

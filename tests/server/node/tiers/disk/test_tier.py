@@ -352,6 +352,8 @@ def test_a_full_disk_keeps_what_fits_and_takes_more_once_there_is_room(tmp_path:
                 assert 10 < kept <= 20, kept
                 assert host.disk.stats().failures, "it was full"
                 assert host.disk.usable
+                for volume in host.disk.volumes:
+                    assert volume.index.used_bytes == sum(chunk.file_bytes for chunk in volume.index)
                 numbers = [number for number in range(60) if host.disk.get(chunk_keys(number)[0])]
                 host.drop(*range(60))
                 assert sorted(await host.read(*range(60))) == numbers
