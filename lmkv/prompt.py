@@ -13,19 +13,19 @@ held.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmkv.end_index import EndIndex
 from lmkv.keys import (
     KEY_BYTES,
-    PREFIX_DIGEST_BYTES,
     ChunkKey,
     Tokens,
     join_keys,
@@ -56,7 +56,7 @@ class Tail:
 
 
 class Hit(NamedTuple):
-    """Where a hit ends."""
+    """The end of a hit."""
 
     chunk_count: int = 0
     """Chunks of the prompt, from the first one on."""
@@ -361,7 +361,7 @@ class Items:
         return self.prompt.tokens_of(self.at(index)[1], self.hit)
 
     def parent(self, index: int) -> ChunkKey | None:
-        """What must not be evicted before an item; see `parent_of`."""
+        """Returns the key of the item that must stay as long as this one; see `parent_of`."""
         part, chunk = self.at(index)
         tail = self.hit.tail if chunk == self.hit.chunk_count else None
         own, previous = tail.key if tail else self.prompt.key(0, chunk), self.prompt.parent(chunk)
@@ -440,13 +440,13 @@ def parent_of(
 
 
 class Held(Protocol):
-    """What is held of a prompt: in a pool, by an instance, or in several tiers together."""
+    """Answers which chunks of a prompt are held: in a pool, by an instance, or in several tiers together."""
 
     def prefix(self, part: int, count: int) -> int:
-        """How many of the first `count` chunks are held of one part, from the first on without a gap."""
+        """Counts the chunks of which one part is held, from the first up to the first gap, of the first `count`."""
 
     def flags(self, part: int, start: int, stop: int) -> bytes:
-        """Which of the chunks from `start` to `stop` are held of one part: a byte for each, 1 or 0."""
+        """Returns a byte for each chunk from `start` to `stop`: 1 if one part of it is held, else 0."""
 
     def tails(self, chunk_count: int) -> Iterable[Tail]:
         """The tails behind the first chunks whose `Prompt.tail_parts` are held, those with the most tokens first."""
@@ -554,122 +554,3 @@ def _match_all(prompt: Prompt, held: Held, count: int, most_bytes: int | None) -
         if hit := _ending_behind(prompt, held, behind, most_bytes):
             return hit
     return Hit(found)
-
-
-# --- The index of ends -------------------------------------------------------------------------------------------
-
-Id = TypeVar("Id", bound="bytes | tuple[Any, ...]")
-
-
-class EndIndex(Generic[Id]):
-    """Token counts and prefix digests of chunks by parent: the key of the chunk before, or the root of the key chain.
-
-    Chunks are identified by `Id`. Memory is bounded by the number of chunks, and 8 bytes for each of their tokens.
-    """
-
-    def __init__(self) -> None:
-        self._chunks: dict[Id, tuple[bytes, int, bytes]] = {}
-        """Parent, tokens and prefix digests of each chunk."""
-        self._counts: dict[bytes, dict[int, int]] = {}
-        """Number of chunks by tokens, by parent."""
-        self._sorted: dict[bytes, list[tuple[bytes, Id]]] = {}
-        """The chunks with prefix digests in the order of these, by parent: those that begin alike are neighbours."""
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __iter__(self) -> Iterator[Id]:
-        return iter(self._chunks)
-
-    def __contains__(self, chunk: Id) -> bool:
-        return chunk in self._chunks
-
-    def lengths(self, parent: bytes) -> Sequence[int]:
-        """Token counts of the chunks behind a chunk or a root: ascending, each once."""
-        counts = self._counts.get(parent)
-        return sorted(counts) if counts else ()
-
-    def has_digests(self, parent: bytes) -> bool:
-        """Whether a chunk behind a chunk or a root has prefix digests."""
-        return parent in self._sorted
-
-    def token_count(self, chunk: Id) -> int:
-        """All tokens of a chunk that is there."""
-        return self._chunks[chunk][1]
-
-    def beginning_as(self, parent: bytes, digests: bytes) -> Iterator[tuple[int, Id]]:
-        """The chunks behind `parent` that begin as a prompt whose prefix digests behind it are `digests`.
-
-        Each with the number of tokens that they have in common, at least one; the most first.
-        """
-        chunks = self._sorted.get(parent, [])
-        right = bisect_left(chunks, (digests,))
-        left = right - 1
-        below = _common_tokens(chunks[left][0], digests) if left >= 0 else 0
-        above = _common_tokens(chunks[right][0], digests) if right < len(chunks) else 0
-        while below or above:
-            if above >= below:
-                yield above, chunks[right][1]
-                right += 1
-                above = _common_tokens(chunks[right][0], digests) if right < len(chunks) else 0
-            else:
-                yield below, chunks[left][1]
-                left -= 1
-                below = _common_tokens(chunks[left][0], digests) if left >= 0 else 0
-
-    def add(self, chunk: Id, parent: bytes, token_count: int, prefix_digests: bytes = b"") -> None:
-        """Adds a chunk, or replaces it."""
-        self.remove(chunk)
-        self._chunks[chunk] = parent, token_count, prefix_digests
-        counts = self._counts.setdefault(parent, {})
-        counts[token_count] = counts.get(token_count, 0) + 1
-        if prefix_digests:
-            insort(self._sorted.setdefault(parent, []), (prefix_digests, chunk))
-
-    def remove(self, chunk: Id) -> None:
-        """Removes a chunk. Idempotent."""
-        known = self._chunks.pop(chunk, None)
-        if known is None:
-            return
-        parent, token_count, prefix_digests = known
-        counts = self._counts[parent]
-        counts[token_count] -= 1
-        if not counts[token_count]:
-            del counts[token_count]
-            if not counts:
-                del self._counts[parent]
-        if prefix_digests:
-            chunks = self._sorted[parent]
-            del chunks[bisect_left(chunks, (prefix_digests, chunk))]
-            if not chunks:
-                del self._sorted[parent]
-
-    def remove_all(self, chunks: Iterable[Id]) -> None:
-        """Removes those of the chunks that are there."""
-        for chunk in chunks:
-            self.remove(chunk)
-
-    def check(self) -> None:
-        """Asserts that counts and order match the chunks."""
-        counts: dict[bytes, dict[int, int]] = {}
-        ordered: dict[bytes, list[tuple[bytes, Id]]] = {}
-        for chunk, (parent, token_count, digests) in self._chunks.items():
-            of_parent = counts.setdefault(parent, {})
-            of_parent[token_count] = of_parent.get(token_count, 0) + 1
-            if digests:
-                ordered.setdefault(parent, []).append((digests, chunk))
-        assert counts == self._counts
-        assert {parent: sorted(chunks) for parent, chunks in ordered.items()} == self._sorted
-
-
-def _common_tokens(one: bytes, other: bytes) -> int:
-    """The number of tokens for which two chunks begin alike, by their prefix digests."""
-    low, high = 0, min(len(one), len(other)) // PREFIX_DIGEST_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        end = middle * PREFIX_DIGEST_BYTES
-        if one[:end] == other[:end]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

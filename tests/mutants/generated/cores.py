@@ -19,6 +19,7 @@ _SCHEDULER = "tests/client/connector/scheduler/"
 CORES: Mapping[str, Sequence[str]] = {
     "lmkv.auth.token_bucket": (f"{_LMKV}auth/test_token_bucket.py",),
     "lmkv.config.remote_url": (f"{_LMKV}config/test_remote_url.py",),
+    "lmkv.end_index": (f"{_LMKV}test_end_index.py", f"{_CORE}test_partial_chunks.py"),
     "lmkv.hints": (f"{_LMKV}test_hints.py",),
     "lmkv.keys": (f"{_LMKV}test_keys.py",),
     "lmkv.misses": (f"{_LMKV}misses/test_memory.py",),

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lmkv.end_index import EndIndex
 from lmkv.errors import BadMessage, Full
 from lmkv.keys import EMPTY_DIGEST, KEY_BYTES, ChunkKey, Digest, join_keys, part_key, split_keys
-from lmkv.prompt import EndIndex
 from lmkv.tiers import LAYOUT_TIERS
 from lmkv_kernels import ChunkTable
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from lmkv.end_index import EndIndex
 from lmkv.keys import ChunkKey, part_key
 from lmkv.misses import Loss, LossMemory, MissReason
-from lmkv.prompt import EndIndex
 from lmkv.spec import KvSpec
 
 
