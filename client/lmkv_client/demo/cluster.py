@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,7 +17,7 @@ from lmkv.rpc.endpoints import CHANNEL_OPTIONS
 from lmkv.rpc.error_status import from_rpc_error
 from lmkv.rpc.messages import by_tokens
 from lmkv.v1 import cache_service_pb2, cache_service_pb2_grpc, registry_service_pb2, registry_service_pb2_grpc
-from lmkv_client.demo.engine import EngineProcess
+from lmkv_client.demo.engine import EngineOptions, EngineProcess
 from lmkv_client.demo.process import POLL_SECONDS, CheckedServer, end_processes, free_port, pids_with_environment
 from lmkv_client.demo.sglang_engine import SglangEngine
 
@@ -135,15 +135,23 @@ class Cluster:
         self.engines: dict[str, EngineProcess] = {}
         self.sglang_engines: dict[str, SglangEngine] = {}
 
-    def add_engine(self, name: str, settings: Mapping[str, str] | None = None, **options: Any) -> EngineProcess:
+    def add_engine(
+        self,
+        name: str,
+        settings: Mapping[str, str] | None = None,
+        *,
+        model: Path | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> EngineProcess:
         """Adds an engine, not started, whose node is the instance `name`.
 
-        `settings` override those of the cluster; `options` are passed to `EngineProcess`.
+        `settings` override those of the cluster; `model` is the cluster's by default.
         """
-        options.setdefault("model", self.model)
-        environment = self._environment(name) | dict(settings or {}) | options.pop("environment", {})
-        self.engines[name] = EngineProcess(folder=self.logs, name=name, environment=environment, **options)
-        return self.engines[name]
+        own = self._environment(name) | dict(settings or {})
+        options["environment"] = own | dict(options.get("environment", {}))
+        engine = EngineProcess(model or self.model, self.logs, name=name, **options)
+        self.engines[name] = engine
+        return engine
 
     def add_sglang_engine(self, name: str, **options: Any) -> SglangEngine:
         """The same for an SGLang server; `options` are passed to `SglangEngine`."""

@@ -8,9 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 from lmkv.errors import LmkvError
 from lmkv_client.demo.endpoint import Endpoint
@@ -32,22 +31,36 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """The options of a vLLM server."""
+class EngineOptions(TypedDict, total=False):
+    """The options of a vLLM server; `_DEFAULTS` has those that are left out."""
 
-    port: int = 0
+    port: int
     """0: a free port."""
-    python: str = sys.executable
+    python: str
     """The interpreter."""
-    transfer_config: Mapping[str, object] | None = field(default_factory=lambda: LMKV_TRANSFER_CONFIG)
+    transfer_config: Mapping[str, object] | None
     """None disables lmkv."""
-    dtype: str = "float32"
-    block_size: int = 128
-    context_tokens: int = 8192
-    kv_cache_bytes: int = 128 << 20
+    dtype: str
+    block_size: int
+    context_tokens: int
+    kv_cache_bytes: int
     """Must hold `context_tokens` tokens; resident from the start."""
-    extra_arguments: Sequence[str] = ()
+    extra_arguments: Sequence[str]
+    environment: Mapping[str, str]
+    """It takes precedence and may contain `LMKV_...`."""
+
+
+_DEFAULTS = EngineOptions(
+    port=0,
+    python=sys.executable,
+    transfer_config=LMKV_TRANSFER_CONFIG,
+    dtype="float32",
+    block_size=128,
+    context_tokens=8192,
+    kv_cache_bytes=128 << 20,
+    extra_arguments=(),
+    environment={},
+)
 
 
 class EngineProcess(Endpoint, CheckedServer):
@@ -56,40 +69,26 @@ class EngineProcess(Endpoint, CheckedServer):
     kind = "vLLM"
     ready_timeout_seconds = 600.0
 
-    def __init__(
-        self,
-        model: Path,
-        folder: Path,
-        *,
-        name: str = "engine",
-        environment: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> None:
-        """`options` are those of `EngineOptions`.
-
-        Logs to `NAME.log` in `folder`. `environment` takes precedence and may contain `LMKV_...`.
-        """
-        given = EngineOptions(**options)
-        Endpoint.__init__(self, name, given.port or free_port(), model.name)
+    def __init__(self, model: Path, folder: Path, *, name: str = "engine", **options: Unpack[EngineOptions]) -> None:
+        """Logs to `NAME.log` in `folder`."""
+        given: EngineOptions = {**_DEFAULTS, **options}
+        assert given.keys() == _DEFAULTS.keys(), f"unknown options: {given.keys() - _DEFAULTS.keys()}"
+        Endpoint.__init__(self, name, given["port"] or free_port(), model.name)
         self.model = model
+        context_tokens = given["context_tokens"]
         arguments = [
             *("--model", str(model), "--served-model-name", model.name),
             *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", given.dtype, "--block-size", str(given.block_size)),
-            *(
-                "--max-model-len",
-                str(given.context_tokens),
-                "--max-num-batched-tokens",
-                str(max(given.context_tokens, 2048)),
-            ),
-            *("--kv-cache-memory-bytes", str(given.kv_cache_bytes), "--max-num-seqs", "16"),
+            *("--dtype", given["dtype"], "--block-size", str(given["block_size"])),
+            *("--max-model-len", str(context_tokens), "--max-num-batched-tokens", str(max(context_tokens, 2048))),
+            *("--kv-cache-memory-bytes", str(given["kv_cache_bytes"]), "--max-num-seqs", "16"),
             *("--enforce-eager", "--enable-prompt-tokens-details", "--shutdown-timeout", "10"),
         ]
-        if given.transfer_config is not None:
-            arguments += ["--kv-transfer-config", json.dumps(dict(given.transfer_config))]
+        if given["transfer_config"] is not None:
+            arguments += ["--kv-transfer-config", json.dumps(dict(given["transfer_config"]))]
         # Not `vllm serve`: the command fails where vLLM was installed under another distribution name.
-        command = [given.python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *given.extra_arguments]
-        CheckedServer.__init__(self, name, command, folder / f"{name}.log", _ENVIRONMENT | dict(environment or {}))
+        command = [given["python"], "-m", "vllm.entrypoints.openai.api_server", *arguments, *given["extra_arguments"]]
+        CheckedServer.__init__(self, name, command, folder / f"{name}.log", _ENVIRONMENT | dict(given["environment"]))
         self._scratch: Path | None = None
 
     def start(self) -> None:
