@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lmkv.errors import ConfigError, Unreachable
+from lmkv.keys import MEDIA_HASH_SCHEME
 from lmkv.telemetry.logs import LimitedLogger
 from lmkv_client.coordinator import Coordinator, LayoutUpdate
 from lmkv_client.kv_events import LayoutEvents, Model, PublishedBatch
@@ -106,7 +107,9 @@ class EventPublisher:
                 await asyncio.sleep(RETRY_SECONDS)
         for instance in instances:
             for spec in instance.specs:
-                self._events.models[spec.fingerprint] = Model(spec.model_name, spec.chunk_size)
+                self._events.models[spec.fingerprint] = Model(
+                    spec.model_name, spec.chunk_size, spec.hash_scheme != MEDIA_HASH_SCHEME
+                )
 
     async def _serve_replays(self) -> None:
         while True:

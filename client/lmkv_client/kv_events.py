@@ -74,6 +74,7 @@ class Model(NamedTuple):
 
     name: str
     chunk_size: int
+    has_tokens: bool = True
 
 
 class EventStream:
@@ -222,6 +223,8 @@ class LayoutEvents:
 
     def _change(self, change: LayoutChange, events: dict[EventStream, list[Event]]) -> None:
         if self._instance_id not in ("", change.instance_id):
+            return
+        if not self._model(change.fingerprint).has_tokens:  # a consumer takes blocks for beginnings of prompts
             return
         if change.instance_gone:
             for topic in self._topics.get(change.instance_id, ()):

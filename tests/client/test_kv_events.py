@@ -58,6 +58,20 @@ def change(
     )
 
 
+def test_chunks_that_are_no_tokens_of_prompts_have_no_events() -> None:
+    """Outputs of encoders: a router would count them as beginnings of prompts."""
+    events, consumer = layout_events(), Consumer()
+    medium = b"m" * 16
+    events.models[medium] = Model("small encoder", 128, has_tokens=False)
+    key = chunk_key(0)
+    ours = LayoutChange(instance_id="n1", tier=HOST, fingerprint=medium, admitted_keys=[chunk_key(1)])
+    for reset in (True, False):
+        for batch in events.apply(update(change("n1", [key]), ours, reset=reset), 1.0):
+            consumer.apply(batch)
+    assert list(events.streams) == ["kv@n1@small"]
+    assert consumer.index == {("kv@n1@small", MEDIA[HOST], key)}
+
+
 def update(*changes: LayoutChange, reset: bool = False, snapshot: bool = False) -> LayoutUpdate:
     """An update of a watch."""
     return LayoutUpdate(revision=1, reset=reset, snapshot=snapshot, changes=changes)

@@ -27,12 +27,34 @@ class UnknownMedia(ValueError):
     """It is not known which image, sound or video the model sees, so the prompt has no key."""
 
 
-class MediaDigests:
-    """Digests of items by their content. vLLM keeps the tensors of an item that is used again: they are hashed once."""
+class TensorDigests:
+    """Digests of tensors. vLLM keeps those of an item that is used again: they are hashed once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], bytes]] = {}
-        """Digests of tensors, by their identity."""
+        """The key is the tensor's identity."""
+
+    def digest(self, tensor: torch.Tensor) -> bytes:
+        """The digest of a tensor's type, shape and content."""
+        number = id(tensor)
+        reference, digest = self._known.get(number, (None, b""))
+        if reference is None or reference() is not tensor:
+            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            threads = blake3.AUTO if content.nbytes >= THREADS_FROM_BYTES else 1
+            described = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+            digest = described + blake3(content, max_threads=threads).digest()
+            self._known[number] = (weakref.ref(tensor, lambda _: self._known.pop(number, None)), digest)
+        return digest
+
+
+TENSORS = TensorDigests()
+"""Shared by the connectors of KV and of the encoder cache, which get the same tensors."""
+
+
+class MediaDigests:
+    """Digests of items by their content."""
+
+    def __init__(self) -> None:
         self._named: OrderedDict[str, bytes] = OrderedDict()
         """Digests of items by vLLM's names for them, the last used at the end; empty where a name is ambiguous."""
         self._ambiguous: set[str] = set()
@@ -119,21 +141,10 @@ class MediaDigests:
             )
         hasher = blake3(max_threads=1)
         for part in parts:
-            content = self._tensor_digest(part) if isinstance(part, torch.Tensor) else _content(part)
+            content = TENSORS.digest(part) if isinstance(part, torch.Tensor) else _content(part)
             hasher.update(len(content).to_bytes(8, "little"))
             hasher.update(content)
         return bytes(hasher.digest())
-
-    def _tensor_digest(self, tensor: torch.Tensor) -> bytes:
-        number = id(tensor)
-        reference, digest = self._known.get(number, (None, b""))
-        if reference is None or reference() is not tensor:
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            threads = blake3.AUTO if content.nbytes >= THREADS_FROM_BYTES else 1
-            described = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-            digest = described + blake3(content, max_threads=threads).digest()
-            self._known[number] = (weakref.ref(tensor, lambda _: self._known.pop(number, None)), digest)
-        return digest
 
 
 def _content(value: object) -> bytes:

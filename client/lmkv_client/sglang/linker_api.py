@@ -54,7 +54,7 @@ class DeviceTransfer(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class LinkerRank:
-    """Which part of the KV cache this process has: the fields of `StorageConfig`, as HiCache gives them to storages."""
+    """The part of the KV cache that this process has: the fields of `StorageConfig`, as storages get them."""
 
     model_name: str | None
     is_mla_model: bool

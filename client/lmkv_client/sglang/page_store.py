@@ -17,6 +17,7 @@ from lmkv.config import ConnectorConfig
 from lmkv.errors import ConfigError
 from lmkv.spec import KvSpec
 from lmkv_client.engine import Copier, Engine, Held, Written
+from lmkv_client.engine.late_engine import LateEngine
 from lmkv_client.sglang.host_pool import LayerTensors, make_pages, page_numbers
 from lmkv_client.sglang.kv_spec import (
     adapters_identity,
@@ -54,7 +55,7 @@ class PageCounts:
 class PageStore:
     """The pages of one rank. Any thread may call it, and several at once.
 
-    Before `attach` and after `close` all calls raise `RuntimeError`, which `attempt` counts.
+    Before it is attached and after `close` all calls raise `RuntimeError`, which `attempt` counts.
     """
 
     def __init__(self, settings: ConnectorConfig) -> None:
@@ -63,16 +64,13 @@ class PageStore:
             logger.warning("%s", notice)
         self.settings = settings
         self.counts = PageCounts()
-        self._engine: Engine | None = None
+        self._engine: LateEngine | None = None
         self._copier: Copier | None = None
         self._tensors: LayerTensors = ()
         """Keep the memory of the pages alive."""
         self._page_size = 0
         self._other_pools: set[str] = set()
         self._weights_changed = False
-        self._is_late = False
-        """Whether it attaches later than the engine has started: the digest of the weights was not known in time."""
-        self._is_closed = False
         self._lock = threading.Lock()
         """The lock guards the counts."""
         self._warned_at = -WARNING_SECONDS
@@ -98,7 +96,7 @@ class PageStore:
         config = used_config(model) if self.settings.share_across_engines else {}
         watch_weight_updates(self)
 
-        def attach() -> None:
+        def attach() -> Engine:
             model_id = self.settings.model_id
             if self.settings.share_across_engines:
                 model_id = identity_across_engines(model, config, model_id=model_id, kv_dtype=dtype, shards=shards)
@@ -111,33 +109,12 @@ class PageStore:
                 shards=shards,
                 weight_version=self.settings.weight_version,
             )
-            self._attach(spec, tensors)
+            return self._attach(spec, tensors)
 
-        seconds = None if model.loaded_after is None else time.time() - model.loaded_after
-        self._attach_beside(attach, seconds)
+        self._engine = LateEngine(attach, without="nothing is loaded or stored")
+        self._engine.wait(None if model.loaded_after is None else time.time() - model.loaded_after)
 
-    def _attach_beside(self, attach: Callable[[], None], seconds: float | None) -> None:
-        """Calls `attach` on a thread of its own, and waits for it up to `seconds`; None: until it has ended."""
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                attach()
-            except Exception as error:
-                errors.append(error)
-                if self._is_late:
-                    logger.error("nothing is loaded or stored: %s", error)
-
-        thread = threading.Thread(target=run, name="lmkv-attach", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        self._is_late = thread.is_alive()
-        if errors:
-            raise errors[0]
-        if self._is_late:
-            logger.warning("the digest of the weights is not known yet: nothing is loaded or stored until it is")
-
-    def _attach(self, spec: KvSpec, tensors: LayerTensors) -> None:
+    def _attach(self, spec: KvSpec, tensors: LayerTensors) -> Engine:
         """Attaches with this spec."""
         engine = Engine.attach(spec, config=self.settings)
         try:
@@ -145,20 +122,15 @@ class PageStore:
         except ValueError as error:
             engine.close()
             raise ConfigError(f"this version of lmkv cannot copy the pages of SGLang: {error}") from None
-        with self._lock:
-            is_closed = self._is_closed
-            if not is_closed:
-                self._tensors, self._page_size, self._engine = tensors, spec.chunk_size, engine
-        if is_closed:
-            engine.close()
-            return
+        self._tensors, self._page_size = tensors, spec.chunk_size
         logger.info("pages of %d tokens, %d bytes each; model %s", spec.chunk_size, spec.chunk_bytes, spec.model_id)
+        return engine
 
     @property
     def is_of_use(self) -> bool:
         """Whether there are pages that can be loaded and stored."""
-        is_attached = self._engine is not None or not self._is_late
-        return is_attached and not self._other_pools and not self._weights_changed
+        is_late = self._engine is not None and self._engine.engine is None
+        return not is_late and not self._other_pools and not self._weights_changed
 
     def add_other_pool(self, name: str) -> None:
         """Notes a pool whose pages lmkv does not store: nothing of the model is loaded or stored from now on."""
@@ -245,16 +217,16 @@ class PageStore:
 
     def close(self) -> None:
         """Detaches from the node, and logs the counts. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            engine, self._engine = self._engine, None
+        if self._engine is None:
+            return
+        engine = self._engine.engine
+        self._engine.close()
         if engine is not None:
-            engine.close()
             missed = engine.counters.miss_tokens
             logger.info("pages: %s", ", ".join(f"{name} {count}" for name, count in asdict(self.counts).items()))
             logger.info("missed tokens: %s", ", ".join(f"{count} {name}" for name, count in missed.items()) or "none")
 
     def _attached(self) -> Engine:
-        if self._engine is None:
+        if self._engine is None or (engine := self._engine.engine) is None:
             raise RuntimeError("not attached")
-        return self._engine
+        return engine

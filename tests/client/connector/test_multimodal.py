@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.request import RequestStatus
 
-from lmkv_client.connector.multimodal import MediaDigests, UnknownMedia
+from lmkv_client.connector.multimodal import TENSORS, MediaDigests, UnknownMedia
 from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import BLOCK, CHUNK
 from tests.client.connector.simulated_worker import content_of
@@ -239,14 +239,15 @@ def test_what_an_encoder_made_with_earlier_weights_is_not_stored_under_later_one
 
 
 def test_a_tensor_that_is_used_again_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    digests, one = MediaDigests(), item(pixels=torch.zeros(3))
+    digests, one, known = MediaDigests(), item(pixels=torch.zeros(3)), len(TENSORS._known)
     first = digests.extras([one], 64)
     monkeypatch.setattr("lmkv_client.connector.multimodal.blake3.AUTO", None, raising=False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: pytest.fail("hashed again"))
     assert digests.extras([one], 64) == first
-    assert len(digests._known) == 1
+    assert MediaDigests().extras([one], 64) == first, "another connector of the engine"
+    assert len(TENSORS._known) == known + 1
     del one
-    assert digests._known == {}
+    assert len(TENSORS._known) == known
 
 
 @pytest.mark.parametrize(

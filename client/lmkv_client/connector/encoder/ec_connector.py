@@ -7,19 +7,26 @@ and a count; only a mistake in the configuration, at start, is raised.
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lmkv.errors import LmkvError
 from lmkv_client import startup_error
-from lmkv_client.connector.encoder.ec_api import ECConnectorBase, ECConnectorOutput, ECConnectorRole
-from lmkv_client.connector.encoder.late_engine import LateEngine
+from lmkv_client.connector.encoder.ec_api import (
+    ECConnectorBase,
+    ECConnectorOutput,
+    ECConnectorPromMetrics,
+    ECConnectorRole,
+    ECConnectorStats,
+)
 from lmkv_client.connector.encoder.outputs import EncoderPlan, EncoderReport, OutputWidths, encoder_spec
 from lmkv_client.connector.encoder.scheduler import EncoderRoles, EncoderScheduler
-from lmkv_client.connector.encoder.stats import EncoderPromMetrics, EncoderStats
 from lmkv_client.connector.encoder.worker import EncoderWorker
 from lmkv_client.connector.identity import loaded_after
+from lmkv_client.connector.stats import ENCODER_COUNTERS
 from lmkv_client.connector.vllm_api import (
     Request,
     SchedulerOutput,
@@ -29,11 +36,54 @@ from lmkv_client.connector.vllm_api import (
 )
 from lmkv_client.connector.vllm_connector import scheduler_sides
 from lmkv_client.connector.weight_updates import watch
+from lmkv_client.engine import Engine
+from lmkv_client.engine.late_engine import LateEngine
 from lmkv_client.engine.log import join_log
 from lmkv_client.preflight import encoder_config
 
 logger = init_logger("vllm.lmkv")
 join_log(logger)
+
+
+@dataclass
+class EncoderStats(ECConnectorStats):
+    """Counts since the last time vLLM took them."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    """By the names of `ENCODER_COUNTERS`."""
+
+    def reset(self) -> None:
+        """Starts over."""
+        self.data.clear()
+
+    def aggregate(self, other: ECConnectorStats) -> EncoderStats:
+        """Both together."""
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Returns the values for vLLM's log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class EncoderPromMetrics(ECConnectorPromMetrics):
+    """Exports the counts at the engine's `/metrics`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        self._metrics: dict[str, dict[int, Any]] = {}
+        for name, text in ENCODER_COUNTERS.items():
+            metric = self._counter_cls(name=f"lmkv:{name}", documentation=text, labelnames=labelnames)
+            self._metrics[name] = {index: metric.labels(*values) for index, values in labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds one interval."""
+        for name, count in transfer_stats_data.items():
+            self._metrics[name][engine_idx].inc(count)
 
 
 class LMKVECConnector(ECConnectorBase):
@@ -55,7 +105,10 @@ class LMKVECConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             for notice in config.notices:
                 logger.warning("%s", notice)
-            self._engine = LateEngine(config, lambda: encoder_spec(vllm_config, config))
+            self._engine = LateEngine(
+                lambda: Engine.attach(encoder_spec(vllm_config, config), config=config),
+                without="encoders run for everything",
+            )
             self._engine.wait(config.node_start_timeout + time.time() - loaded_after(vllm_config))
             lora = vllm_config.lora_config
             roles = EncoderRoles(
@@ -140,7 +193,8 @@ class LMKVECConnector(ECConnectorBase):
 
     def get_ec_connector_stats(self) -> EncoderStats | None:
         """Statistics since the last call. The scheduler side counts for both."""
-        return self._scheduler.take_stats() if self._scheduler else None
+        counts = self._scheduler.take_counts() if self._scheduler else {}
+        return EncoderStats(data=counts) if counts else None
 
     def shutdown(self) -> None:
         """Closes both sides. vLLM does not always call it: nothing depends on it."""

@@ -6,19 +6,17 @@ asked ──found──► loading ──all chunks are in the pool──► rea
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lmkv_client.connector.encoder.late_engine import LateEngine
 from lmkv_client.connector.encoder.outputs import EncoderPlan, LoadedOutput, OutputName, OutputWidths
-from lmkv_client.connector.encoder.stats import EncoderStats
 from lmkv_client.connector.multimodal import MediaDigests, UnknownMedia
 from lmkv_client.connector.vllm_api import Request, init_logger
 from lmkv_client.engine import Engine, Extent, Held
+from lmkv_client.engine.late_engine import LateEngine
 
 logger = init_logger("vllm.lmkv")
 
@@ -167,8 +165,6 @@ class EncoderScheduler:
                 continue
             if not media.poll(feature.identifier, engine):
                 is_ready = False
-        if not is_ready:
-            time.sleep(0)  # releases the GIL: vLLM asks in a loop, and another thread receives the answer
         return is_ready
 
     def has(self, name: str) -> bool:
@@ -228,11 +224,10 @@ class EncoderScheduler:
         """Adds what workers have counted."""
         self._counts.update(counts)
 
-    def take_stats(self) -> EncoderStats | None:
-        """The counts since the last call."""
+    def take_counts(self) -> dict[str, int]:
+        """The counts since the last call that are not 0, by the names of `ENCODER_COUNTERS`."""
         counts, self._counts = self._counts, Counter()
-        data = {name: count for name, count in counts.items() if count}
-        return EncoderStats(data=data) if data else None
+        return dict(+counts)
 
     def _begin(self, engine: Engine, request: Request) -> RequestMedia:
         """Names the outputs of a request's media."""

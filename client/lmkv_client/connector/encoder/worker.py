@@ -13,7 +13,6 @@ import torch
 
 from lmkv.config import ConnectorConfig
 from lmkv.spec import KvSpec
-from lmkv_client.connector.encoder.late_engine import LateEngine
 from lmkv_client.connector.encoder.outputs import CHUNK_ROWS, EncoderPlan, EncoderReport, LoadedOutput, OutputName
 from lmkv_client.connector.vllm_api import init_logger
 from lmkv_client.engine import Engine, Extent, Written
@@ -58,7 +57,7 @@ class EncoderStores:
         self._queue.put((name, output, written))
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Returns the counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
@@ -70,17 +69,17 @@ class EncoderStores:
 
     def _run(self) -> None:
         use_processors()
-        late = LateEngine(self._config, lambda: self._spec)
+        engine = None
         try:
-            late.wait()
+            engine = Engine.attach(self._spec, config=self._config)
         except Exception as error:
             logger.error("outputs of encoders are not stored: %s", error)
         while (task := self._queue.get()) is not None:
             name, output, written = task
             stored_bytes = 0
             try:
-                if late.engine is not None:
-                    stored_bytes = store(late.engine, name, host_bytes(output, written))
+                if engine is not None:
+                    stored_bytes = store(engine, name, host_bytes(output, written))
             except Exception:
                 logger.exception("storing an output of an encoder failed")
             with self._lock:
@@ -88,7 +87,8 @@ class EncoderStores:
                 self._counts["encoder_stored_bytes"] += stored_bytes
                 self._counts["encoder_skipped_stores"] += not stored_bytes
             del task, output
-        late.close()
+        if engine is not None:
+            engine.close()
 
 
 def host_bytes(output: torch.Tensor, written: torch.cuda.Event | None) -> torch.Tensor:
@@ -153,7 +153,7 @@ class EncoderWorker:
         self._stores.add(wanted, output)
 
     def report(self) -> EncoderReport | None:
-        """What was counted since the last report."""
+        """Returns the counts since the last report, if there are any."""
         counts = Counter(self._stores.take_counts() if self._stores else {})
         counts["encoder_skipped_stores"] += self._skipped_count
         self._skipped_count = 0
