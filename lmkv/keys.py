@@ -149,7 +149,7 @@ class KeyChain:
 
     @property
     def namespace(self) -> ChunkKey:
-        """What only prompts of the same spec, tenant and adapter have in common."""
+        """Identifies the spec, tenant and adapter of a prompt: only prompts that share all of them have it."""
         return self.root
 
     def beginning(self) -> KeyChain:
@@ -277,7 +277,7 @@ class PageKeyChain(KeyChain):
 
     @property
     def namespace(self) -> ChunkKey:
-        """What only prompts of the same spec, tenant and adapter have in common: the root is without the salt."""
+        """Identifies the spec, tenant and adapter of a prompt; the root alone does not name the tenant."""
         return foreign_key(self.root, self._seed) if self._seed else self.root
 
     def beginning(self) -> KeyChain:

@@ -71,8 +71,13 @@ class EngineKv:
     spec: KvSpec
     groups: tuple[LayerGroup, ...]
     """The groups are in vLLM's order: a request has a list of block ids for each."""
-    hash_block_size: int = 0
-    """Tokens of each of a request's block hashes; 0: those of a block of the first group."""
+    hash_block_size: int
+    """Tokens of each of a request's block hashes."""
+
+    @property
+    def hits_end_in_blocks(self) -> bool:
+        """Whether vLLM may have tokens of a request behind the whole blocks that it reports as computed."""
+        return any(group.block_size != self.hash_block_size for group in self.groups)
 
 
 def engine_kv(

@@ -25,18 +25,19 @@ class LoadPlan:
     request_id: str
     copies: list[ChunkCopy]
     sync: bool
-    """Whether the step's forward needs the pages. Never where chunks have several parts: vLLM could not compute the
-    pages of such a load if it fails."""
+    """Whether the step's forward needs the pages. Never with `all_or_none`."""
     final: bool
     """Whether it is the request's last plan."""
     checks: list[ExtentChecksum]
     """Extents to verify first; empty unless `verify_loads` is on."""
     failed_blocks: list[int]
-    """Pages that will not be filled; vLLM computes them instead. Empty where chunks have several parts."""
+    """Pages that will not be filled; vLLM computes them instead. Empty with `all_or_none`."""
+    all_or_none: bool = False
+    """Whether vLLM computes the whole request if the load fails, and not the pages that are not filled."""
     buffered: list[ChunkCopy] = field(default_factory=list)
     """As `copies`, of extents in the device buffer."""
     failed: bool = False
-    """With `final`: the rest cannot be had, and without it nothing that was copied is of use."""
+    """With `final` and `all_or_none`: the rest cannot be had."""
 
 
 @dataclass(kw_only=True, slots=True)

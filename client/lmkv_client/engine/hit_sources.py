@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmkv.tiers import DISK, HANDOFF, OWN, PEERS, REMOTE, Run
 from lmkv.v1 import engine_service_pb2 as pb
@@ -27,9 +27,12 @@ class HitSources:
     def of_answer(cls, found: pb.FoundChunks) -> HitSources:
         """Reads the sources from the node's answer to a lookup."""
         runs = tuple(Run(tier=run.tier, chunk_count=run.chunk_count) for run in found.runs)
-        item_count = len(found.own) + sum(run.chunk_count for run in runs)
-        hit_chunk_count = 0 if found.hit_chunk_count == item_count else found.hit_chunk_count
-        return cls(own=len(found.own), runs=runs, hit_chunk_count=hit_chunk_count)
+        sources = cls(own=len(found.own), runs=runs)
+        return (
+            sources
+            if found.hit_chunk_count in (0, sources.item_count)
+            else replace(sources, hit_chunk_count=found.hit_chunk_count)
+        )
 
     @property
     def absent_count(self) -> int:
@@ -37,9 +40,14 @@ class HitSources:
         return sum(run.chunk_count for run in self.runs)
 
     @property
+    def item_count(self) -> int:
+        """Items of the hit."""
+        return self.own + self.absent_count
+
+    @property
     def chunk_count(self) -> int:
         """Chunks of the hit."""
-        return self.hit_chunk_count or self.own + self.absent_count
+        return self.hit_chunk_count or self.item_count
 
     def tier_at(self, position: int, chunk_size: int) -> str:
         """The tier of one token; empty if it was not found."""

@@ -69,7 +69,9 @@ SPEC = small_spec(
     block_size=BLOCK,
     vocab_size=0,
 )
-ENGINE_KV = EngineKv(spec=SPEC, groups=(LayerGroup(part=0, block_size=BLOCK, layer_names=("layer",)),))
+ENGINE_KV = EngineKv(
+    spec=SPEC, groups=(LayerGroup(part=0, block_size=BLOCK, layer_names=("layer",)),), hash_block_size=BLOCK
+)
 
 
 class SimulatedEngine:

@@ -69,6 +69,7 @@ class Copying:
 
     copies: list[tuple[Pool, ChunkCopy]] = field(default_factory=list)
     failed_blocks: list[int] = field(default_factory=list)
+    all_or_none: bool = False
     final: bool = False
     failed: bool = False
     lost: bool = False
@@ -144,6 +145,7 @@ class SimulatedWorker:
             copying = self._loads.setdefault(load.request_id, Copying(steps_left=self.steps_per_load))
             copying.copies += [(self._pool, copy) for copy in load.copies]
             copying.failed_blocks += load.failed_blocks
+            copying.all_or_none = load.all_or_none
             copying.final |= load.final
             copying.lost |= load.failed
             assert not (load.failed and not load.final)
@@ -169,7 +171,7 @@ class SimulatedWorker:
 
     def _done(self, request_id: str, copying: Copying) -> None:
         self.copy(copying)
-        if self.node.spec.has_plain_parts:
+        if not copying.all_or_none:
             self._failed_blocks |= set(copying.failed_blocks)
         elif copying.failed or copying.lost:
             self._failed_requests.add(request_id)

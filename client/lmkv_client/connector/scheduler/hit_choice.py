@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lmkv.config import ConnectorConfig
 from lmkv.misses import MissReason
+from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.loads import Loads
 from lmkv_client.connector.scheduler.lookups import RequestLookups
 from lmkv_client.connector.scheduler.request_state import FetchChoice, RequestLookup, RequestState
@@ -71,18 +72,18 @@ class HitChoice:
         self._lookups = lookups
         self._loads = loads
         self._step_loads = step_loads
-        self._in_step = session.spec.has_plain_parts and not config.enable_async_loading
-        """Whether all loads are part of a step. Loads of parts are not: vLLM handles their failures by request."""
+        self._may_be_in_step = not items_of(session.spec).all_or_none
+        """Whether a load may be part of a step: vLLM can compute what such a load fails to bring."""
 
     def choose(
         self, state: RequestState, request: Request, computed_count: int, *, is_alone: bool
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond those computed, and whether beside the steps; None while chunks are fetched first."""
         lookup = state.lookup
-        sync = lookup.loads_in_step = self._in_step or self._fits_step(state, computed_count, is_alone=is_alone)
+        sync = lookup.loads_in_step = self._is_in_step(state, computed_count, is_alone=is_alone)
         here = max(computed_count, lookup.hit_tokens(lookup.hit_count(pool_only=True), request.num_tokens, sync=sync))
         hit = lookup.hit_tokens(lookup.hit_count(), request.num_tokens, sync=sync)
-        if self._config.refuse_slow_fetches and not state.handoff_id and not state.has_parts:
+        if self._config.refuse_slow_fetches and not state.handoff_id:
             hit = self._worthwhile(state, computed_count, here, max(here, hit))
             here = min(here, hit)
         if hit - here < max(1, self._config.min_fetch_tokens):
@@ -103,9 +104,13 @@ class HitChoice:
         if state.lookup.loads_in_step:
             self._step_loads.take(self._load_bytes(state, state.computed_count))
 
-    def _fits_step(self, state: RequestState, computed_count: int, *, is_alone: bool) -> bool:
-        """Whether the load of the whole hit is to be part of the step, though other loads are not."""
-        if state.has_parts or state.lookup.absent_count or state.handoff_id:
+    def _is_in_step(self, state: RequestState, computed_count: int, *, is_alone: bool) -> bool:
+        """Whether the load is part of the step: as configured, or if its whole hit is in the pool and fits the step."""
+        if not self._may_be_in_step:
+            return False
+        if not self._config.enable_async_loading:
+            return True
+        if state.lookup.absent_count or state.handoff_id:
             return False
         return self._step_loads.have_room(self._load_bytes(state, computed_count), is_alone=is_alone)
 

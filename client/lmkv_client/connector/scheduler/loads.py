@@ -14,7 +14,7 @@ from lmkv.units import format_bytes, format_duration, format_rate
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.engine_service_pb2 import HeldChunk
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, LoadResult
-from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, LoadItems, load_items
+from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, LoadItems
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
 from lmkv_client.connector.vllm_api import CacheHitSource, init_logger
 from lmkv_client.engine.hit_sources import describe
@@ -150,6 +150,7 @@ class LoadState:
             final=final,
             checks=[check(chunk) for _, chunk in pooled] if self._verify else [],
             failed_blocks=self.items.blocks(self._missing) if final else [],
+            all_or_none=self.items.all_or_none,
             failed=final and self.items.all_or_none and bool(self._missing),
         )
 
@@ -201,7 +202,7 @@ class Loads:
         planned = lookup.sources.tokens(start, end, state.chunk_size)
         load_state = LoadState(
             lookup,
-            load_items(self._blocks, block_ids, start, end),
+            state.items(self._blocks, block_ids, start, end),
             self._clock(),
             verify=self._config.verify_loads,
             account=state.account if state.account.take(start, planned) else None,

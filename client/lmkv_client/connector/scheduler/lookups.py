@@ -9,6 +9,7 @@ from lmkv.misses import LossMemory, MissReason, reason_to_proto
 from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import MISS_REASON_NEVER_STORED, MISS_REASON_SKIPPED, PromptSpan
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
+from lmkv_client.engine.hit_sources import HitSources
 from lmkv_client.engine.prompt_account import failure_reason
 from lmkv_client.engine.session import LookupState, Session
 from lmkv_client.engine.speeds import is_too_late
@@ -85,8 +86,9 @@ class RequestLookups:
 
     def late(self, lookup: RequestLookup, found: pb.FoundChunks) -> None:
         """Handles an answer that arrives too late: the prompt was computed; chunks that are held need not be stored."""
-        if not lookup.request.has_parts:
-            lookup.request.mark_held(len(found.own) - (bool(found.partial_key) and not found.runs))
+        held = lookup.request.items.chunks_of(len(found.own), HitSources.of_answer(found))
+        ends_in_partial = bool(found.partial_key) and not found.runs
+        lookup.request.mark_held(max(0, held - ends_in_partial))
 
     def _refine(self, state: RequestState, index: int, missed: Iterable[PromptSpan]) -> None:
         """Adds what only this engine knows of chunks that were never stored; `missed` begins with chunk `index`."""

@@ -12,6 +12,7 @@ from lmkv.spec import KvSpec
 from lmkv.telemetry.spans import TRACEPARENT
 from lmkv_client.connector.adapters import Adapter, Adapters
 from lmkv_client.connector.multimodal import MediaDigests
+from lmkv_client.connector.scheduler.block_copies import items_of
 from lmkv_client.connector.scheduler.handoff import HandoffParams
 from lmkv_client.connector.vllm_api import Request, init_logger
 from lmkv_client.engine.key_space import KeySpace
@@ -42,9 +43,8 @@ class RequestLookup(Lookup):
 
     def hit_count(self, *, pool_only: bool = False) -> int:
         """Chunks of the hit that can be loaded, or only of what is in the node's pool."""
-        if self.request.has_parts:
-            return 0 if self.is_over or (pool_only and self.absent_count) else self.sources.chunk_count
-        return len(self.chunks) + (0 if pool_only else self.absent_count)
+        item_count = len(self.chunks) + (0 if pool_only else self.absent_count)
+        return self.request.items.chunks_of(item_count, self.sources)
 
     def hit_tokens(self, chunk_count: int, request_tokens: int, *, sync: bool) -> int:
         """Tokens to offer to vLLM when `chunk_count` chunks of the hit can be loaded.
@@ -52,10 +52,8 @@ class RequestLookup(Lookup):
         In a step that needs the pages vLLM must compute at least one token: a synchronous load leaves one. It takes a
         hit that ends inside a block.
         """
-        hit = self.tokens_in(chunk_count)
-        if self.request.has_parts:
-            return hit if hit < request_tokens else 0
-        return min(hit, request_tokens - 1 if sync else request_tokens)
+        items = self.request.items
+        return items.cut(self.tokens_in(chunk_count), request_tokens - 1 if sync else items.most_tokens(request_tokens))
 
 
 class StoredTokens:
@@ -122,9 +120,9 @@ class RequestState:
         "extras",
         "fingerprint",
         "handoff_id",
-        "has_parts",
         "has_tails",
         "is_handed_off",
+        "items",
         "keys",
         "load_failed",
         "load_timeout",
@@ -175,8 +173,8 @@ class RequestState:
         """Longest wait for a load, in seconds."""
         self.has_tails = partial and spec.ends_anywhere
         """Whether a hit may end inside a chunk."""
-        self.has_parts = not spec.has_plain_parts
-        """Whether a hit has items, so that it is all or nothing, and never the whole request."""
+        self.items = items_of(spec)
+        """The kind of items that its hits have."""
         self.extras: Mapping[int, bytes] = {}
         """Inputs of the chunks' keys other than tokens, by index of the chunk."""
         self.media_names: frozenset[str] = frozenset()
@@ -217,15 +215,14 @@ class RequestState:
 
     @property
     def asked_keys(self) -> list[ChunkKey]:
-        """The keys to look up. With parts a hit leaves a token to compute: a state cannot be cut back."""
-        if not self.has_parts or self.handoff_id:
-            return self.keys
-        return self.keys[: (len(self.all_tokens) - 1) // self.chunk_size]
+        """The keys to look up: those of chunks that a hit of the request can have."""
+        count = self.asked_tokens.size
+        return self.keys if count == self.token_count else self.keys[: count // self.chunk_size]
 
     @property
     def asked_tokens(self) -> Tokens:
-        """The tokens to look up; as for `asked_keys`, a hit leaves one to compute."""
-        return self.tokens[: len(self.all_tokens) - 1] if self.has_parts else self.tokens
+        """The tokens of the prompt that a hit of the request can have."""
+        return self.tokens[: self.items.most_tokens(len(self.all_tokens))]
 
     def mark_loaded(self, chunk_count: int) -> None:
         """Marks the prompt's first `chunk_count` chunks as held by the node and not computed here: vLLM has not all of
@@ -333,11 +330,10 @@ class RequestBuilder:
 def covered_count(handoff: HandoffParams | None, spec: KvSpec, token_count: int) -> int:
     """The number of a request's first tokens that its handoff covers; without a handoff all of them.
 
-    If a hit has several parts, it must leave a token of the decode's request to compute, and what it reads of windows
-    depends on where it ends. A decode engine that repeats the first token has the tokens of the prefill's prompt; so
-    the handoff covers all of these but the last one.
+    It covers the longest hit of a request with the tokens of the prefill's prompt: a decode engine that repeats the
+    first token has no more.
     """
     if handoff is None or handoff.prompt_token_count == 0:
         return token_count
     count = token_count if handoff.is_prefill else min(handoff.prompt_token_count or 0, token_count)
-    return count if spec.has_plain_parts else max(0, count - 1)
+    return items_of(spec).most_tokens(count)

@@ -75,6 +75,7 @@ class SchedulerSide:
         """`step_loads` says which loads are part of a step; None: as many as cost others little."""
         self.adapters = adapters or Adapters()
         """The LoRA adapters that vLLM has loaded."""
+        self._kv = kv
         self._options = options
         self._clock = clock = options.clock
         spec, blocks = kv.spec, BlockMap(spec=kv.spec, groups=kv.groups)
@@ -89,9 +90,7 @@ class SchedulerSide:
         self._lookups = RequestLookups(config, session, clock, skipped)
         self._loads = Loads(config, session, blocks, clock, rank_count=options.rank_count)
         self._builder = RequestBuilder(config, session, self.adapters)
-        self._events = BlockEvents(
-            spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size or kv.groups[0].block_size
-        )
+        self._events = BlockEvents(spec=spec, groups=kv.groups, hash_block_size=kv.hash_block_size)
         self._stores = Stores(config, session, blocks, self._events, skipped, options)
         self._last_account: tuple[str, PromptAccount] | None = None
         """The account of the request that has ended last, for `identity`."""
@@ -184,7 +183,7 @@ class SchedulerSide:
         if adapter is not None and not self.adapters.is_current(adapter):
             return False
         are_stale = self._weights.pages_are_stale or (adapter is not None and self.adapters.has_stale_pages(adapter))
-        return not are_stale or not (computed_count or state.has_parts)  # a hit of parts may end in a block
+        return not are_stale or not (computed_count or self._kv.hits_end_in_blocks)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, extra_count: int) -> None:
         """Begins the load of `extra_count` tokens: vLLM has given the request pages."""

@@ -17,7 +17,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
 from lmkv_client.connector.adapters import Adapters
 from lmkv_client.connector.messages import WorkerReport
-from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, has_null_page
+from lmkv_client.connector.scheduler.block_copies import BlockIds, BlockMap, PartExtent, has_null_page
 from lmkv_client.connector.scheduler.events import BlockEvents
 from lmkv_client.connector.scheduler.pending_stores import EndedRequest, EndedRequests, PendingStore, PendingStores
 from lmkv_client.connector.scheduler.request_state import RequestLookup, RequestState
@@ -290,7 +290,8 @@ class Stores:
                 else:
                     copies += self._blocks.state_copies(part, list(blocks.items()), offset=offset)
                     last = state.store.state_chunks.get(part, -1)
-                    self._note(state, part, index, size, offset, source, superseded=last if last < index else -1)
+                    extent = PartExtent(part, index, size, offset)
+                    self._note(state, extent, source, superseded=last if last < index else -1)
                     state.store.state_chunks[part] = index
 
     def _write(
@@ -309,10 +310,11 @@ class Stores:
         offset = self._take_credit(state, source)
         if offset is None:
             if part in self._freed_parts and is_full:
-                lost = self._blocks.stored(part, index, block_ids, offset=0, token_count=token_count)
+                lost = self._blocks.stored(PartExtent(part, index, token_count, 0), block_ids)
                 state.store.skipped_chunks |= set() if has_null_page(lost) else {index}
             return False
-        own = self._blocks.stored(part, index, block_ids, offset=offset, token_count=token_count)
+        extent = PartExtent(part, index, token_count, offset)
+        own = self._blocks.stored(extent, block_ids)
         if has_null_page(own):
             source.return_unwritten(offset)
             if part in self._kept_parts:
@@ -320,7 +322,7 @@ class Stores:
             return False
         copies += own
         older = self._spec.parts[part].needed(index * size + token_count, size).start - 1
-        self._note(state, part, index, token_count, offset, source, superseded=older)
+        self._note(state, extent, source, superseded=older)
         return True
 
     def _take_credit(self, state: RequestState, source: WriteCredits) -> int | None:
@@ -329,18 +331,9 @@ class Stores:
             state.store.lacked_credit = self._lacks_credits = True
         return offset
 
-    def _note(
-        self,
-        state: RequestState,
-        part: int,
-        index: int,
-        token_count: int,
-        offset: int,
-        source: WriteCredits,
-        *,
-        superseded: int,
-    ) -> None:
+    def _note(self, state: RequestState, extent: PartExtent, source: WriteCredits, *, superseded: int) -> None:
         """Notes a write; `superseded` is the full chunk that it supersedes, negative if there is none."""
+        part, index, token_count, offset = extent
         keys = state.chain.keys
         is_full = token_count == self._spec.chunk_size
         key = keys[index] if is_full else state.key_behind(index, token_count)

@@ -141,6 +141,7 @@ class RunningLoad:
     """Total duration of the parts that have ended, where the device measures it."""
     failed_blocks: list[int] = field(default_factory=list)
     copied_blocks: list[int] = field(default_factory=list)
+    all_or_none: bool = False
     final: bool = False
     failed: bool = False
     lost: bool = False

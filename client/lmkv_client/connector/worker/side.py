@@ -171,6 +171,7 @@ class WorkerSide:
             running = self._running.setdefault(
                 load.request_id, RunningLoad(sync=load.sync, started_at=time.monotonic())
             )
+            running.all_or_none = load.all_or_none
             running.final |= load.final
             running.failed_blocks += load.failed_blocks
             running.lost |= load.failed
@@ -243,12 +244,12 @@ class WorkerSide:
         return stored
 
     def take_failed_blocks(self) -> set[int]:
-        """Pages that failed loads did not fill. Where chunks have parts, loads fail as a whole: none."""
+        """Pages that failed loads did not fill, except loads that fail as a whole."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed, where chunks have parts; they are among the finished requests, too."""
+        """Requests whose loads have failed as a whole; they are among the finished requests, too."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
@@ -340,8 +341,8 @@ class WorkerSide:
         """Adds a load that has ended to the report."""
         del self._running[request_id]
         is_useless = running.failed or running.lost
-        if not self._spec.has_plain_parts:
-            if is_useless or running.failed_blocks:
+        if running.all_or_none:
+            if is_useless:
                 self._failed_requests.add(request_id)
         else:
             self._failed_blocks.update(running.failed_blocks)

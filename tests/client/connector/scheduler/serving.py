@@ -53,3 +53,16 @@ def with_peer(engine: SimulatedEngine, own_chunks: int = 0) -> SimulatedEngine:
         forget_pages(engine)
         engine.node.peer_chunks = kept
     return engine
+
+
+SLOW = 1000.0
+"""Seconds of a load that computing beats."""
+
+
+def slowed(engine: SimulatedEngine, *, fetches_only: bool = False) -> SimulatedEngine:
+    """The engine, after it has seen loads that were slow."""
+    costs = engine.side._loads.costs
+    for times in (costs.fetched,) if fetches_only else (costs.own, costs.fetched):
+        times.add(CHUNK, SLOW)
+        times.add(3 * CHUNK, SLOW)
+    return engine

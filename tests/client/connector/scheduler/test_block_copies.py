@@ -17,10 +17,11 @@ from lmkv_client.connector.scheduler.block_copies import (
     NULL_BLOCK_ID,
     BlockMap,
     ChunkItems,
+    PartExtent,
     PartItems,
     blocks_of,
     has_null_page,
-    load_items,
+    items_of,
 )
 from lmkv_client.connector.scheduler.loads import LoadState
 from lmkv_client.connector.scheduler.request_state import RequestState
@@ -138,7 +139,7 @@ def test_what_is_stored_of_each_item_fills_whole_pages_of_a_hit_and_nothing_else
     extents: list[dict[tuple[int, int], int]] = []
     for item in spec.items(chunk_count):
         extent: dict[tuple[int, int], int] = {}
-        for copy in blocks.stored(item.part, item.chunk, source.block_ids, offset=len(extents), token_count=CHUNK):
+        for copy in blocks.stored(PartExtent(item.part, item.chunk, CHUNK, len(extents)), source.block_ids):
             assert copy.first_token == 0
             assert copy.extent_tokens == copy.token_count == spec.parts[item.part].kept_tokens(CHUNK)
             extent |= {(copy.group, at): page[slot] for at, (page, slot) in enumerate(source.rows(copy))}
@@ -184,7 +185,7 @@ def test_blocks_are_those_that_hold_any_of_the_tokens() -> None:
 
 def test_of_a_window_shorter_than_a_chunk_only_the_last_pages_are_copied() -> None:
     ids = [[*range(10, 18)], [*range(20, 28)]]
-    (copy,) = FULL_AND_WINDOW.stored(1, 1, ids, offset=64, token_count=CHUNK)
+    (copy,) = FULL_AND_WINDOW.stored(PartExtent(1, 1, CHUNK, 64), ids)
     assert copy == ChunkCopy(offset=64, extent_tokens=8, token_count=8, block_ids=[26, 27], group=1)
 
 
@@ -204,7 +205,7 @@ def test_a_state_is_loaded_into_the_page_of_the_last_token() -> None:
 
 def test_a_copy_that_names_the_null_page_is_none() -> None:
     ids = [[*range(10, 18)], [0, 0, 0, 0, 0, 0, 0, 27]]
-    stored = FULL_AND_WINDOW.stored(1, 1, ids, offset=0, token_count=CHUNK)
+    stored = FULL_AND_WINDOW.stored(PartExtent(1, 1, CHUNK, 0), ids)
     assert has_null_page(stored)
     assert PartItems(FULL_AND_WINDOW, ids, 0, 2 * CHUNK).copies(2, chunk_of(FULL_AND_WINDOW, 1)) is None
 
@@ -233,7 +234,7 @@ def test_an_extent_that_does_not_fit_ends_the_whole_load() -> None:
     tokens = list(range(2 * CHUNK))
     chain = KeyChain(ChunkKey(bytes(16)), CHUNK)
     request = RequestState(FULL_AND_WINDOW.spec, "r", chain, as_tokens(tokens), tokens, partial=False)
-    load = LoadState(request.lookup, load_items(FULL_AND_WINDOW, ids, 0, 2 * CHUNK), 0.0)
+    load = LoadState(request.lookup, items_of(FULL_AND_WINDOW.spec)(FULL_AND_WINDOW, ids, 0, 2 * CHUNK), 0.0)
     load.add_chunks(0, [chunk_of(FULL_AND_WINDOW, 0)])
     assert load.waits
     load.add_chunks(1, [chunk_of(FULL_AND_WINDOW, 1)])
@@ -250,5 +251,5 @@ def test_chunks_of_one_part_are_loaded_one_by_one_and_others_as_items() -> None:
         spec=make_spec(model_name="m", model_id="m", kv_dtype="int8", layer_count=1, kv_head_count=1, chunk_size=CHUNK),
         groups=(LayerGroup(part=0, block_size=4, layer_names=("0",)),),
     )
-    assert isinstance(load_items(plain, [[1, 2, 3, 4]], 0, CHUNK), ChunkItems)
-    assert isinstance(load_items(FULL_AND_WINDOW, [[1, 2, 3, 4]] * 2, 0, CHUNK), PartItems)
+    assert isinstance(items_of(plain.spec)(plain, [[1, 2, 3, 4]], 0, CHUNK), ChunkItems)
+    assert isinstance(items_of(FULL_AND_WINDOW.spec)(FULL_AND_WINDOW, [[1, 2, 3, 4]] * 2, 0, CHUNK), PartItems)

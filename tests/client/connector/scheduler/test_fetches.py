@@ -13,10 +13,10 @@ from tests.client.connector.scheduler.serving import (
     MakeEngine,
     filled,
     forget_pages,
+    slowed,
     until,
     with_peer,
 )
-from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import CHUNK
 
 # ---- chunks that peers have
@@ -111,19 +111,6 @@ def test_a_node_that_rejects_nothing_gets_no_order(make_engine: MakeEngine) -> N
     engine = filled(make_engine())
     engine.serve("a", PROMPT)
     assert [lookup.prefill_tokens_per_second for lookup in engine.node.lookups] == [0, 0]
-
-
-SLOW = 1000.0
-"""Seconds of a load that computing beats."""
-
-
-def slowed(engine: SimulatedEngine, *, fetches_only: bool = False) -> SimulatedEngine:
-    """The engine, after it has seen loads that were slow."""
-    costs = engine.side._loads.costs
-    for times in (costs.fetched,) if fetches_only else (costs.own, costs.fetched):
-        times.add(CHUNK, SLOW)
-        times.add(3 * CHUNK, SLOW)
-    return engine
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -12,7 +12,7 @@ from lmkv.keys import ChunkKey, part_key, split_keys
 from lmkv.prompt import HeldKeys, Prompt, match
 from lmkv.tiers import PEERS
 from lmkv.v1.chunk_pb2 import PART_RULE_ALL, PART_RULE_END
-from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, until
+from tests.client.connector.scheduler.serving import DECODED, MakeEngine, forget_pages, slowed, until
 from tests.client.connector.scheduler.several_groups import (
     CHUNKS,
     COLD,
@@ -369,6 +369,33 @@ def test_a_decode_loads_what_a_prefill_has_stored_of_each_part(make_engine: Make
     decode.check_answer("b")
     assert decode.scheduled_tokens["b"] == length - longest_hit_of(prefill, split_keys(handoff.chunk_keys)) + 4
     decode.check_nothing_is_left()
+
+
+@every_model
+def test_a_load_that_takes_longer_than_computing_is_refused_as_a_whole(make_engine: MakeEngine, name: str) -> None:
+    engine = slowed(filled(engine_of(make_engine, name, refuse_slow_fetches=True)))
+    assert engine.serve("a", PROMPT) == COLD
+    assert (engine.count("refused_fetch_tokens"), engine.count("loaded_tokens")) == (CHUNKS * CHUNK, 0)
+    engine.check_nothing_is_left()
+
+
+@every_model
+def test_after_an_update_of_the_weights_no_page_of_before_is_stored_or_continued(
+    make_engine: MakeEngine, name: str
+) -> None:
+    """vLLM keeps its prefix cache, and may show the connector only the whole blocks of what it has there."""
+    engine = engine_of(make_engine, name, step_tokens=BLOCK)
+    engine.serve("before", PROMPT)
+    engine.change_weights("new")
+    commits = len(engine.node.commits)
+    engine.mixed_requests |= {"block", "chunk", "all"}
+    for request_id, shared in (("all", len(PROMPT)), ("chunk", CHUNK), ("block", BLOCK)):
+        engine.add(request_id, [*PROMPT[:shared], *[400] * 2 * CHUNK])
+        engine.run(request_id)
+        assert len(engine.node.commits) == commits or request_id == "block", "each commit is checked"
+    engine.serve("others", [500, *PROMPT])
+    assert (len(engine.node.commits) > commits) is not engine.kv.hits_end_in_blocks
+    engine.check_nothing_is_left()
 
 
 # ---- preemption

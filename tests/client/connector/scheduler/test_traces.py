@@ -41,7 +41,7 @@ from tests.support.specs import small_spec
 
 SPEC = small_spec()
 GROUP = LayerGroup(part=0, block_size=SPEC.block_size, layer_names=("layer",))
-ENGINE_KV = EngineKv(spec=SPEC, groups=(GROUP,))
+ENGINE_KV = EngineKv(spec=SPEC, groups=(GROUP,), hash_block_size=GROUP.block_size)
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
 CHUNKS = 3

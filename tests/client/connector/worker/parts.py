@@ -170,6 +170,7 @@ def load_of(
     failed_blocks: list[int] | None = None,
     checks: list[ExtentChecksum] | None = None,
     request_id: str = "r",
+    all_or_none: bool = False,
 ) -> LoadPlan:
     return LoadPlan(
         request_id=request_id,
@@ -178,6 +179,7 @@ def load_of(
         final=final,
         checks=checks or [],
         failed_blocks=failed_blocks or [],
+        all_or_none=all_or_none,
     )
 
 

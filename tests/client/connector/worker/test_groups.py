@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from tests.client.connector.worker.parts import (
     caches,
     chunk_copy,
     finished,
-    load_of,
     pages_equal,
     plan_of,
     serve,
@@ -35,6 +35,7 @@ from tests.client.connector.worker.parts import (
     steps_wait_for_the_pool,
 )
 from tests.client.connector.worker.parts import SPEC as PLAIN_SPEC
+from tests.client.connector.worker.parts import load_of as plain_load
 from tests.support.specs import make_spec
 
 __all__ = ["serve", "steps_wait_for_the_pool"]  # fixtures
@@ -66,6 +67,7 @@ def hybrid_spec(ranks: int = 1, heads: int = HEADS) -> KvSpec:
 
 
 SPEC = hybrid_spec()
+load_of = partial(plain_load, all_or_none=True)
 FULL, WINDOW_A, WINDOW_B, STATES = range(4)
 GROUPS = tuple(
     LayerGroup(
@@ -318,7 +320,7 @@ def test_a_load_whose_rest_is_lost_fails_with_its_last_piece(serve: Serve, make:
 def test_with_one_group_a_lost_load_is_reported_by_page(serve: Serve) -> None:
     worker = WorkerSide(PLAIN_SPEC, head_shares(PLAIN_SPEC, 0, 1), groups=[GROUP], rank=0, threads=1)
     worker.register(caches(None))
-    step(worker, plan_of(serve(), loads=[lost([chunk_copy(0, [9, 1])])]))
+    step(worker, plan_of(serve(), loads=[replace(plain_load([chunk_copy(0, [9, 1])]), failed=True)]))
     finished(worker)
     assert worker.take_failed_blocks() == {9, 1}
     assert worker.take_failed_requests() == set()
