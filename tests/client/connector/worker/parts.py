@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 
 from lmkv.pool.pool import Pool
 from lmkv.pool.socket import PoolSocket
 from lmkv.spec import NATIVE_TILES
 from lmkv_client.connector.engine_kv import LayerGroup
-from lmkv_client.connector.identity import head_shares
 from lmkv_client.connector.messages import ExtentChecksum, LoadPlan, StepPlan
-from lmkv_client.connector.worker import side as worker_module
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import ChunkCopy
@@ -103,42 +100,6 @@ class ServedPool:
 
     def _run(self, work: object) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_SECONDS)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def steps_wait_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Synchronous loads and stores of the first step need the pool, however busy the host is."""
-    monkeypatch.setattr(worker_module, "MAP_WAIT_SECONDS", WAIT_SECONDS)
-
-
-@pytest.fixture
-def serve(runtime_dir: Path) -> Iterator[Callable[..., ServedPool]]:
-    """Starts pools, each of a higher epoch at a socket of its own."""
-    served: list[ServedPool] = []
-
-    def start(**options: int) -> ServedPool:
-        number = len(served) + 1
-        served.append(ServedPool(runtime_dir / f"{number}.sock", number, **options))
-        return served[-1]
-
-    yield start
-    for one in served:
-        one.close()
-
-
-@pytest.fixture
-def make_worker() -> Iterator[Callable[..., WorkerSide]]:
-    """Makes worker sides, and closes them."""
-    made: list[WorkerSide] = []
-
-    def make(caches: Caches, rank: int = 0, ranks: int = 1, threads: int = 1) -> WorkerSide:
-        made.append(WorkerSide(SPEC, head_shares(SPEC, rank, ranks), groups=[GROUP], rank=rank, threads=threads))
-        made[-1].register(caches)
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 MakeWorker = Callable[..., WorkerSide]

@@ -30,15 +30,11 @@ from tests.client.connector.worker.parts import (
     finished,
     pages_equal,
     plan_of,
-    serve,
     step,
-    steps_wait_for_the_pool,
 )
 from tests.client.connector.worker.parts import SPEC as PLAIN_SPEC
 from tests.client.connector.worker.parts import load_of as plain_load
 from tests.support.specs import make_spec
-
-__all__ = ["serve", "steps_wait_for_the_pool"]  # fixtures
 
 BLOCK, CHUNK, WINDOW, BLOCKS = 32, 64, 20, 200
 HEADS, HEAD_SIZE, STATE_BYTES = 4, 16, 1000

@@ -36,17 +36,12 @@ from tests.client.connector.worker.parts import (
     chunk_copy,
     finished,
     load_of,
-    make_worker,
     pages_equal,
     plan_of,
-    serve,
     step,
-    steps_wait_for_the_pool,
     stored,
 )
 from tests.waiting import WAIT_SECONDS, wait_until
-
-__all__ = ["make_worker", "serve", "steps_wait_for_the_pool"]  # fixtures
 
 
 @pytest.mark.parametrize("sync", [True, False])

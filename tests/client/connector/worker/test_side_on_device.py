@@ -17,14 +17,11 @@ from lmkv_client.connector.worker.device_copier import DevicePageCopier
 from lmkv_client.connector.worker.side import WorkerSide
 from lmkv_client.engine.attachment import Attachment
 from lmkv_kernels import checksum
-from tests.client.connector.worker.parts import SPEC, ServedPool, serve
+from tests.client.connector.worker.parts import SPEC, ServedPool
 from tests.client.connector.worker.test_device_copier import Model, open_emulated
 from tests.kernels.layouts import Case, random_bytes
 from tests.kernels.test_cuda_emulated import on_device, whole_chunks
 from tests.waiting import WAIT_SECONDS, wait_until
-
-__all__ = ["serve"]  # a fixture
-
 
 Serve = Callable[..., ServedPool]
 

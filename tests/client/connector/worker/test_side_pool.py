@@ -28,17 +28,12 @@ from tests.client.connector.worker.parts import (
     finished,
     is_stored,
     load_of,
-    make_worker,
     pages_equal,
     plan_of,
-    serve,
     step,
-    steps_wait_for_the_pool,
     stored,
 )
 from tests.waiting import wait_until
-
-__all__ = ["make_worker", "serve", "steps_wait_for_the_pool"]  # fixtures
 
 
 @pytest.mark.parametrize("sync", [True, False])
