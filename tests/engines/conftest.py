@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -14,7 +15,7 @@ from lmkv_client.demo.model import LLAMA_VOCAB, MID, TINY, make_model
 from lmkv_client.demo.process import RunningProcess, ServerProcess
 from lmkv_client.startup_error import VARIABLE
 from tests.engines.faults import FaultyPair
-from tests.engines.llm import CALM, Nursery
+from tests.engines.llm import CALM, Nursery, make_prompt
 from tests.engines.pd import Trio
 
 ENGINE_TEST_TIMEOUT_SECONDS = 900
@@ -94,6 +95,33 @@ def shared_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     ):
         pair.do_without_coordinator()
         yield pair
+
+
+@pytest.fixture(scope="module")
+def healed(shared_pair: FaultyPair) -> FaultyPair:
+    """Two engines that share, whatever an earlier module has done to them."""
+    shared_pair.restart()
+    shared_pair.heal()
+    return shared_pair
+
+
+@pytest.fixture
+def pair(healed: FaultyPair) -> FaultyPair:
+    """Two engines that run; every test leaves their nodes so that they share."""
+    healed.restart()
+    return healed
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of its own for each test and parameter: no two tests share a prompt."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture
+def prompt(seed: int) -> list[int]:
+    """A prompt of the test's own."""
+    return make_prompt(seed, 1000)
 
 
 @pytest.fixture(scope="session")

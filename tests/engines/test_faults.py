@@ -17,21 +17,6 @@ VICTIMS = ("coordinator", "node-1", "node-2", "engine-1")
 pytestmark = pytest.mark.in_order  # the last tests look at what all have left
 
 
-@pytest.fixture(scope="module")
-def healed(shared_pair: FaultyPair) -> FaultyPair:
-    """Two engines that share, whatever an earlier module has done to them."""
-    shared_pair.restart()
-    shared_pair.heal()
-    return shared_pair
-
-
-@pytest.fixture
-def pair(healed: FaultyPair) -> FaultyPair:
-    """Two engines that run; every test leaves their nodes so that they share."""
-    healed.restart()
-    return healed
-
-
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_during_lookups(pair: FaultyPair, victim: str) -> None:
     held, fresh = pair.stored(), pair.prompt()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,12 +62,6 @@ def fleet(
 def bare(fleet: LlmFleet) -> LlmProcess:
     """The engine whose answers are right."""
     return fleet.engines["bare"]
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """Another one for every test: no two share a prompt."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_drafts_that_are_rejected_are_never_stored(fleet: LlmFleet, bare: LlmProcess, seed: int) -> None:

@@ -6,7 +6,6 @@ Both ranks attach to one node, since they are given one configuration.
 from __future__ import annotations
 
 import tempfile
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,12 +73,6 @@ def fleet(
 def bare(fleet: LlmFleet) -> LlmProcess:
     """The engine whose answers are right."""
     return fleet.engines["bare"]
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """Another one for every test: no two share a prompt."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_ranks_of_one_server_load_what_either_has_stored(cluster: Cluster, bare: LlmProcess, seed: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lmkv.v1.cache_service_pb2 import HintResponse
 from lmkv.v1.chunk_pb2 import HINT_OUTCOME_ACCEPTED
 from lmkv_client.sync import Coordinator
 from tests.engines.faults import eventually
-from tests.engines.llm import Answers, LlmFleet, LlmProcess, Nursery, make_prompt
+from tests.engines.llm import Answers, LlmFleet, LlmProcess, Nursery
 from tests.engines.parts import NodeParts
 
 pytestmark = pytest.mark.engine
@@ -40,12 +39,6 @@ def coordinator(fleet: LlmFleet) -> Iterator[Coordinator]:
     """A client of the fleet's coordinator."""
     with Coordinator(fleet.coordinator.address) as client:
         yield client
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> list[int]:
-    """A new prompt for every test."""
-    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
 
 
 def ask(engine: LlmProcess, prompt: Sequence[int], action: str, **payload: object) -> tuple[Answers, dict[str, Any]]:

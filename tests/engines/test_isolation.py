@@ -8,7 +8,6 @@ have vLLM's roles of that kind.
 from __future__ import annotations
 
 import shutil
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.llm import LlmFleet, LlmProcess, Nursery, make_prompt, poison
+from tests.engines.llm import LlmFleet, LlmProcess, Nursery, poison
 from tests.support.models import make_adapter
 
 pytestmark = pytest.mark.engine
@@ -44,12 +43,6 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 def owner(fleet: LlmFleet) -> LlmProcess:
     """The engine of most tests."""
     return fleet.engines["owner"]
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> list[int]:
-    """Another one for every test: no two share a prompt."""
-    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,12 +37,6 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 def engine(fleet: LlmFleet, request: pytest.FixtureRequest) -> LlmProcess:
     """Each of the two."""
     return fleet.engines[request.param]
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """Another one for every test and parameter: no two tests share a prompt."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_a_prompt_from_the_own_pool_is_answered_as_a_computed_one(engine: LlmProcess, seed: int) -> None:

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engines.llm import LlmFleet, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, Nursery
 
 pytestmark = [pytest.mark.engine, pytest.mark.more_models]
 
@@ -37,9 +36,8 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize(("writer", "reader"), [("quarters", "whole"), ("whole", "quarters")])
 def test_stages_of_several_ranks_share_with_one_rank(
-    fleet: LlmFleet, request: pytest.FixtureRequest, writer: str, reader: str
+    fleet: LlmFleet, prompt: list[int], writer: str, reader: str
 ) -> None:
-    prompt = make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
     first = fleet.engines[writer].ask(prompt)
     assert (first.cached_tokens, first.stored_tokens) == (0, 768)
     fleet.coordinator.wait_for_holder(prompt, writer, 768, REPORT_TIMEOUT_SECONDS)

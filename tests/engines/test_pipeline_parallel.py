@@ -6,14 +6,13 @@ heads each.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.llm import LlmFleet, Nursery, make_prompt
+from tests.engines.llm import LlmFleet, Nursery
 
 pytestmark = pytest.mark.engine
 
@@ -36,12 +35,6 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         fleet.add("halves", tensor_parallel_size=2, **TWO_RANKS)
         fleet.start()
         yield fleet
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> list[int]:
-    """Another one for every test and parameter: no two share a prompt."""
-    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
 
 
 def test_two_stages_store_and_load_through_one_node(fleet: LlmFleet, prompt: list[int]) -> None:

@@ -35,21 +35,6 @@ LEASE_SECONDS = 3.0
 CHAOS_SECONDS = 40.0
 
 
-@pytest.fixture(scope="module")
-def healed(shared_pair: FaultyPair) -> FaultyPair:
-    """Two engines that share, whatever an earlier module has done to them."""
-    shared_pair.restart()
-    shared_pair.heal()
-    return shared_pair
-
-
-@pytest.fixture
-def pair(healed: FaultyPair) -> FaultyPair:
-    """Two engines that run; every test leaves their nodes so that they share."""
-    healed.restart()
-    return healed
-
-
 def test_engines_do_without_a_coordinator_until_it_appears(pair: FaultyPair) -> None:
     assert pair.early_tokens == {"from peer": 0, "from own pool": HELD_TOKENS, "known afterwards": HELD_TOKENS}
 

@@ -6,7 +6,6 @@ pool of a few chunks and stores no decoded ones.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,6 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
 def engine(fleet: LlmFleet, request: pytest.FixtureRequest) -> LlmProcess:
     """Each of the two."""
     return fleet.engines[request.param]
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """Another one for every test and parameter: no two tests share a prompt."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_preempted_requests_resume_where_they_were(engine: LlmProcess, seed: int) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from lmkv.auth.cache_salts import TENANT, CacheSalts
 from lmkv_client.demo.cluster import Cluster
 from tests.engines.conftest import SETTINGS
 from tests.engines.faults import eventually
-from tests.engines.llm import make_prompt
 from tests.support.models import make_adapter
 from tests.support.proxy import ProxyProcess
 from tests.support.tokens import entry, write
@@ -73,12 +71,6 @@ def cluster(tiny_model: Path, adapters: dict[str, Path], tmp_path_factory: pytes
             )
         cluster.start_engines()
         yield cluster
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> list[int]:
-    """Another one for every test: no two share a prompt."""
-    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
 
 
 def run(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,12 +29,6 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         for engine in fleet.engines.values():  # ranks map the pool in their first step, which waits only for a while
             engine.ask(make_prompt(0, 16))
         yield fleet
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> list[int]:
-    """Another one for every test and parameter: no two share a prompt."""
-    return make_prompt(zlib.crc32(request.node.nodeid.encode()), 1000)
 
 
 def test_two_ranks_store_and_load_through_one_node(fleet: LlmFleet, prompt: list[int]) -> None:

@@ -6,7 +6,6 @@ most of them begin and end within a block.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,10 +44,8 @@ def fleet(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
     ("writer", "reader"),
     [("coarse", "fine"), ("fine", "coarse"), ("halves", "coarse"), ("fine", "halves"), ("halves", "fine")],
 )
-def test_peers_share_whatever_their_blocks_and_ranks(
-    request: pytest.FixtureRequest, fleet: LlmFleet, writer: str, reader: str
-) -> None:
-    prompt = make_prompt(zlib.crc32(request.node.nodeid.encode()), STORED + 10)
+def test_peers_share_whatever_their_blocks_and_ranks(fleet: LlmFleet, seed: int, writer: str, reader: str) -> None:
+    prompt = make_prompt(seed, STORED + 10)
     first = fleet.engines[writer].ask(prompt)
     assert (first.cached_tokens, first.stored_tokens) == (0, STORED)
     fleet.coordinator.wait_for_holder(prompt, writer, STORED, REPORT_TIMEOUT_SECONDS)
