@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,25 @@ from lmkv_client.engine.prompt_account import PromptAccount
 from lmkv_client.engine.reservations import ExtentRequest
 from lmkv_client.engine.session import MAX_ASKED_KEYS
 from lmkv_kernels import Pages
+
+
+class LookupOptions(TypedDict, total=False):
+    """What `Engine.lookup` and `Engine.begin_lookup` may know of a prompt besides its keys."""
+
+    tokens: Sequence[int] | NDArray[np.integer] | None
+    """The prompt's, of shape `[n]`, from which the keys were computed with this `salt` and `lora`. With them a hit may
+    end inside a chunk, at the last token that another prompt has in common with this one: at `Held.token_count`. The
+    last extent may have more tokens, which are not of this prompt. Without them, or if `save_partial_chunks` is off, it
+    ends with one of the keys."""
+    salt: str
+    lora: str
+    engine_request_id: str
+    """Names the prompt in the node's reports (`lmkv explain`); empty: a number is made."""
+    traceparent: str | None
+    """Parent of the spans; None: the current span, if any."""
+    timeout: float | None
+    """None: `lookup_timeout` of the configuration, or longer, up to `max_lookup_timeout`, if by the times of
+    `Engine.prefilled` more than twice as long may be saved."""
 
 
 class Engine:
@@ -122,49 +141,20 @@ class Engine:
         """Returns the key that a prompt's first chunk follows: the `Written.parent` of one that is not full."""
         return self._key_space.root(salt, lora)
 
-    def lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        tokens: Sequence[int] | NDArray[np.integer] | None = None,
-        salt: str = "",
-        lora: str = "",
-        engine_request_id: str = "",
-        traceparent: str | None = None,
-        is_continued: bool = False,
-        timeout: float | None = None,
-    ) -> Held:
+    def lookup(self, keys: Sequence[ChunkKey], *, is_continued: bool = False, **options: Unpack[LookupOptions]) -> Held:
         """Finds the longest prefix of `keys` that can be loaded from pool, disk, peers or the remote store.
 
-        Blocks for at most `timeout`; None: `lookup_timeout` of the configuration, or longer, up to
-        `max_lookup_timeout`, if by the times of `prefilled` more than twice as long may be saved. Empty if the node
-        does not answer in time. The result must be released: then the prompt is counted and reported.
-
-        `tokens` are those of the prompt, of shape `[n]`, from which `keys` were computed with this `salt` and `lora`.
-        With them a hit may end inside a chunk, at the last token that another prompt has in common with this one: at
-        `Held.token_count`. The last extent may have more tokens, which are not of this prompt. Without them, or if
-        `save_partial_chunks` is off, it ends with one of `keys`. Raises `BadTokens` as `keys` does.
-
-        `engine_request_id` names the prompt in the node's reports (`lmkv explain`); empty: a number is made.
-        `traceparent` is the parent of the spans; None: the current span, if any. `is_continued`: the prompt was looked
-        up before, and of this lookup only what it fails to bring is counted.
+        Blocks until the node has answered, or the timeout. Empty if the node does not answer in time. The result must
+        be released: then the prompt is counted and reported. `is_continued`: the prompt was looked up before, and of
+        this lookup only what it fails to bring is counted. Raises `BadTokens` as `keys` does.
         """
-        lookup = self._asked(keys, timeout, tokens, salt=salt, lora=lora)
-        lookup.engine_request_id, lookup.traceparent, lookup.is_continued = engine_request_id, traceparent, is_continued
+        lookup = self._asked(keys, options)
+        lookup.is_continued = is_continued
         self._dispatcher.lookup(lookup)
         return Held(self._dispatcher, await_result(lookup.future, lookup.deadline, self._dispatcher.expire))
 
     def begin_lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        tokens: Sequence[int] | NDArray[np.integer] | None = None,
-        salt: str = "",
-        lora: str = "",
-        engine_request_id: str = "",
-        traceparent: str | None = None,
-        is_counted: bool = True,
-        timeout: float | None = None,
+        self, keys: Sequence[ChunkKey], *, is_counted: bool = True, **options: Unpack[LookupOptions]
     ) -> Future[Held]:
         """As `lookup`, without blocking. A future that is cancelled releases what it would have held.
 
@@ -179,8 +169,8 @@ class Engine:
             else:
                 held.release()
 
-        lookup = self._asked(keys, timeout, tokens, salt=salt, lora=lora)
-        lookup.engine_request_id, lookup.traceparent, lookup.is_counted = engine_request_id, traceparent, is_counted
+        lookup = self._asked(keys, options)
+        lookup.is_counted = is_counted
         self._dispatcher.lookup(lookup)
         lookup.future.add_done_callback(found)
         return result
@@ -197,7 +187,7 @@ class Engine:
 
         Blocks for at most `timeout`; all keys if the node does not answer in time.
         """
-        lookup = self._asked(keys, timeout)
+        lookup = self._asked(keys, {"timeout": timeout})
         lookup.is_counted = False
         self._dispatcher.lookup(lookup)
         found = await_result(lookup.future, lookup.deadline, self._dispatcher.expire)
@@ -254,17 +244,11 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _asked(
-        self,
-        keys: Sequence[ChunkKey],
-        timeout: float | None,
-        tokens: Sequence[int] | NDArray[np.integer] | None = None,
-        *,
-        salt: str = "",
-        lora: str = "",
-    ) -> CallerLookup:
+    def _asked(self, keys: Sequence[ChunkKey], options: LookupOptions) -> CallerLookup:
         """A lookup of these keys, to be begun."""
-        size = self.spec.chunk_size
+        if unknown := options.keys() - LookupOptions.__optional_keys__:
+            raise TypeError(f"Engine.lookup: unexpected argument {min(unknown)}")
+        size, tokens, timeout = self.spec.chunk_size, options.get("tokens"), options.get("timeout")
         token_count = len(keys) * size if tokens is None else len(tokens)
         shown = self._shown(tokens)
         worth = 0.0
@@ -277,7 +261,9 @@ class Engine:
             deadline=time.monotonic() + timeout,
             worth_seconds=worth,
             tokens=shown,
-            root=b"" if shown is None else self.root(salt=salt, lora=lora),
+            root=b"" if shown is None else self.root(salt=options.get("salt", ""), lora=options.get("lora", "")),
+            engine_request_id=options.get("engine_request_id", ""),
+            traceparent=options.get("traceparent"),
         )
 
     def _shown(self, tokens: Sequence[int] | NDArray[np.integer] | None) -> Tokens | None:

@@ -112,6 +112,12 @@ def test_a_digest_of_another_length_is_refused(attach: Attach, digest: bytes | s
         attach().foreign_keys([digest])
 
 
+def test_unknown_arguments_of_a_lookup_are_refused(attach: Attach) -> None:
+    for lookup in (attach().lookup, attach().begin_lookup):
+        with pytest.raises(TypeError, match="unexpected argument token"):
+            lookup([], token=[1])  # type: ignore[call-arg]
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(attach: Attach) -> None:
     with pytest.raises(BadTokens):
         attach().keys([1000])
