@@ -30,7 +30,7 @@ def measure(run: BenchmarkRun, link: NodeClient) -> None:
     from lmkv_client.connector.worker.side import WorkerSide
 
     groups = (LayerGroup(part=0, block_size=SPEC.block_size, layer_names=()),)
-    kv = EngineKv(spec=SPEC, groups=groups)
+    kv = EngineKv(spec=SPEC, groups=groups, hash_block_size=SPEC.block_size)
     scheduler = SchedulerSide(ConnectorConfig(), kv, link, SchedulerOptions(rank_count=1, step_tokens=8192))
     worker = WorkerSide(SPEC, head_shares(SPEC, 0, 1), groups=groups, rank=0, threads=1)
     nothing = SchedulerOutput.make_empty()

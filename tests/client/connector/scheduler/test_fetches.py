@@ -17,6 +17,7 @@ from tests.client.connector.scheduler.serving import (
     until,
     with_peer,
 )
+from tests.client.connector.simulated_engine import SimulatedEngine
 from tests.client.connector.simulated_models import CHUNK
 
 # ---- chunks that peers have
