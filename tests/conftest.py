@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +73,6 @@ OUTER = (
 )
 """Tests without engines that `make test-all` runs: charts, wheels, browsers, SDKs, linters, all transfer channels."""
 LEFT_BEHIND_TIMEOUT_SECONDS = 60.0
-LEFT_OPEN_TIMEOUT_SECONDS = 5.0
 SHARED_MEMORY_WATCH = pytest.StashKey[SharedMemoryWatch]()
 SOCKETS = pytest.StashKey[str]()
 
@@ -207,32 +204,6 @@ def short_folder() -> Iterator[Path]:
 def runtime_dir(short_folder: Path) -> Path:
     """A fresh `runtime_dir` for nodes, with a path short enough for sockets in it."""
     return short_folder
-
-
-@pytest.fixture
-def no_files_left() -> Iterator[None]:
-    """Fails a test that leaves files or sockets open which nothing can close any more; folders use it for all tests."""
-
-    def open_files() -> dict[str, str]:
-        found = {}
-        for entry in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # of the listing itself
-                found[entry.name] = str(entry.readlink())
-        return found
-
-    before = open_files()
-
-    def left() -> dict[str, str]:
-        found = {name: file for name, file in open_files().items() if before.get(name) != file}
-        if found:  # what nothing refers to any more is closed by that
-            gc.collect()
-        return found
-
-    yield
-    deadline = time.monotonic() + LEFT_OPEN_TIMEOUT_SECONDS
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left(), "files are left open"
 
 
 @pytest.fixture(scope="session", autouse=True)
