@@ -158,7 +158,7 @@ async def measure(run: BenchmarkRun) -> None:
                 run.add(Row(name=f"pick_{name}_{TOKEN_COUNT}_cpu_ms", value=1e3 * cpu_seconds, unit="ms"))
             asked = [_body(text) for text in texts]
             await _add(run, "pick_text", count, partial(_pick, service, PART_BYTES), asked, urls)
-        arguments = ["picker", "--coordinator", coordinator.address, "--load-tokens", "0"]
+        arguments = ["picker", "--coordinator", coordinator.address]
         arguments += [f"--engine={url}" for url in urls]
         for name, picker in (
             ("null", PickerProcess(run.logs, "null_picker", "benchmarks.systems.null_picker")),
@@ -227,6 +227,18 @@ async def _service(
         await session.close()
 
 
+class _LocalCall:
+    """What the service asks of a call: who makes it."""
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """Nothing: it has no credentials."""
+        return {}
+
+    def peer(self) -> str:
+        """This host."""
+        return "ipv4:127.0.0.1:1"
+
+
 async def _pick(service: ExternalProcessorService, part_bytes: int, body: bytes) -> tuple[str, float]:
     """The picker's choice by itself: from the message with the last part, which is not decoded yet, to the answer."""
     *first, last = (message.SerializeToString() for message in _messages(body, part_bytes))
@@ -240,7 +252,7 @@ async def _pick(service: ExternalProcessorService, part_bytes: int, body: bytes)
         started = time.perf_counter()
         yield ProcessingRequest.FromString(last)
 
-    answers = service.Process(messages(), None)
+    answers = service.Process(messages(), _LocalCall())
     answer = await anext(answers)
     took = time.perf_counter() - started
     await answers.aclose()  # type: ignore[attr-defined]  # it is a generator
