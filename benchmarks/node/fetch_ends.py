@@ -29,7 +29,7 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.serving.read_grants import SHARE
 from lmkv_server.node.sessions.sessions import EngineSessions
@@ -132,12 +132,14 @@ class ReadingNode:
             words = np.frombuffer(self.pool.buffer, np.uint64, self.spec.chunk_bytes // 8, reserved.offset)
             words[:] = np.arange(words.size, dtype=np.uint64) + np.uint64(number << 40)
             self.tier.commit(
-                reserved.offset,
-                key=key,
-                fingerprint=self.spec.fingerprint,
-                size_bytes=self.spec.chunk_bytes,
-                checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
-                token_count=self.spec.chunk_size,
+                Chunk(
+                    offset=reserved.offset,
+                    key=key,
+                    fingerprint=self.spec.fingerprint,
+                    size_bytes=self.spec.chunk_bytes,
+                    checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
+                    token_count=self.spec.chunk_size,
+                )
             )
         return offsets
 

@@ -21,7 +21,7 @@ from lmkv.errors import LmkvError
 from lmkv.transfer import Copy
 from lmkv.units import GIB
 from lmkv_server.node.cache.host import Chunk
-from lmkv_server.node.tiers.base import Progress
+from lmkv_server.node.tiers.base import Needs, Progress
 
 PROMPT_TOKENS = {4000: "", 2000: "_2000", 512: "_512"}
 """Lengths of prompts, and what rows of that length end with."""
@@ -131,9 +131,8 @@ class Ends:
         """Seconds of a fetch into an empty tier."""
         keys, held = keys_of(chunk_count), list[Chunk]()
         started = time.perf_counter()
-        progress = Progress(
-            self._node.tier, self._node.spec, keys, 0, lambda chunks: held.extend(chunk for _, chunk in chunks)
-        )
+        needs = Needs(spec=self._node.spec, keys=keys, indices=range(chunk_count))
+        progress = Progress(self._node.tier, needs, lambda chunks: held.extend(chunk for _, chunk in chunks))
         fetched = await self._node.fetcher.fetch(progress, [self._owner.holder(chunk_count)], FETCH_SECONDS)
         seconds = time.perf_counter() - started
         progress.close()

@@ -27,7 +27,7 @@ from lmkv.units import GIB
 from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.serving.read_grants import SHARE
-from lmkv_server.node.tiers.base import Progress
+from lmkv_server.node.tiers.base import Needs, Progress
 
 CHOICES = ("tcp", "nixl")
 """The channels that `auto` chooses from between hosts."""
@@ -165,7 +165,8 @@ async def _fetch(node: ReadingNode, holder: Holder) -> float:
     """Seconds of a fetch into an empty tier."""
     keys, held = keys_of(holder.matched_chunk_count), list[Chunk]()
     started = time.perf_counter()
-    progress = Progress(node.tier, node.spec, keys, 0, lambda chunks: held.extend(chunk for _, chunk in chunks))
+    needs = Needs(spec=node.spec, keys=keys, indices=range(len(keys)))
+    progress = Progress(node.tier, needs, lambda chunks: held.extend(chunk for _, chunk in chunks))
     fetched = await node.fetcher.fetch(progress, [holder], FETCH_SECONDS)
     seconds = time.perf_counter() - started
     progress.close()

@@ -20,7 +20,7 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import NATIVE_TILES, KvSpec
 from lmkv.units import GIB
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.remote.tier import RemoteTier
@@ -82,12 +82,14 @@ class Chunks:
             reserved = self.tier.reserve(self.spec.chunk_bytes)
             assert reserved
             self.tier.commit(
-                reserved.offset,
-                key=key,
-                fingerprint=self.spec.fingerprint,
-                size_bytes=self.spec.chunk_bytes,
-                checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
-                token_count=self.spec.chunk_size,
+                Chunk(
+                    offset=reserved.offset,
+                    key=key,
+                    fingerprint=self.spec.fingerprint,
+                    size_bytes=self.spec.chunk_bytes,
+                    checksum=checksum(self.pool.buffer, reserved.offset, self.spec.chunk_bytes),
+                    token_count=self.spec.chunk_size,
+                )
             )
 
 

@@ -19,7 +19,7 @@ from lmkv.config import NodeConfig
 from lmkv.keys import ChunkKey
 from lmkv.units import GIB
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.warm_start import Ledger, ledger_bytes
 from lmkv_server.node.node import Node
 from lmkv_server.node.tiers.disk.folder import DiskChunk, DiskFolder
@@ -89,12 +89,14 @@ async def _fill(node: Node) -> int:
         assert reserved
         node.pool.buffer[reserved.offset : reserved.offset + CHUNK_BYTES] = index.to_bytes(8, "little") + content[8:]
         node.tier.commit(
-            reserved.offset,
-            key=_key(index),
-            fingerprint=bytes(16),
-            size_bytes=CHUNK_BYTES,
-            checksum=checksum(node.pool.buffer, reserved.offset, CHUNK_BYTES),
-            token_count=256,
+            Chunk(
+                offset=reserved.offset,
+                key=_key(index),
+                fingerprint=bytes(16),
+                size_bytes=CHUNK_BYTES,
+                checksum=checksum(node.pool.buffer, reserved.offset, CHUNK_BYTES),
+                token_count=256,
+            )
         )
         await asyncio.sleep(0)
     return count
@@ -108,12 +110,14 @@ def _ledger_times(rounds: int) -> Iterator[float]:
         reserved = tier.reserve(CHUNK_BYTES)
         assert reserved
         tier.commit(
-            reserved.offset,
-            key=_key(index),
-            fingerprint=bytes(16),
-            size_bytes=CHUNK_BYTES,
-            checksum=0,
-            token_count=256,
+            Chunk(
+                offset=reserved.offset,
+                key=_key(index),
+                fingerprint=bytes(16),
+                size_bytes=CHUNK_BYTES,
+                checksum=0,
+                token_count=256,
+            )
         )
     for _ in range(rounds):
         started = time.perf_counter()

@@ -260,12 +260,14 @@ class HandoffModel:
         reserved = self.tier.reserve(PAGE)
         if reserved is not None:
             self.tier.commit(
-                reserved.offset,
-                key=key,
-                fingerprint=SPEC.fingerprint,
-                size_bytes=PAGE,
-                checksum=1,
-                token_count=SPEC.chunk_size,
+                Chunk(
+                    offset=reserved.offset,
+                    key=key,
+                    fingerprint=SPEC.fingerprint,
+                    size_bytes=PAGE,
+                    checksum=1,
+                    token_count=SPEC.chunk_size,
+                )
             )
 
     def _drop(self, index: int) -> None:

@@ -149,7 +149,16 @@ class PoolModel:
     def _commit(self, name: str, offset: int, key: str) -> None:
         engine = self.attached[name]
         known = self.tier.get(KEYS[key])
-        chunk = engine.session.commit(offset, KEYS[key], PAGE, 1, SPEC.chunk_size, parent=PARENTS[key])
+        written = Chunk(
+            key=KEYS[key],
+            fingerprint=SPEC.fingerprint,
+            offset=offset,
+            size_bytes=PAGE,
+            checksum=1,
+            token_count=SPEC.chunk_size,
+            parent=PARENTS[key],
+        )
+        chunk = engine.session.commit(written)
         engine.credits.remove(offset)
         assert (chunk is None) == (known is not None)
 

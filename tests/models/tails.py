@@ -91,15 +91,16 @@ class NodeTailModel:
         if not reserved:
             return
         tokens = LENGTHS.get(name, SPEC.chunk_size)
-        self.session.commit(
-            reserved[0].offset,
-            KEYS[name],
-            SPEC.size_bytes(tokens),
-            1,
-            tokens,
+        written = Chunk(
+            key=KEYS[name],
+            fingerprint=SPEC.fingerprint,
+            offset=reserved[0].offset,
+            size_bytes=SPEC.size_bytes(tokens),
+            checksum=1,
+            token_count=tokens,
             parent=F if name in LENGTHS else None,
-            superseded=KEYS["s"] if name == "l" else None,
         )
+        self.session.commit(written, superseded=KEYS["s"] if name == "l" else None)
         if name == "l" and self.tier.get(KEYS["s"]):
             self.superseded.add("s")
 

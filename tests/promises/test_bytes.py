@@ -32,6 +32,7 @@ from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.cache.warm_start import SLOT_BYTES, Ledger
 from lmkv_server.node.tiers.encryption_header import EncryptionHeader, associated_data
 from lmkv_server.node.tiers.remote.store import RemoteObject
+from tests.server.node.cases import put
 
 KEY, PARENT, FINGERPRINT = (ChunkKey(bytes([first]) + bytes(range(15))) for first in (0xA1, 0xB2, 0xC3))
 GRANT_ID = "0123456789abcdef" * 2
@@ -77,18 +78,15 @@ def test_the_record_of_a_chunk_in_the_file_of_a_pool() -> None:
     ledger = Ledger(table)
     offset = 0
     for key, parent in ((PARENT, None), (KEY, PARENT)):
-        reserved = tier.reserve(0x3000)
-        assert reserved
-        chunk = tier.commit(
-            reserved.offset,
-            key=key,
+        chunk = put(
+            tier,
+            key,
+            0x3000,
             fingerprint=FINGERPRINT,
-            size_bytes=0x3000,
             checksum=0x1122334455667788,
             token_count=0x0102,
             parent=parent,
         )
-        assert chunk
         ledger.put(chunk)
         offset = chunk.offset
     fields = little(2, 8) + little(offset, 8) + little(0x3000, 8) + little(0x1122334455667788, 8)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 from lmkv.errors import LmkvError
 from lmkv.misses import MissReason
@@ -119,7 +120,10 @@ class TierStack:
         began = time.monotonic()
         items = found.items
         keys = items.keys if wanted.stop >= len(items) else items.keys[: wanted.stop]
-        progress = Progress(self.tier, items.spec, keys, wanted.start, on_chunks, items=items)
+        in_order = items.spec.matches_prefixes  # items of other specs come from several tiers, in any order
+        indices = range(wanted.start, len(keys))
+        needs = Needs(spec=items.spec, keys=keys, indices=indices, in_order=in_order, items=items)
+        progress = Progress(self.tier, needs, on_chunks)
         error: LmkvError | None = None
         try:
             if handoff_id and self._receiver:
@@ -187,12 +191,4 @@ class TierStack:
         known = found.presence(tier.name)
         if known is not None and missing[0] in known.asked:
             return known
-        return await tier.lookup(
-            Needs(
-                spec=progress.spec,
-                keys=progress.keys,
-                indices=missing,
-                in_order=progress.stops_at_gap,
-                items=progress.items,
-            )
-        )
+        return await tier.lookup(replace(progress.needs, indices=missing))

@@ -47,8 +47,6 @@ def _slot(serial: int, offset: int) -> bytes:
         size_bytes=8192,
         checksum=serial,
         token_count=32,
-        generation=serial,
-        tier=TIER,
     )
     Ledger(memoryview(table)).put(chunk)
     table[:8] = serial.to_bytes(8, "little")
@@ -135,8 +133,6 @@ def _ledger(data: bytes, sealed: bool) -> None:
         size_bytes=4096,
         checksum=1,
         token_count=1,
-        generation=1,
-        tier=TIER,
     )
     ledger.put(new)
     kept = Ledger(memoryview(table)).records

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 from lmkv.keys import ChunkKey
+from lmkv.misses import MissReason
+from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
+from lmkv_kernels import checksum
 from lmkv_server.node.cache.host import Chunk, HostTier
 
 
@@ -24,20 +28,37 @@ def hashed_keys(*numbers: int) -> list[ChunkKey]:
     return [ChunkKey(sha256(str(number).encode()).digest()[:16]) for number in numbers]
 
 
+def put(
+    tier: HostTier,
+    key: ChunkKey,
+    size_bytes: int,
+    *,
+    fingerprint: bytes = bytes(16),
+    token_count: int = 1,
+    pool: Pool | None = None,
+    content: bytes = b"",
+    reason: MissReason = MissReason.EVICTED_BY_STORE,
+    **others: Any,
+) -> Chunk:
+    """Commits a chunk, for which others may be evicted for this reason.
+
+    With a `pool` its bytes are `content`, and its checksum is theirs.
+    """
+    reserved = tier.reserve(size_bytes, evict=reason)
+    assert reserved
+    if pool:
+        pool.buffer[reserved.offset : reserved.offset + size_bytes] = content
+        others["checksum"] = checksum(pool.buffer, reserved.offset, size_bytes)
+    placed = {"offset": reserved.offset, "size_bytes": size_bytes, "checksum": 0, **others}
+    chunk = tier.commit(Chunk(key=key, fingerprint=fingerprint, token_count=token_count, **placed))
+    assert chunk, "it is held already"
+    return chunk
+
+
 def admit(tier: HostTier, spec: KvSpec, number: int) -> Chunk:
     """A full chunk in the tier, its checksum being its number."""
-    reserved = tier.reserve(spec.chunk_bytes)
-    assert reserved is not None
-    chunk = tier.commit(
-        reserved.offset,
-        key=chunk_key(number),
-        fingerprint=spec.fingerprint,
-        size_bytes=spec.chunk_bytes,
-        checksum=number,
-        token_count=spec.chunk_size,
-    )
-    assert chunk is not None
-    return chunk
+    key, tokens = chunk_key(number), spec.chunk_size
+    return put(tier, key, spec.chunk_bytes, fingerprint=spec.fingerprint, token_count=tokens, checksum=number)
 
 
 def clear(tier: HostTier, fingerprint: bytes) -> int:

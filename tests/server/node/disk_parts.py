@@ -16,13 +16,12 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec
 from lmkv.transfer.channel import Region
 from lmkv.transfer.nixl.channel import NixlFiles
-from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CachedChunk, CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs
 from lmkv_server.node.tiers.disk.tier import DiskTier
 from lmkv_server.node.tiers.encryption import ChunkEncryption
-from tests.server.node.cases import chunk_key, chunk_keys
+from tests.server.node.cases import chunk_key, chunk_keys, put
 from tests.support.specs import small_spec
 from tests.waiting import WAIT_SECONDS as WAIT_SECONDS
 from tests.waiting import until as until
@@ -67,20 +66,16 @@ class Host:
 
     def store(self, number: int, parent: int | None = None, size_bytes: int = CHUNK_BYTES) -> Chunk:
         """A chunk whose bytes follow from its number."""
-        reserved = self.tier.reserve(size_bytes)
-        assert reserved is not None
-        self.pool.buffer[reserved.offset : reserved.offset + size_bytes] = content(number, size_bytes)
-        chunk = self.tier.commit(
-            reserved.offset,
-            key=chunk_key(number),
+        return put(
+            self.tier,
+            chunk_key(number),
+            size_bytes,
             fingerprint=FINGERPRINT,
-            size_bytes=size_bytes,
-            checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
             token_count=7,
             parent=None if parent is None else chunk_key(parent),
+            pool=self.pool,
+            content=content(number, size_bytes),
         )
-        assert chunk is not None
-        return chunk
 
     def drop(self, *numbers: int) -> None:
         """Forgets chunks in host memory."""

@@ -27,6 +27,7 @@ from lmkv_server.node.fleet.membership import FleetMembership
 from lmkv_server.node.fleet.registration import FleetContext
 from lmkv_server.node.fleet.reports import HeldChunk
 from lmkv_server.node.sessions.sessions import EngineSessions
+from tests.server.node.cases import put
 from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS, eventually
 
@@ -83,14 +84,11 @@ class Shelf:
     def keep(self, keys: Iterable[ChunkKey]) -> None:
         """Puts chunks into the tier."""
         for key in keys:
-            reserved = self.tier.reserve(4096)
-            assert reserved
-            self.tier.commit(
-                reserved.offset,
-                key=key,
+            put(
+                self.tier,
+                key,
+                4096,
                 fingerprint=LLAMA.fingerprint,
-                size_bytes=4096,
-                checksum=0,
                 token_count=LLAMA.chunk_size,
             )
 

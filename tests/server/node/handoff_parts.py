@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmkv.keys import ChunkKey
 from lmkv_server.node.handoff.state import HandoffState
-from lmkv_server.node.tiers.base import Progress
+from lmkv_server.node.tiers.base import Needs, Progress
 from tests.server.node.peer_parts import Parts, Taken
 from tests.waiting import until
 
@@ -31,7 +31,7 @@ def is_committed(decode: Parts, name: str) -> bool:
 async def follow(decode: Parts, name: str, keys: list[ChunkKey], seconds: float = 10.0) -> Taken:
     """A request of the decode comes for a handoff, and takes what it brings."""
     taken = Taken(decode)
-    progress = Progress(decode.tier, decode.spec, keys, 0, taken)
+    progress = Progress(decode.tier, Needs(spec=decode.spec, keys=keys, indices=range(len(keys))), taken)
     try:
         await decode.receiver.follow(name, progress, seconds)
     finally:

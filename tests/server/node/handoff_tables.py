@@ -40,12 +40,14 @@ def device_buffer() -> HostTier:
 def commit(tier: HostTier, handoff: Handoff, index: int, reserved: Reservation) -> Chunk:
     """What the receiver does when a chunk has been read and is sound."""
     chunk = handoff.destination.commit(
-        reserved.offset,
-        key=handoff.keys[index],
-        fingerprint=SMALL.fingerprint,
-        size_bytes=handoff.size_bytes_of(index),
-        checksum=1,
-        token_count=handoff.token_count_of(index),
+        Chunk(
+            offset=reserved.offset,
+            key=handoff.keys[index],
+            fingerprint=SMALL.fingerprint,
+            size_bytes=handoff.size_bytes_of(index),
+            checksum=1,
+            token_count=handoff.token_count_of(index),
+        )
     ) or handoff.destination.get(handoff.keys[index])
     assert chunk
     handoff.commit(index, chunk, tier)

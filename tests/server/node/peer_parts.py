@@ -25,14 +25,14 @@ from lmkv.pool.pool import Pool
 from lmkv.spec import KvSpec, PartItem
 from lmkv.tiers import HOST
 from lmkv.v1.cache_service_pb2 import Holder
-from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheListener
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.fetch.pipeline import PeerTraffic
 from lmkv_server.node.handoff.sender import HandoffResult
 from lmkv_server.node.serving.build import open_peer_side
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.base import Loaded, OnChunks, Progress
+from lmkv_server.node.tiers.base import Loaded, Needs, OnChunks, Progress
+from tests.server.node.cases import put
 from tests.support.fork_server import start_module
 from tests.support.specs import make_spec
 from tests.waiting import WAIT_SECONDS, until
@@ -154,37 +154,30 @@ class Parts:
         """Commits the chunk of this key."""
         token_count = min(token_count, self.spec.chunk_size)
         size_bytes = self.spec.size_bytes(token_count)
-        reserved = self.tier.reserve(size_bytes)
-        assert reserved
-        self.words(reserved.offset, size_bytes)[:] = words_of(key, self.spec, token_count)
-        chunk = self.tier.commit(
-            reserved.offset,
-            key=key,
+        chunk = put(
+            self.tier,
+            key,
+            size_bytes,
             fingerprint=self.spec.fingerprint,
-            size_bytes=size_bytes,
-            checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
             token_count=token_count,
+            pool=self.pool,
+            content=words_of(key, self.spec, token_count).tobytes(),
         )
-        assert chunk
         self.senders.stored(HOST, chunk)
         return chunk
 
     def put_item(self, item: PartItem, chunk_keys: Sequence[ChunkKey]) -> Chunk:
         """Commits a part of a chunk of a prompt; its words are what the item's key stands for."""
         key, size_bytes = part_key(chunk_keys[item.chunk], item.part), self.spec.part_bytes(item.part)
-        reserved = self.tier.reserve(size_bytes)
-        assert reserved
-        self.words(reserved.offset, size_bytes)[:] = item_words(key, size_bytes)
-        chunk = self.tier.commit(
-            reserved.offset,
-            key=key,
+        return put(
+            self.tier,
+            key,
+            size_bytes,
             fingerprint=self.spec.fingerprint,
-            size_bytes=size_bytes,
-            checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
             token_count=self.spec.chunk_size,
+            pool=self.pool,
+            content=item_words(key, size_bytes).tobytes(),
         )
-        assert chunk
-        return chunk
 
     async def fetch(
         self,
@@ -197,7 +190,7 @@ class Parts:
         first: int = 0,
     ) -> Loaded:
         """Fetches `keys[first:]`, as a load of an engine does."""
-        progress = Progress(self.tier, spec, keys, first, on_chunks)
+        progress = Progress(self.tier, Needs(spec=spec, keys=keys, indices=range(first, len(keys))), on_chunks)
         try:
             return await self.fetcher.fetch(progress, holders, timeout_seconds)
         finally:

@@ -17,7 +17,6 @@ from botocore.session import get_session
 
 from lmkv.config.remote_url import parse_remote_url
 from lmkv.pool.pool import Pool
-from lmkv_kernels import checksum
 from lmkv_server.node.cache.events import CacheEvents
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.tiers.base import Needs, Selection
@@ -26,7 +25,7 @@ from lmkv_server.node.tiers.remote.s3 import S3Store
 from lmkv_server.node.tiers.remote.store import ROOT as PLAIN_ROOT
 from lmkv_server.node.tiers.remote.store import RemoteStore, object_name
 from lmkv_server.node.tiers.remote.tier import RemoteTier
-from tests.server.node.cases import chunk_key, chunk_keys
+from tests.server.node.cases import chunk_key, chunk_keys, put
 from tests.server.node.disk_parts import WAIT_SECONDS, content, until
 from tests.support.redis_server import Server
 from tests.support.specs import small_spec
@@ -120,17 +119,15 @@ class Host:
         """Chunks whose bytes follow from their numbers, each the next one's parent."""
         size_bytes = SPEC.size_bytes(token_count)
         for number in numbers:
-            reserved = self.tier.reserve(size_bytes)
-            assert reserved is not None
-            self.pool.buffer[reserved.offset : reserved.offset + size_bytes] = content(number, size_bytes)
-            assert self.tier.commit(
-                reserved.offset,
-                key=chunk_key(number),
+            put(
+                self.tier,
+                chunk_key(number),
+                size_bytes,
                 fingerprint=SPEC.fingerprint,
-                size_bytes=size_bytes,
-                checksum=checksum(self.pool.buffer, reserved.offset, size_bytes),
                 token_count=token_count,
                 parent=chunk_key(number - 1) if number else None,
+                pool=self.pool,
+                content=content(number, size_bytes),
             )
 
     def drop(self, *numbers: int) -> None:

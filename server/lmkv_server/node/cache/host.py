@@ -9,7 +9,7 @@ Chunks that an earlier process left in the pool are reserved at their offset, ve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -57,7 +57,7 @@ class Reservation:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Chunk:
-    """A committed chunk and where its bytes are."""
+    """A chunk and where its bytes are."""
 
     key: ChunkKey
     fingerprint: bytes
@@ -65,9 +65,10 @@ class Chunk:
     size_bytes: int
     checksum: int
     token_count: int
-    generation: int
-    tier: HostTier
-    """The tier that it is in."""
+    tier: HostTier = field(init=False)
+    """The tier that it was committed to."""
+    generation: int = 0
+    """Of the reservation that it was committed to."""
     holds: int = 0
     """Number of grants and pins that keep the bytes in place."""
     pins: int = 0
@@ -78,11 +79,11 @@ class Chunk:
     """Of a chunk in which prompts end: `lmkv.keys.prefix_digests`, if they are known."""
     dropped: bool = False
     """Whether it left the index, and only its holds keep the bytes."""
-    extent_bytes: int = 0
+    extent_bytes: int = field(init=False)
     """Bytes of the pool that it takes."""
 
     def __post_init__(self) -> None:
-        self.extent_bytes = self.extent_bytes or align(self.size_bytes)
+        self.extent_bytes = align(self.size_bytes)
 
 
 class HostTier:
@@ -238,25 +239,18 @@ class HostTier:
             chunk.pins -= 1
         self.unhold(chunks)
 
-    def reserve(
-        self,
-        size_bytes: int,
-        *,
-        evict: bool = True,
-        reason: MissReason = MissReason.EVICTED_BY_STORE,
-    ) -> Reservation | None:
+    def reserve(self, size_bytes: int, *, evict: MissReason | None = MissReason.EVICTED_BY_STORE) -> Reservation | None:
         """Reserves an extent, evicting chunks without holds; None if these do not make room, or if sealed.
 
-        Without `evict` only free memory is used. `reason` is why the others are evicted.
+        `evict` is why the others are evicted; None: only free memory is used.
         """
         size = align(size_bytes)
         if self.sealed or size > self._free.size_bytes:
             return None
         while (offset := self._free.take(size)) is None:
-            key = self._queue.pop() if evict else None
-            if key is None:
+            if evict is None or (key := self._queue.pop()) is None:
                 return None
-            self._forget(self._chunks[key], reason)
+            self._forget(self._chunks[key], evict)
             self._evicted_count += 1
         return self._reserve(offset, size)
 
@@ -274,49 +268,25 @@ class HostTier:
         self._reserved[offset] = reserved
         return reserved
 
-    def commit(
-        self,
-        offset: int,
-        *,
-        key: ChunkKey,
-        fingerprint: bytes,
-        size_bytes: int,
-        checksum: int,
-        token_count: int,
-        parent: ChunkKey | None = None,
-        prefix_digests: bytes = b"",
-    ) -> Chunk | None:
-        """Makes the bytes at a reserved `offset` visible as a chunk; whole pages of the extent beyond `size_bytes` are
-        freed.
+    def commit(self, chunk: Chunk) -> Chunk | None:
+        """Makes the bytes at the offset of a new chunk visible, which is reserved; whole pages of the extent beyond its
+        `size_bytes` are freed.
 
-        `parent` is the chunk before it in its prompts, which is not evicted before it; it need not be here.
-        None if the chunk is held already: then the whole extent is freed. Raises `GrantNotFound` if nothing is
-        reserved there, or less than `size_bytes`.
+        Its `parent` is not evicted before it, and need not be here. Returns the chunk; None if one of this key is held
+        already: then the whole extent is freed. Raises `GrantNotFound` if nothing is reserved there, or too little.
         """
+        key, offset, used = chunk.key, chunk.offset, chunk.extent_bytes
         reserved = self._reserved.get(offset)
-        if reserved is None or size_bytes > reserved.size_bytes:
-            raise GrantNotFound(f"no {size_bytes} bytes are reserved at offset {offset}", offset=offset)
+        if reserved is None or chunk.size_bytes > reserved.size_bytes:
+            raise GrantNotFound(f"no {chunk.size_bytes} bytes are reserved at offset {offset}", offset=offset)
         if key in self._chunks:
             self.give_back(offset)
             return None
         del self._reserved[offset]
-        used = align(size_bytes)
         self._free.give(offset + used, reserved.size_bytes - used)
-        chunk = Chunk(
-            key=key,
-            fingerprint=fingerprint,
-            offset=offset,
-            size_bytes=size_bytes,
-            checksum=checksum,
-            token_count=token_count,
-            generation=reserved.generation,
-            tier=self,
-            parent=parent,
-            prefix_digests=prefix_digests,
-            extent_bytes=used,
-        )
+        chunk.tier, chunk.generation = self, reserved.generation
         self._chunks[key] = chunk
-        self._queue.add(key, parent)
+        self._queue.add(key, chunk.parent)
         self._chunk_bytes += used
         if self._listener:
             self._listener.stored(HOST, chunk)

@@ -310,15 +310,16 @@ class WarmStart:
             return
         self._found_chunks += 1
         self._found_bytes += record.size_bytes
-        self._tier.commit(
-            record.offset,
+        found = Chunk(
             key=record.key,
             fingerprint=record.fingerprint,
+            offset=record.offset,
             size_bytes=record.size_bytes,
             checksum=record.checksum,
             token_count=record.token_count,
             parent=record.parent,
         )
+        self._tier.commit(found)
 
     def _sum(self, batch: Sequence[LedgerRecord]) -> list[int]:
         """Checksums of the bytes that are there, on a thread; of none any more once this is to end."""

@@ -39,7 +39,7 @@ from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.pins import Pins
 from lmkv_server.node.fetch.tier import PeerFetcher
 from lmkv_server.node.sessions.sessions import EngineSessions
-from lmkv_server.node.tiers.base import Dropped, Progress, SecondaryTier, Selection
+from lmkv_server.node.tiers.base import Dropped, Needs, Progress, SecondaryTier, Selection
 
 MAX_ARRIVALS = 65_536
 """Chunks whose arrival is remembered; of all others it is assumed that they arrived with the last forgotten one."""
@@ -202,16 +202,9 @@ class OrderExecutor:
             progress.fetched.extend(chunk for _, chunk in chunks)
             progress.transferred_bytes = fetching.result().size_bytes
 
-        fetching = Progress(
-            self._tier,
-            spec,
-            keys,
-            0,
-            on_chunks,
-            in_order=False,
-            evict=not order.keep_others,
-            evict_reason=MissReason.EVICTED_BY_ORDER,
-        )
+        needs = Needs(spec=spec, keys=keys, indices=range(len(keys)), in_order=False)
+        evict = None if order.keep_others else MissReason.EVICTED_BY_ORDER
+        fetching = Progress(self._tier, needs, on_chunks, delivers_in_order=False, evict=evict)
         progress.failures = fetching.failures
         peer = Holder(
             instance_id=order.instance_id,

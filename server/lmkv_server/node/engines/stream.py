@@ -20,6 +20,7 @@ from lmkv.rpc.messages import to_proto
 from lmkv.spec import MAX_SERVED_MODELS, KvSpec, ServedModel
 from lmkv.v1 import chunk_pb2, registry_service_pb2
 from lmkv.v1 import engine_service_pb2 as pb
+from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.engines.explainer import PromptExplainer
 from lmkv_server.node.engines.lookups import EngineLoads, EngineLookups, LookupCounters
 from lmkv_server.node.engines.outbox import ChangeFeed, Outbox, RequestTasks, TierKey
@@ -305,17 +306,17 @@ class EngineStream:
         parent = _key(commit.parent_key, "parent_key") if commit.parent_key else None
         superseded = _key(commit.superseded_key, "superseded_key") if commit.superseded_key else None
         try:
-            self._session.commit(
-                commit.offset,
-                key,
-                commit.size_bytes,
-                commit.checksum,
-                commit.token_count,
+            written = Chunk(
+                key=key,
+                fingerprint=self._session.spec.fingerprint,
+                offset=commit.offset,
+                size_bytes=commit.size_bytes,
+                checksum=commit.checksum,
+                token_count=commit.token_count,
                 parent=parent,
-                part=commit.part,
-                superseded=superseded,
                 prefix_digests=commit.prefix_digests,
             )
+            self._session.commit(written, part=commit.part, superseded=superseded)
         except LmkvError as error:
             rejected = pb.RejectedCommit(chunk_key=commit.chunk_key, status=rpc.to_status(error))
             self.outbox.put(pb.Event(rejected_commit=rejected))

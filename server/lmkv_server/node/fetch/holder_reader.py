@@ -196,7 +196,7 @@ class HolderReader:
 
     def reserve(self, chunk: PeerChunk) -> Reservation | None:
         evict = self._progress.evict
-        reserved = self.tier.reserve(chunk.size_bytes, evict=evict, reason=self._progress.evict_reason)
+        reserved = self.tier.reserve(chunk.size_bytes, evict=evict)
         if reserved is None:
             self._fetch.is_full = True
             reason = "the own pool is full of chunks in use" if evict else "the own pool has no free memory"

@@ -73,17 +73,17 @@ class PendingWrites:
         """Makes an intact chunk visible. The chunk of that key in the tier, if another transfer committed it first."""
         remote = chunk.remote
         self._open.pop(chunk.reserved.offset, None)
-        committed = self._tier.commit(
-            chunk.reserved.offset,
+        intact = Chunk(
             key=key,
             fingerprint=fingerprint,
+            offset=chunk.reserved.offset,
             size_bytes=remote.size_bytes,
             checksum=remote.checksum,
             token_count=remote.token_count,
             parent=parent,
             prefix_digests=remote.prefix_digests,
         )
-        return committed or self._tier.get(key)
+        return self._tier.commit(intact) or self._tier.get(key)
 
     def close(self) -> None:
         """Releases what was not committed: now, or when the transfer has stopped."""

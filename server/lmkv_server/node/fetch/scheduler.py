@@ -155,7 +155,7 @@ class FetchPlan:
                 continue
             if any(holder.may_hold(index) for holder in self.holders):
                 found.append(index)
-            elif self._progress.stops_at_gap:
+            elif self._progress.needs.in_order:
                 break  # no holder has it, so the chunks behind it are of no use
         return found
 

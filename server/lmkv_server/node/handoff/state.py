@@ -142,7 +142,7 @@ class Handoff:
         known = {chunk.key for chunk in here}
         self.missing = tuple(index for index, key in enumerate(self.keys) if key not in known)
         for index in self.missing:
-            reserved = self.destination.reserve(self.size_bytes_of(index), reason=MissReason.EVICTED_BY_FETCH)
+            reserved = self.destination.reserve(self.size_bytes_of(index), evict=MissReason.EVICTED_BY_FETCH)
             if reserved is None:
                 self.close(tier)
                 return False

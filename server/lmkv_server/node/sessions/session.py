@@ -236,27 +236,18 @@ class EngineSession:
         self._spend(offset)
         self._tier.give_back(offset)
 
-    def commit(
-        self,
-        offset: int,
-        key: ChunkKey,
-        size_bytes: int,
-        checksum: int,
-        token_count: int,
-        *,
-        parent: ChunkKey | None = None,
-        part: int = 0,
-        superseded: ChunkKey | None = None,
-        prefix_digests: bytes = b"",
-    ) -> Chunk | None:
-        """Makes a written part of a chunk visible; None if it is held already.
+    def commit(self, chunk: Chunk, *, part: int = 0, superseded: ChunkKey | None = None) -> Chunk | None:
+        """Makes a written part of a chunk visible, by the key of the part and as a chunk of the engine's spec.
 
-        `key`, `parent` and `superseded` are keys of chunks. Of parts of which a hit needs every chunk, only a partial
-        chunk can be superseded. Raises `GrantNotFound` if the engine does not hold a credit of this size for this part,
-        `BadMessage` if sizes do not fit the spec, `BadChunkKey` if `prefix_digests` are not of this chunk; then the
-        engine keeps its credits.
+        Returns None if it is held already.
+
+        The keys of `chunk`, of its parent and of the `superseded` one are those of whole chunks. Of parts of which a
+        hit needs every chunk, only a partial chunk can be superseded. Raises `GrantNotFound` if the engine does not
+        hold a credit of this size for this part, `BadMessage` if sizes do not fit the spec, `BadChunkKey` if the
+        prefix digests are not of this chunk; then the engine keeps its credits.
         """
-        spec = self.spec
+        spec, key, offset = self.spec, chunk.key, chunk.offset
+        size_bytes, token_count, prefix_digests = chunk.size_bytes, chunk.token_count, chunk.prefix_digests
         if not 0 <= part < len(spec.parts):
             raise BadMessage(f"chunks of this spec have no part {part}", part=part)
         if not spec.fits(size_bytes, token_count) or size_bytes != spec.part_bytes(part, token_count):
@@ -269,16 +260,12 @@ class EngineSession:
             key[:PREFIX_DIGEST_BYTES],
         ):
             raise BadChunkKey("prefix_digests do not end with the chunk's key", field="prefix_digests")
-        committed = self._tier.commit(
-            offset,
-            key=part_key(key, part),
-            fingerprint=spec.fingerprint,
-            size_bytes=size_bytes,
-            checksum=checksum,
-            token_count=token_count,
-            parent=parent_of(spec, part, key, parent, has_ends=token_count < spec.chunk_size or prefix_digests != b""),
-            prefix_digests=prefix_digests if spec.ends_anywhere and not part else b"",
-        )
+        has_ends = token_count < spec.chunk_size or prefix_digests != b""
+        chunk.parent = parent_of(spec, part, key, chunk.parent, has_ends=has_ends)
+        chunk.key, chunk.fingerprint = part_key(key, part), spec.fingerprint
+        if part or not spec.ends_anywhere:
+            chunk.prefix_digests = b""
+        committed = self._tier.commit(chunk)
         self._spend(offset)
         if superseded is not None and (spec.parts[part].rule != ALL or self._is_partial(superseded)):
             self._tier.supersede(part_key(superseded, part))

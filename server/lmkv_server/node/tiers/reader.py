@@ -146,7 +146,7 @@ class TierReader(Generic[C]):
             async with self._slots.take(requester.get()):
                 read = self._tier.get(chunk.key)  # another load may have committed it
                 if read is None and backend.usable:
-                    reserved = self._tier.reserve(chunk.size_bytes, reason=MissReason.EVICTED_BY_FETCH)
+                    reserved = self._tier.reserve(chunk.size_bytes, evict=MissReason.EVICTED_BY_FETCH)
                     read = await self._read_into(reserved, backend, chunk) if reserved else None
         finally:
             self._places.release(chunk.key)
@@ -169,17 +169,17 @@ class TierReader(Generic[C]):
             return None
         self._read_chunks += 1
         self._read_bytes += header.size_bytes
-        committed = self._tier.commit(
-            reserved.offset,
+        intact = Chunk(
             key=header.key,
             fingerprint=header.fingerprint,
+            offset=reserved.offset,
             size_bytes=header.size_bytes,
             checksum=header.checksum,
             token_count=header.token_count,
             parent=header.parent,
             prefix_digests=chunk.prefix_digests,
         )
-        return committed or self._tier.get(chunk.key)
+        return self._tier.commit(intact) or self._tier.get(chunk.key)
 
     def _is_intact(self, reserved: Reservation, header: ChunkDescription) -> bool:
         return checksum(self._pool.buffer, reserved.offset, header.size_bytes) == header.checksum

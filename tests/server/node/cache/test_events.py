@@ -16,6 +16,7 @@ from lmkv.tiers import HOST
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.events import CacheEvents, Losses, PartialChunks
 from lmkv_server.node.cache.host import Chunk, HostTier
+from tests.server.node.cases import put
 from tests.server.node.hybrid_engine import HYBRID
 from tests.support.specs import small_spec
 
@@ -172,18 +173,7 @@ class Pool:
         self.tier = HostTier(2 * ALIGNMENT, CacheEvents(self.losses))
 
     def store(self, number: int, reason: MissReason = MissReason.EVICTED_BY_STORE) -> Chunk:
-        reserved = self.tier.reserve(ALIGNMENT, reason=reason)
-        assert reserved
-        chunk = self.tier.commit(
-            reserved.offset,
-            key=chunk_key(number),
-            fingerprint=FINGERPRINT,
-            size_bytes=ALIGNMENT,
-            checksum=0,
-            token_count=4,
-        )
-        assert chunk
-        return chunk
+        return put(self.tier, chunk_key(number), ALIGNMENT, fingerprint=FINGERPRINT, token_count=4, reason=reason)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,14 @@ class Events:
 
 def commit(tier: HostTier, reserved: Reservation, number: int, size_bytes: int = ALIGNMENT) -> Chunk | None:
     return tier.commit(
-        reserved.offset,
-        key=chunk_key(number),
-        fingerprint=FINGERPRINTS[number % 2],
-        size_bytes=size_bytes,
-        checksum=number,
-        token_count=1,
+        Chunk(
+            offset=reserved.offset,
+            key=chunk_key(number),
+            fingerprint=FINGERPRINTS[number % 2],
+            size_bytes=size_bytes,
+            checksum=number,
+            token_count=1,
+        )
     )
 
 

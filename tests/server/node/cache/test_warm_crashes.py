@@ -113,7 +113,7 @@ import random, sys
 from pathlib import Path
 from lmkv.pool.file import PoolFile
 from lmkv_kernels import checksum
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.warm_start import STAMP, Ledger, ledger_bytes
 
 path, seed, pool_bytes, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
@@ -133,10 +133,10 @@ while True:
     content = number.to_bytes(8, "little") * (size // 8)
     for at in range(0, size, 512):
         file.pool.buffer[reserved.offset + at : reserved.offset + at + 512] = content[at : at + 512]
-    tier.commit(
-        reserved.offset, key=number.to_bytes(16, "big"), fingerprint=bytes(16), size_bytes=size, token_count=1,
+    tier.commit(Chunk(
+        key=number.to_bytes(16, "big"), fingerprint=bytes(16), offset=reserved.offset, size_bytes=size, token_count=1,
         checksum=checksum(file.pool.buffer, reserved.offset, size),
-    )
+    ))
     if choose.random() < 0.3:
         tier.drop([choose.choice(list(tier)).key])
 """
@@ -169,6 +169,7 @@ FULL = """
 import asyncio, sys
 from pathlib import Path
 from lmkv.config import NodeConfig
+from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.node import Node
 folder = Path(sys.argv[1])
 STEP = 16 << 20
@@ -191,8 +192,8 @@ async def main():
             for number in range(10):
                 if reserved := node.tier.reserve(STEP // 2):
                     node.pool.buffer[reserved.offset : reserved.offset + 8] = bytes(8)
-                    node.tier.commit(reserved.offset, key=bytes([number]) * 16, fingerprint=bytes(16), token_count=1,
-                        size_bytes=8, checksum=0x52C48C46FC4A3B47)
+                    node.tier.commit(Chunk(key=bytes([number]) * 16, fingerprint=bytes(16), offset=reserved.offset,
+                        size_bytes=8, checksum=0x52C48C46FC4A3B47, token_count=1))
 asyncio.run(main())
 """
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmkv.pool.file import PoolFile
-from lmkv_kernels import checksum
 from lmkv_server.node.cache.allocator import ALIGNMENT
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.cache.warm_start import (
@@ -27,7 +26,7 @@ from lmkv_server.node.cache.warm_start import (
     WarmStart,
     ledger_bytes,
 )
-from tests.server.node.cases import chunk_key
+from tests.server.node.cases import chunk_key, put
 from tests.server.node.disk_parts import until
 from tests.server.node.warm_parts import verified
 
@@ -47,8 +46,6 @@ def chunk(number: int, at: int, *, parent: int | None = None) -> Chunk:
         size_bytes=8 + number,
         checksum=(1 << 64) - 1 - number,
         token_count=1 + number,
-        generation=1,
-        tier=HostTier(0),
         parent=None if parent is None else chunk_key(parent),
     )
 
@@ -243,17 +240,7 @@ class Life:
     def store(self, *numbers: int) -> None:
         """Stores chunks whose every byte is their number."""
         for number in numbers:
-            reserved = self.tier.reserve(ALIGNMENT)
-            assert reserved
-            self.file.pool.buffer[reserved.offset : reserved.offset + ALIGNMENT] = bytes([number]) * ALIGNMENT
-            assert self.tier.commit(
-                reserved.offset,
-                key=chunk_key(number),
-                fingerprint=bytes(16),
-                size_bytes=ALIGNMENT,
-                checksum=checksum(self.file.pool.buffer, reserved.offset, ALIGNMENT),
-                token_count=1,
-            )
+            put(self.tier, chunk_key(number), ALIGNMENT, pool=self.file.pool, content=bytes([number]) * ALIGNMENT)
 
     def held(self) -> list[int]:
         """Numbers of the chunks that can be found, by their bytes."""
@@ -338,8 +325,6 @@ async def test_records_that_overlap_or_lie_outside_are_dropped(path: Path) -> No
             size_bytes=size_bytes,
             checksum=0,
             token_count=1,
-            generation=0,
-            tier=life.tier,
         )
         life.ledger.put(nonsense)
     life.file.close()

@@ -17,6 +17,7 @@ from lmkv.v1 import engine_service_pb2 as pb
 from lmkv_server.node.cache.allocator import align
 from lmkv_server.node.engines.lookups import MAX_PARTIAL_RESERVES, MAX_TOKENS
 from lmkv_server.node.node import Node
+from tests.server.node.cases import put
 from tests.server.node.engine_client import EngineClient
 from tests.server.node.engines.pool_checks import is_clean
 from tests.server.node.prompts import ROOT, SIZE, SPEC, hit_tokens, keys_of, look_up, lookup_of, prompt, store_prompt
@@ -76,14 +77,11 @@ async def test_of_thousands_of_siblings_the_longest_match_is_found_with_bounded_
     for number in range(500):
         for length in range(6, SIZE, 5):
             tokens = prompt(length, seed=number, after=system)
-            reserved = node.tier.reserve(SPEC.size_bytes(length))
-            assert reserved
-            node.tier.commit(
-                reserved.offset,
-                key=keys_of(tokens)[0],
+            put(
+                node.tier,
+                keys_of(tokens)[0],
+                SPEC.size_bytes(length),
                 fingerprint=SPEC.fingerprint,
-                size_bytes=SPEC.size_bytes(length),
-                checksum=0,
                 token_count=length,
                 parent=ROOT,
             )
@@ -140,14 +138,11 @@ async def test_among_thousands_of_siblings_a_prompt_finds_the_chunk_that_begins_
     system = prompt(5)
     for number in range(1000):
         tokens = prompt(SIZE - 1, seed=number, after=system)
-        reserved = node.tier.reserve(SPEC.size_bytes(SIZE - 1))
-        assert reserved
-        node.tier.commit(
-            reserved.offset,
-            key=keys_of(tokens)[0],
+        put(
+            node.tier,
+            keys_of(tokens)[0],
+            SPEC.size_bytes(SIZE - 1),
             fingerprint=SPEC.fingerprint,
-            size_bytes=SPEC.size_bytes(SIZE - 1),
-            checksum=0,
             token_count=SIZE - 1,
             parent=ROOT,
             prefix_digests=prefix_digests(ROOT, as_tokens(tokens)),

@@ -26,8 +26,9 @@ from lmkv_server.node.fetch.scheduler import (
     InflightFetches,
 )
 from lmkv_server.node.peers.connection import PeerChunk
-from lmkv_server.node.tiers.base import Progress
+from lmkv_server.node.tiers.base import Needs, Progress
 from tests.lmkv.transfer.test_bandwidth import known
+from tests.server.node.cases import put
 from tests.server.node.peer_parts import LARGE, SMALL, keys_of
 
 CHUNK_BYTES = LARGE.chunk_bytes
@@ -51,9 +52,13 @@ class World:
     def __post_init__(self) -> None:
         self.tier = HostTier(self.count * CHUNK_BYTES)
         self.inflight = InflightFetches()
-        self.progress = Progress(self.tier, self.spec, keys_of(self.count), 0, self._hand, in_order=self.in_order)
+        self.progress = Progress(self.tier, self._needs(), self._hand, delivers_in_order=self.in_order)
         self.combined = Bandwidth()
         self.plan = FetchPlan(self.progress, self.inflight, self.holders, self.combined, lambda: None, lambda: self.now)
+
+    def _needs(self) -> Needs:
+        indices, in_order = range(self.count), self.in_order and self.spec.matches_prefixes
+        return Needs(spec=self.spec, keys=keys_of(self.count), indices=indices, in_order=in_order)
 
     def _hand(self, chunks: list[tuple[int, Chunk]]) -> None:
         self.handed.extend(index for index, _ in chunks)
@@ -70,17 +75,8 @@ class World:
 
     def land(self, holder: HolderState, index: int) -> None:
         """A chunk has come and is what it should be."""
-        reserved = self.tier.reserve(CHUNK_BYTES)
-        assert reserved
-        chunk = self.tier.commit(
-            reserved.offset,
-            key=self.progress.keys[index],
-            fingerprint=LARGE.fingerprint,
-            size_bytes=CHUNK_BYTES,
-            checksum=0,
-            token_count=256,
-        )
-        assert chunk, "it was brought twice"
+        key = self.progress.keys[index]
+        chunk = put(self.tier, key, CHUNK_BYTES, fingerprint=LARGE.fingerprint, token_count=256)
         self.brought.append((index, holder))
         self.progress.add([(index, chunk)], "peer")
         self.plan.commit(holder, index, chunk, "peer")
@@ -356,7 +352,7 @@ def peer_chunk(index: int = 0) -> PeerChunk:
     return PeerChunk(index=index, address=0, checksum=0, token_count=SMALL.chunk_size, size_bytes=SMALL.chunk_bytes)
 
 
-def put(tier: HostTier, key: ChunkKey) -> Chunk:
+def receive(tier: HostTier, key: ChunkKey) -> Chunk:
     writes = PendingWrites(tier)
     reserved = tier.reserve(SMALL.chunk_bytes)
     assert reserved
@@ -366,14 +362,20 @@ def put(tier: HostTier, key: ChunkKey) -> Chunk:
     return chunk
 
 
+def needs(indices: range, *, in_order: bool = True) -> Needs:
+    return Needs(spec=SMALL, keys=KEYS[: indices.stop], indices=indices, in_order=in_order)
+
+
 @given(st.permutations(range(8)), st.integers(0, 7), st.integers(0, 8))
 def test_chunks_are_handed_out_in_order_whatever_order_they_come_in(order: list[int], first: int, count: int) -> None:
     tier = new_tier()
     handed: list[int] = []
-    progress = Progress(tier, SMALL, KEYS, first, lambda chunks: handed.extend(index for index, _ in chunks))
+    progress = Progress(
+        tier, needs(range(first, len(KEYS))), lambda chunks: handed.extend(index for index, _ in chunks)
+    )
     come = [index for index in order[:count] if index >= first]
     for index in come:
-        progress.add([(index, put(tier, KEYS[index]))], "peer")
+        progress.add([(index, receive(tier, KEYS[index]))], "peer")
         until = next(i for i in range(first, 9) if i not in come[: come.index(index) + 1])
         assert handed == list(range(first, until))
         assert progress.front == ({until} - {8})
@@ -393,11 +395,14 @@ def test_chunks_that_stand_for_themselves_are_handed_out_as_they_come(order: lis
     tier = new_tier()
     handed: list[int] = []
     progress = Progress(
-        tier, SMALL, KEYS, 0, lambda chunks: handed.extend(index for index, _ in chunks), in_order=False
+        tier,
+        needs(range(len(KEYS)), in_order=False),
+        lambda chunks: handed.extend(index for index, _ in chunks),
+        delivers_in_order=False,
     )
     for number, index in enumerate(order[:count], 1):
         assert index in progress.front
-        progress.add([(index, put(tier, KEYS[index]))], "peer")
+        progress.add([(index, receive(tier, KEYS[index]))], "peer")
         assert handed == order[:number]
         assert progress.front == progress.missing == set(order[number:])
     assert progress.result().chunk_count == count
@@ -408,9 +413,9 @@ def test_chunks_that_stand_for_themselves_are_handed_out_as_they_come(order: lis
 def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
     tier = new_tier()
     handed: list[int] = []
-    progress = Progress(tier, SMALL, KEYS, 0, lambda chunks: handed.extend(index for index, _ in chunks))
-    put(tier, KEYS[0])
-    put(tier, KEYS[1]).fingerprint = b"x" * 16
+    progress = Progress(tier, needs(range(len(KEYS))), lambda chunks: handed.extend(index for index, _ in chunks))
+    receive(tier, KEYS[0])
+    receive(tier, KEYS[1]).fingerprint = b"x" * 16
     progress.find_own()
     assert handed == [0]
     assert progress.result().size_bytes == 0
@@ -419,13 +424,13 @@ def test_what_is_in_the_tier_by_now_is_found_if_it_is_of_this_spec() -> None:
 def test_waiters_get_committed_chunks_and_learn_of_failed_ones() -> None:
     tier, inflight = new_tier(), InflightFetches()
     handed: list[int] = []
-    progress = Progress(tier, SMALL, KEYS[:3], 0, lambda chunks: handed.extend(index for index, _ in chunks))
+    progress = Progress(tier, needs(range(3)), lambda chunks: handed.extend(index for index, _ in chunks))
     assert not inflight.subscribe(progress)
     inflight.begin(KEYS[:2])
     assert KEYS[0] in inflight
     assert inflight.subscribe(progress)
     assert inflight.subscribe(progress)  # twice is once
-    inflight.commit(put(tier, KEYS[0]), "peer")
+    inflight.commit(receive(tier, KEYS[0]), "peer")
     assert handed == [0]
     assert progress.result().instance_ids == ("peer",)
     progress.changed.clear()
@@ -454,8 +459,8 @@ def test_extents_are_freed_only_after_the_last_write() -> None:
 
 def test_a_chunk_that_was_committed_first_elsewhere_is_used_and_the_extent_freed() -> None:
     tier = new_tier()
-    first = put(tier, KEYS[0])
-    assert put(tier, KEYS[0]) is first
+    first = receive(tier, KEYS[0])
+    assert receive(tier, KEYS[0]) is first
     tier.check()
     assert tier.reserved_count == 0
 

@@ -12,6 +12,7 @@ from lmkv.v1.cache_service_pb2 import Holder
 from lmkv_server.node.cache.host import Chunk
 from lmkv_server.node.fetch.tier import FoundHolders, PeerTier
 from lmkv_server.node.tiers.base import Needs, Presence, Progress, SecondaryTier, Selection
+from tests.server.node.cases import put
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 from tests.server.node.peer_parts import SMALL, Parts, keys_of
 
@@ -114,7 +115,9 @@ async def test_a_read_fetches_what_the_lookup_found_and_is_counted() -> None:
             owner.put(key)
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(5)), 1.0)
         delivered: list[Chunk] = []
-        progress = Progress(reader.tier, SMALL, KEYS, 0, lambda chunks: delivered.extend(chunk for _, chunk in chunks))
+        progress = Progress(
+            reader.tier, needs(*range(len(KEYS))), lambda chunks: delivered.extend(chunk for _, chunk in chunks)
+        )
         presence = await tier.lookup(needs(*range(8)))
         assert await tier.read(progress, presence, 10.0) is None
         progress.close()
@@ -162,7 +165,7 @@ async def test_items_come_from_all_peers_that_may_have_them_and_in_order() -> No
         items = Prompt(HYBRID, PROMPT).items(Hit(6))
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(one.holder(6), two.holder(6)), 1.0)
         delivered: list[tuple[int, Chunk]] = []
-        progress = Progress(reader.tier, HYBRID, items.keys, 0, delivered.extend, items=items)
+        progress = Progress(reader.tier, item_needs(items), delivered.extend)
         presence = await tier.lookup(item_needs(items))
         assert await tier.read(progress, presence, 10.0) is None
         progress.close()
@@ -181,7 +184,7 @@ async def test_an_item_that_no_peer_has_keeps_none_behind_it_from_coming() -> No
             owner.put_item(item, PROMPT)
         items = Prompt(HYBRID, PROMPT).items(Hit(4))
         delivered: list[tuple[int, Chunk]] = []
-        progress = Progress(reader.tier, HYBRID, items.keys, 0, delivered.extend, items=items)
+        progress = Progress(reader.tier, item_needs(items), delivered.extend)
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(4)), 1.0)
         await tier.read(progress, await tier.lookup(item_needs(items)), 10.0)
         assert progress.missing == {1}, "another tier may have it"
@@ -198,18 +201,15 @@ async def test_a_peer_that_has_an_item_in_another_size_delivers_nothing() -> Non
         first, *_, state = HYBRID.items(1)
         wrong = owner.put_item(first, PROMPT)
         owner.tier.drop([wrong.key])
-        swapped = owner.tier.reserve(HYBRID.part_bytes(state.part))
-        assert swapped
-        owner.tier.commit(
-            swapped.offset,
-            key=PROMPT[0],
+        put(
+            owner.tier,
+            PROMPT[0],
+            HYBRID.part_bytes(state.part),
             fingerprint=HYBRID.fingerprint,
-            size_bytes=HYBRID.part_bytes(state.part),
-            checksum=0,
             token_count=HYBRID.chunk_size,
         )
         items = Prompt(HYBRID, PROMPT).items(Hit(1))
-        progress = Progress(reader.tier, HYBRID, items.keys, 0, lambda _: None, items=items)
+        progress = Progress(reader.tier, item_needs(items), lambda _: None)
         tier = PeerTier(reader.fetcher, ScriptedCoordinators(owner.holder(1)), 1.0)
         error = await tier.read(progress, await tier.lookup(item_needs(items)), 10.0)
         progress.close()

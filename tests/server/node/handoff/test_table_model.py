@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from lmkv.errors import BadMessage, GrantNotFound, NoFreeExtents, RequestTooLarge
-from lmkv_server.node.cache.host import Reservation
+from lmkv_server.node.cache.host import Chunk, Reservation
 from lmkv_server.node.handoff.state import Handoff, HandoffState
 from tests.server.node.handoff_tables import (
     ABANDON,
@@ -140,12 +140,14 @@ class HandoffsMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(KEYS))
         if reserved := self.tier.reserve(SMALL.chunk_bytes):
             self.tier.commit(
-                reserved.offset,
-                key=key,
-                fingerprint=SMALL.fingerprint,
-                size_bytes=SMALL.chunk_bytes,
-                checksum=1,
-                token_count=SMALL.chunk_size,
+                Chunk(
+                    offset=reserved.offset,
+                    key=key,
+                    fingerprint=SMALL.fingerprint,
+                    size_bytes=SMALL.chunk_bytes,
+                    checksum=1,
+                    token_count=SMALL.chunk_size,
+                )
             )
 
     @invariant()

@@ -17,7 +17,7 @@ from lmkv_server.node.cache.events import CacheEvents, Losses
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.lookup.found import Diagnosis, MissedRun
 from lmkv_server.node.tiers.base import SecondaryTier
-from tests.server.node.cases import hashed_keys
+from tests.server.node.cases import hashed_keys, put
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 from tests.support.specs import small_spec
 
@@ -45,9 +45,7 @@ class Cache:
 
     def store(self, *keys: ChunkKey) -> None:
         for key in keys:
-            reserved = self.pool.reserve(ALIGNMENT)
-            assert reserved
-            self.pool.commit(reserved.offset, key=key, fingerprint=b"", size_bytes=ALIGNMENT, checksum=0, token_count=4)
+            put(self.pool, key, ALIGNMENT, fingerprint=b"", token_count=4)
 
     def lose(self, reason: MissReason, *keys: ChunkKey) -> None:
         self.store(*keys)

@@ -18,6 +18,7 @@ from lmkv_server.node.cache.events import PartialChunks
 from lmkv_server.node.cache.host import HostTier
 from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.tiers.base import Dropped, Needs, Presence, Progress, Selection, TierStats
+from tests.server.node.cases import put
 from tests.server.node.hybrid_engine import HYBRID, PROMPT
 
 CHUNK_SIZE = HYBRID.chunk_size
@@ -75,16 +76,13 @@ def begin(pool: HostTier, spec: KvSpec, keys: Sequence[ChunkKey] = PROMPT, most_
 def tier_with(spec: KvSpec, items: Sequence[PartItem]) -> HostTier:
     """A pool with these items of the prompt."""
     tier = HostTier(100 * spec.chunk_bytes)
-    for item in items:
+    for item in dict.fromkeys(items):
         size_bytes = spec.part_bytes(item.part)
-        reserved = tier.reserve(size_bytes)
-        assert reserved
-        tier.commit(
-            reserved.offset,
-            key=part_key(PROMPT[item.chunk], item.part),
+        put(
+            tier,
+            part_key(PROMPT[item.chunk], item.part),
+            size_bytes,
             fingerprint=spec.fingerprint,
-            size_bytes=size_bytes,
-            checksum=0,
             token_count=spec.chunk_size,
         )
     return tier

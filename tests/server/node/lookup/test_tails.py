@@ -15,11 +15,12 @@ from lmkv.spec import KvPart, KvSpec
 from lmkv.tiers import OWN
 from lmkv.v1.chunk_pb2 import PART_RULE_LAST
 from lmkv_server.node.cache.events import PartialChunks
-from lmkv_server.node.cache.host import HostTier
+from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.lookup.found import Found
 from lmkv_server.node.lookup.lookup import PromptLookup
 from lmkv_server.node.sessions.sessions import EngineSessions
 from lmkv_server.node.tiers.base import Needs, Presence, SecondaryTier
+from tests.server.node.cases import put
 from tests.server.node.hybrid_engine import HYBRID
 from tests.server.node.prompts import ROOT, SIZE, SPEC, keys_of, prompt
 
@@ -58,14 +59,11 @@ def begin(pool: Sequence[int] = (), indexed: Sequence[int] = ()) -> PromptLookup
     tier = HostTier(64 * SPEC.chunk_bytes, index)
     index.add_spec(SPEC)
     for length in pool:
-        reserved = tier.reserve(SPEC.chunk_bytes)
-        assert reserved
-        tier.commit(
-            reserved.offset,
-            key=keys_of(TOKENS[:length])[0],
+        put(
+            tier,
+            keys_of(TOKENS[:length])[0],
+            SPEC.size_bytes(length),
             fingerprint=SPEC.fingerprint,
-            size_bytes=SPEC.size_bytes(length),
-            checksum=0,
             token_count=length,
             parent=ROOT,
         )
@@ -147,16 +145,18 @@ class WindowPool:
             granted = session.reserve_partial(rest) if is_last else session.reserve(1, item.part)
             credit = granted[item.part if is_last else 0]
             parent, chunk_tokens = keys[item.chunk - 1] if item.chunk else ROOT, tokens[item.chunk * SIZE :]
-            session.commit(
-                credit.offset,
-                keys[item.chunk],
-                self.spec.part_bytes(item.part, rest if is_last else SIZE),
-                0,
-                rest if is_last else SIZE,
+            token_count = rest if is_last else SIZE
+            written = Chunk(
+                key=keys[item.chunk],
+                fingerprint=self.spec.fingerprint,
+                offset=credit.offset,
+                size_bytes=self.spec.part_bytes(item.part, token_count),
+                checksum=0,
+                token_count=token_count,
                 parent=parent,
-                part=item.part,
                 prefix_digests=prefix_digests(parent, as_tokens(chunk_tokens)) if is_last else b"",
             )
+            session.commit(written, part=item.part)
         session.revoke()
 
     def store_each(self, tokens: Sequence[int], *missing: tuple[int, int]) -> None:

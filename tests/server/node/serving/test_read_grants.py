@@ -32,12 +32,14 @@ def put(tier: HostTier, number: int, size_bytes: int = ALIGNMENT) -> Chunk | Non
     if reserved is None:
         return None
     return tier.commit(
-        reserved.offset,
-        key=ChunkKey(number.to_bytes(16, "big")),
-        fingerprint=b"f" * 16,
-        size_bytes=size_bytes,
-        checksum=0,
-        token_count=1,
+        Chunk(
+            offset=reserved.offset,
+            key=ChunkKey(number.to_bytes(16, "big")),
+            fingerprint=b"f" * 16,
+            size_bytes=size_bytes,
+            checksum=0,
+            token_count=1,
+        )
     )
 
 

@@ -14,7 +14,7 @@ from lmkv.v1.chunk_pb2 import Extent
 from lmkv_server.node.cache.host import Chunk, HostTier
 from lmkv_server.node.sessions.session import HOLD_SHARE, MAX_EXTENTS, EngineSession
 from lmkv_server.node.sessions.sessions import CREDIT_SHARE, MAX_CREDITS, EngineSessions
-from tests.server.node.cases import admit, chunk_key, chunk_keys
+from tests.server.node.cases import admit, chunk_key, chunk_keys, put
 from tests.server.node.hybrid_engine import HYBRID, PROMPT, item_key
 from tests.server.node.pool_lookups import open_lookup
 from tests.support.specs import small_spec
@@ -40,8 +40,19 @@ def holds(tier: HostTier, number: int) -> int:
     return chunk.holds
 
 
+def written(offset: int, number: int, size_bytes: int, token_count: int = SPEC.chunk_size) -> Chunk:
+    return Chunk(
+        key=chunk_key(number),
+        fingerprint=SPEC.fingerprint,
+        offset=offset,
+        size_bytes=size_bytes,
+        checksum=number,
+        token_count=token_count,
+    )
+
+
 def commit(session: EngineSession, offset: int, number: int, token_count: int = SPEC.chunk_size) -> object:
-    return session.commit(offset, chunk_key(number), SPEC.size_bytes(token_count), number, token_count)
+    return session.commit(written(offset, number, SPEC.size_bytes(token_count), token_count))
 
 
 def test_a_lookup_finds_no_more_than_an_answer_can_name() -> None:
@@ -149,7 +160,7 @@ def test_a_commit_whose_sizes_do_not_fit_the_spec_is_refused_and_keeps_its_credi
     session = engines.attach("e", SPEC)
     (credit,) = session.reserve(1)
     with pytest.raises(BadMessage):
-        session.commit(credit.offset, chunk_key(1), size_bytes, 0, token_count)
+        session.commit(written(credit.offset, 1, size_bytes, token_count))
     assert session.credit_count == 1
     assert len(tier) == 0
     commit(session, credit.offset, 1)
@@ -163,7 +174,7 @@ def test_a_commit_of_a_part_that_the_spec_lacks_is_refused_and_keeps_its_credit(
     session = engines.attach("e", SPEC)
     (credit,) = session.reserve(1)
     with pytest.raises(BadMessage, match=f"no part {part}"):
-        session.commit(credit.offset, chunk_key(1), SPEC.chunk_bytes, 0, SPEC.chunk_size, part=part)
+        session.commit(written(credit.offset, 1, SPEC.chunk_bytes), part=part)
     assert session.credit_count == 1
     assert len(tier) == 0
     commit(session, credit.offset, 1)
@@ -176,7 +187,7 @@ def test_a_chunk_that_is_larger_than_its_credit_is_refused_and_leaves_the_credit
     session = engines.attach("e", spec)
     (credit,) = session.reserve_partial(1)
     with pytest.raises(GrantNotFound):
-        session.commit(credit.offset, chunk_key(1), spec.chunk_bytes, 0, spec.chunk_size)
+        session.commit(written(credit.offset, 1, spec.chunk_bytes, spec.chunk_size))
     assert (session.credit_count, tier.reserved_count) == (1, 1)
     session.return_credit(credit.offset)
     assert (session.credit_count, tier.used_bytes) == (0, 0)
@@ -374,18 +385,13 @@ def test_asking_for_an_engine_that_is_not_there_says_so(engines: EngineSessions)
 
 
 def item(tier: HostTier, part: int, chunk: int) -> Chunk:
-    reserved = tier.reserve(HYBRID.part_bytes(part))
-    assert reserved
-    committed = tier.commit(
-        reserved.offset,
-        key=item_key(part, chunk),
+    return put(
+        tier,
+        item_key(part, chunk),
+        HYBRID.part_bytes(part),
         fingerprint=HYBRID.fingerprint,
-        size_bytes=HYBRID.part_bytes(part),
-        checksum=0,
         token_count=HYBRID.chunk_size,
     )
-    assert committed
-    return committed
 
 
 def test_items_behind_a_gap_are_held_once_until_the_lookup_is_released() -> None:
@@ -425,9 +431,8 @@ def test_only_windows_and_states_are_superseded() -> None:
         item(tier, part, 0)
     for part in range(3):
         (credit,) = session.reserve(1, part)
-        session.commit(
-            credit.offset, PROMPT[1], HYBRID.part_bytes(part), 0, HYBRID.chunk_size, part=part, superseded=PROMPT[0]
-        )
+        chunk = replace(written(credit.offset, 1, HYBRID.part_bytes(part), HYBRID.chunk_size), key=PROMPT[1])
+        session.commit(chunk, part=part, superseded=PROMPT[0])
     while len(tier) > 4:
         assert tier.reserve(4096)
     assert {chunk.key for chunk in tier} == {item_key(0, 0), *(item_key(part, 1) for part in range(3))}
@@ -446,7 +451,7 @@ def test_an_engine_whose_weights_change_keeps_what_it_was_granted(tier: HostTier
     assert session.spec == changed
     assert engines.attached(changed.fingerprint) == [session]
     assert ServedModel(name="model", fingerprint=changed.fingerprint) in set(engines.served)
-    session.commit(credit.offset, chunk_key(0), SPEC.chunk_bytes, 0, SPEC.chunk_size)
+    commit(session, credit.offset, 0)
     assert [chunk.fingerprint for chunk in tier] == [changed.fingerprint]
 
 
